@@ -68,6 +68,12 @@ class ModelConfig(_Section, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
     served_model_name: str | tuple[str, ...] = ""  # names clients use, the first in answers; default: end of path
     device: str = "auto"  # torch device; auto: cuda where there is one, else cpu
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "openai", "pythonic"] = (
+        "auto"  # format of tool calls, by vLLM's names; auto: as the chat template tells
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss", "qwen3"] = (
+        "auto"  # format of reasoning, in the same way
+    )
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property

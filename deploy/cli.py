@@ -124,6 +124,8 @@ def _print_json(value: object) -> None:
 def up(
     model: Annotated[str, typer.Option(help="Directory of a Hugging Face checkpoint, or a hub id.")] = "",
     dtype: Annotated[Dtype | None, typer.Option(help="Number format; auto is the checkpoint's own.")] = None,
+    tool_call_parser: Annotated[str, typer.Option(help="Format of tool calls; by default as the template tells.")] = "",
+    reasoning_parser: Annotated[str, typer.Option(help="Format of reasoning; by default as the template tells.")] = "",
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 is the colocated mode.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     routers: Annotated[int | None, typer.Option(help="Routers; each places requests on all workers.")] = None,
@@ -149,6 +151,7 @@ def up(
     from deploy.control_plane.bring_up import bring_up
 
     flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
+    flags |= {"model.tool_call_parser": tool_call_parser, "model.reasoning_parser": reasoning_parser}
     flags |= {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.routers": routers}
     flags |= {"api.host": host, "api.port": port, "api.insecure": insecure or None}
     flags |= {"tls.cert_file": ssl_certfile, "tls.key_file": ssl_keyfile, "tls.client_ca_file": ssl_ca_certs}

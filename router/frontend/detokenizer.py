@@ -42,6 +42,8 @@ class Tokenizer:
         self._byte_level = any(
             part["type"] == "ByteLevel" for part in (*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer))
         )
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token.content: index for index, token in added.items() if token.special}
         self.longest = self._longest()  # bytes of text that the longest token stands for
         self._stretch = 1 if self._keeps_length() else _SHRINKING
 
@@ -273,6 +275,7 @@ class TextOptions:
     min_tokens: int = 0  # no stop string counts in the text of the tokens before
     include_stop: bool = False  # the stop string that ends the output stays at its end
     special_tokens: bool = False  # they are in the text
+    shown: frozenset[int] = frozenset()  # special tokens that are in the text in any case
 
 
 DEFAULT_TEXT = TextOptions()
@@ -290,10 +293,12 @@ class TextStream:
         options: TextOptions = DEFAULT_TEXT,
     ) -> None:
         """`silent` tokens (those that end the output) have no text."""
-        special = options.special_tokens
+        special = options.special_tokens or bool(options.shown)
+        if tokenizer and options.shown:
+            silent |= frozenset(tokenizer.special_tokens.values()) - options.shown
         self._detokenizer = Detokenizer(tokenizer, prompt, special_tokens=special) if tokenizer else None
         self._matcher = StopMatcher(stops)
-        self._silent = frozenset[int]() if special else silent
+        self._silent = frozenset[int]() if options.special_tokens else silent
         self._unstoppable = options.min_tokens
         self._include_stop = options.include_stop
         self.stop: str | None = None  # the stop string that ended the output

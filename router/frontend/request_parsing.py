@@ -25,6 +25,7 @@ from router.frontend.served_model import ServedModel
 MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1_000
 _MAX_STOP_TOKENS = 1_000
+_MAX_SHOWN = 64
 _MAX_LOGPROBS = 20
 MAX_SAMPLES = 128  # of one prompt
 _MAX_PROMPT_LOGPROBS = 2**20  # values of one request; each takes about 120 bytes here until its client reads it
@@ -164,7 +165,7 @@ def parse_generate_request(
         tpot=_objective("tpot_ms", request),
         affinity=_checked("affinity", request.affinity),
         salt=_salt(request.cache_salt),
-        text=TextOptions(request.min_tokens, request.include_stop, request.special_tokens),
+        text=TextOptions(request.min_tokens, request.include_stop, request.special_tokens, _shown(request)),
         n=n,
         best_of=best_of,
         length_penalty=penalty,
@@ -198,6 +199,14 @@ def _length_penalty(request: pb.GenerateRequest, sampling: SamplingParams) -> fl
             "tokens; leave them out, or use stop_token_ids"
         )
     return penalty
+
+
+def _shown(request: pb.GenerateRequest) -> frozenset[int]:
+    if len(request.shown_special_tokens) > _MAX_SHOWN:
+        raise InvalidRequest(
+            f"shown_special_tokens has {len(request.shown_special_tokens)} tokens; at most {_MAX_SHOWN} are allowed"
+        )
+    return frozenset(request.shown_special_tokens)
 
 
 def parse_pin_request(request: cache_pb2.PinPrefixRequest, pin: str, model: ServedModel) -> ValidatedPin:

@@ -6,7 +6,7 @@ Never the weights: those are the workers' business, and so is whether the engine
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from baton.config import ModelConfig
 from baton.errors import ModelError, ModelMismatch, ModelNotFound, shown
 from baton.messages import SamplingParams
+from router.frontend.chat.families import NO_FORMAT, ChatFormat, chosen
 from router.frontend.chat.template import ChatTemplate
 from router.frontend.detokenizer import Tokenizer
 from router.queueing.admission import ModelLimits
@@ -36,6 +37,12 @@ class ServedModel:
     tokenizer_file: Path | None = None  # where the tokenizer was read
     aliases: tuple[str, ...] = ()  # further names that a request may use
     folder: Path | None = None  # of its files
+    chat_format: ChatFormat = NO_FORMAT  # how it writes reasoning and tool calls
+
+    def special_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Those of some texts that are special tokens."""
+        known = self.tokenizer.special_tokens if self.tokenizer else {}
+        return [known[text] for text in texts if text in known]
 
     def check(self, asked: str | None) -> None:
         """Raise ModelMismatch if a request asks for another model; no name is this one."""
@@ -49,6 +56,7 @@ def load(config: ModelConfig) -> ServedModel:
     settings = _object(folder / "config.json")
     generation = _object(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     tokenizer = folder / "tokenizer.json"
+    template = ChatTemplate.load(folder)
     return ServedModel(
         name=config.served_name,
         aliases=config.served_names[1:],
@@ -56,7 +64,8 @@ def load(config: ModelConfig) -> ServedModel:
         limits=ModelLimits(_count(settings, "vocab_size"), _count(settings, "max_position_embeddings")),
         eos=_ids(generation, "eos_token_id") or _ids(settings, "eos_token_id"),
         defaults=_defaults(generation),
-        chat_template=ChatTemplate.load(folder),
+        chat_template=template,
+        chat_format=chosen(template.source if template else None, config.tool_call_parser, config.reasoning_parser),
         tokenizer_file=tokenizer if tokenizer.is_file() else None,
         folder=folder,
     )

@@ -305,3 +305,31 @@ def busy(cluster: LocalCluster) -> str:
     """The decode worker that has the one request there is."""
     status = cluster.wait_live(["decode-0", "decode-1"])
     return next(process.name for process in status.processes if process.name.startswith("decode") and process.attempts)
+
+
+def test_calls_that_a_request_insists_on(client: openai.OpenAI) -> None:
+    """A model with random weights calls a function if its output can be nothing else."""
+    place = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+    parameters = {
+        "type": "object", "properties": {"at": {"$ref": "#/$defs/place"}}, "required": ["at"],
+        "additionalProperties": False, "$defs": {"place": place},
+    }  # fmt: skip
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("go", "stay")]
+    asked: Any = {"model": "", "messages": MESSAGES, "tools": tools, "temperature": 1.0, "max_completion_tokens": 400}
+
+    def check(name: str, arguments: str) -> None:
+        assert name in ("go", "stay")
+        assert json.loads(arguments) in ({"at": {"x": 1}}, {"at": {"x": 2}})
+
+    for choice, names in (("required", {"go", "stay"}), ({"type": "function", "function": {"name": "go"}}, {"go"})):
+        one: Any = client.chat.completions.create(**asked, tool_choice=choice, parallel_tool_calls=False).choices[0]
+        assert (one.finish_reason, one.message.content) == ("tool_calls", None)
+        (call,) = one.message.tool_calls
+        assert call.function.name in names
+        check(call.function.name, call.function.arguments)
+        streamed: Any = client.chat.completions.create(
+            **asked, tool_choice=choice, parallel_tool_calls=False, stream=True
+        )
+        parts = [call for chunk in streamed for call in chunk.choices[0].delta.tool_calls or ()]
+        check(parts[0].function.name, "".join(call.function.arguments for call in parts))
+        assert len(parts) > 3

@@ -575,10 +575,11 @@ def test_anthropics_messages(tmp_path: Path) -> None:
             assert (answer["type"], answer["role"]) == ("message", "assistant")
             usage = answer["usage"]
             assert usage["input_tokens"] + usage["cache_read_input_tokens"] == prompt
-            assert answer["stop_reason"] == ("max_tokens" if usage["output_tokens"] == 12 else "end_turn")
+            ended = answer["stop_reason"] == "end_turn"  # perhaps with the last token
+            assert ended or (answer["stop_reason"], usage["output_tokens"]) == ("max_tokens", 12)
             events = await stream_of(client, "/v1/messages", body)
             names = [name for name, _ in events]
-            assert names[:3] == ["message_start", "content_block_start", "ping"]
+            assert names[:3] == ["message_start", "ping", "content_block_start"]
             assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
             assert set(names[3:-3]) <= {"content_block_delta"}  # the seed is drawn, and may end the output at once
             assert events[0][1]["message"]["content"] == []
@@ -629,7 +630,7 @@ def test_anthropics_stop_sequence(tmp_path: Path) -> None:
             "'image'",
         ),
         (
-            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "thinking": {"type": "enabled"}},
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "thinking": {"type": "on"}},
             400,
             "invalid_request_error",
             "thinking",

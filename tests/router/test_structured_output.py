@@ -17,7 +17,7 @@ from baton.errors import InvalidGrammar, InvalidRequest, UnsupportedField
 from baton.messages import MAX_GRAMMAR, Grammar
 from baton.v1 import generation_pb2 as pb
 from router.frontend.api.protocol import CompletionRequest, refuse_unserved
-from router.frontend.api.responses import ResponsesRequest, chat_of_response
+from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
 from router.frontend.api.structured_outputs import set_structured_output
 from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.grammar_parsing import grammar_of

@@ -17,6 +17,8 @@ from baton.errors import BatonError
 from baton.messages import PromptTokenLogprob, TokenLogprob
 from router.events import Finished, RequestEnded
 from router.frontend.api import errors
+from router.frontend.chat.chat_parser import ChatParser
+from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Content, Reasoning
 from router.frontend.output_stream import Output
 
 Json: TypeAlias = dict[str, Any]
@@ -39,9 +41,17 @@ class Sample:
     characters: int = 0  # of the text so far
     end: RequestEnded | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    parser: ChatParser | None = None  # of a chat
+
+    @property
+    def chat(self) -> ChatParser:
+        assert self.parser is not None
+        return self.parser
 
     def take(self, piece: Output) -> None:
         """Add a piece to the output."""
+        if self.parser is not None:
+            self.parser.feed(piece.text)
         self.text.append(piece.text)
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
@@ -60,7 +70,8 @@ class Sample:
     def finish_reason(self) -> str:
         assert self.end is not None
         assert isinstance(self.end.outcome, Finished)
-        return self.end.outcome.reason
+        reason = self.end.outcome.reason
+        return "tool_calls" if reason == "stop" and self.parser and self.parser.output.calls else reason
 
 
 @dataclass(frozen=True)
@@ -107,15 +118,21 @@ class Answer:
         """Add a piece to a sample's output."""
         sample.take(Output(prompt_logprobs=piece.prompt_logprobs) if self.wanted.prompt_only else piece)
 
-    def chunk(self, sample: Sample, piece: Output) -> Json | None:
-        """A chunk with new output; None if there is nothing that the client would see."""
+    def ended(self, sample: Sample) -> None:
+        """A sample's output is whole."""
+        if sample.parser is not None:
+            sample.parser.finish()
+
+    def chunks(self, sample: Sample, piece: Output) -> Iterator[Json]:
+        """Yield chunks with new output; none if there is nothing that the client would see."""
         sample.prompt_logprobs += piece.prompt_logprobs
         sample.tokens += piece.tokens
-        if not (piece.text or (self.wanted.logprobs and piece.logprobs) or (self.wanted.token_ids and piece.tokens)):
-            return None
-        choice = self._delta(sample, piece)
-        sample.characters += len(piece.text)
-        return self._chunk([choice])
+        if (choice := self._delta(sample, piece)) is not None:
+            yield self._chunk([choice])
+
+    def _shows_tokens(self, piece: Output) -> bool:
+        """Whether a piece has more than text to show."""
+        return bool((self.wanted.logprobs and piece.logprobs) or (self.wanted.token_ids and piece.tokens))
 
     def ending(self, sample: Sample) -> Iterator[Json]:
         """Yield the chunk with the reason why a sample ended."""
@@ -150,7 +167,7 @@ class Answer:
             chunk["usage"] = None
         return chunk
 
-    def _delta(self, sample: Sample, piece: Output) -> Json:
+    def _delta(self, sample: Sample, piece: Output) -> Json | None:
         raise NotImplementedError
 
     def _end(self, sample: Sample) -> Json:
@@ -243,12 +260,15 @@ class Completion(Answer):
         """The prompt is in the output, with its log-probabilities."""
         return self.wanted.echo is not None and self.wanted.logprobs
 
-    def _delta(self, sample: Sample, piece: Output) -> Json:
+    def _delta(self, sample: Sample, piece: Output) -> Json | None:
+        if not piece.text and not self._shows_tokens(piece):
+            return None
         text, logprobs = piece.text, self._logprobs(piece.logprobs, sample.characters) if self.wanted.logprobs else None
         if self._scored_echo and not sample.characters:
             echo = self.wanted.echo or ""
             sample.characters = len(echo)
             text, logprobs = echo + text, self._logprobs_with_prompt(sample, piece.logprobs)
+        sample.characters += len(piece.text)
         choice = _completion_choice(sample.index, text, logprobs, None)
         return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
 
@@ -308,13 +328,21 @@ class ChatCompletion(Answer):
                 chunk["prompt_token_ids"] = list(sample.prompt)
             yield chunk
 
-    def _delta(self, sample: Sample, piece: Output) -> Json:
+    def _delta(self, sample: Sample, piece: Output) -> Json | None:
+        delta = _chat_delta(sample.chat.feed(piece.text))
+        if not delta and not self._shows_tokens(piece):
+            return None
         logprobs = self._logprobs(piece.logprobs) if self.wanted.logprobs else None
-        choice = _chat_choice(sample.index, {"content": piece.text}, logprobs, None)
+        choice = _chat_choice(sample.index, delta or {"content": ""}, logprobs, None)
         return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
 
     def _end(self, sample: Sample) -> Json:
         return _chat_choice(sample.index, {}, None, sample.finish_reason) | {"stop_reason": sample.stop_reason}
+
+    def ending(self, sample: Sample) -> Iterator[Json]:
+        if delta := _chat_delta(sample.chat.finish()):
+            yield self._chunk([_chat_choice(sample.index, delta, None, None)])
+        yield from super().ending(sample)
 
     def whole(self) -> Json:
         answer = super().whole()
@@ -325,15 +353,27 @@ class ChatCompletion(Answer):
         return answer
 
     def _choice(self, sample: Sample) -> Json:
-        text = (self.wanted.echo or "") + "".join(sample.text)
         choice: Json = {
             "index": sample.index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": self._message(sample.chat.output),
             "logprobs": self._logprobs(sample.logprobs) if self.wanted.logprobs else None,
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
         return choice | {"token_ids": sample.tokens} if self.wanted.token_ids else choice
+
+    def _message(self, output: ChatOutput) -> Json:
+        text = (self.wanted.echo or "") + output.content
+        hidden = not text and (output.calls or output.reasoning)
+        message: Json = {"role": "assistant", "content": None if hidden else text, "refusal": None}
+        if output.reasoning:
+            message |= {"reasoning": output.reasoning, "reasoning_content": output.reasoning}
+        if output.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in output.calls
+            ]
+        return message
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json:
         return {
@@ -352,3 +392,22 @@ class ChatCompletion(Answer):
 
 def _chat_choice(index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, "stop_reason": None}
+
+
+def _chat_delta(deltas: Sequence[ChatDelta]) -> Json:
+    """All deltas of one piece as one; each call once."""
+    made: Json = {}
+    calls: dict[int, Json] = {}
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                made["content"] = made.get("content", "") + text
+            case Reasoning(text):
+                made["reasoning"] = made["reasoning_content"] = made.get("reasoning", "") + text
+            case CallBegin(index, id_, name):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": id_, "type": "function", "function": function}
+            case CallArguments(index, text):
+                calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                calls[index]["function"]["arguments"] += text
+    return made | {"tool_calls": list(calls.values())} if calls else made

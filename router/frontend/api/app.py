@@ -38,7 +38,8 @@ from router.frontend.api.bodies import BodyReader
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.gate import KeyGate
 from router.frontend.api.http_responses import EventStream, Order, WholeAnswer, error_response, json_response
-from router.frontend.api.messages import CountTokensRequest, Message, MessagesRequest, chat_of_messages
+from router.frontend.api.messages import Message
+from router.frontend.api.messages_input import CountTokensRequest, MessagesRequest, chat_of_messages
 from router.frontend.api.model_cards import ModelCards, is_anthropic
 from router.frontend.api.parameters import affinity_of, generate_request, token_ids
 from router.frontend.api.prompts import MAX_SAMPLES, PromptBuilder
@@ -51,8 +52,10 @@ from router.frontend.api.protocol import (
     refuse_unserved,
     samples,
 )
-from router.frontend.api.responses import ModelResponse, ResponsesRequest, chat_of_response
+from router.frontend.api.responses import ModelResponse
+from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
 from router.frontend.api.structured_outputs import name_field
+from router.frontend.api.tools import planned
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.identity import Gatekeeper
 
@@ -151,10 +154,11 @@ class HttpApi:
         return await self._chat(request, chat_of_messages(asked), received, "msg_", Message)
 
     async def _count_tokens(self, request: Request) -> Response:
-        fields = chat_of_messages((await self._bodies.read(request, CountTokensRequest)).as_message())
-        refuse_unserved(fields)
-        self._service.model.check(fields.model)
-        return json_response({"input_tokens": len(await self._prompts.of_chat(fields))})
+        asked = chat_of_messages((await self._bodies.read(request, CountTokensRequest)).as_message())
+        refuse_unserved(asked)
+        self._service.model.check(asked.model)
+        fields, _ = planned(asked, self._service.model.chat_format)
+        return json_response({"input_tokens": len((await self._prompts.of_chat(fields)).tokens)})
 
     async def _responses(self, request: Request) -> Response:
         received = self._service.clock.now()
@@ -165,23 +169,35 @@ class HttpApi:
     async def _chat(
         self,
         request: Request,
-        fields: ChatCompletionRequest,
+        asked: ChatCompletionRequest,
         received: float,
         prefix: str,
         kind: Callable[[Wanted, list[Sample]], Answer],
     ) -> Response:
-        refuse_unserved(fields)
-        self._service.model.check(fields.model)
+        refuse_unserved(asked)
+        model = self._service.model
+        model.check(asked.model)
+        fields, plan = planned(asked, model.chat_format)
         prompt = await self._prompts.of_chat(fields)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         if fields.top_logprobs and not fields.logprobs:
             raise InvalidRequest("top_logprobs is set and logprobs is not true; set both")
         echo = _last_text(fields) if fields.echo else None
         wanted = self._wanted(prefix, request, fields, logprobs=logprobs is not None, echo=echo)
-        answer = kind(wanted, _samples_of([prompt], samples(fields)))
+        outputs = _samples_of([prompt.tokens], samples(fields))
+        for output in outputs:
+            output.parser = model.chat_format.parser(
+                plan.calls, plan.names, constrained=plan.constrained, prompt=prompt.end, continued=prompt.continued,
+                show_reasoning=fields.include_reasoning is not False, parallel_calls=plan.parallel,
+            )  # fmt: skip
+        answer = kind(wanted, outputs)
+        shown_tokens = model.special_tokens(model.chat_format.markers(plan.calls, constrained=plan.constrained))
         most = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
         _check_prompt_logprobs(fields)
-        return await self._answered(request, Order(answer, fields, most, logprobs, fields.prompt_logprobs), received)
+        order = Order(
+            answer, fields, most, logprobs, fields.prompt_logprobs, shown_tokens, "tools" if plan.forced else ""
+        )
+        return await self._answered(request, order, received)
 
     def _wanted(
         self, prefix: str, request: Request, fields: GenerationFields, *, logprobs: bool, echo: str | None
@@ -212,11 +228,12 @@ class HttpApi:
             for leader in (sample for sample in order.answer.samples if sample.first_of_prompt):
                 message = generate_request(
                     order.fields, leader.prompt, max_tokens=order.max_tokens, logprobs=order.logprobs,
-                    prompt_logprobs=order.prompt_logprobs, affinity=affinity,
+                    prompt_logprobs=order.prompt_logprobs, affinity=affinity, shown=order.shown_tokens,
                 )  # fmt: skip
                 try:
                     generations = await self._service.start(message, name, received)
                 except InvalidGrammar as error:
+                    error.field = error.field or order.grammar_of
                     raise name_field(error, order.fields) from None
                 for generation in generations:
                     started.append(generation)
@@ -235,7 +252,7 @@ class HttpApi:
         if fields.prompt is not None:
             tokens = await self._prompts.encode(fields.prompt, special=fields.add_special_tokens is not False)
         else:
-            tokens = await self._prompts.of_chat(fields)
+            tokens = (await self._prompts.of_chat(fields)).tokens
         strings = [self._prompts.token_text(token) for token in tokens] if fields.return_token_strs else None
         limit = self._service.model.limits.max_context
         return json_response(

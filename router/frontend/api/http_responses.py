@@ -44,6 +44,8 @@ class Order:
     max_tokens: int | None
     logprobs: int | None
     prompt_logprobs: int | None = None
+    shown_tokens: Sequence[int] = ()  # special tokens that stay in the text
+    grammar_of: str = ""  # the field that the output's grammar comes from, if it is not in the fields
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -128,6 +130,8 @@ class WholeAnswer(_Generating):
             async for sample, news in self._outputs():
                 if isinstance(news, Output):
                     self.answer.take(sample, news)
+                else:
+                    self.answer.ended(sample)
             response = json_response(self.answer.whole())
         except BatonError as error:
             response = error_response(error, self.answer.failed)
@@ -161,8 +165,9 @@ class EventStream(_Generating):
                 if not isinstance(news, Output):
                     for chunk in answer.ending(sample):
                         await event(chunk)
-                elif (chunk := answer.chunk(sample, news)) is not None:
-                    await event(chunk)
+                else:
+                    for chunk in answer.chunks(sample, news):
+                        await event(chunk)
             for chunk in answer.closing():
                 await event(chunk)
         except BatonError as error:

@@ -1,82 +1,34 @@
-"""Anthropic's Messages API: its requests as chats, and its answers."""
+"""Anthropic's Messages API: its answers, in blocks of text, thinking and tool use."""
 
 # pyright: strict
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
-from msgspec.structs import asdict
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError
 from router.frontend.api import errors
-from router.frontend.api.answers import Answer, Json, Sample
-from router.frontend.api.protocol import ChatCompletionRequest
+from router.frontend.api.answers import Answer, Json, Sample, Wanted
+from router.frontend.chat.deltas import Content, Item, ToolCall
+from router.frontend.chat.items import ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream
+from router.frontend.chat.json_calls import decoded
 from router.frontend.output_stream import Output
 
-
-class MessagesRequest(Struct, kw_only=True):
-    """The body of POST /v1/messages."""
-
-    messages: list[dict[str, Any]]
-    max_tokens: int
-    model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    metadata: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-
-
-class CountTokensRequest(Struct, kw_only=True):
-    """The body of POST /v1/messages/count_tokens."""
-
-    messages: list[dict[str, Any]]
-    model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-
-    def as_message(self) -> MessagesRequest:
-        """The request whose prompt is counted."""
-        return MessagesRequest(max_tokens=1, **asdict(self))
-
-
-def chat_of_messages(request: MessagesRequest) -> ChatCompletionRequest:
-    """The same request as a chat, whose parts are blocks of text. Raises InvalidRequest if thinking is enabled."""
-    if request.thinking and request.thinking.get("type") != "disabled":
-        raise InvalidRequest("thinking is enabled, which this server does not support yet; leave thinking out")
-    system = [{"role": "system", "content": request.system}] if request.system else []
-    messages = request.messages
-    continued = bool(messages) and messages[-1].get("role") == "assistant"
-    return ChatCompletionRequest(
-        messages=[*system, *messages],
-        model=request.model,
-        max_completion_tokens=request.max_tokens,
-        stop=request.stop_sequences,
-        stream=request.stream,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        tools=request.tools,
-        continue_final_message=continued,
-        add_generation_prompt=not continued,
-    )
+_NO_TEXT: Json = {"type": "text", "text": ""}
 
 
 class Message(Answer):
-    """The answer of POST /v1/messages: one text."""
+    """The answer of POST /v1/messages."""
 
     end_of_stream = b""
+
+    def __init__(self, wanted: Wanted, samples: Sequence[Sample]) -> None:
+        super().__init__(wanted, samples)
+        self._items = ItemStream()
+        self._empty = True
 
     def event(self, chunk: Json) -> bytes:
         return b"event: " + chunk["type"].encode() + b"\ndata: " + msgspec.json.encode(chunk) + b"\n\n"
@@ -88,28 +40,40 @@ class Message(Answer):
         (sample,) = self.samples
         usage = {"input_tokens": len(sample.prompt), "output_tokens": 0}
         yield {"type": "message_start", "message": self._message([], None, None, usage)}
-        yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
         yield {"type": "ping"}
 
-    def chunk(self, sample: Sample, piece: Output) -> Json | None:
+    def chunks(self, sample: Sample, piece: Output) -> Iterator[Json]:
         sample.tokens += piece.tokens
-        if not piece.text:
-            return None
-        return {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece.text}}
+        yield from self._events(self._items.steps(sample.chat.feed(piece.text)))
 
     def ending(self, sample: Sample) -> Iterator[Json]:
-        yield {"type": "content_block_stop", "index": 0}
+        yield from self._events(self._items.steps(sample.chat.finish()))
+        yield from self._events(self._items.end())
+        if self._empty:
+            yield {"type": "content_block_start", "index": 0, "content_block": _NO_TEXT}
+            yield {"type": "content_block_stop", "index": 0}
         reason, sequence = _stop(sample)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         yield {"type": "message_delta", "delta": delta, "usage": self.usage()}
         yield {"type": "message_stop"}
+
+    def _events(self, steps: Iterable[ItemStep]) -> Iterator[Json]:
+        for step in steps:
+            self._empty = False
+            match step:
+                case ItemBegins(number, item):
+                    yield {"type": "content_block_start", "index": number, "content_block": _begun(item)}
+                case ItemGrows(number, item, text):
+                    yield {"type": "content_block_delta", "index": number, "delta": _delta(item, text)}
+                case ItemEnds(number):
+                    yield {"type": "content_block_stop", "index": number}
 
     def closing(self) -> Iterator[Json]:
         yield from ()
 
     def whole(self) -> Json:
         (sample,) = self.samples
-        content = [{"type": "text", "text": "".join(sample.text)}]
+        content = [_block(item) for item in sample.chat.output.items] or [_NO_TEXT]
         return self._message(content, *_stop(sample), self.usage())
 
     def usage(self) -> Json:
@@ -136,9 +100,34 @@ class Message(Answer):
         }
 
 
+def _begun(item: Item) -> Json:
+    if isinstance(item, ToolCall):
+        return {"type": "tool_use", "id": item.id, "name": item.name, "input": {}}
+    return _NO_TEXT if item.kind is Content else {"type": "thinking", "thinking": "", "signature": ""}
+
+
+def _delta(item: Item, text: str) -> Json:
+    if isinstance(item, ToolCall):
+        return {"type": "input_json_delta", "partial_json": text}
+    if item.kind is Content:
+        return {"type": "text_delta", "text": text}
+    return {"type": "thinking_delta", "thinking": text}
+
+
+def _block(item: Item) -> Json:
+    if isinstance(item, ToolCall):
+        given: Any = decoded(item.arguments or "{}")
+        # Anthropic's own way to tell of arguments that were cut.
+        return _begun(item) | {"input": given if isinstance(given, dict) else {"INVALID_JSON": item.arguments}}
+    return _begun(item) | {"text" if item.kind is Content else "thinking": item.text}
+
+
 def _stop(sample: Sample) -> tuple[str, str | None]:
-    if sample.finish_reason == "length":
-        return "max_tokens", None
-    if isinstance(sample.stop_reason, str):
-        return "stop_sequence", sample.stop_reason
-    return "end_turn", None
+    match sample.finish_reason:
+        case "length":
+            return "max_tokens", None
+        case "tool_calls":
+            return "tool_use", None
+        case _:
+            sequence = sample.stop_reason
+            return ("stop_sequence", sequence) if isinstance(sequence, str) else ("end_turn", None)

@@ -12,9 +12,9 @@ import msgspec
 
 import baton
 from router.frontend.api.answer_schemas import SCHEMAS, Schema, ref
-from router.frontend.api.messages import CountTokensRequest, MessagesRequest
+from router.frontend.api.messages_input import CountTokensRequest, MessagesRequest
 from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.frontend.api.responses import ResponsesRequest
+from router.frontend.api.responses_input import ResponsesRequest
 
 
 @dataclass(frozen=True)

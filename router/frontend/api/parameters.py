@@ -32,9 +32,9 @@ SEEDS = 2**63  # clients send any 64-bit number, negative ones too
 
 def generate_request(
     fields: GenerationFields, prompt: Sequence[int], *, max_tokens: int | None, logprobs: int | None,
-    prompt_logprobs: int | None, affinity: str,
+    prompt_logprobs: int | None, affinity: str, shown: Sequence[int] = (),
 ) -> pb.GenerateRequest:  # fmt: skip
-    """The request for all outputs of one prompt.
+    """The request for all outputs of one prompt. `shown` are special tokens that stay in the text.
 
     Raises InvalidRequest for a number that no field can hold. `request_parsing` checks the rest."""
     for name, most in _MOST.items():
@@ -69,6 +69,7 @@ def generate_request(
         request.prompt_logprobs = _number("prompt_logprobs", prompt_logprobs, 0, _UINT32)
     _set_samples(request, fields)
     _set_rules(request, fields)
+    request.shown_special_tokens.extend(shown)
     set_structured_output(request, fields)
     if fields.ttft_ms is not None:
         request.ttft_ms = _number("ttft_ms", fields.ttft_ms, 1, _UINT32)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 from baton.errors import InvalidRequest
 from router.frontend.api.parameters import token_ids, truncated
 from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
-from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized
+from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, text_of
 from router.frontend.generation import GenerationService
 from router.frontend.request_parsing import tokenized
 
 MAX_SAMPLES = 2_048  # of one request: prompts times n
+_END = 256  # characters
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A chat as tokens."""
+
+    tokens: Sequence[int]
+    end: str  # of its text
+    continued: str | None  # the message that the output continues, if it does
 
 
 class PromptBuilder:
@@ -57,8 +68,8 @@ class PromptBuilder:
                 raise InvalidRequest("the prompt mixes texts and token ids; send a list of one kind")
         return prompts
 
-    async def of_chat(self, fields: ChatCompletionRequest | TokenizeRequest) -> Sequence[int]:
-        """The tokens of a chat, by the checkpoint's template or the request's own. Raises InvalidRequest."""
+    async def of_chat(self, fields: ChatCompletionRequest | TokenizeRequest) -> ChatPrompt:
+        """The prompt of a chat, by the checkpoint's template or the request's own. Raises InvalidRequest."""
         model = self._model
         template = model.chat_template
         if fields.chat_template and not self._trust_templates:
@@ -84,14 +95,18 @@ class PromptBuilder:
             "add_generation_prompt": generation,
             **(fields.chat_template_kwargs or {}),
         }
+        if effort := getattr(fields, "reasoning_effort", None):
+            variables.setdefault("reasoning_effort", effort)
+        continued = None
         if continues:
+            continued = text_of(messages[-1])
             mark_end(messages[-1])
         text = await self._templates.render(source, variables)
         if continues:
             text = cut_at_mark(text)
         prompt = await self.encode(text, special=bool(fields.add_special_tokens))
         most = fields.truncate_prompt_tokens if isinstance(fields, ChatCompletionRequest) else None
-        return truncated(prompt, most, model.limits.max_context)
+        return ChatPrompt(truncated(prompt, most, model.limits.max_context), text[-_END:], continued)
 
     async def encode(self, text: str, *, special: bool) -> Sequence[int]:
         model = self._model

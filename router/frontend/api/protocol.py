@@ -104,6 +104,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -132,8 +133,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "structural_tag": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
 }
 """Fields that change the output and can't be served, with the values that change nothing."""
 

@@ -1,112 +1,23 @@
-"""OpenAI's Responses API, without state: its requests as chats, and its answers.
-
-No response is kept, so `store: true` and `previous_response_id` are refused. A client sends the whole conversation.
-"""
+"""OpenAI's Responses API: its answers, in items of text, reasoning and function calls."""
 
 # pyright: strict
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
-from msgspec import Struct
 
-from baton.errors import BatonError, InvalidRequest, shown
+from baton.errors import BatonError
 from router.frontend.api import errors
 from router.frontend.api.answers import Answer, Json, Sample, Wanted
-from router.frontend.api.protocol import ChatCompletionRequest, unsupported
+from router.frontend.api.responses_input import ResponsesRequest
+from router.frontend.chat.deltas import ChatDelta, Content, Item, Reasoning, Text, ToolCall
+from router.frontend.chat.items import ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream
 from router.frontend.output_stream import Output
 
-
-class ResponsesRequest(Struct, kw_only=True):
-    """The body of POST /v1/responses."""
-
-    input: str | list[dict[str, Any]]
-    model: str | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
-    stream: bool | None = None
-    store: bool | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    truncation: str | None = None
-    include: list[str] | None = None
-    # vLLM's and Baton's.
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    ignore_eos: bool | None = None
-    ttft_ms: int | None = None
-    tpot_ms: int | None = None
-    cache_salt: str | None = None
-
-
-def chat_of_response(request: ResponsesRequest) -> ChatCompletionRequest:
-    """The same request as a chat. Raises InvalidRequest for what needs state or is no text."""
-    for field in ("store", "previous_response_id", "conversation", "background"):
-        if value := getattr(request, field):
-            raise unsupported(field, value)
-    if request.top_logprobs:
-        raise unsupported("top_logprobs", request.top_logprobs)
-    return ChatCompletionRequest(
-        messages=_messages(request),
-        model=request.model,
-        max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        priority=request.priority,
-        request_id=request.request_id,
-        ignore_eos=request.ignore_eos,
-        ttft_ms=request.ttft_ms,
-        tpot_ms=request.tpot_ms,
-        cache_salt=request.cache_salt,
-        stream=request.stream,
-        tools=request.tools,
-        response_format=_response_format(request),
-    )
-
-
-def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
-    """Return `text.format` as chats have it: there a schema and its name are members of `json_schema`."""
-    form: Any = (request.text or {}).get("format")
-    match form:
-        case {"type": "json_schema", "schema": schema}:
-            return {"type": "json_schema", "json_schema": {"schema": schema}}
-        case _:
-            return form
-
-
-def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    if request.instructions:
-        messages.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
-    for number, item in enumerate(request.input):
-        kind = item.get("type", "message")
-        if kind != "message":
-            raise InvalidRequest(f"input[{number}] is of type {shown(repr(kind))}; this server takes messages alone")
-        role = "system" if item.get("role") == "developer" else item.get("role")
-        messages.append({"role": role, "content": item.get("content")})
-    return messages
+_NO_TEXT = Text(Content)
+_EVENTS = {Content: "output_text", Reasoning: "reasoning_text"}
 
 
 class ModelResponse(Answer):
@@ -117,7 +28,8 @@ class ModelResponse(Answer):
     def __init__(self, request: ResponsesRequest, wanted: Wanted, samples: Sequence[Sample]) -> None:
         super().__init__(wanted, samples)
         self._request = request
-        self._item = f"msg_{wanted.id.removeprefix('resp_')}"
+        self._name = wanted.id.removeprefix("resp_")
+        self._items = ItemStream()
         self._events = 0
 
     def event(self, chunk: Json) -> bytes:
@@ -134,23 +46,48 @@ class ModelResponse(Answer):
         begun = self._response("in_progress", [])
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
-        yield {"type": "response.output_item.added", "output_index": 0, "item": self._message("in_progress", [])}
-        yield {"type": "response.content_part.added", **self._place(), "part": _part("")}
 
-    def chunk(self, sample: Sample, piece: Output) -> Json | None:
+    def chunks(self, sample: Sample, piece: Output) -> Iterator[Json]:
         sample.tokens += piece.tokens
-        if not piece.text:
-            return None
-        sample.text.append(piece.text)
-        return {"type": "response.output_text.delta", **self._place(), "delta": piece.text, "logprobs": []}
+        yield from self._item_events(sample.chat.feed(piece.text))
 
     def ending(self, sample: Sample) -> Iterator[Json]:
-        text = "".join(sample.text)
-        yield {"type": "response.output_text.done", **self._place(), "text": text, "logprobs": []}
-        yield {"type": "response.content_part.done", **self._place(), "part": _part(text)}
+        yield from self._item_events(sample.chat.finish())
+        for step in self._items.end():
+            yield from self._events_of(step)
         whole = self.whole()
-        yield {"type": "response.output_item.done", "output_index": 0, "item": whole["output"][0]}
+        if not sample.chat.output.items:
+            yield from self._events_of(ItemBegins(0, _NO_TEXT))
+            yield from self._events_of(ItemEnds(0, _NO_TEXT))
         yield {"type": f"response.{whole['status']}", "response": whole}
+
+    def _item_events(self, deltas: Sequence[ChatDelta]) -> Iterator[Json]:
+        for step in self._items.steps(deltas):
+            yield from self._events_of(step)
+
+    def _events_of(self, step: ItemStep) -> Iterator[Json]:
+        number, item = step.number, step.item
+        place: Json = {"item_id": self._id_of(number, item), "output_index": number}
+        part = place | {"content_index": 0}
+        kind = "function_call_arguments" if isinstance(item, ToolCall) else _EVENTS[item.kind]
+        extra: Json = {"logprobs": []} if kind == "output_text" else {}
+        match step:
+            case ItemBegins():
+                begun = self._output_item(number, item, "in_progress", begun=True)
+                yield {"type": "response.output_item.added", "output_index": number, "item": begun}
+                if isinstance(item, Text):
+                    yield {"type": "response.content_part.added", **part, "part": _part(item, "")}
+            case ItemGrows(text=text):
+                where = place if isinstance(item, ToolCall) else part
+                yield {"type": f"response.{kind}.delta", **where, "delta": text, **extra}
+            case ItemEnds():
+                if isinstance(item, ToolCall):
+                    yield {"type": f"response.{kind}.done", **place, "name": item.name, "arguments": item.arguments}
+                else:
+                    yield {"type": f"response.{kind}.done", **part, "text": item.text, **extra}
+                    yield {"type": "response.content_part.done", **part, "part": _part(item, item.text)}
+                done = self._output_item(number, item, "completed")
+                yield {"type": "response.output_item.done", "output_index": number, "item": done}
 
     def closing(self) -> Iterator[Json]:
         yield from ()
@@ -158,8 +95,13 @@ class ModelResponse(Answer):
     def whole(self) -> Json:
         (sample,) = self.samples
         status = "incomplete" if sample.finish_reason == "length" else "completed"
-        message = self._message(status, [_part("".join(sample.text))])
-        return self._response(status, [message]) | {"usage": self.usage(), "metrics": self.metrics()}
+        items = sample.chat.output.items or [_NO_TEXT]
+        last = len(items) - 1  # it is the one that was cut
+        output = [
+            self._output_item(number, item, status if number == last else "completed")
+            for number, item in enumerate(items)
+        ]
+        return self._response(status, output) | {"usage": self.usage(), "metrics": self.metrics()}
 
     def usage(self) -> Json:
         counted = super().usage()
@@ -171,11 +113,20 @@ class ModelResponse(Answer):
             "total_tokens": counted["total_tokens"],
         }
 
-    def _place(self) -> Json:
-        return {"item_id": self._item, "output_index": 0, "content_index": 0}
+    def _id_of(self, number: int, item: Item) -> str:
+        prefix = "fc" if isinstance(item, ToolCall) else "msg" if item.kind is Content else "rs"
+        return f"{prefix}_{self._name}" + (f"_{number}" if number else "")
 
-    def _message(self, status: str, content: list[Json]) -> Json:
-        return {"type": "message", "id": self._item, "status": status, "role": "assistant", "content": content}
+    def _output_item(self, number: int, item: Item, status: str, *, begun: bool = False) -> Json:
+        """An item with its text, or as it is when it has begun."""
+        made: Json = {"id": self._id_of(number, item), "status": status}
+        if isinstance(item, ToolCall):
+            arguments = "" if begun else item.arguments
+            return made | {"type": "function_call", "call_id": item.id, "name": item.name, "arguments": arguments}
+        content = [] if begun else [_part(item, item.text)]
+        if item.kind is Content:
+            return made | {"type": "message", "role": "assistant", "content": content}
+        return made | {"type": "reasoning", "summary": [], "content": content}
 
     def _response(self, status: str, output: list[Json]) -> Json:
         asked = self._request
@@ -190,7 +141,7 @@ class ModelResponse(Answer):
             "max_output_tokens": asked.max_output_tokens,
             "model": self.wanted.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": asked.temperature,
@@ -204,5 +155,7 @@ class ModelResponse(Answer):
         }
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(item: Text, text: str) -> Json:
+    if item.kind is Content:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": text}

@@ -36,7 +36,8 @@ class ChatParser:
 
     def _taken(self) -> Sequence[ChatDelta]:
         deltas = list(self._shown())
-        self.output.take(deltas)
+        for delta in deltas:
+            self.output.take(delta)
         return deltas
 
     def _shown(self) -> Iterator[ChatDelta]:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -58,29 +58,51 @@ class ToolCall:
 
 
 @dataclass
-class ChatOutput:
-    """All deltas added up."""
+class Text:
+    """A run of content, or of reasoning, as far as it has come."""
 
-    _content: list[str] = field(default_factory=list[str])
-    _reasoning: list[str] = field(default_factory=list[str])
+    kind: type[Content] | type[Reasoning]
+    parts: list[str] = field(default_factory=list[str])
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+Item: TypeAlias = Text | ToolCall
+
+
+@dataclass
+class ChatOutput:
+    """All deltas added up, in their order."""
+
+    items: list[Item] = field(default_factory=list[Item])
     calls: list[ToolCall] = field(default_factory=list[ToolCall])
 
-    def take(self, deltas: Iterable[ChatDelta]) -> None:
-        for delta in deltas:
-            match delta:
-                case Content(text):
-                    self._content.append(text)
-                case Reasoning(text):
-                    self._reasoning.append(text)
-                case CallBegin(_, id_, name):
-                    self.calls.append(ToolCall(id_, name))
-                case CallArguments(index, text):
-                    self.calls[index].parts.append(text)
+    def take(self, delta: ChatDelta) -> Item:
+        """Add a delta. Returns the item that it belongs to: the last one."""
+        match delta:
+            case Content(text) | Reasoning(text):
+                last = self.items[-1] if self.items else None
+                if not isinstance(last, Text) or last.kind is not type(delta):
+                    last = Text(type(delta))
+                    self.items.append(last)
+                last.parts.append(text)
+                return last
+            case CallBegin(_, id_, name):
+                self.calls.append(ToolCall(id_, name))
+                self.items.append(self.calls[-1])
+            case CallArguments(index, text):
+                self.calls[index].parts.append(text)
+        return self.calls[-1]
 
     @property
     def content(self) -> str:
-        return "".join(self._content)
+        return self._of(Content)
 
     @property
     def reasoning(self) -> str:
-        return "".join(self._reasoning)
+        return self._of(Reasoning)
+
+    def _of(self, kind: type[Content] | type[Reasoning]) -> str:
+        return "".join(item.text for item in self.items if isinstance(item, Text) and item.kind is kind)

@@ -50,10 +50,12 @@ class ChatFormat:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
 
-    def markers(self, calls: Calls) -> tuple[str, ...]:
+    def markers(self, calls: Calls, *, constrained: bool = False) -> tuple[str, ...]:
         """The texts that a parser must see, even if they are special tokens."""
+        if constrained:
+            return ()
         if self._harmony:
-            return () if calls in (Calls.REQUIRED, Calls.NAMED) else HarmonyParser.markers
+            return HarmonyParser.markers
         found: tuple[str, ...] = ()
         if calls is Calls.AUTO and self.tool_parser:
             found += TOOL_PARSERS[self.tool_parser].markers
@@ -66,18 +68,22 @@ class ChatFormat:
         calls: Calls = Calls.NONE,
         tools: Sequence[str] = (),
         *,
+        constrained: bool = False,
         prompt: str = "",
         continued: str | None = None,
         show_reasoning: bool = True,
         parallel_calls: bool = True,
     ) -> ChatParser:
-        """A parser for one output. `tools` are the names that may be called; `prompt` is the end of the prompt."""
+        """A parser for one output. `tools` are the names that may be called; `prompt` is the end of the prompt. A
+        constrained output has no format but that of forced calls."""
         family = TOOL_PARSERS.get(self.tool_parser or "", TextParser)
         out = DeltaWriter(family.make_id)
         if calls is Calls.REQUIRED:
             reader = RequiredCalls(out, tools)
         elif calls is Calls.NAMED:
             reader = NamedCall(out, tools)
+        elif constrained:
+            reader = PlainText(out)
         elif self._harmony:
             reader = HarmonyParser(
                 out, tools,
@@ -98,6 +104,9 @@ class ChatFormat:
     @property
     def _think(self) -> ThinkMarkers | None:
         return REASONING[self.reasoning_parser] if self.reasoning_parser else None
+
+
+NO_FORMAT = ChatFormat()
 
 
 def chosen(template: str | None, tools: str, reasoning: str) -> ChatFormat:

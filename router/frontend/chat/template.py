@@ -88,8 +88,13 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(f"messages[{number}].role is {shown(repr(role))}; it must be a text such as 'user'")
     made = dict(message)
     made["content"] = _content_of(number, message.get("content"))
+    # Clients have one name for it, templates the other.
+    if isinstance(thought := message.get("reasoning"), str) and not message.get("reasoning_content"):
+        made["reasoning_content"] = thought
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [_call(number, call) for call in calls] if isinstance(calls, list) else calls
+        if not isinstance(calls, list):
+            raise InvalidRequest(f"messages[{number}].tool_calls is {shown(repr(calls))}; it must be a list")
+        made["tool_calls"] = [_call(number, call) for call in calls]
     return made
 
 
@@ -122,9 +127,15 @@ def _call(number: int, call: Any) -> Any:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InvalidRequest(f"messages[{number}].tool_calls has arguments that are no JSON") from None
     return call | {"function": function | {"arguments": arguments}}
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a normalized message."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def mark_end(message: dict[str, Any]) -> None:

@@ -1,0 +1,216 @@
+"""The tools of a chat: checked, shown to the model, and which calls its output may have.
+
+With `tool_choice` "required" or a named function, the output is constrained to JSON from its first token, so it has no
+reasoning. Templates that can switch reasoning off are told so.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+from msgspec.structs import replace
+
+from baton.errors import InvalidRequest, shown
+from router.frontend.api.protocol import ChatCompletionRequest, unsupported
+from router.frontend.chat.families import Calls, ChatFormat
+
+Json = dict[str, Any]
+
+MAX_TOOLS = 512
+_MAX_BYTES = 512 * 2**10  # of all tools as JSON
+_NAME = re.compile(r"[\w.\-:/]{1,128}")
+_CHOICES = ("none", "auto", "required")
+_THINKING = ("enable_thinking", "thinking")  # what templates call the switch
+_NO_PARAMETERS: Json = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """Which calls an output may have."""
+
+    calls: Calls = Calls.NONE
+    names: tuple[str, ...] = ()
+    parallel: bool = True
+    constrained: bool = False  # the output is constrained, so it is neither reasoning nor in the model's own format
+
+    @property
+    def forced(self) -> bool:
+        return self.calls in (Calls.REQUIRED, Calls.NAMED)
+
+
+def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatCompletionRequest, ToolPlan]:
+    """Check a chat's tools. Returns the request as the model is to see it, and the plan. Raises InvalidRequest."""
+    try:
+        return _planned(fields, form)
+    except RecursionError:
+        raise wrong("tools", "they are nested too deeply") from None
+
+
+def _planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatCompletionRequest, ToolPlan]:
+    tools = _checked(fields.tools or ())
+    calls, names = _choice(fields.tool_choice, tuple(tools))
+    parallel = fields.parallel_tool_calls is not False
+    plan = ToolPlan(calls, names, parallel, constrained=_is_constrained(fields))
+    if calls is Calls.AUTO and form.tool_parser is None:
+        raise wrong(
+            "tools",
+            "this server does not know how the model writes tool calls; set model.tool_call_parser, or send a "
+            "tool_choice of 'required' or a function",
+        )
+    if plan.forced:
+        if plan.constrained:
+            raise wrong(
+                "tool_choice", "it insists on a call beside a response_format or structured_outputs; choose one"
+            )
+        plan = ToolPlan(calls, names, parallel, constrained=True)
+        fields = replace(fields, structured_outputs=_constraint(plan, tools))
+    if (plan.constrained and form.reasoning_parser) or fields.reasoning_effort == "none":
+        fields = replace(fields, chat_template_kwargs=switch(fields.chat_template_kwargs, on=False))
+    seen = [] if calls is Calls.NONE else [tool for name, tool in tools.items() if name in names or plan.forced]
+    return replace(fields, tools=seen or None), plan
+
+
+def switch(given: Mapping[str, Any] | None, *, on: bool) -> Json:
+    """A template's variables with reasoning switched on or off, unless the request does so itself."""
+    return dict.fromkeys(_THINKING, on) | dict(given or {})
+
+
+def wrong(field: str, reason: str) -> InvalidRequest:
+    """The error for a field."""
+    error = InvalidRequest(f"{field}: {reason}")
+    error.field = field
+    return error
+
+
+def _is_constrained(fields: ChatCompletionRequest) -> bool:
+    form = fields.response_format
+    return bool(fields.structured_outputs) or bool(form and form.get("type") != "text")
+
+
+# --- what a client sends ----------------------------------------------------------------------------------------------
+
+
+def _checked(tools: Sequence[Json]) -> dict[str, Json]:
+    """The tools by name, as templates show them. Raises InvalidRequest with the field's path."""
+    if len(tools) > MAX_TOOLS:
+        raise wrong("tools", f"there are {len(tools)}; at most {MAX_TOOLS} are allowed")
+    found: dict[str, Json] = {}
+    for number, tool in enumerate(tools):
+        at = f"tools[{number}]"
+        if tool.get("type", "function") != "function":
+            raise unsupported(f"{at}.type", tool["type"], "send functions alone")
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            raise wrong(f"{at}.function", f"it is {shown(repr(function))}; it must be an object with a name")
+        function = cast("Json", function)
+        name, description = function.get("name"), function.get("description")
+        parameters = function.get("parameters")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise wrong(
+                f"{at}.function.name", f"it is {shown(repr(name))}; it needs 1 to 128 letters, digits and any of _.-:/"
+            )
+        if name in found:
+            raise wrong(f"{at}.function.name", f"it is {name!r} again; each tool needs a name of its own")
+        if description is not None and not isinstance(description, str):
+            raise wrong(f"{at}.function.description", f"it is {shown(repr(description))}; it must be a text")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise wrong(f"{at}.function.parameters", f"it is {shown(repr(parameters))}; it must be a JSON schema")
+        told: Json = {"name": name, "description": description or "", "parameters": parameters or _NO_PARAMETERS}
+        found[name] = {"type": "function", "function": told}
+    if tools and (size := len(msgspec.json.encode(list(found.values())))) > _MAX_BYTES:
+        raise wrong("tools", f"they have {size} bytes; at most {_MAX_BYTES} are allowed")
+    return found
+
+
+def _choice(given: Any, names: tuple[str, ...]) -> tuple[Calls, tuple[str, ...]]:
+    """Which calls may come, and of which tools. Raises InvalidRequest."""
+    match given:
+        case None:
+            return (Calls.AUTO if names else Calls.NONE), names
+        case "none" | "auto" | "required":
+            mode, allowed = given, names
+        case {"type": "function", "function": {"name": str(name)}}:
+            return Calls.NAMED, (_known(name, names, "tool_choice.function.name"),)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*chosen]}}:
+            at = "tool_choice.allowed_tools.tools"
+            allowed = tuple(_known(_name_of(one), names, f"{at}[{number}]") for number, one in enumerate(chosen))
+        case _:
+            raise wrong(
+                "tool_choice", f"it is {shown(repr(given))}; it must be 'none', 'auto', 'required' or name a function"
+            )
+    if mode == "required":
+        if not allowed:
+            raise wrong("tool_choice", "it is 'required', and there are no tools; send tools")
+        return Calls.REQUIRED, allowed
+    return (Calls.AUTO if mode == "auto" and allowed else Calls.NONE), allowed
+
+
+def _name_of(tool: Any) -> Any:
+    match tool:
+        case {"type": "function", "function": {"name": name}}:
+            return name
+        case _:
+            return tool
+
+
+def _known(name: Any, names: tuple[str, ...], field: str) -> str:
+    if name not in names:
+        raise wrong(field, f"it names {shown(repr(name))}, which is none of the tools")
+    return name
+
+
+# --- what the output is constrained to --------------------------------------------------------------------------------
+
+
+def _constraint(plan: ToolPlan, tools: Mapping[str, Json]) -> Json:
+    """The schema of a call's parameters, or of a list of calls, as vLLM has it."""
+    schemas: list[Json] = [tools[name]["function"]["parameters"] for name in plan.names]
+    if plan.calls is Calls.NAMED:
+        return {"json": schemas[0], "disable_any_whitespace": True}
+    definitions: Json = {}
+    for number, schema in enumerate(schemas):
+        if _has_references(schema):
+            definitions[f"t{number}"] = _moved(schema, f"#/$defs/t{number}")
+            schemas[number] = {"$ref": f"#/$defs/t{number}"}
+    calls: list[Json] = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": schema},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, schema in zip(plan.names, schemas, strict=True)
+    ]
+    whole: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not plan.parallel:
+        whole["maxItems"] = 1
+    if definitions:
+        whole["$defs"] = definitions
+    return {"json": whole, "disable_any_whitespace": True}
+
+
+def _has_references(schema: Json) -> bool:
+    return b'"$ref"' in msgspec.json.encode(schema)
+
+
+def _moved(value: Any, root: str) -> Any:
+    """A schema whose references are right where it is a definition of another one."""
+    match value:
+        case dict():
+            members = cast("Json", value)
+            return {
+                name: f"{root}{inner[1:]}"
+                if name == "$ref" and isinstance(inner, str) and inner.startswith("#")
+                else _moved(inner, root)
+                for name, inner in members.items()
+            }
+        case list():
+            return [_moved(inner, root) for inner in cast("list[Any]", value)]
+        case _:
+            return value

@@ -1,0 +1,282 @@
+"""Tool calls and reasoning in the chat APIs, read by the openai and anthropic packages, which check every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HfTokenizer
+
+from router.frontend.detokenizer import TextOptions, TextStream, Tokenizer
+from tests.router import model, tokenizers
+from tests.router.model import EOS
+from tests.router.served import Served, served, settings_for
+from tests.support.eventually import eventually_async
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}tools:{{ tools | tojson }}{% endif %}{% for message in messages %}"
+    "[{{ message.role }}]{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% if enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+WEATHER = {"city": "Rome", "unit": "°C"}
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {json.dumps(WEATHER, ensure_ascii=False)}}}\n</tool_call>'
+TIME = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+SAID = f"<think>\nHmm, the weather.\n</think>\n\nI'll look.\n{CALL}\n{TIME}<|im_end|>"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string"}}}
+FUNCTIONS = [("get_weather", PARAMETERS), ("get_time", {"type": "object", "properties": {}})]
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": given}} for name, given in FUNCTIONS]
+MESSAGES: Any = [{"role": "user", "content": "How is it in Rome?"}]
+
+
+def tokenizer() -> HfTokenizer:
+    made = HfTokenizer.from_str(tokenizers.byte_level().to_str())
+    made.add_special_tokens(["<tool_call>", "</tool_call>", "<|im_end|>"])
+    made.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    return made
+
+
+class Client:
+    """A router whose model says what a test wants."""
+
+    def __init__(self, router: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.url = f"http://{router.addresses.api}"
+        self._begun: dict[int, int] = {}
+        self._tokens: list[int] = []
+        monkeypatch.setattr(model, "token_at", self._token_at)
+
+    def say(self, text: str) -> None:
+        self._tokens = tokenizer().encode(text, add_special_tokens=False).ids
+        self._begun.clear()
+
+    def _token_at(self, seed: int, position: int) -> int:
+        """Seeds are drawn, so that every request has its own."""
+        place = position - self._begun.setdefault(seed, position)
+        return self._tokens[place] if place < len(self._tokens) else EOS
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", _strict_response_validation=True)
+
+    def anthropic(self) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.url, api_key="none", _strict_response_validation=True)
+
+
+@contextlib.asynccontextmanager
+async def saying(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> AsyncIterator[Client]:
+    config = settings_for(folder)
+    path = Path(config.model.path)
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": TEMPLATE}))
+    tokenizer().save(str(path / "tokenizer.json"))
+    async with served(config) as router:
+        client = Client(router, monkeypatch)
+        client.say(text)
+        router.start("decode", "decode-0")
+        async with client.openai() as door:
+
+            async def ready() -> bool:
+                return (await door.with_options(max_retries=0)._client.get(f"{client.url}/ready")).status_code == 200
+
+            await eventually_async(ready)
+        yield client
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_openais_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, SAID) as client, client.openai() as door:
+
+            async def ask(**more: Any) -> Any:
+                asked = {"model": "", "messages": MESSAGES, "tools": TOOLS} | more
+                return (await door.chat.completions.create(**asked)).choices[0]
+
+            choice = await ask()
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content == "I'll look."
+            assert choice.message.reasoning == choice.message.reasoning_content == "Hmm, the weather."
+            calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+            assert calls == [("get_weather", WEATHER), ("get_time", {})]
+            assert len({call.id for call in choice.message.tool_calls}) == 2
+            assert len((await ask(parallel_tool_calls=False)).message.tool_calls) == 1
+            quiet = await ask(extra_body={"include_reasoning": False})
+            assert not hasattr(quiet.message, "reasoning")
+            cut = await ask(max_completion_tokens=len(tokenizer().encode(SAID).ids) // 2)
+            assert cut.finish_reason == "length"
+            none = await ask(tool_choice="none", extra_body={"skip_special_tokens": False})
+            assert none.message.tool_calls is None
+            assert none.message.content.startswith(f"I'll look.\n{CALL}\n{TIME}<|im_end|>")
+            client.say(CALL)
+            assert (await ask()).message.content is None
+
+    run(test)
+
+
+def test_openais_chats_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, SAID) as client, client.openai() as door:
+            asked: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "stream": True}
+            content, reasoning, calls, fragments, ends = "", "", list[list[str]](), 0, list[str]()
+            async for chunk in await door.chat.completions.create(**asked):
+                delta: Any = chunk.choices[0].delta
+                content += delta.content or ""
+                reasoning += getattr(delta, "reasoning", "")
+                for call in delta.tool_calls or ():
+                    if call.id:
+                        assert (call.index, call.type) == (len(calls), "function")
+                        calls.append([call.function.name, ""])
+                    calls[call.index][1] += call.function.arguments
+                    fragments += bool(call.function.arguments)
+                ends += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+            assert (content, reasoning, ends) == ("I'll look.", "Hmm, the weather.", ["tool_calls"])
+            assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+                ("get_weather", WEATHER), ("get_time", {})
+            ]  # fmt: skip
+            assert fragments > 3
+
+    run(test)
+
+
+def test_calls_that_the_request_insists_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers here obey no grammar; `tests/processes/test_openai.py` has some that do."""
+    listed = json.dumps([{"name": "get_weather", "parameters": WEATHER}, {"name": "get_time", "parameters": {}}])
+
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, listed) as client, client.openai() as door:
+
+            async def ask(choice: Any, **more: Any) -> Any:
+                asked: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice} | more
+                return (await door.chat.completions.create(**asked)).choices[0]
+
+            both = (await ask("required")).message
+            assert both.content is None
+            assert [call.function.name for call in both.tool_calls] == ["get_weather", "get_time"]
+            assert len((await ask("required", parallel_tool_calls=False)).message.tool_calls) == 1
+            client.say(json.dumps(WEATHER))
+            one = await ask({"type": "function", "function": {"name": "get_weather"}})
+            assert one.finish_reason == "tool_calls"
+            (call,) = one.message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", WEATHER)
+            asked: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+            wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "no such"}}}]
+            with pytest.raises(openai.BadRequestError) as error:
+                await door.chat.completions.create(**asked | {"tools": wrong})
+            assert error.value.param == "tools"
+
+    run(test)
+
+
+def test_anthropics_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{"name": name, "input_schema": given} for name, given in FUNCTIONS]
+
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, SAID) as client, client.anthropic() as door:
+            asked: Any = {"model": "", "max_tokens": 500, "messages": MESSAGES, "tools": tools}
+            thinks: Any = {"thinking": {"type": "enabled", "budget_tokens": 1_024}}
+            message = await door.messages.create(**asked, **thinks)
+            assert message.stop_reason == "tool_use"
+            thought, text, weather, time = message.content
+            assert (thought.type, text.type, weather.type, time.type) == ("thinking", "text", "tool_use", "tool_use")
+            assert (thought.thinking, text.text) == ("Hmm, the weather.", "I'll look.")
+            assert (weather.name, weather.input, time.input) == ("get_weather", WEATHER, {})
+            async with door.messages.stream(**asked, **thinks) as stream:
+                streamed = await stream.get_final_message()
+            assert streamed.stop_reason == "tool_use"
+            told = [block.model_dump(exclude={"id"}) for block in message.content]
+            assert [
+                block.model_dump(include=set(one)) for block, one in zip(streamed.content, told, strict=True)
+            ] == told
+            hidden = await door.messages.create(
+                **asked, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
+            )
+            assert [block.type for block in hidden.content] == ["text", "tool_use"]
+            results = [
+                *MESSAGES,
+                {"role": "assistant", "content": [block.model_dump() for block in message.content]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": weather.id, "content": "20"},
+                        {"type": "tool_result", "tool_use_id": time.id, "content": [{"type": "text", "text": "9:00"}]},
+                    ],
+                },
+            ]
+            client.say("<think>\n\n</think>\n\nFine.")
+            last = await door.messages.create(**asked | {"messages": results})
+            assert (last.stop_reason, [block.text for block in last.content]) == ("end_turn", ["Fine."])
+            client.say(json.dumps(WEATHER))
+            forced = await door.messages.create(**asked, tool_choice={"type": "tool", "name": "get_weather"})
+            assert [block.input for block in forced.content] == [WEATHER]
+            client.say("")
+            async with door.messages.stream(**asked) as stream:
+                empty = await stream.get_final_message()
+            assert [block.type for block in empty.content] == ["text"]
+
+    run(test)
+
+
+def test_openais_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{"type": "function", "name": name, "parameters": given, "strict": False} for name, given in FUNCTIONS]
+
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, SAID) as client, client.openai() as door:
+            asked: Any = {"model": "", "input": "How is it in Rome?", "tools": tools}
+            response = await door.responses.create(**asked)
+            thought, text, weather, time = response.output
+            assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+            assert thought.content[0].text == "Hmm, the weather."
+            assert (response.output_text, text.status) == ("I'll look.", "completed")
+            assert (weather.name, json.loads(weather.arguments), time.arguments) == ("get_weather", WEATHER, "{}")
+            events: Any = [event async for event in await door.responses.create(**asked, stream=True)]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            last = events[-1].response
+            for one, other in zip(response.output, last.output, strict=True):
+                assert one.model_dump(exclude={"id", "call_id"}) == other.model_dump(exclude={"id", "call_id"})
+            done = [event.item for event in events if event.type == "response.output_item.done"]
+            assert done == last.output
+            added = [event.item for event in events if event.type == "response.output_item.added"]
+            assert [item.id for item in added] == [item.id for item in done]
+            said = {
+                kind: "".join(event.delta for event in events if event.type == f"response.{kind}.delta")
+                for kind in ("output_text", "reasoning_text", "function_call_arguments")
+            }
+            assert said["output_text"] == "I'll look."
+            assert said["reasoning_text"] == "Hmm, the weather."
+            assert said["function_call_arguments"] == weather.arguments + "{}"
+            client.say("Fine.")
+            results = [
+                {"type": "function_call_output", "call_id": call.call_id, "output": "20"} for call in (weather, time)
+            ]
+            given = [*MESSAGES, *(item.model_dump(exclude_none=True) for item in response.output), *results]
+            assert (await door.responses.create(**asked | {"input": given})).output_text == "Fine."
+            client.say(json.dumps([{"name": "get_time", "parameters": {}}]))
+            (forced,) = (await door.responses.create(**asked, tool_choice="required")).output
+            assert (forced.type, forced.arguments) == ("function_call", "{}")
+
+    run(test)
+
+
+def test_markers_stay_and_other_special_tokens_go() -> None:
+    made = Tokenizer(tokenizer())
+    shown = frozenset({made.special_tokens["<tool_call>"]})
+    tokens = made.encode("a<tool_call>b</tool_call><|im_end|>", special_tokens=True)
+    for options, text in (
+        (TextOptions(), "ab"),
+        (TextOptions(shown=shown), "a<tool_call>b"),
+        (TextOptions(special_tokens=True, shown=shown), "<s>a<tool_call>b</tool_call><|im_end|>"),
+    ):
+        stream = TextStream(made, [], (), frozenset(), options)
+        assert "".join(stream.feed([token]).text for token in tokens) + stream.flush().text == text

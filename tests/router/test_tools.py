@@ -1,0 +1,221 @@
+"""What clients may say of tools, and how their histories become chats. Nothing here runs a process."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from baton.config import ModelConfig
+from baton.errors import InvalidRequest
+from router.frontend.api.messages_input import MessagesRequest, chat_of_messages
+from router.frontend.api.protocol import ChatCompletionRequest
+from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
+from router.frontend.api.tools import planned
+from router.frontend.chat.families import REASONING, TOOL_PARSERS, Calls, ChatFormat, chosen
+
+HERMES = ChatFormat("hermes", "qwen3")
+NONE = ChatFormat()
+
+
+def tool(name: Any, parameters: Any = None, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters} | more}
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **fields)
+
+
+TWO = [tool("f", {"type": "object"}), tool("g")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [tool("f"), tool("")]}, "tools[1].function.name"),
+        ({"tools": [tool(5)]}, "tools[0].function.name"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("a" * 129)]}, "tools[0].function.name"),
+        ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
+        ({"tools": [tool("f", [1])]}, "tools[0].function.parameters"),
+        ({"tools": [tool("f", description=1)]}, "tools[0].function.description"),
+        ({"tools": [tool(f"f{number}") for number in range(513)]}, "tools"),
+        ({"tools": [tool("f", {"x": "y" * 2**20})]}, "tools"),
+        ({"tools": TWO, "tool_choice": "perhaps"}, "tool_choice"),
+        ({"tools": TWO, "tool_choice": {"type": "custom"}}, "tool_choice"),
+        ({"tools": TWO, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice.function.name"),
+        (
+            {
+                "tools": TWO,
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "x"}]}},
+            },
+            "tool_choice.allowed_tools.tools[0]",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TWO, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": TWO, "tool_choice": "required", "structured_outputs": {"regex": "x"}}, "tool_choice"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        planned(chat(**fields), HERMES)
+    assert error.value.field == field
+    assert field in str(error.value)
+
+
+def test_without_a_known_format_calls_can_only_be_forced() -> None:
+    with pytest.raises(InvalidRequest, match=r"model\.tool_call_parser"):
+        planned(chat(tools=TWO), NONE)
+    assert planned(chat(tools=TWO, tool_choice="none"), NONE)[1].calls is Calls.NONE
+    assert planned(chat(tools=TWO, tool_choice="required"), NONE)[1].calls is Calls.REQUIRED
+    for neutral in ({}, {"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert planned(chat(**neutral), NONE)[1].calls is Calls.NONE
+
+
+def test_the_model_sees_the_tools_that_it_may_call() -> None:
+    def seen(**fields: Any) -> list[str]:
+        asked, plan = planned(chat(tools=TWO, **fields), HERMES)
+        assert set(plan.names) <= {"f", "g"}
+        return [one["function"]["name"] for one in asked.tools or ()]
+
+    assert seen() == seen(tool_choice="auto") == seen(tool_choice="required") == ["f", "g"]
+    assert seen(tool_choice="none") == []
+    only_g = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},
+    }
+    assert seen(tool_choice=only_g) == ["g"]
+
+
+def test_forced_calls_are_a_schema_and_no_reasoning() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/X"}, "self": {"$ref": "#"}},
+        "$defs": {"X": {}},
+    }
+    asked, plan = planned(chat(tools=[tool("f", parameters), tool("g")], tool_choice="required"), HERMES)
+    assert plan.constrained
+    assert asked.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
+    assert asked.structured_outputs is not None
+    schema = asked.structured_outputs["json"]
+    first, second = schema["items"]["anyOf"]
+    assert first["properties"] == {"name": {"const": "f"}, "parameters": {"$ref": "#/$defs/t0"}}
+    assert schema["$defs"]["t0"]["properties"] == {
+        "x": {"$ref": "#/$defs/t0/$defs/X"}, "self": {"$ref": "#/$defs/t0"}
+    }  # fmt: skip
+    assert second["properties"]["parameters"] == {"type": "object", "properties": {}}
+    assert "maxItems" not in schema
+    asked, _ = planned(chat(tools=TWO, tool_choice="required", parallel_tool_calls=False), HERMES)
+    assert asked.structured_outputs is not None
+    assert asked.structured_outputs["json"]["maxItems"] == 1
+    named = {"type": "function", "function": {"name": "f"}}
+    asked, plan = planned(chat(tools=TWO, tool_choice=named, chat_template_kwargs={"enable_thinking": True}), NONE)
+    assert asked.structured_outputs is not None
+    assert (asked.structured_outputs["json"], plan.names) == ({"type": "object"}, ("f",))
+    assert asked.chat_template_kwargs == {"enable_thinking": True}
+    deep: Any = {}
+    for _ in range(5_000):
+        deep = {"not": deep}
+    with pytest.raises(InvalidRequest, match="deep"):
+        planned(chat(tools=[tool("f", deep)], tool_choice="required"), HERMES)
+
+
+def test_a_turn_with_calls_of_anthropics() -> None:
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                {"type": "text", "text": "Look:"},
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "20"}]},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+    ]
+    tools = [{"name": "f", "description": "d", "input_schema": {"type": "object"}}]
+    asked = chat_of_messages(MessagesRequest(messages=messages, max_tokens=9, tools=tools, tool_choice={"type": "any"}))
+    assert asked.messages == [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "Look:"}],
+            "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+            "reasoning_content": "Hm.",
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "20"}], "name": "f"},
+        {"role": "user", "content": [{"type": "text", "text": "And?"}]},
+    ]
+    assert asked.tool_choice == "required"
+    assert asked.include_reasoning is False
+    for wrong in (
+        {"tool_choice": {"type": "x"}},
+        {"tools": [{"name": "f"}]},
+        {"tools": [{"type": "bash_20250124"}]},
+        {"thinking": {}},
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            chat_of_messages(MessagesRequest(messages=messages, max_tokens=9, **wrong))
+        assert error.value.field.startswith(next(iter(wrong)))
+
+
+def test_a_turn_with_calls_of_responses() -> None:
+    items = [
+        {"role": "user", "content": "Weather?"},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Look:"}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "20"},
+        {"type": "function_call_output", "call_id": "c2", "output": "30"},
+        {"type": "message", "role": "assistant", "content": "Fine."},
+    ]
+    asked = chat_of_response(ResponsesRequest(input=items, reasoning={"effort": "none"}))
+    roles = [message["role"] for message in asked.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant"]
+    turn = asked.messages[1]
+    assert (turn["reasoning_content"], turn["content"][0]["text"]) == ("Hm.", "Look:")
+    assert [call["function"]["name"] for call in turn["tool_calls"]] == ["f", "g"]
+    assert [message["name"] for message in asked.messages[2:4]] == ["f", "g"]
+    assert asked.reasoning_effort == "none"
+    for item in (
+        {"type": "function_call"},
+        {"type": "web_search_call"},
+        {"type": "function_call_output", "call_id": 5},
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            chat_of_response(ResponsesRequest(input=[item]))
+        assert error.value.field.startswith("input[0]")
+
+
+def test_the_template_tells_the_format() -> None:
+    for template, tools, reasoning in (
+        (None, None, None),
+        ("{{ messages }}", None, None),
+        ("{{ tools }}<tool_call>{{ enable_thinking }}<think></think>", "hermes", "qwen3"),
+        ("{{ tools }}<tool_call><function=", None, None),
+        ("{{ tools }}<|start_header_id|>", "llama3_json", None),
+        ("<|start_header_id|>", None, None),
+        ("{{ tools }}<|start_header_id|>[func_name1(", "pythonic", None),
+        ("{{ tools }}[TOOL_CALLS][THINK]", "mistral", "mistral"),
+        ("{{ tools }}<|channel|>analysis", "openai", "openai_gptoss"),
+        ("<｜Assistant｜><think>", None, "deepseek_r1"),
+    ):
+        assert chosen(template, "auto", "auto") == ChatFormat(tools, reasoning)
+    assert chosen("{{ tools }}<tool_call>", "none", "deepseek_r1") == ChatFormat(None, "deepseek_r1")
+    for name in TOOL_PARSERS:
+        assert chosen(None, name, "none") == ChatFormat(name)
+
+
+def test_the_configuration_knows_every_parser() -> None:
+    hints = get_type_hints(ModelConfig)
+    assert set(get_args(hints["tool_call_parser"])) == {"auto", "none", *TOOL_PARSERS}
+    assert set(get_args(hints["reasoning_parser"])) == {"auto", "none", *REASONING}
