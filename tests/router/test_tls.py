@@ -88,17 +88,8 @@ def test_both_doors_speak_tls_and_nothing_else(tmp_path: Path, tls: TlsConfig) -
             stub: Any = generation_pb2_grpc.GenerationStub(channel)
             _, tokens, _ = await collect(stub.Generate(request(), metadata=bearer(key)))
             assert len(tokens) == 12
-            command = [
-                sys.executable,
-                "-m",
-                "deploy",
-                "generate",
-                "--token-ids",
-                "20,21,22",
-                "--max-tokens",
-                "3",
-                "--json",
-            ]
+            asked = "generate --token-ids 20,21,22 --max-tokens 3 --seed 4 --json"
+            command = [sys.executable, "-m", "deploy", *asked.split()]
             command += ["--address", router.addresses.grpc, "--ca-file", str(tmp_path / "ca.pem")]
             with_key = {**os.environ, "BATON_API_KEY": key}
             said = await asyncio.to_thread(subprocess.run, command, env=with_key, capture_output=True, text=True)
