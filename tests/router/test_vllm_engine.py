@@ -20,6 +20,8 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from baton import api_keys
+from baton.api_keys import Identity
 from baton.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from baton.messages import PromptTokenLogprob, SamplingParams, TokenLogprob
 from router.events import Finished, Summary
@@ -308,6 +310,48 @@ def test_abort_ends_a_request_which_is_no_error(tmp_path: Path) -> None:
                 return not (await stub.GetServerInfo(vllm.GetServerInfoRequest())).active_requests
 
             await eventually_async(idle, what="nothing runs")
+
+    run(test)
+
+
+@pytest.mark.slow
+def test_abort_reaches_requests_of_the_same_client_only(tmp_path: Path) -> None:
+    file = tmp_path / "api-keys.json"
+    keys = [api_keys.add(file, Identity(name=name, tenant="acme"), "") for name in ("one", "two")]
+    one, two = ([("authorization", f"Bearer {key}")] for key in keys)
+
+    async def test() -> None:
+        async with door(tmp_path, workers=0) as (router, stub):
+            router.start("decode", "decode-0")
+            router.step_seconds = 0.02
+
+            async def healthy() -> bool:
+                return (await stub.HealthCheck(vllm.HealthCheckRequest(), metadata=one)).healthy
+
+            await eventually_async(healthy, what="the cluster serves")
+            call = stub.Generate(asked(name="mine", ignore_eos=True, max_tokens=20), metadata=one)
+            assert (await call.read()).HasField("chunk")
+            await stub.Abort(vllm.AbortRequest(request_ids=["mine"]), metadata=two)
+            assert [one async for one in _rest(call)][-1].complete.finish_reason == "length"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Abort(vllm.AbortRequest(request_ids=["mine"]))
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    run(test)
+
+
+@pytest.mark.slow
+def test_the_text_beside_a_tokenized_prompt_may_be_long(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as (_, stub):
+            request = asked(max_tokens=2, ignore_eos=True)
+            request.tokenized.original_text = "x" * 140_000  # beyond what all other fields may have together
+            assert [one async for one in stub.Generate(request)][-1].complete.completion_tokens == 2
+            request.tokenized.original_text = ""
+            request.sampling_params.stop.append("x" * 140_000)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(request).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run(test)
 
