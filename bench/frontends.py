@@ -1,9 +1,9 @@
-"""Measure what the doors cost: HTTP beside gRPC on one cluster, and the streams that one core of a front can carry.
+"""Measure what the doors cost: HTTP and vLLM's protocol beside gRPC on one cluster, and the streams of one core.
 
     bench/frontends.py [--rounds N] [--streams N] [--quick]
 
-First, a colocated cluster serves eight streams at a time, by HTTP and by gRPC in turns, to clients in another process.
-The ratios are of medians over the rounds: HTTP's time to first token and gap between tokens over gRPC's.
+First, a colocated cluster serves eight streams at a time, by each door in turns, to clients in another process. The
+ratios are of medians over the rounds: a door's time to first token and gap between tokens over those of `baton.v1`.
 
 Then each door stands by itself in a process, before an engine that gives every stream a token at a time and computes
 nothing. The engine waits for readers that lag behind. The figure is tokens for each second of the process's CPU time,
@@ -20,13 +20,14 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import grpc
+from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from baton.api_keys import KeyRing
 from baton.config import ModelConfig
@@ -45,9 +46,11 @@ from router.frontend.output_stream import OutputStream
 from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel, load
 from router.frontend.tokenizer_threads import TokenizerThreads
+from router.frontend.vllm_engine import VllmEngineServicer
 
 TARGET = 1.10
 TARGET_TOKENS = 10_000
+_DOORS = {"http": "HTTP", "grpc": "gRPC", "vllm": "VllmEngine"}
 _PROMPT = list(range(10, 43))
 _OUTPUT = 200
 _LAG = 1  # tokens that a reader of the fake engine may be behind, so that each is sent by itself
@@ -91,6 +94,18 @@ async def grpc_stream(stub: Any, count: int) -> Stream:
     return _stream(began, times)
 
 
+async def vllm_stream(stub: Any, count: int) -> Stream:
+    """Read one call of vLLM's engine protocol."""
+    params = vllm_engine_pb2.SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
+    tokenized = vllm_engine_pb2.TokenizedInput(input_ids=_PROMPT)
+    request = vllm_engine_pb2.GenerateRequest(tokenized=tokenized, sampling_params=params, stream=True)
+    began, times = time.perf_counter(), list[float]()
+    async for response in stub.Generate(request):
+        if response.HasField("chunk"):
+            times.append(time.perf_counter())
+    return _stream(began, times)
+
+
 def _stream(began: float, times: Sequence[float]) -> Stream:
     return Stream(times[0] - began, [later - at for at, later in pairwise(times)])
 
@@ -109,6 +124,9 @@ async def _round(door: str, addresses: tuple[str, str], streams: int, count: int
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             return await several(lambda: http_stream(session, f"http://{api}", count))
     async with grpc.aio.insecure_channel(rpc) as channel:
+        if door == "vllm":
+            engine = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            return await several(lambda: vllm_stream(engine, count))
         stub = generation_pb2_grpc.GenerationStub(channel)
         return await several(lambda: grpc_stream(stub, count))
 
@@ -140,22 +158,22 @@ class Client:
 
 
 def against_grpc(client: Client, model: Path, rounds: int, streams: int, count: int) -> None:
-    """HTTP and gRPC in turns on one cluster."""
-    firsts: dict[str, list[float]] = {"http": [], "grpc": []}
-    gaps: dict[str, list[float]] = {"http": [], "grpc": []}
+    """The doors in turns on one cluster."""
+    firsts: dict[str, list[float]] = {door: [] for door in _DOORS}
+    gaps: dict[str, list[float]] = {door: [] for door in _DOORS}
     with cluster.local(model, 0, 1, {"decode.kv_cache_bytes": "64MiB"}) as running:
         assert running.addresses is not None
         addresses = (running.addresses.api, running.addresses.grpc)
         for number in range(rounds + 1):
-            for door in ("http", "grpc"):
+            for door in _DOORS:
                 found = client.round(door, addresses, streams, count)
                 if number:  # the first round warms up
                     firsts[door].append(statistics.median(stream.first for stream in found))
                     gaps[door].append(statistics.median(gap for stream in found for gap in stream.gaps))
-    for case, values in (("TTFT", firsts), ("ITL", gaps)):
-        ratios = [http / plain for http, plain in zip(values["http"], values["grpc"], strict=True)]
+    for door, (case, values) in product(("http", "vllm"), (("TTFT", firsts), ("ITL", gaps))):
+        ratios = [taken / plain for taken, plain in zip(values[door], values["grpc"], strict=True)]
         result = report.Result(
-            "frontends", f"HTTP {case}, {streams} streams", statistics.median(values["http"]) * 1e3, "ms",
+            "frontends", f"{_DOORS[door]} {case}, {streams} streams", statistics.median(values[door]) * 1e3, "ms",
             limit=statistics.median(values["grpc"]) * 1e3, ratio=statistics.median(ratios), runs=tuple(ratios),
         )  # fmt: skip
         report.emit(report.judged(result, TARGET, "low"))
@@ -179,7 +197,14 @@ class FakeDriver:
     def draw_seed(self) -> int:
         return 1
 
-    def submit(self, validated: ValidatedRequest, received: float, deadline: float | None) -> OutputStream:
+    def submit(
+        self,
+        validated: ValidatedRequest,
+        received: float,
+        deadline: float | None,
+        tenant: str = "",
+        leader: OutputStream | None = None,
+    ) -> OutputStream:
         text = TextStream(self.model.tokenizer, validated.prompt, (), frozenset())
         stream = OutputStream("r", text)
         self._open[stream] = validated.max_tokens or 1
@@ -227,6 +252,7 @@ async def _serve_front(door: str, model_config: Any, orders: Connection) -> None
     else:
         server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(service), server)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(service), server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
     orders.send(address)
@@ -275,7 +301,7 @@ def main() -> int:
     client = Client()
     try:
         against_grpc(client, models.directory(given.model), rounds, given.streams, count)
-        for door in ("http", "grpc"):
+        for door in _DOORS:
             alone(client, door, models.directory("tiny"), rounds, 64, count)
     finally:
         client.close()
