@@ -44,6 +44,7 @@ class SamplingOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     include_stop: bool
     special_tokens: bool
+    shown_special_tokens: Sequence[int]
     cache_salt: str
     structured_output: Mapping[str, Any] | None
     n: int | None
