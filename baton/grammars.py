@@ -15,8 +15,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from baton.errors import InvalidGrammar, ModelError, shown
 from baton.messages import Grammar
 
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""llguidance's own, except for the lexer's memory, which is 1 to 2 KB for each state: 100 MB and not 500. They bound a
+_LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
+"""llguidance's own, except for the lexer's memory, which is 1 to 2 KB for each state: 50 MB and not 500. They bound a
 compilation to about a second, and one mask to about 0.2 s."""
 _TRIED = 12  # tokens of a trial: enough to be inside of an object, where a grammar's rows are widest
 

@@ -72,7 +72,7 @@ class GenerationService:
                 f"{who.name!r} may send"
             )
         if (grammar := validated.sampling.grammar) is not None:
-            checked = structs.replace(validated.sampling, grammar=await self._grammars.check(grammar))
+            checked = structs.replace(validated.sampling, grammar=await self._grammars.check(grammar, who.tenant))
             validated = replace(validated, sampling=checked)
         submit = partial(self.driver.submit, received=received, deadline=deadline, tenant=who.tenant)
         if validated.length_penalty is not None:

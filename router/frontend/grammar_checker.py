@@ -1,7 +1,12 @@
-"""Compiles grammars before their requests are queued, in a process of its own (`grammar_process`)."""
+"""Compiles grammars before their requests are queued, in a process of its own (`grammar_process`).
+
+A tenant has one grammar at a time there or waiting for it. So a tenant's many slow grammars delay those of another one
+by one of them.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
 
@@ -16,8 +21,16 @@ from router.frontend.served_model import ServedModel
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
 _DEADLINE = 3.0  # seconds for one grammar; most take less than a millisecond
-_WAITING = 64  # grammars that wait for the process
+_WAITING = 64  # grammars of one tenant that wait
 _REMEMBERED = 4 * 2**20  # characters of grammars whose outcome is known
+
+
+class _Lane:
+    """A tenant's grammars that are checked or wait."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.turn = asyncio.Lock()
 
 
 class GrammarChecker:
@@ -31,17 +44,29 @@ class GrammarChecker:
                 "router.frontend.grammar_process", str(file), str(model.limits.vocab_size), str(eos[0]),
                 deadline=_DEADLINE,
             )  # fmt: skip
-        self._waiting = 0
+        self._lanes: dict[str, _Lane] = {}  # by tenant
         self._known: OrderedDict[Grammar, Grammar | BatonError] = OrderedDict()
         self._size = 0
 
-    async def check(self, grammar: Grammar) -> Grammar:
+    async def check(self, grammar: Grammar, tenant: str) -> Grammar:
         """Return the grammar as decode workers compile it. Raises InvalidGrammar with the reason, ModelError, and
-        Overloaded where too many others wait."""
+        Overloaded where too many of the tenant's wait."""
         outcome = self._known.get(grammar)
         if outcome is None:
-            outcome = await self._checked(grammar)
-            self._remember(grammar, outcome)
+            lane = self._lanes.setdefault(tenant, _Lane())
+            if lane.users >= _WAITING:
+                raise Overloaded(f"{lane.users} grammars wait to be checked; try again")
+            lane.users += 1
+            try:
+                async with lane.turn:
+                    outcome = self._known.get(grammar)  # the one before may have been the same
+                    if outcome is None:
+                        outcome = await self._checked(grammar)
+                        self._remember(grammar, outcome)
+            finally:
+                lane.users -= 1
+                if not lane.users:
+                    del self._lanes[tenant]
         if isinstance(outcome, BatonError):
             raise type(outcome)(str(outcome))
         return outcome
@@ -53,9 +78,6 @@ class GrammarChecker:
 
     async def _checked(self, grammar: Grammar) -> Grammar | BatonError:
         assert self._helper is not None, "request_parsing refuses grammars for such a model"
-        if self._waiting >= _WAITING:
-            raise Overloaded(f"{self._waiting} grammars wait to be checked; try again")
-        self._waiting += 1
         try:
             answer = await self._helper.ask(grammar)
         except HelperLate:
@@ -64,8 +86,6 @@ class GrammarChecker:
         except HelperDied:
             log.warning("a grammar ended the process that compiles it")
             return InvalidGrammar("the grammar takes too much memory to compile, or is nested too deeply")
-        finally:
-            self._waiting -= 1
         if (text := answer.get("text")) is not None:
             return replace(grammar, text=text)
         return from_reason(answer["reason"], answer["error"])

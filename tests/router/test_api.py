@@ -322,7 +322,7 @@ def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
         ("completions", {"prompt": [5] * 5_000}, 400, "context"),
         ("completions", {"prompt": ["x"] * 3_000}, 400, "3000 prompts"),
         ("completions", {"prompt": ["x"] * 100, "n": 100}, 400, "outputs"),
-        ("completions", {"prompt": "x", "allowed_token_ids": [1] * 300_000}, 413, "bytes"),
+        ("completions", {"prompt": "x", "allowed_token_ids": [1] * 340_000}, 413, "bytes"),
         ("completions", {"prompt": "x", "logit_bias": {str(token): 0 for token in range(1_025)}}, 400, "logit_bias"),
         ("completions", {"prompt": "x", "stop_token_ids": [1] * 1_001}, 400, "stop_token_ids"),
         ("chat/completions", {"messages": []}, 400, "messages is empty"),

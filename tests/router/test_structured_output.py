@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from baton.config import ModelConfig
-from baton.errors import InvalidGrammar, InvalidRequest, UnsupportedField
+from baton.errors import InvalidGrammar, InvalidRequest, Overloaded, UnsupportedField
 from baton.messages import MAX_GRAMMAR, Grammar
 from baton.v1 import generation_pb2 as pb
 from router.frontend.api.protocol import CompletionRequest, refuse_unserved
@@ -161,8 +162,8 @@ def test_grammars_are_compiled(model: ServedModel) -> None:
             ("json_schema", TEXT), ("regex", r"[a-z]{3}\d*"), ("lark", 'start: "a" | "b\\""'), ("lark", 'start: "ü"'),
         ):  # fmt: skip
             grammar = Grammar(kind, text, EOS)
-            assert await checker.check(grammar) == grammar
-        gbnf = await checker.check(Grammar("lark", 'root ::= "a" | "b" [0-9]+', EOS))
+            assert await checker.check(grammar, "") == grammar
+        gbnf = await checker.check(Grammar("lark", 'root ::= "a" | "b" [0-9]+', EOS), "")
         assert "start" in gbnf.text
 
     checked(model, test)
@@ -187,7 +188,7 @@ def test_the_reason_of_a_wrong_grammar_is_llguidances(model: ServedModel, kind: 
     async def test(checker: GrammarChecker) -> None:
         for _ in range(2):  # the second answer is a remembered one
             with pytest.raises(InvalidGrammar, match=f"(?s){says}"):
-                await checker.check(Grammar(kind, text, EOS))
+                await checker.check(Grammar(kind, text, EOS), "")
 
     checked(model, test)
 
@@ -238,12 +239,42 @@ def test_a_hostile_grammar_is_soon_done_with(model: ServedModel, name: str) -> N
     kind, text = HOSTILE[name]
 
     async def test(checker: GrammarChecker) -> None:
-        await checker.check(Grammar("regex", "a", EOS))
+        await checker.check(Grammar("regex", "a", EOS), "")
         began = time.monotonic()
         with contextlib.suppress(InvalidGrammar):
-            await checker.check(Grammar(kind, text, EOS))
+            await checker.check(Grammar(kind, text, EOS), "")
         assert time.monotonic() - began < 10
-        await checker.check(Grammar("regex", "b", EOS))
+        await checker.check(Grammar("regex", "b", EOS), "")
+
+    checked(model, test)
+
+
+@pytest.mark.slow
+def test_slow_grammars_of_one_tenant_delay_another_by_one_of_them(model: ServedModel) -> None:
+    order: list[str] = []
+
+    async def test(checker: GrammarChecker) -> None:
+        async def check(tenant: str, text: str) -> None:
+            with contextlib.suppress(InvalidGrammar, Overloaded):
+                await checker.check(Grammar("lark", text, EOS), tenant)
+            order.append(tenant)
+
+        await check("a", 'start: "a"')
+        slow = [doubled("A", 20 + number) for number in range(8)]
+        await asyncio.gather(*(check("a", text) for text in slow), check("b", 'start: "b"'))
+
+    checked(model, test)
+    assert len(order) == 10
+    assert order.index("b") <= 2
+
+
+@pytest.mark.slow
+def test_too_many_waiting_grammars_of_a_tenant_are_refused(model: ServedModel) -> None:
+    async def test(checker: GrammarChecker) -> None:
+        asked = [checker.check(Grammar("regex", f"a{{{number}}}", EOS), "a") for number in range(70)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert Counter(type(answer).__name__ for answer in answers) == {"Grammar": 64, "Overloaded": 6}
+        assert await checker.check(Grammar("regex", "b", EOS), "a")
 
     checked(model, test)
 

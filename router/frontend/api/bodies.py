@@ -16,7 +16,7 @@ from router.frontend.identity import caller
 from router.frontend.served_model import ServedModel
 
 _BODY_SECONDS = 30.0  # within which a body must have come
-_OTHER_BYTES = 256 * 2**10  # of a body: everything but the prompt
+_OTHER_BYTES = 640 * 2**10  # of a body: everything but the prompt; a grammar has up to 512 KiB
 _BYTES_PER_ID = 12  # of a token id as JSON
 _BYTES_PER_BYTE = 6  # of text as JSON, where every character is escaped
 _BYTES_AT_ONCE = 512 * 2**20  # of all bodies that are being read or decoded
