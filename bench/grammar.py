@@ -4,8 +4,10 @@
 
 `Engine.step` in a loop in this process, with 1 and 8 sequences that decode at once. The ways take turns round by round,
 since a machine that others use is slow to all of them alike. `value` is the median of the rounds' median steps in
-milliseconds, `limit` that of the same step without a grammar, and `ratio` their quotient. On a CPU the masks compete
-with the model for the cores. Also: the time of one mask by itself, and what the first grammar of a worker waits for.
+milliseconds, `limit` that of the same step without a grammar, and `ratio` their quotient. `CPU` is the same of the
+process's CPU time, which others disturb less. On a CPU the masks compete with the model for the cores.
+
+Also: the time of one mask by itself, and what the first grammar of a worker waits for.
 """
 
 from __future__ import annotations
@@ -75,17 +77,19 @@ def measure(name: str, rounds: int, steps: int) -> None:
     for batch in (1, 8):
         for temperature in (0.0, 1.0):
             ways: dict[str, Grammar | None] = {"none": None, **GRAMMARS}
-            taken: dict[str, list[float]] = {way: [] for way in ways}
+            taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for number in range(rounds + 1):
                 for way, grammar in ways.items():
                     seconds = steps_of(engine, compiler, grammar, batch, temperature, steps)
                     if number:  # the first round warms up
-                        taken[way].append(seconds * 1e3)
-            plain = statistics.median(taken.pop("none"))
+                        taken[way].append(seconds)
+            plain = taken.pop("none")
             for way, runs in taken.items():
-                case = f"{name}: step of {batch}, temperature {temperature:g}, {way}"
-                made = report.median_of("grammar", case, "ms", runs)
-                report.emit(replace(made, limit=plain, ratio=made.value / plain))
+                for place, kind in enumerate(("", ", CPU")):
+                    case = f"{name}: step of {batch}, temperature {temperature:g}, {way}{kind}"
+                    made = report.median_of("grammar", case, "ms", [run[place] * 1e3 for run in runs])
+                    limit = statistics.median(run[place] * 1e3 for run in plain)
+                    report.emit(replace(made, limit=limit, ratio=made.value / limit))
     compiler.close()
 
 
@@ -113,27 +117,28 @@ def mask_times(followed: FollowedGrammar) -> list[float]:
 
 def steps_of(
     engine: Engine, compiler: GrammarCompiler, grammar: Grammar | None, batch: int, temperature: float, steps: int
-) -> float:
-    """Return the median of the seconds of a step."""
+) -> tuple[float, float]:
+    """Return the medians of a step's seconds and CPU seconds."""
     pages = len(engine.pool) // 8
     rows = [[(7 * row + place) % 1_000 + 300 for place in range(PROMPT)] for row in range(batch)]
     follows = [None if grammar is None else follow(compiler, grammar) for _ in rows]
-    computed, taken = [0] * batch, list[float]()
+    computed, taken = [0] * batch, list[tuple[float, float]]()
     for _ in range(steps + 1):
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         chunks = [
             Chunk(tokens[computed[row] :], computed[row], range(row * pages, (row + 1) * pages), draw)
             for row, (tokens, follow_) in enumerate(zip(rows, follows, strict=True))
             for draw in [TokenDraw(temperature, seed=row, mask=None if follow_ is None else follow_.mask(tokens))]
         ]
         drawn = engine.step(chunks)
-        taken.append(time.perf_counter() - began)
+        taken.append((time.perf_counter() - began, time.process_time() - began_cpu))
         for row, (tokens, one) in enumerate(zip(rows, drawn, strict=True)):
             computed[row] = len(tokens) if one is not None else len(tokens) - 1  # none: its mask was late
             if one is not None:
                 assert not one.failure, one.failure
                 tokens.append(one.token)
-    return statistics.median(taken[1:])  # the first one computes the prompts
+    wall, cpu = zip(*taken[1:], strict=True)  # the first one computes the prompts
+    return statistics.median(wall), statistics.median(cpu)
 
 
 if __name__ == "__main__":

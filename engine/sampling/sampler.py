@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from baton.messages import PromptTokenLogprob
-from engine.batch import Ints, LogitsEdits, Sampled, TokenDraw
+from engine.batch import Ints, LogitsEdits, Sampled, TokenDraw, TokenMask
 from engine.sampling import counter_rng
 
 PREFIX = 256
@@ -53,22 +53,29 @@ def sample(
     largest: list[float] = logits.amax(dim=-1).tolist()
     tokens: list[int] = logits.argmax(dim=-1).tolist() if best is None else list(best)
     raw = logits
-    failures: dict[int, str] = {}
-    if changed := [row for row, draw in enumerate(draws) if draw.edits is not None or draw.mask is not None]:
+    if changed := [(row, draw.edits) for row, draw in enumerate(draws) if draw.edits is not None]:
         logits = logits.float().clone()
-        for row in changed:
-            tokens[row], failure = _constrain(draws[row], logits[row], raw[row])
-            if math.isfinite(largest[row]):  # the rules may leave no token
-                failures[row] = failure
-                largest[row] = float(logits[row, tokens[row]])
-    warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
+        for row, edits in changed:
+            apply(edits, logits[row])
+            tokens[row] = int(logits[row].argmax())
+            if math.isfinite(largest[row]):  # the rules may leave no token, which a mask tells apart
+                largest[row] = float(logits[row, tokens[row]]) if draws[row].mask is None else 0.0
+    warm = [row for row, draw in enumerate(draws) if draw.temperature > 0 and draw.mask is None]
     if warm:
         picked = _draw_rows(logits[warm], [draws[row] for row in warm], [positions[row] for row in warm])
         for row, token in zip(warm, picked, strict=True):
             tokens[row] = token
+    failures: dict[int, str] = {}
+    for row, draw in enumerate(draws):
+        if draw.mask is not None and math.isfinite(largest[row]):
+            drawn = _draw_masked(draw, draw.mask, logits[row], raw[row], tokens[row], positions[row])
+            if isinstance(drawn, str):
+                failures[row] = drawn
+            else:
+                tokens[row] = drawn
     sampled = _report(raw, draws, tokens)
     for row, logit in enumerate(largest):
-        if not math.isfinite(logit):
+        if not math.isfinite(logit) or row in failures:
             sampled[row] = Sampled(tokens[row], finite=False, failure=failures.get(row, ""))
     return sampled
 
@@ -86,31 +93,6 @@ def score(logits: torch.Tensor, targets: Sequence[int], top: int) -> list[Prompt
         PromptTokenLogprob(target, values[row], tuple(zip(best_ids[row], best[row], strict=True)), ranks[row] + 1)
         for row, target in enumerate(targets)
     ]
-
-
-def _constrain(draw: TokenDraw, logits: torch.Tensor, raw: torch.Tensor) -> tuple[int, str]:
-    """Apply a draw's rules and mask to its row of logits [vocab], float32; `raw` is the row before that. Returns the
-    likeliest token, and why there is none.
-
-    Where rules and mask together leave no token, the output ends if the grammar accepts that."""
-    mask, failure = draw.mask, ""
-    if draw.edits is not None:
-        apply(draw.edits, logits)
-    if mask is None:
-        return int(logits.argmax()), ""
-    if mask.allowed is None:
-        failure = mask.failure or "the mask was not computed"
-        logits.fill_(-math.inf)
-    else:
-        logits.masked_fill_(torch.from_numpy(~mask.allowed).to(logits.device), -math.inf)
-    token = int(logits.argmax())
-    if failure or logits[token] > -math.inf:
-        return token, failure
-    if not mask.may_end or not mask.ends:
-        return token, "the grammar and the request's other rules leave no token"
-    ends = torch.tensor(sorted(mask.ends), device=logits.device)
-    logits[ends] = raw[ends].float()
-    return int(logits.argmax()), ""
 
 
 def apply(edits: LogitsEdits, logits: torch.Tensor) -> None:
@@ -154,6 +136,53 @@ def _draw_rows(logits: torch.Tensor, draws: Sequence[TokenDraw], positions: Sequ
     return tokens
 
 
+def _draw_masked(
+    draw: TokenDraw, mask: TokenMask, logits: torch.Tensor, raw: torch.Tensor, best: int, position: int
+) -> int | str:
+    """Draw a token that the mask allows from a row of logits [vocab], or return why there is none. `raw` is the row
+    without the request's other rules, `best` the likeliest token. Where rules and mask together leave no token, the
+    output ends if the grammar accepts that.
+
+    Few tokens are allowed where a grammar is strict, so this gathers them, in NumPy: an operation of torch on a row has
+    its threads spin for milliseconds on a CPU.
+    """
+    if mask.allowed is None:
+        return mask.failure or "the mask was not computed"
+    if draw.temperature == 0 and mask.allowed[best] and logits[best] > -math.inf:
+        return best
+    ids = np.flatnonzero(mask.allowed)
+    values = logits.float().cpu().numpy()[ids]
+    if not (possible := values > -np.inf).all():
+        values, ids = values[possible], ids[possible]
+    if not len(ids):
+        if not mask.may_end or not mask.ends:
+            return "the grammar and the request's other rules leave no token"
+        ids = np.array(sorted(mask.ends), np.int64)
+        values = raw.float().cpu().numpy()[ids]
+    if draw.temperature == 0:
+        return int(ids[np.argmax(values)])
+    scaled = (values - values.max()) / np.float32(max(draw.temperature, COLDEST))
+    kept = scaled.astype(np.float64)
+    if _filters(draw):
+        kept, ids = _filtered(scaled, ids, draw)
+    noisy = kept + counter_rng.gumbel(counter_rng.key(draw.seed, draw.index, position), ids)
+    return int(ids[np.argmax(noisy)])
+
+
+def _filtered(scaled: npt.NDArray[np.float32], ids: Ints, draw: TokenDraw) -> tuple[Floats, Ints]:
+    """Those that pass all filters of a row's only tokens."""
+    log_total = float(np.log(np.exp(scaled.astype(np.float64)).sum()))
+    if len(ids) > PREFIX:
+        likeliest = np.argpartition(scaled, -PREFIX)[-PREFIX:]
+        ranked = _rank(scaled[likeliest], ids[likeliest], False, log_total)
+        if (count := _keep(ranked, draw)) is not None:
+            return ranked.logits[:count], ranked.ids[:count]
+    ranked = _rank(scaled, ids, True, log_total)
+    count = _keep(ranked, draw)
+    assert count is not None
+    return ranked.logits[:count], ranked.ids[:count]
+
+
 def _candidates(prefix: _Ranked, scaled: torch.Tensor, draw: TokenDraw) -> tuple[Floats, Ints]:
     """Scaled logits and ids of the tokens that pass all filters; `scaled` [vocab] is what `prefix` is the best of."""
     ranked = prefix
@@ -161,10 +190,7 @@ def _candidates(prefix: _Ranked, scaled: torch.Tensor, draw: TokenDraw) -> tuple
     if count is None:
         everything = scaled.cpu().numpy()
         if not _filters(draw):
-            possible = np.flatnonzero(everything > -np.inf)  # of a masked row often a few
-            if not len(possible):  # said by a row that is not finite
-                possible = np.arange(len(everything))
-            return everything[possible].astype(np.float64), possible
+            return everything.astype(np.float64), np.arange(len(everything))
         ranked = _rank(everything, np.arange(len(everything)), True, prefix.log_total)
         count = _keep(ranked, draw)
         assert count is not None

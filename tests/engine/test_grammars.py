@@ -195,6 +195,43 @@ def test_other_rules_hold_beside_a_grammar(
     assert run(logit_bias=((y, 100.0),), min_tokens=3)[:3] == [y] * 3
 
 
+class Given:
+    """A mask that a test gives."""
+
+    ready, may_end, failure, ends, slow = True, False, "", (), False
+
+    def __init__(self, allowed: Collection[int]) -> None:
+        self.allowed = np.isin(np.arange(VOCAB), list(allowed))
+
+    def begin(self) -> bool:
+        return False
+
+    def compute(self) -> None: ...
+
+
+@examples(300)
+@given(
+    allowed=st.one_of(st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=9), st.just(set(range(3, VOCAB)))),
+    seed=st.integers(0, 999),
+    ties=st.booleans(),
+    temperature=st.sampled_from([0.0, 0.3, 1.0]),
+    filters=st.sampled_from([{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 500, "top_p": 0.99}]),
+)
+def test_a_masked_draw_is_one_among_the_tokens_that_are_left(
+    allowed: set[int], seed: int, ties: bool, temperature: float, filters: dict[str, Any]
+) -> None:
+    """The same token as from a row of logits whose other tokens are minus infinity."""
+    logits = some_logits(seed)
+    if ties:
+        logits = logits.round()
+    draw = TokenDraw(temperature=temperature, seed=seed, **filters)
+    kept = torch.full_like(logits, -math.inf)
+    kept[0, sorted(allowed)] = logits[0, sorted(allowed)]
+    right = sample(kept, [draw], [7])
+    masked = TokenDraw(temperature=temperature, seed=seed, mask=Given(allowed), **filters)
+    assert sample(logits, [masked], [7]) == right
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rules_that_leave_no_token_are_told(
     compiler: GrammarCompiler, ids: Callable[[str], int], temperature: float
