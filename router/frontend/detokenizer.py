@@ -105,6 +105,10 @@ class Tokenizer:
         """Text, without special tokens unless they are wanted."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
 
+    def token_of(self, text: str) -> int | None:
+        """The token that stands for just this text, if there is one."""
+        return self._tokenizer.token_to_id(text)
+
     def text_of(self, token: int) -> str:
         """One token's text by itself."""
         return self.decode([token], special_tokens=True)

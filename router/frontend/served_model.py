@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # further names that a request may use
     folder: Path | None = None  # of its files
     chat_format: ChatFormat = NO_FORMAT  # how it writes reasoning and tool calls
+
+    @cached_property
+    def reasoning_end(self) -> int | None:
+        """The token that ends reasoning, if one does."""
+        marker = self.chat_format.reasoning_end
+        return self.tokenizer.token_of(marker) if self.tokenizer and marker else None
 
     def special_tokens(self, texts: Sequence[str]) -> list[int]:
         """Those of some texts that are special tokens."""

@@ -104,6 +104,12 @@ def test_openais_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 asked = {"model": "", "messages": MESSAGES, "tools": TOOLS} | more
                 return (await door.chat.completions.create(**asked)).choices[0]
 
+            usage = (await door.chat.completions.create(model="", messages=MESSAGES, tools=TOOLS)).usage
+            thought = SAID[: SAID.index("</think>") + len("</think>")]
+            reasoning = len(tokenizer().encode(thought, add_special_tokens=False).ids)
+            assert usage is not None
+            assert usage.completion_tokens_details is not None
+            assert usage.completion_tokens_details.reasoning_tokens == reasoning
             choice = await ask()
             assert choice.finish_reason == "tool_calls"
             assert choice.message.content == "I'll look."

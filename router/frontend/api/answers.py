@@ -90,6 +90,7 @@ class Wanted:
     usage_always: bool = False
     echo: str | None = None  # text before the output
     prompt_logprobs: bool = False
+    reasoning_end: int | None = None  # the token that ends reasoning
     prompt_only: bool = False  # the output is not shown: it was asked for no tokens
 
     def token(self, token: int) -> str:
@@ -213,12 +214,22 @@ class Answer:
         completion = sum(len(sample.tokens) for sample in self.samples)
         ended = [sample.end for sample in self.samples if sample.first_of_prompt and sample.end is not None]
         cached = sum(end.summary.usage.cached for end in ended)
-        return {
+        usage: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if (reasoning := self._reasoning_tokens()) is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
+
+    def _reasoning_tokens(self) -> int | None:
+        """Tokens of reasoning over all samples; None if they are not known."""
+        end = self.wanted.reasoning_end
+        counts = [sample.parser.reasoning_tokens(sample.tokens, end) for sample in self.samples if sample.parser]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
 
     def metrics(self) -> Json:
         """Times of the first sample, in milliseconds: vLLM's names, and every hop since receipt."""

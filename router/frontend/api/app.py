@@ -55,7 +55,7 @@ from router.frontend.api.protocol import (
 from router.frontend.api.responses import ModelResponse
 from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
 from router.frontend.api.structured_outputs import name_field
-from router.frontend.api.tools import planned
+from router.frontend.api.tools import checked, planned
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.identity import Gatekeeper
 
@@ -215,6 +215,7 @@ class HttpApi:
             usage_at_end=bool(options and options.include_usage),
             usage_always=bool(options and options.continuous_usage_stats),
             echo=echo,
+            reasoning_end=self._service.model.reasoning_end,
             prompt_logprobs=fields.prompt_logprobs is not None,
             prompt_only=echo is not None and fields.max_tokens == 0,
         )
@@ -252,6 +253,7 @@ class HttpApi:
         if fields.prompt is not None:
             tokens = await self._prompts.encode(fields.prompt, special=fields.add_special_tokens is not False)
         else:
+            fields.tools = list(checked(fields.tools or ()).values())  # as a chat has them
             tokens = (await self._prompts.of_chat(fields)).tokens
         strings = [self._prompts.token_text(token) for token in tokens] if fields.return_token_strs else None
         limit = self._service.model.limits.max_context

@@ -109,7 +109,7 @@ class ModelResponse(Answer):
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": counted["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": counted.get("completion_tokens_details", {"reasoning_tokens": 0}),
             "total_tokens": counted["total_tokens"],
         }
 

@@ -24,6 +24,7 @@ Json = dict[str, Any]
 
 MAX_TOOLS = 512
 _MAX_BYTES = 512 * 2**10  # of all tools as JSON
+_MAX_DEPTH = 100  # levels of a tool's parameters
 _NAME = re.compile(r"[\w.\-:/]{1,128}")
 _CHOICES = ("none", "auto", "required")
 _THINKING = ("enable_thinking", "thinking")  # what templates call the switch
@@ -46,14 +47,7 @@ class ToolPlan:
 
 def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatCompletionRequest, ToolPlan]:
     """Check a chat's tools. Returns the request as the model is to see it, and the plan. Raises InvalidRequest."""
-    try:
-        return _planned(fields, form)
-    except RecursionError:
-        raise wrong("tools", "they are nested too deeply") from None
-
-
-def _planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatCompletionRequest, ToolPlan]:
-    tools = _checked(fields.tools or ())
+    tools = checked(fields.tools or ())
     calls, names = _choice(fields.tool_choice, tuple(tools))
     parallel = fields.parallel_tool_calls is not False
     plan = ToolPlan(calls, names, parallel, constrained=_is_constrained(fields))
@@ -96,7 +90,7 @@ def _is_constrained(fields: ChatCompletionRequest) -> bool:
 # --- what a client sends ----------------------------------------------------------------------------------------------
 
 
-def _checked(tools: Sequence[Json]) -> dict[str, Json]:
+def checked(tools: Sequence[Json]) -> dict[str, Json]:
     """The tools by name, as templates show them. Raises InvalidRequest with the field's path."""
     if len(tools) > MAX_TOOLS:
         raise wrong("tools", f"there are {len(tools)}; at most {MAX_TOOLS} are allowed")
@@ -121,11 +115,29 @@ def _checked(tools: Sequence[Json]) -> dict[str, Json]:
             raise wrong(f"{at}.function.description", f"it is {shown(repr(description))}; it must be a text")
         if parameters is not None and not isinstance(parameters, dict):
             raise wrong(f"{at}.function.parameters", f"it is {shown(repr(parameters))}; it must be a JSON schema")
+        if parameters is not None and not _is_shallow(parameters):
+            raise wrong(f"{at}.function.parameters", f"it is nested more than {_MAX_DEPTH} levels deep")
         told: Json = {"name": name, "description": description or "", "parameters": parameters or _NO_PARAMETERS}
         found[name] = {"type": "function", "function": told}
     if tools and (size := len(msgspec.json.encode(list(found.values())))) > _MAX_BYTES:
         raise wrong("tools", f"they have {size} bytes; at most {_MAX_BYTES} are allowed")
     return found
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether a value has no more levels than templates and JSON libraries can go down."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += cast("Json", one).values()
+            elif isinstance(one, list):
+                inner += one
+        if not inner:
+            return True
+        level = inner
+    return False
 
 
 def _choice(given: Any, names: tuple[str, ...]) -> tuple[Calls, tuple[str, ...]]:

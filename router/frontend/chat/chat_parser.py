@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Reasoning
 from router.frontend.chat.text_parser import DeltaWriter, Reads
+from router.frontend.chat.thinking import ThinkSplitter
 
 
 class ChatParser:
@@ -22,6 +23,20 @@ class ChatParser:
         self._show_reasoning = show_reasoning
         self._parallel_calls = parallel_calls
         self.output = ChatOutput()
+        self._tokens_until_end: int | None = None  # of the reasoning
+
+    def reasoning_tokens(self, tokens: Sequence[int], end: int | None) -> int | None:
+        """How many of the output's tokens are reasoning, its markers included; None if that is not known. `end` is the
+        token that ends reasoning."""
+        if end is None or not isinstance(self._reader, ThinkSplitter):
+            return None
+        if not self._reader.thought:
+            return 0
+        if self._reader.thinks:
+            return len(tokens)
+        if self._tokens_until_end is None:
+            self._tokens_until_end = tokens.index(end) + 1 if end in tokens else len(tokens)
+        return self._tokens_until_end
 
     def feed(self, text: str) -> Sequence[ChatDelta]:
         """Return what more text comes to."""

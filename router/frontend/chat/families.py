@@ -63,6 +63,11 @@ class ChatFormat:
             found += (think.begin, think.end)
         return found
 
+    @property
+    def reasoning_end(self) -> str | None:
+        """The marker that ends reasoning, if one does."""
+        return think.end if (think := self._think) else None
+
     def parser(
         self,
         calls: Calls = Calls.NONE,

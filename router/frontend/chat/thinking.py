@@ -38,7 +38,7 @@ class ThinkSplitter(TextParser):
         super().__init__(out)
         self._markers = markers
         self._answer = answer
-        self._thinks = inside
+        self._thinks = self.thought = inside  # now, and at any time
         self._said = False  # whether there has been any reasoning
         self._space: list[str] = []  # that is reasoning, or the answer's, if more of it comes
         self._state = self._start
@@ -63,7 +63,7 @@ class ThinkSplitter(TextParser):
             return end
         begin = self._markers.begin
         if text.startswith(begin, end):
-            self._thinks = True
+            self._thinks = self.thought = True
             self._space.clear()
             self._state = self._reasoning
             return end + len(begin)

@@ -116,7 +116,7 @@ def check_tool_that_is_forced(target: Target) -> None:
 def check_tool_that_is_forced_as_a_stream(target: Target) -> None:
     with client(target).messages.stream(
         model=target.model, max_tokens=160, messages=MESSAGES, tools=[WEATHER],
-        tool_choice={"type": "any"}, **GREEDY,
+        tool_choice={"type": "any", "disable_parallel_tool_use": True}, **GREEDY,
     ) as stream:  # fmt: skip
         final = stream.get_final_message()
     (call,) = [block for block in final.content if block.type == "tool_use"]

@@ -88,7 +88,10 @@ def check_response(target: Target) -> None:
 
 def check_forced_tool(target: Target) -> None:
     answer: Any = litellm.completion(
-        tools=[WEATHER], tool_choice="required", **(asked(target, "openai") | {"max_tokens": 160})
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        **(asked(target, "openai") | {"max_tokens": 160}),
     )
     (call,) = answer.choices[0].message.tool_calls
     assert set(json.loads(call.function.arguments)) == {"city"}
