@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from baton.clock import Tick
 from baton.config import Config
 from baton.messages import Envelope, Peer, Snapshot
 from kvstore.events.wire_format import KvEventBatch
-from router.events import (
-    AskSnapshot,
-    Emit,
-    ForgetPeer,
-    KvEvents,
-    KvSnapshot,
-    MessageReceived,
-    RequestEnded,
-    RouterEvent,
-    SendMessage,
-    Submit,
-    Subscribe,
-    Unsubscribe,
-)
+from router.events import KvEvents, KvSnapshot, MessageReceived, RequestEnded, Submit
 from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from simulator.clock import Agenda
 from simulator.network import SimulatedNetwork
+from simulator.router_shell import RouterShell
 
 
 class Clients(Protocol):
@@ -40,7 +28,7 @@ class Clients(Protocol):
     def ended(self, end: RequestEnded) -> None: ...
 
 
-class SimulatedRouter:
+class SimulatedRouter(RouterShell):
     """One router process."""
 
     def __init__(
@@ -48,55 +36,59 @@ class SimulatedRouter:
         agenda: Agenda, network: SimulatedNetwork, clients: Clients,
     ) -> None:  # fmt: skip
         """`place`: index of its address in the list that workers and stores get."""
-        self.place, self.peer = place, peer
-        self.state = RouterState(peer, config, limits, placer)
-        self.incarnation = peer.incarnation
+        super().__init__(peer, RouterState(peer, config, limits, placer))
+        self.place = place
         self._agenda, self._network, self._clients = agenda, network, clients
         self._tick = config.cluster.heartbeat_ms / 5_000
-        self._sent: dict[str, int] = defaultdict(int)  # sequence number of the last message to each peer
+        self._spacing = 0.0  # seconds between the tokens in the message that is handled
+
+    @property
+    def now(self) -> float:
+        return self._agenda.now
 
     def submit(self, submit: Submit) -> None:
-        self._handle(submit)
+        self.tell(submit)
 
     def hear(self, envelope: Envelope[Any], spacing: float) -> None:
         """Take a message of a worker or store. The tokens in it were generated `spacing` seconds apart."""
-        self._handle(MessageReceived(envelope), spacing)
+        self._spacing = spacing
+        self.tell(MessageReceived(envelope))
+        self._spacing = 0.0
 
     def hear_events(self, batch: KvEventBatch) -> None:
-        self._handle(KvEvents(batch))
+        self.tell(KvEvents(batch))
 
     def hear_snapshot(self, holder: str, part: Snapshot) -> None:
-        self._handle(KvSnapshot(holder, part))
+        self.tell(KvSnapshot(holder, part))
 
     def tick(self) -> float:
         """Handle a Tick; return the seconds until the next one."""
-        self._handle(Tick())
+        self.tell(Tick())
         return self._tick
 
-    def _handle(self, event: RouterEvent, spacing: float = 0.0) -> None:
-        for command in self.state.handle(event, self._agenda.now):
-            match command:
-                case SendMessage(incarnation=to, message=message):
-                    self._sent[to] += 1
-                    if (process := self._network.process(to)) is not None:
-                        envelope = Envelope(self.incarnation, to, self._sent[to], message)
-                        self._network.message(self.incarnation, to, process.receive_from_router, self.place, envelope)
-                case Emit(request=request, tokens=tokens):
-                    self._clients.tokens(request, len(tokens), spacing)
-                case RequestEnded():
-                    self._clients.ended(command)
-                case Subscribe(incarnation=holder):
-                    if (process := self._network.process(holder)) is not None:
-                        process.followers[self.incarnation] = self
-                case AskSnapshot(incarnation=holder):
-                    self._network.message(self.incarnation, holder, self._snapshot, holder)
-                case Unsubscribe(incarnation=holder):
-                    if (process := self._network.process(holder)) is not None:
-                        process.followers.pop(self.incarnation, None)
-                case ForgetPeer(incarnation=stranger):
-                    del self._sent[stranger]
-                case _:  # log lines, and pins, which no simulated client requests
-                    pass
+    # --- for the shell ----------------------------------------------------------------------------------------------
+
+    def post(self, envelope: Envelope[Any]) -> None:
+        to = envelope.addressee
+        if (process := self._network.process(to)) is not None:
+            self._network.message(self.incarnation, to, process.receive_from_router, self.place, envelope)
+
+    def emit(self, request: str, tokens: Sequence[int]) -> None:
+        self._clients.tokens(request, len(tokens), self._spacing)
+
+    def end_request(self, end: RequestEnded) -> None:
+        self._clients.ended(end)
+
+    def follow(self, holder: str) -> None:
+        if (process := self._network.process(holder)) is not None:
+            process.followers[self.incarnation] = self
+
+    def unfollow(self, holder: str) -> None:
+        if (process := self._network.process(holder)) is not None:
+            process.followers.pop(self.incarnation, None)
+
+    def ask_snapshot(self, holder: str) -> None:
+        self._network.message(self.incarnation, holder, self._snapshot, holder)
 
     def _snapshot(self, holder: str) -> None:
         """Answer a snapshot request that has reached the holder."""

@@ -10,7 +10,6 @@ from baton.membership import Membership, MembershipChange, RouterLost
 from baton.messages import Envelope, Heartbeat, Hello, Message
 from baton.router_links import RouterMessage
 from kvstore.events.wire_format import KvEventBatch
-from simulator.network import SimulatedNetwork
 
 _UNTOLD = 0.25  # seconds between heartbeats until a router sets the interval
 
@@ -24,6 +23,12 @@ class RouterEndpoint(Protocol):
     def hear_events(self, batch: KvEventBatch) -> None: ...
 
 
+class MessageNetwork(Protocol):
+    """What carries the messages: `simulator.network`, or `simulator.held_messages`."""
+
+    def message(self, sender: str, to: str, deliver: Callable[..., object], *words: Any) -> None: ...
+
+
 RouterAddress: TypeAlias = Callable[[], RouterEndpoint | None]
 """Returns the router that listens at an address now, or None."""
 
@@ -31,7 +36,7 @@ RouterAddress: TypeAlias = Callable[[], RouterEndpoint | None]
 class SimulatedRouterLinks:
     """A process's ends of all its links to routers. A link is known by its index in the list of addresses."""
 
-    def __init__(self, addresses: Sequence[RouterAddress], hello: Hello, network: SimulatedNetwork) -> None:
+    def __init__(self, addresses: Sequence[RouterAddress], hello: Hello, network: MessageNetwork) -> None:
         self._me = hello.peer.incarnation
         self._network = network
         self._links = [(address, Membership(hello)) for address in addresses]

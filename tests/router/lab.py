@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from baton import config as settings
 from baton.clock import Tick
@@ -40,33 +41,35 @@ from router.events import (
 from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
+from simulator.router_shell import RouterShell
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, load_of, submit
 
+Commands: TypeAlias = Sequence[RouterCommand]
 M = TypeVar("M", bound=Message)
 
 
-class Lab:
+class Lab(RouterShell):
     """Time stands still unless a test moves it."""
+
+    now = 100.0
 
     def __init__(self, config: settings.Config = CONFIG, placer: PlacementPolicy | None = None) -> None:
         self.config = config
-        self.state = RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT), placer)
-        self.now = 100.0
+        super().__init__(ROUTER, RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT), placer))
         self.log: list[RouterCommand] = []
-        self.counts: dict[str, int] = {}
 
-    def tell(self, event: RouterEvent) -> list[RouterCommand]:
-        commands = self.state.handle(event, self.now)
-        for command in commands:
-            if isinstance(command, SendMessage):
-                self.counts[command.incarnation] = self.counts.get(command.incarnation, 0) + 1
+    def post(self, envelope: Envelope[Any]) -> None:
+        """Keep it from its peer: it is in the log."""
+
+    def tell(self, event: RouterEvent) -> Commands:
+        commands = super().tell(event)
         self.state.validate()
         self.log += commands
         return commands
 
     # --- peers ---
 
-    def hello(self, role: Any, name: str, node: str = "a", incarnation: str = "", **more: Any) -> list[RouterCommand]:
+    def hello(self, role: Any, name: str, node: str = "a", incarnation: str = "", **more: Any) -> Commands:
         incarnation = incarnation or f"{name}.1"
         more = {"events": f"tcp://{name}"} | more
         model: ModelCard | None = more.pop("model", None if role == "store" else card())
@@ -100,12 +103,10 @@ class Lab:
         (peer,) = [view.peer for view in self.state.processes(self.now) if view.peer.incarnation == incarnation]
         self.tell(MessageReceived(Envelope(incarnation, "", 1, Hello(peer, protocol=99))))
 
-    def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> list[RouterCommand]:
+    def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> Commands:
         return self.tell(MessageReceived(Envelope(sender, addressee, 1, message)))
 
-    def beat(
-        self, sender: str, *held: AttemptHeld, heard: int | None = None, age: int = 0, loop: int = 0
-    ) -> list[RouterCommand]:
+    def beat(self, sender: str, *held: AttemptHeld, heard: int | None = None, age: int = 0, loop: int = 0) -> Commands:
         """A heartbeat that lists exactly this; by default its sender has heard everything. `age`, `loop`: milliseconds
         since its step began, and since its loop turned."""
         heard = self.counts[sender] if heard is None else heard
@@ -129,14 +130,12 @@ class Lab:
         self.tell(order)
         return order
 
-    def tokens(
-        self, sender: str, request: str, attempt: int, position: int, *tokens: int, **more: Any
-    ) -> list[RouterCommand]:
+    def tokens(self, sender: str, request: str, attempt: int, position: int, *tokens: int, **more: Any) -> Commands:
         return self.say(sender, Tokens(1, (Delta(request, attempt, position, tokens, **more),)))
 
     # --- time ---
 
-    def advance(self, seconds: float) -> list[RouterCommand]:
+    def advance(self, seconds: float) -> Commands:
         self.now += seconds
         return self.tell(Tick())
 

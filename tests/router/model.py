@@ -56,22 +56,16 @@ from baton.messages import (
 )
 from kvstore.keys import pack_tokens, unpack_tokens
 from router.events import (
-    AskSnapshot,
-    Emit,
-    ForgetPeer,
     KvEvents,
     KvSnapshot,
     MessageReceived,
-    RequestEnded,
-    RouterCommand,
-    RouterEvent,
-    SendMessage,
     Submit,
 )
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
+from simulator.held_messages import mishaps
+from tests.router.checked import CheckedRouter
 from tests.router.stores import PAGE, Stores, chain_of
-from tests.wait_for import assert_no_cycle
 
 VOCAB = 1_000
 EOS = 7
@@ -187,19 +181,17 @@ class Process:
         self.jobs.clear()
 
 
-class Cluster:
+class Cluster(CheckedRouter):
     """The state, its processes, and the outcome of every request."""
 
+    now = 100.0
+
     def __init__(self, config: settings.Config = CONFIG) -> None:
-        self.now = 100.0
+        super().__init__(ROUTER, RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT)))
+        self.no_clients()
         self.config = config
         self.serves_none: set[str] = set()  # nodes whose stores serve no others
-        self.state = RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT))
         self.processes: dict[str, Process] = {}  # by incarnation: dead ones are gone
-        self.sequences: dict[str, int] = {}  # the listener's counts
-        self.submitted: dict[str, Submit] = {}
-        self.emitted: dict[str, list[int]] = {}
-        self.ended: dict[str, RequestEnded] = {}
         self.stores = Stores()
         self.asked: list[str] = []  # holders whose snapshots are on their way
         self.endpoints: dict[str, str] = {}  # of every store that ever was, by incarnation
@@ -230,44 +222,19 @@ class Cluster:
 
     # --- the router ----------------------------------------------------------------------------------------
 
-    def tell(self, event: RouterEvent) -> list[RouterCommand]:
-        """Hand the state an event and carry out what it says."""
-        commands = self.state.handle(event, self.now)
-        for command in commands:
-            self._carry_out(command)
-        self.state.validate()
-        assert_no_cycle(self.state.waits())
-        return commands
+    def post(self, envelope: Envelope[Any]) -> None:
+        if (process := self.processes.get(envelope.addressee)) is not None:
+            process.inbox.append(envelope)
 
-    def submit(self, event: Submit) -> None:
-        self.submitted[event.request] = event
-        self.emitted[event.request] = []
-        self.tell(event)
+    def ask_snapshot(self, holder: str) -> None:
+        self.asked.append(holder)
 
-    def _carry_out(self, command: RouterCommand) -> None:
-        match command:
-            case SendMessage(incarnation=incarnation, message=message):
-                sequence = self.sequences[incarnation] = self.sequences.get(incarnation, 0) + 1
-                if (process := self.processes.get(incarnation)) is not None:
-                    process.inbox.append(Envelope(ROUTER.incarnation, incarnation, sequence, message))
-            case ForgetPeer(incarnation=incarnation):
-                self.sequences.pop(incarnation, None)
-            case Emit(request=request, tokens=tokens):
-                assert request not in self.ended, "tokens after the end"
-                self.emitted[request] += tokens
-                assert self.emitted[request] == self.expected(request)[0][: len(self.emitted[request])]
-            case RequestEnded(request=request):
-                assert request not in self.ended, f"{request} ended twice"
-                self.ended[request] = command
-            case AskSnapshot(incarnation=incarnation):
-                self.asked.append(incarnation)
-            case _:
-                pass
+    def output(self, request: str) -> list[int]:
+        return self.expected(request)[0]
 
     def expected(self, request: str) -> tuple[list[int], str]:
         order = self.submitted[request]
-        prompt = len(order.tokens) // 4
-        return expected(order.sampling.seed, prompt, order.max_tokens or CONTEXT)
+        return expected(order.sampling.seed, len(order.tokens) // 4, order.max_tokens or CONTEXT)
 
     # --- time and links ----------------------------------------------------------------------------------------
 
@@ -281,7 +248,9 @@ class Cluster:
 
     def receive(self, process: Process) -> None:
         """A process reads its next message."""
-        envelope = process.inbox.popleft()
+        self.take(process, process.inbox.popleft())
+
+    def take(self, process: Process, envelope: Envelope[Any]) -> None:
         verdict = process.membership.handle(envelope, self.now)
         for message in verdict.send:
             process.say(message)
@@ -515,7 +484,8 @@ class Cluster:
                 self.repeat(process)
                 continue
             self.turn(process)
-            self._drain(process.inbox, lambda p=process: self.receive(p), loss, lag)
+            for envelope in mishaps(process.inbox, self.random, loss, lag):
+                self.take(process, envelope)
             self.step(process)
             if process.becomes is not None:
                 self.kill(process)
@@ -524,22 +494,10 @@ class Cluster:
             links = [process.outbox, process.heart]
             self.random.shuffle(links)
             for link in links:
-                self._drain(link, lambda p=process, link=link: self.hear(p, link), loss, lag)
+                for envelope in mishaps(link, self.random, loss, lag):
+                    self.tell(MessageReceived(envelope))
         self.answer_snapshots()
         self.advance(seconds)
-
-    def _drain(self, link: deque[Envelope[Any]], take: Any, loss: float, lag: float) -> None:
-        for _ in range(len(link)):
-            if lag and self.random.random() < lag:
-                return
-            chance = self.random.random() if loss else 1.0
-            if chance < loss:
-                link.popleft()
-                continue
-            if chance < 2 * loss:
-                link.appendleft(link[0])
-                take()
-            take()
 
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds / 0.02)):

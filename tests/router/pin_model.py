@@ -20,7 +20,7 @@ from baton.messages import (
     UnpinPages,
 )
 from kvstore.keys import pack_tokens, page_keys, split_keys
-from router.events import PIN, Cancelled, PinAnswered, Pinned, PinPrefix, RouterCommand, UnpinPrefix
+from router.events import PIN, Cancelled, PinAnswered, Pinned, PinPrefix, UnpinPrefix
 from router.events import Failed as Ended
 from router.prefix_pinning.pin import PinnedPrefix, PinPhase
 from tests.router.model import CONFIG, PAGE, Cluster, Job, Process
@@ -86,12 +86,9 @@ class PinCluster(Cluster):
         assert pin.order.keys == prefix.keys
         return pin
 
-    def _carry_out(self, command: RouterCommand) -> None:
-        if isinstance(command, PinAnswered):
-            assert command.name not in self.answers, f"{command.name} was answered twice"
-            self.answers[command.name] = command.outcome
-        else:
-            super()._carry_out(command)
+    def answer_pin(self, answer: PinAnswered) -> None:
+        assert answer.name not in self.answers, f"{answer.name} was answered twice"
+        self.answers[answer.name] = answer.outcome
 
     # --- stores ---
 

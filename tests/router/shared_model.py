@@ -7,19 +7,17 @@ fails the test at once. Every request belongs to the router that it was sent to,
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from baton import config as settings
 from baton.clock import Tick
-from baton.membership import Membership, RouterLost
+from baton.membership import RouterLost
 from baton.messages import (
     Envelope,
     Heartbeat,
     Hello,
-    Message,
     ModelCard,
     Peer,
     PinPages,
@@ -27,25 +25,28 @@ from baton.messages import (
     UnpinPages,
     WorkerDied,
 )
-from kvstore.keys import pack_tokens
+from baton.router_links import RouterMessage
+from kvstore.events.wire_format import KvEventBatch
+from kvstore.keys import pack_tokens, unpack_tokens
 from kvstore.server.events import RouterMessageReceived
 from router.events import (
     PIN,
-    Emit,
-    ForgetPeer,
+    Finished,
+    KvEvents,
     MessageReceived,
     PinAnswered,
     Pinned,
     PinPrefix,
     RequestEnded,
-    RouterEvent,
-    SendMessage,
     Submit,
     UnpinPrefix,
 )
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
+from simulator.held_messages import HeldMessages
+from simulator.routers import SimulatedRouterLinks
 from tests.rig import NAMESPACE, PAGE, PAGE_BYTES, VOCAB, Rig, RigStore, RigWorker, reference
+from tests.router.checked import CheckedRouter
 
 CONTEXT = 1_024
 CONFIG = settings.Config(
@@ -57,75 +58,102 @@ CONFIG = settings.Config(
 )
 _POOL = 40  # device pages of a worker
 _SLOTS = 120  # of an arena
-_LETTERS = deque[Envelope[Any]]
+NAMES = ("one", "two")  # of routers
 
 
-@dataclass
-class Router:
-    """One router process, its streams, and its counts of messages sent to each process."""
+class Router(CheckedRouter):
+    """One router process, its streams, and its pins."""
 
-    name: str
-    state: RouterState
-    incarnation: str
-    sent: Counter[str] = field(default_factory=Counter[str])
-    submitted: dict[str, Submit] = field(default_factory=dict[str, Submit])
-    emitted: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    ended: dict[str, RequestEnded] = field(default_factory=dict[str, RequestEnded])
-    pinned: dict[str, PinAnswered] = field(default_factory=dict[str, PinAnswered])
-    wishes: set[str] = field(default_factory=set[str])
+    def __init__(self, world: World, peer: Peer) -> None:
+        super().__init__(peer, RouterState(peer, CONFIG, ModelLimits(VOCAB, CONTEXT)))
+        self.no_clients()
+        self.world = world
+        self.name = peer.name
+        self.pinned: dict[str, PinAnswered] = {}
+        self.wishes: set[str] = set()
+        self._outputs: dict[str, list[int]] = {}  # that are expected
 
     @property
     def at_rest(self) -> bool:
         return len(self.ended) == len(self.submitted) and len(self.pinned) == len(self.wishes)
 
+    @property
+    def now(self) -> float:
+        return self.world.rig.now
 
-@dataclass
-class Link:
-    """One process's end of its link to one router: by the router's name, since the endpoint is all that is known."""
+    def hear(self, envelope: Envelope[Any], spacing: float) -> None:
+        """Take a message for this address, where another process may listen by now."""
+        self.world.routers[self.name].tell(MessageReceived(envelope))
 
-    membership: Membership
-    inbox: _LETTERS = field(default_factory=deque[Envelope[Any]])
-    outbox: _LETTERS = field(default_factory=deque[Envelope[Any]])
-    heart: _LETTERS = field(default_factory=deque[Envelope[Any]])
-    sent: int = 0
-    beat_at: float = 0.0
-    cut: bool = False  # nothing arrives, and nothing is lost
-    lost: list[str] = field(default_factory=list[str])
+    def hear_events(self, batch: KvEventBatch) -> None:
+        self.tell(KvEvents(batch))
 
-    def say(self, sender: str, addressee: str, message: Message) -> None:
-        self.sent += 1
-        self.outbox.append(Envelope(sender, addressee, self.sent, message))
+    def post(self, envelope: Envelope[Any]) -> None:
+        if (process := self.world.processes.get(envelope.addressee)) is not None:
+            place = NAMES.index(self.name)
+            self.world.messages.message(
+                self.incarnation, envelope.addressee, process.receive_from_router, place, envelope
+            )  # fmt: skip
+
+    def output(self, request: str) -> list[int]:
+        if request not in self._outputs:
+            order = self.submitted[request]
+            self._outputs[request] = reference(unpack_tokens(order.tokens), order.max_tokens or 0)
+        return self._outputs[request]
+
+    def end_request(self, end: RequestEnded) -> None:
+        super().end_request(end)
+        if isinstance(end.outcome, Finished):
+            assert self.emitted[end.request] == self.output(end.request), "it ended too early"
+
+    def answer_pin(self, answer: PinAnswered) -> None:
+        self.pinned[answer.name] = answer
 
 
 class Process:
     """A worker or a store, with a link to every router."""
 
-    def __init__(self, peer: Peer, body: RigWorker | RigStore, routers: Iterator[str]) -> None:
+    def __init__(self, world: World, peer: Peer, body: RigWorker | RigStore) -> None:
         card = ModelCard(NAMESPACE, PAGE_BYTES, VOCAB, CONTEXT, _POOL) if isinstance(body, RigWorker) else None
-        self.peer = peer
-        self.body = body
+        self.world, self.peer, self.body = world, peer, body
         hello = Hello(peer, model=card, data="" if card else f"tcp://{peer.incarnation}")
-        self.links = {name: Link(Membership(hello)) for name in routers}
+        addresses = [partial(world.routers.get, name) for name in NAMES]
+        self.links = SimulatedRouterLinks(addresses, hello, world.messages)
+        self.lost: set[str] = set()  # routers, by incarnation
+        self._beat_at = 0.0
 
     def heartbeat(self, heard: int, router: str) -> Heartbeat:
         if isinstance(self.body, RigWorker):
             return self.body.state.heartbeat(heard, router)
         return Heartbeat(heard, self.body.state.load(), attempts=self.body.state.pins(router))
 
-    def told(self) -> list[tuple[str, Message]]:
-        """What it wants to say, and to which router."""
-        body = self.body
-        if isinstance(body, RigWorker):
-            letters, body.letters = body.letters, []
-            return [(letter.router, letter.message) for letter in letters]
-        told, body.told = body.told, []
-        return [(each.router, each.message) for each in told]
+    def receive_from_router(self, place: int, envelope: Envelope[Any]) -> None:
+        self._hear(self.links.hear(place, envelope, self.world.rig.now))
 
-    def hear(self, event: Any, router: str = "") -> None:
+    def turn(self) -> None:
+        """Have a turn, after all that has arrived."""
+        now = self.world.rig.now
+        self._hear(self.links.tick(now))
         if isinstance(self.body, RigWorker):
-            self.body.handle(event, router)
-        elif isinstance(event, PinPages | UnpinPages):
-            self.body.handle(RouterMessageReceived(event, router))
+            self.body.handle(Tick())
+            self.body.turn()
+        said = self.body.letters if isinstance(self.body, RigWorker) else self.body.told
+        for each in said:
+            self.links.say(each.message, each.router)
+        said.clear()
+        if now >= self._beat_at:
+            self._beat_at = now + self.links.heartbeat
+            self.links.beat(self.heartbeat)
+
+    def _hear(self, said: Iterable[RouterMessage | RouterLost]) -> None:
+        for each in said:
+            if isinstance(each, RouterLost):
+                self.lost.add(each.router)
+            if isinstance(self.body, RigWorker):
+                lost = isinstance(each, RouterLost)
+                self.body.handle(each if lost else each.message, "" if lost else each.router)
+            elif isinstance(each, RouterMessage) and isinstance(each.message, PinPages | UnpinPages):
+                self.body.handle(RouterMessageReceived(each.message, each.router))
 
 
 class World:
@@ -138,8 +166,9 @@ class World:
         self.processes: dict[str, Process] = {}  # by incarnation
         self.routers: dict[str, Router] = {}
         self.dead: list[Router] = []
+        self.messages = HeldMessages(self.random)
         self.births = 0
-        for name in ("one", "two"):
+        for name in NAMES:
             self.start_router(name)
         for store in self.rig.stores.values():
             self._join(Peer("store", f"store-{store.name}", store.name, store.incarnation, 0), store)
@@ -148,13 +177,12 @@ class World:
 
     def start_router(self, name: str) -> None:
         """Also in the place of one that lives: that one is dead then, and so are its streams."""
-        if (old := self.routers.pop(name, None)) is not None:
-            self.dead.append(old)
+        if name in self.routers:
+            self.dead.append(self.routers[name])
         self.births += 1
         me = Peer("router", name, "a", f"{name}.{self.births}", self.births)
-        self.routers[name] = Router(name, RouterState(me, CONFIG, ModelLimits(VOCAB, CONTEXT)), me.incarnation)
-        for process in self.processes.values():
-            process.links[name].inbox.clear()
+        self.routers[name] = Router(self, me)
+        self.messages.join(me.incarnation, name)
 
     def start_worker(self, role: Any, node: str = "a") -> Process:
         worker = self.rig.worker(role, _POOL, CONFIG.decode if role == "decode" else CONFIG.prefill, node)
@@ -166,10 +194,7 @@ class World:
         del self.processes[process.peer.incarnation]
         self.rig.kill(process.body)
         store = self.processes[process.body.node.incarnation]
-        for link in store.links.values():
-            if link.membership.router is not None:
-                departed = WorkerDied(process.peer.incarnation, process.peer.pid)
-                link.say(store.peer.incarnation, link.membership.router, departed)
+        store.links.tell_all(WorkerDied(process.peer.incarnation, process.peer.pid))
 
     def restart_store(self, node: str) -> None:
         """Its workers attach to the new one."""
@@ -186,64 +211,40 @@ class World:
         return [process for process in self.processes.values() if isinstance(process.body, RigWorker)]
 
     def _join(self, peer: Peer, body: RigWorker | RigStore) -> Process:
-        process = self.processes[peer.incarnation] = Process(peer, body, iter(["one", "two"]))
+        process = self.processes[peer.incarnation] = Process(self, peer, body)
         return process
 
     # --- routers -----------------------------------------------------------------------------------------------------
 
-    def tell(self, router: Router, event: RouterEvent) -> None:
-        for command in router.state.handle(event, self.rig.now):
-            match command:
-                case SendMessage(incarnation=incarnation, message=message):
-                    router.sent[incarnation] += 1
-                    if (process := self.processes.get(incarnation)) is not None:
-                        envelope = Envelope(router.incarnation, incarnation, router.sent[incarnation], message)
-                        process.links[router.name].inbox.append(envelope)
-                case ForgetPeer(incarnation=incarnation):
-                    del router.sent[incarnation]
-                case Emit(request=request, tokens=tokens):
-                    assert request not in router.ended, "tokens after the end"
-                    router.emitted[request] += tokens
-                case RequestEnded(request=request):
-                    assert request not in router.ended, f"{request} ended twice"
-                    router.ended[request] = command
-                case PinAnswered(name=name):
-                    router.pinned[name] = command
-                case _:
-                    pass
-        router.state.validate()
+    def cut(self, process: Process, name: str, cut: bool = True) -> None:
+        """Cut the link of a process to a router, or mend it. Nothing arrives over it, and nothing is lost."""
+        pair = frozenset((process.peer.incarnation, name))
+        (self.messages.cut.add if cut else self.messages.cut.discard)(pair)
 
     def submit(self, name: str, prompt: list[int], max_tokens: int) -> str:
         router = self.routers[name]
         request = f"r-{router.incarnation}-{len(router.submitted)}"
         order = Submit(request, pack_tokens(prompt), SamplingParams(temperature=0.0), self.rig.now, max_tokens)
-        router.submitted[request] = order
-        router.emitted[request] = []
-        self.tell(router, order)
+        router.submit(order)
         return request
 
     def pin_prefix(self, name: str, pin: str, tokens: list[int], ttl: float) -> None:
         router = self.routers[name]
         wish = f"{PIN}{router.incarnation}-{len(router.wishes)}"
         router.wishes.add(wish)
-        self.tell(router, PinPrefix(wish, pin, pack_tokens(tokens), ttl))
+        router.tell(PinPrefix(wish, pin, pack_tokens(tokens), ttl))
 
     def unpin_prefix(self, name: str) -> None:
         """Every pin of that router."""
         router = self.routers[name]
         for pin in router.state.pins("", self.rig.now):
-            self.tell(router, UnpinPrefix(pin.pin))
+            router.tell(UnpinPrefix(pin.pin))
 
     def check(self) -> None:
         """Check that no client has received a wrong token."""
         for router in [*self.routers.values(), *self.dead]:
             for request, tokens in router.emitted.items():
-                order = router.submitted[request]
-                prompt = [int.from_bytes(order.tokens[i : i + 4], "little") for i in range(0, len(order.tokens), 4)]
-                right = reference(prompt, order.max_tokens or 0)
-                assert tokens == right[: len(tokens)], request
-                if (end := router.ended.get(request)) is not None and type(end.outcome).__name__ == "Finished":
-                    assert tokens == right, request
+                assert tokens == router.output(request)[: len(tokens)], request
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -251,56 +252,16 @@ class World:
         """Run each process once. `loss`: probability that a message is lost (and, as likely, that it comes twice);
         `lag`: that a link delivers nothing more in this round."""
         for process in list(self.processes.values()):
-            for name, link in process.links.items():
-                self._follow(process, name, link, link.membership.tick(self.rig.now))
-                for envelope in self._arriving(link, link.inbox, loss, lag):
-                    verdict = link.membership.handle(envelope, self.rig.now)
-                    self._follow(process, name, link, verdict)
-                    if verdict.deliver:
-                        process.hear(envelope.message, envelope.sender)
-            if isinstance(process.body, RigWorker):
-                process.hear(Tick())
-                process.body.turn()
-            self._speak(process)
+            self.messages.arrive(process.peer.incarnation, loss, lag)
+            process.turn()
         for store in self.rig.stores.values():
             store.deliver()
             store.work()
-        for process in list(self.processes.values()):
-            for name, link in process.links.items():
-                for letters in self.random.sample([link.outbox, link.heart], 2):
-                    for envelope in self._arriving(link, letters, loss, lag):
-                        self.tell(self.routers[name], MessageReceived(envelope))
+        for name in NAMES:
+            self.messages.arrive(name, loss, lag)
         self.rig.tick(seconds)
         for router in self.routers.values():
-            self.tell(router, Tick())
-
-    def _follow(self, process: Process, name: str, link: Link, verdict: Any) -> None:
-        for message in verdict.send:
-            link.say(process.peer.incarnation, "", message)
-        if verdict.lost is not None:
-            link.lost.append(verdict.lost)
-            process.hear(RouterLost(verdict.lost))
-
-    def _speak(self, process: Process) -> None:
-        me = process.peer.incarnation
-        for router, message in process.told():
-            for link in process.links.values():
-                if link.membership.router == router:
-                    link.say(me, router, message)
-        for link in process.links.values():
-            if (router := link.membership.router) is not None and self.rig.now >= link.beat_at:
-                link.beat_at = self.rig.now + link.membership.heartbeat
-                link.heart.append(Envelope(me, router, 0, process.heartbeat(link.membership.heard, router)))
-
-    def _arriving(self, link: Link, letters: _LETTERS, loss: float, lag: float) -> Iterator[Envelope[Any]]:
-        for _ in range(len(letters)):
-            if link.cut or (lag and self.random.random() < lag):
-                return
-            envelope, chance = letters.popleft(), self.random.random()
-            if chance >= loss:
-                yield envelope
-            if chance < 2 * loss and chance >= loss:
-                yield envelope
+            router.tell(Tick())
 
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds / 0.02)):
@@ -308,9 +269,7 @@ class World:
 
     def settle(self, limit: float = 200.0) -> None:
         """Run without further faults: every request ends, and then no worker or store holds anything for a request."""
-        for process in self.processes.values():
-            for link in process.links.values():
-                link.cut = False
+        self.messages.cut.clear()
         deadline = self.rig.now + limit
         while not all(router.at_rest for router in self.routers.values()):
             assert self.rig.now < deadline, [
