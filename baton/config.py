@@ -198,6 +198,7 @@ class ApiConfig(_Section, frozen=True):
     keys_file: str = ""  # of the clients' API keys; default: api-keys.json in ~/.local/state/baton/<cluster>
     require_keys: bool = False  # clients need a key even while there is no such file
     trust_request_chat_template: bool = False  # a request may bring its own template, which is a program
+    processes: Natural = 0  # that serve the HTTP APIs beside the router; 0: the router's own process does
 
 
 class TlsConfig(_Section, frozen=True):
@@ -325,6 +326,19 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
         if not isinstance(inner, dict):
             raise ConfigError(f"{section} is {inner!r}; it must be a section with settings in it")
         inner[setting] = value
+    return _converted(tree, path)
+
+
+def parse(text: str) -> Config:
+    """What `dump` wrote. Raises ConfigError."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the configuration is not YAML: {error}") from None
+    return _converted(tree, None)
+
+
+def _converted(tree: dict[str, Any], path: Path | None) -> Config:
     _refuse_renamed(tree, path)
     try:
         config = msgspec.convert(tree, Config, dec_hook=_decode_custom)

@@ -32,10 +32,11 @@ from baton.wire import Listener, ReplayClient, Subscriber, operator_key, refused
 from kvstore.events.wire_format import decode, publisher_of
 from router.events import KvEvents, KvSnapshot, MessageReceived
 from router.frontend.api.app import HttpApi
-from router.frontend.api.server import ApiServer
+from router.frontend.api.server import ApiServer, listen
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.front.fleet import FrontProcesses
 from router.frontend.generation import GenerationService
-from router.frontend.grpc_server import ClientServer, OperatorServer
+from router.frontend.grpc_server import ClientServer, FrontLink, OperatorServer
 from router.frontend.http_server import HttpServer
 from router.frontend.identity import Gatekeeper
 from router.frontend.served_model import load
@@ -98,12 +99,7 @@ async def serve(
         cleanup.push_async_callback(_stop, client_server, operator)
         grpc_address = await client_server.start(config.api.host, router.grpc_port, tls)
         operator_address = await operator.start(router.operator, config.cluster.name, name)
-        trust = config.api.trust_request_chat_template
-        api_server = ApiServer(
-            HttpApi(service, http.page, gate, trust_templates=trust), router.max_concurrent_rpcs, tls
-        )
-        cleanup.push_async_callback(api_server.stop)
-        api_address = await api_server.start(config.api.host, config.api.port)
+        api_address = await _start_api(cleanup, config, service, http, gate, tls, http_address)
         cleanup.callback(driver.stop)  # before the front stops: its streams still say why they end
         driver.address = _reachable(http_address, router.host)
         settle()
@@ -122,6 +118,32 @@ async def serve(
             _watch(driver, (client_server, operator), listener, clock),
         )
         await _until_stopped(_drained(driver, stop), *loops)
+
+
+async def _start_api(
+    cleanup: contextlib.AsyncExitStack,
+    config: Config,
+    service: GenerationService,
+    http: HttpServer,
+    gate: Gatekeeper,
+    tls: ServerTls | None,
+    http_address: str,
+) -> str:
+    """Serve the HTTP APIs, here or in processes of their own. Returns "host:port". Raises PortInUse or StartupError."""
+    if config.api.processes:
+        name = service.driver.me.name
+        link = FrontLink(service, gate)
+        cleanup.push_async_callback(link.stop)
+        target = await link.start(config.cluster.name, name)
+        pages = f"{hosts.LOOPBACK}:{http_address.rpartition(':')[2]}"
+        fronts = FrontProcesses(config, name, target, pages if hosts.is_wildcard(config.router.host) else http_address)
+        cleanup.push_async_callback(fronts.stop)
+        return await fronts.start(listen(config.api.host, config.api.port))
+    trust = config.api.trust_request_chat_template
+    api = HttpApi(service, http.page, gate, trust_templates=trust)
+    server = ApiServer(api, config.router.max_concurrent_rpcs, tls)
+    cleanup.push_async_callback(server.stop)
+    return await server.start(config.api.host, config.api.port)
 
 
 async def _drained(driver: RouterDriver, stop: asyncio.Event) -> None:

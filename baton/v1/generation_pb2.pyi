@@ -172,7 +172,7 @@ class Alternative(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "usage", "timing", "work", "request_id", "seed", "index")
+    __slots__ = ("finish_reason", "usage", "timing", "work", "request_id", "seed", "index", "stop_string")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +180,7 @@ class Finished(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
@@ -187,7 +188,8 @@ class Finished(_message.Message):
     request_id: str
     seed: int
     index: int
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., work: _Optional[_Union[Work, _Mapping]] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
+    stop_string: str
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., work: _Optional[_Union[Work, _Mapping]] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., index: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens")
@@ -200,7 +202,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("submitted", "placed", "accepted", "prefilled", "started", "first_token", "finished", "prefill_queue", "prefill_compute", "load_predicted", "load")
+    __slots__ = ("submitted", "placed", "accepted", "prefilled", "started", "first_token", "finished", "prefill_queue", "prefill_compute", "load_predicted", "load", "prefill_sent")
     SUBMITTED_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +214,7 @@ class Timing(_message.Message):
     PREFILL_COMPUTE_FIELD_NUMBER: _ClassVar[int]
     LOAD_PREDICTED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SENT_FIELD_NUMBER: _ClassVar[int]
     submitted: float
     placed: float
     accepted: float
@@ -223,7 +226,8 @@ class Timing(_message.Message):
     prefill_compute: float
     load_predicted: float
     load: float
-    def __init__(self, submitted: _Optional[float] = ..., placed: _Optional[float] = ..., accepted: _Optional[float] = ..., prefilled: _Optional[float] = ..., started: _Optional[float] = ..., first_token: _Optional[float] = ..., finished: _Optional[float] = ..., prefill_queue: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., load_predicted: _Optional[float] = ..., load: _Optional[float] = ...) -> None: ...
+    prefill_sent: float
+    def __init__(self, submitted: _Optional[float] = ..., placed: _Optional[float] = ..., accepted: _Optional[float] = ..., prefilled: _Optional[float] = ..., started: _Optional[float] = ..., first_token: _Optional[float] = ..., finished: _Optional[float] = ..., prefill_queue: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., load_predicted: _Optional[float] = ..., load: _Optional[float] = ..., prefill_sent: _Optional[float] = ...) -> None: ...
 
 class Work(_message.Message):
     __slots__ = ("attempts", "prefill_worker", "decode_workers", "tokens_computed", "pages_hit", "pages_shipped", "pages_on_device", "pages_fetched")

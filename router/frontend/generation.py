@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec import structs
 
@@ -41,6 +41,65 @@ class Generation:
     close: Callable[[], None]  # cancels what has not ended
 
 
+class Apart(Protocol):
+    """Does work on so many bytes of text where it holds no other request up."""
+
+    async def __call__(self, size: int, work: Callable[[], T]) -> T: ...
+
+
+class Generations(Protocol):
+    """What a door needs: the router itself, or a link to it."""
+
+    @property
+    def model(self) -> ServedModel: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    async def start(
+        self, request: generation_pb2.GenerateRequest, request_id: str, received: float, deadline: float | None = None
+    ) -> list[Generation]: ...
+
+    async def apart(self, size: int, work: Callable[[], T]) -> T: ...
+
+    async def unready(self) -> str | None: ...
+
+
+class RequestChecker:
+    """Checks requests. The router and each front process have one."""
+
+    def __init__(self, model: ServedModel, apart: Apart) -> None:
+        self._model = model
+        self._apart = apart
+        self._grammars = GrammarChecker(model)
+
+    async def close(self) -> None:
+        """End what runs beside it."""
+        await self._grammars.close()
+
+    async def check(
+        self,
+        request: generation_pb2.GenerateRequest,
+        request_id: str,
+        draw_seed: Callable[[], int],
+    ) -> ValidatedRequest:
+        """Check a request of this task's caller. Raises BatonError."""
+        check = partial(parse_generate_request, request, request_id, self._model, draw_seed)
+        validated: ValidatedRequest = await self._apart(text_bytes(request), check)
+        who = caller.get()
+        if who.max_prompt_tokens is not None and len(validated.prompt) > who.max_prompt_tokens:
+            raise ContextTooLong(
+                f"a prompt of {len(validated.prompt)} tokens exceeds the {who.max_prompt_tokens} that the API key "
+                f"{who.name!r} may send"
+            )
+        if validated.length_penalty is not None:
+            check_width(validated.best_of, len(validated.stop_token_ids))
+        if (grammar := validated.sampling.grammar) is not None:
+            checked = structs.replace(validated.sampling, grammar=await self._grammars.check(grammar, who.tenant))
+            validated = replace(validated, sampling=checked)
+        return validated
+
+
 class GenerationService:
     """Starts requests. One object serves all doors."""
 
@@ -48,35 +107,28 @@ class GenerationService:
         self.driver = driver
         self.clock = clock
         self._tokenizing = tokenizing
-        self._grammars = GrammarChecker(driver.model)
+        self._checker = RequestChecker(driver.model, self.apart)
 
     async def close(self) -> None:
         """End what runs beside the service."""
-        await self._grammars.close()
+        await self._checker.close()
 
     @property
     def model(self) -> ServedModel:
         return self.driver.model
+
+    async def unready(self) -> str | None:
+        """Why no request can be served now; none: one can."""
+        return self.driver.unready
 
     async def start(
         self, request: generation_pb2.GenerateRequest, request_id: str, received: float, deadline: float | None = None
     ) -> list[Generation]:
         """Check and submit a request of this task's caller that came at `received`. Return its outputs, one for each
         that the client gets. Times are seconds of the clock. Raises BatonError."""
-        check = partial(parse_generate_request, request, request_id, self.model, self.driver.draw_seed)
-        validated = await self.apart(text_bytes(request), check)
-        who = caller.get()
-        if who.max_prompt_tokens is not None and len(validated.prompt) > who.max_prompt_tokens:
-            raise ContextTooLong(
-                f"a prompt of {len(validated.prompt)} tokens exceeds the {who.max_prompt_tokens} that the API key "
-                f"{who.name!r} may send"
-            )
-        if (grammar := validated.sampling.grammar) is not None:
-            checked = structs.replace(validated.sampling, grammar=await self._grammars.check(grammar, who.tenant))
-            validated = replace(validated, sampling=checked)
-        submit = partial(self.driver.submit, received=received, deadline=deadline, tenant=who.tenant)
+        validated = await self._checker.check(request, request_id, self.driver.draw_seed)
+        submit = partial(self.driver.submit, received=received, deadline=deadline, tenant=caller.get().tenant)
         if validated.length_penalty is not None:
-            check_width(validated.best_of, len(validated.stop_token_ids))
             search = beam_search(validated, submit, self.driver.abandon, self._text_of(validated), self.clock.now)
             return _chosen(validated, ResultSet(validated.n, received, search))
         asked = validated.sampling.logprobs

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton import operator_port
-from baton.api_keys import ANONYMOUS
+from baton.api_keys import ANONYMOUS, Identity
 from baton.doors import ServerTls
-from baton.errors import PortInUse, RequestCancelled
+from baton.errors import PortInUse, RequestCancelled, Unauthenticated
 from baton.hosts import bracketed
 from baton.operator_address import Loopback, parse_operator
 from baton.v1 import (
@@ -40,7 +41,7 @@ from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import Generation, GenerationService, text_bytes
 from router.frontend.grpc_answers import LINGER, StreamedAnswer, abort, typed
-from router.frontend.identity import THIS_USER, Gatekeeper, caller
+from router.frontend.identity import IDENTITY, THIS_USER, Gatekeeper, caller
 from router.frontend.message_guard import Admit, MessageGuard
 from router.frontend.output_stream import Output
 from router.frontend.request_parsing import (
@@ -92,21 +93,21 @@ class _OwnRendering:
 
     def __init__(self, request: generation_pb2.GenerateRequest) -> None:
         self._request = request
-        self._name = ""
-        self._seeds: list[int] = []
+        self._generations: Sequence[Generation] = ()
 
     def request(self) -> generation_pb2.GenerateRequest:
         return self._request
 
     def started(self, generations: Sequence[Generation]) -> None:
-        self._name = generations[0].validated.request_id
-        self._seeds = [generation.validated.sampling.seed for generation in generations]
+        self._generations = generations
 
     def piece(self, output: Output, index: int) -> Iterator[generation_pb2.GenerateResponse]:
         yield responses.delta(output, index)
 
     def finished(self, finished: Finished, summary: Summary, index: int) -> Iterator[generation_pb2.GenerateResponse]:
-        yield responses.finished(finished.reason, summary, self._name, self._seeds[index], index)
+        validated, stop = self._generations[index].validated, self._generations[index].stream.stop_string
+        name, seed = validated.request_id, validated.sampling.seed
+        yield responses.finished(finished.reason, summary, name, seed, index, stop)
 
     def cancelled(self, why: str, summary: Summary, index: int) -> Iterator[generation_pb2.GenerateResponse]:
         raise RequestCancelled(why)
@@ -300,6 +301,28 @@ class ClientServer:
         await self._server.stop(grace)
 
 
+class FrontLink:
+    """Where the router's front processes hand it their requests: `Generation` on a Unix socket of this user's. A front
+    has identified its clients, and says which one each request comes from."""
+
+    def __init__(self, service: GenerationService, gate: Gatekeeper) -> None:
+        max_rpcs = service.driver.config.router.max_concurrent_rpcs
+        self._server = _GrpcServer((GENERATION,), service.driver, max_rpcs, partial(_admit_front, gate))
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(service), self._server.grpc)
+
+    async def start(self, cluster: str, router: str) -> str:
+        """Listen; returns the gRPC target. Raises StartupError and PortInUse."""
+        path = operator_port.default_path(cluster, f"{router}-fronts")
+        operator_port.prepare(path, made_up=True)
+        target = operator_port.target(path)
+        await self._server.start(target, "stop the router of that name")
+        path.chmod(0o600)
+        return target
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+
 class OperatorServer:
     """The operator's gRPC servers: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback. On loopback a
     call needs an operator's key, once there are keys.
@@ -394,6 +417,19 @@ def _admit(gate: Gatekeeper, operator: bool, method: str, metadata: Mapping[str,
         caller.set(ANONYMOUS)
         return _nothing
     identity = gate.identify(metadata, operator=operator)
+    caller.set(identity)
+    return gate.enter(identity)
+
+
+def _admit_front(gate: Gatekeeper, method: str, metadata: Mapping[str, str]) -> Callable[[], None]:
+    """Take a front's word for its client, and count the RPC until its end. Raises BatonError."""
+    if method.startswith(_OPEN):
+        caller.set(ANONYMOUS)
+        return _nothing
+    try:
+        identity = msgspec.json.decode(metadata.get(IDENTITY, ""), type=Identity)
+    except msgspec.MsgspecError:
+        raise Unauthenticated("only the router's front processes may call here") from None
     caller.set(identity)
     return gate.enter(identity)
 

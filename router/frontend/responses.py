@@ -45,7 +45,12 @@ def delta(output: Output, index: int = 0) -> generation_pb2.GenerateResponse:
 
 
 def finished(
-    reason: FinishReason, summary: Summary, request_id: str, seed: int, index: int = 0
+    reason: FinishReason,
+    summary: Summary,
+    request_id: str,
+    seed: int,
+    index: int = 0,
+    stop_string: str | None = None,
 ) -> generation_pb2.GenerateResponse:
     usage, served = summary.usage, summary.served
     return generation_pb2.GenerateResponse(
@@ -68,6 +73,7 @@ def finished(
             request_id=request_id,
             seed=seed,
             index=index,
+            stop_string=stop_string,
         )
     )
 
@@ -87,6 +93,7 @@ def timing(summary: Summary) -> generation_pb2.Timing:
         prefill_compute=summary.served.prefill_compute_ms,
         load_predicted=summary.served.predicted_ms or None,
         load=summary.served.load_ms or None,
+        prefill_sent=_since(line, "prefill_sent"),
     )
 
 

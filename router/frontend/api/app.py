@@ -56,7 +56,7 @@ from router.frontend.api.responses import ModelResponse
 from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
 from router.frontend.api.structured_outputs import name_field
 from router.frontend.api.tools import checked, planned
-from router.frontend.generation import Generation, GenerationService
+from router.frontend.generation import Generation, Generations
 from router.frontend.identity import Gatekeeper
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class HttpApi:
 
     def __init__(
         self,
-        service: GenerationService,
+        service: Generations,
         metrics_page: Callable[[], Awaitable[bytes]],
         gate: Gatekeeper,
         *,
@@ -290,7 +290,7 @@ class HttpApi:
         return json_response({"status": "live"})
 
     async def _ready(self, request: Request) -> Response:
-        if (reason := self._service.driver.unready) is None:
+        if (reason := await self._service.unready()) is None:
             return json_response({"status": "ready"})
         return json_response(errors.described(503, reason), 503)
 

@@ -11,7 +11,7 @@ from baton.errors import InvalidRequest
 from router.frontend.api.parameters import token_ids, truncated
 from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, text_of
-from router.frontend.generation import GenerationService
+from router.frontend.generation import Generations
 from router.frontend.request_parsing import tokenized
 
 MAX_SAMPLES = 2_048  # of one request: prompts times n
@@ -30,7 +30,7 @@ class ChatPrompt:
 class PromptBuilder:
     """Makes prompts. It owns the process that renders chat templates."""
 
-    def __init__(self, service: GenerationService, max_text: int, *, trust_templates: bool) -> None:
+    def __init__(self, service: Generations, max_text: int, *, trust_templates: bool) -> None:
         """`max_text`: characters of a rendered chat. `trust_templates`: requests may bring templates of their own."""
         self._service = service
         self._model = service.model

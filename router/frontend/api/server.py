@@ -57,13 +57,17 @@ class ApiServer:
         """Listen, and return "host:port". Raises PortInUse or StartupError."""
         listener = listen(host, port)
         bound: int = listener.getsockname()[1]
+        await self.serve(listener)
+        return f"{bracketed(host)}:{bound}"
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept connections from a socket that listens."""
         self._serving = asyncio.create_task(self._server.serve([listener]))
         listening = asyncio.create_task(self._server.listening.wait())
         await asyncio.wait({self._serving, listening}, return_when=asyncio.FIRST_COMPLETED)
         listening.cancel()
         if self._serving.done():
             self._serving.result()
-        return f"{bracketed(host)}:{bound}"
 
     async def stop(self) -> None:
         """Stop listening, let clients read how their streams ended, and end."""

@@ -1,0 +1,82 @@
+"""`python -m router.frontend.front`: one front. Its router starts it, tells it on stdin what to do, and ends it.
+
+It ends with its router: the kernel sees to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from ctypes import CDLL
+
+import msgspec
+
+from baton import config, logs
+from baton.api_keys import KeyRing
+from baton.doors import server_tls
+from baton.errors import BatonError
+from baton.monotonic_clock import MonotonicClock
+from baton.process import raise_descriptor_limit, settle
+from router.frontend.api.app import HttpApi
+from router.frontend.api.server import ApiServer
+from router.frontend.front.fleet import FrontOrder
+from router.frontend.front.remote import RemoteRouter
+from router.frontend.identity import Gatekeeper
+from router.frontend.served_model import load
+from router.frontend.tokenizer_threads import TokenizerThreads
+
+_PR_SET_PDEATHSIG = 1
+_LOOK = 1.0  # seconds between two looks at the file with the API keys, and at the certificate
+
+
+def main() -> int:
+    """Serve until SIGTERM; 0, or 1 with the reason on stderr."""
+    CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        order = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontOrder)
+        settings = config.parse(order.config)
+        raise_descriptor_limit()
+        logs.configure(order.name, settings.cluster)
+        asyncio.run(_serve(order, settings))
+    except (BatonError, msgspec.MsgspecError) as error:
+        print(f"front: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+async def _serve(order: FrontOrder, settings: config.Config) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    tokenizing = TokenizerThreads()
+    router = RemoteRouter(
+        await asyncio.to_thread(load, settings.model), MonotonicClock(), tokenizing, order.router, order.pages
+    )
+    keys = KeyRing(settings.api_keys_path, required=settings.api.require_keys)
+    tls = server_tls(settings.tls)
+    api = HttpApi(router, router.metrics, Gatekeeper(keys), trust_templates=settings.api.trust_request_chat_template)
+    server = ApiServer(api, settings.router.max_concurrent_rpcs, tls)
+    listener = socket.socket(fileno=order.listener)
+    listener.setblocking(False)
+    await server.serve(listener)
+    settle()
+    print("ready", flush=True)  # noqa: T201
+    try:
+        while not stop.is_set():
+            keys.refresh()
+            if tls is not None:
+                tls.refresh()
+            try:
+                await asyncio.wait_for(stop.wait(), _LOOK)
+            except TimeoutError:
+                continue
+    finally:
+        await server.stop()
+        await router.close()
+        tokenizing.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""A router that runs in another process, as the HTTP APIs see it: requests go there over gRPC and come back as outputs.
+
+A request is checked here as the router itself checks it, so that what is wrong with it costs the router nothing. The
+router checks it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import aiohttp
+import grpc.aio
+import msgspec
+
+from baton.client.connection import typed
+from baton.clock import Clock
+from baton.errors import BatonError, Unavailable
+from baton.messages import FinishReason, PromptTokenLogprob, TokenLogprob
+from baton.timeline import Timeline
+from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc
+from router.events import Failed, Finished, RequestEnded, Summary, Usage
+from router.frontend.generation import Generation, RequestChecker
+from router.frontend.identity import IDENTITY, caller
+from router.frontend.message_guard import looked_at
+from router.frontend.output_stream import Output
+from router.frontend.served_model import ServedModel
+from router.frontend.tokenizer_threads import TokenizerThreads
+
+T = TypeVar("T")
+
+_MOST = 256  # pieces that wait for the client before no more are read: the router's own bounds then hold
+_PAGE_SECONDS = 5.0
+_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
+
+
+class RemoteRouter:
+    """Starts requests at the router. What `generation.GenerationService` is within the router's own process."""
+
+    def __init__(self, model: ServedModel, clock: Clock, tokenizing: TokenizerThreads, link: str, pages: str) -> None:
+        """`link`: the router's gRPC target for fronts. `pages`: host:port of its metrics and health."""
+        self.model = model
+        self.clock = clock
+        self._tokenizing = tokenizing
+        self._checker = RequestChecker(model, self.apart)
+        self._link, self._pages = link, pages
+        self._channel = grpc.aio.insecure_channel(link, _OPTIONS)
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """End every call."""
+        await self._checker.close()
+        await self._channel.close()
+        if self._session is not None:
+            await self._session.close()
+
+    async def start(
+        self, request: pb.GenerateRequest, request_id: str, received: float, deadline: float | None = None
+    ) -> list[Generation]:
+        """Check a request of this task's caller that came at `received`, and hand it to the router. Raises BatonError;
+        what the router itself refuses is the end of the outputs."""
+        validated = await self._checker.check(request, request_id, partial(secrets.randbits, 63))
+        request.request_id, request.seed = request_id, validated.sampling.seed
+        timeout = None if deadline is None else max(0.0, deadline - self.clock.now())
+        identity = msgspec.json.encode(caller.get()).decode()
+        call = self._stub.Generate(request, metadata=((IDENTITY, identity),), timeout=timeout)
+        answer = RemoteAnswer(call, validated.n, received, self._link)
+        return [
+            Generation(validated.sample(number), stream, answer.close) for number, stream in enumerate(answer.streams)
+        ]
+
+    async def apart(self, size: int, work: Callable[[], T]) -> T:
+        """Do work on so many bytes of text: here if that is quick, else on a thread. Raises Overloaded."""
+        return await self._tokenizing.run(size, work)
+
+    async def unready(self) -> str | None:
+        """Why no request can be served now; none: one can."""
+        try:
+            status, text = await self._page("/healthz")
+        except BatonError as error:
+            return str(error)
+        return None if status == 200 else text.decode(errors="replace").strip()
+
+    async def metrics(self) -> bytes:
+        """The router's page of metrics. Raises Unavailable."""
+        return (await self._page("/metrics"))[1]
+
+    async def _page(self, path: str) -> tuple[int, bytes]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PAGE_SECONDS))
+        try:
+            async with self._session.get(f"http://{self._pages}{path}") as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, TimeoutError):
+            raise Unavailable(f"the router does not answer at {self._pages}") from None
+
+
+class RemoteStream:
+    """One output that comes over gRPC."""
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        """`read` is called when a piece has been taken."""
+        self.reads = 0
+        self.stop_string: str | None = None
+        self.pieces = deque[Output | RequestEnded]()
+        self.ended = False
+        self._taken = read
+        self._news = asyncio.Event()
+
+    def put(self, piece: Output | RequestEnded) -> None:
+        self.pieces.append(piece)
+        self.ended = isinstance(piece, RequestEnded)
+        self._news.set()
+
+    async def read(self) -> Output | RequestEnded:
+        """The next piece; the end comes last, and again whenever it is asked for."""
+        self.reads += 1
+        while not self.pieces:
+            self._news.clear()
+            await self._news.wait()
+        first = self.pieces[0]
+        if not isinstance(first, RequestEnded):
+            self.pieces.popleft()
+            self._taken()
+        return first
+
+    def abandon(self) -> None:
+        """Forget what is unread: the client does not come for it."""
+        while len(self.pieces) > 1:
+            self.pieces.popleft()
+
+
+class RemoteAnswer:
+    """One call, whose messages belong to several outputs."""
+
+    def __init__(self, call: Any, count: int, received: float, router: str) -> None:
+        self._call, self._received, self._router = call, received, router
+        self._room = asyncio.Event()
+        self.streams = [RemoteStream(self._room.set) for _ in range(count)]
+        self._reader = asyncio.create_task(self._read())
+        self._reader.add_done_callback(looked_at)
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended."""
+        if not self._reader.done():
+            self._call.cancel()
+            self._reader.cancel()
+
+    async def _read(self) -> None:
+        error: BatonError = Unavailable("the router ended the stream before its end")
+        try:
+            async for response in self._call:
+                self._take(response)
+                while sum(len(stream.pieces) for stream in self.streams) > _MOST:
+                    self._room.clear()
+                    await self._room.wait()
+        except grpc.aio.AioRpcError as failure:
+            error = typed(failure, self._router)
+        for stream in self.streams:
+            if not stream.ended:
+                summary = Summary(Timeline(self._received), self._received)
+                stream.put(RequestEnded("", Failed(error), summary))
+
+    def _take(self, response: pb.GenerateResponse) -> None:
+        if response.HasField("finished"):
+            finished = response.finished
+            stream = self.streams[finished.index]
+            stream.stop_string = finished.stop_string if finished.HasField("stop_string") else None
+            stream.put(_end_of(finished, self._received))
+            return
+        delta = response.delta
+        piece = Output(delta.text, list(delta.token_ids), [*map(_logprob, delta.logprobs)])
+        piece.prompt_logprobs += map(_prompt_logprob, delta.prompt_logprobs)
+        self.streams[delta.index].put(piece)
+
+
+def _logprob(one: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(one.token_id, one.logprob, tuple((other.token_id, other.logprob) for other in one.top))
+
+
+def _prompt_logprob(one: pb.TokenLogprob) -> PromptTokenLogprob:
+    top = tuple((other.token_id, other.logprob) for other in one.top)
+    return PromptTokenLogprob(one.token_id, one.logprob, top, one.rank)
+
+
+def _end_of(finished: pb.Finished, received: float) -> RequestEnded:
+    """The end of an output. The router's times count from when this process received the request."""
+    timing = finished.timing
+
+    def at(name: str) -> float | None:
+        return received + getattr(timing, name) / 1_000 if timing.HasField(name) else None
+
+    line = Timeline(
+        received, at("placed"), at("accepted"), at("prefill_sent"), at("prefilled"), at("started"), at("first_token"),
+        at("finished"),
+    )  # fmt: skip
+    usage = Usage(finished.usage.prompt_tokens, finished.usage.cached_tokens, finished.usage.completion_tokens)
+    outcome = Finished(_REASONS[finished.finish_reason])
+    return RequestEnded("", outcome, Summary(line, at("submitted") or received, usage))
