@@ -134,7 +134,7 @@ async def _start_api(
         name = service.driver.me.name
         link = FrontLink(service, gate)
         cleanup.push_async_callback(link.stop)
-        target = await link.start(config.cluster.name, name)
+        target = await link.start(config.router.operator, config.cluster.name, name)
         pages = f"{hosts.LOOPBACK}:{http_address.rpartition(':')[2]}"
         fronts = FrontProcesses(config, name, target, pages if hosts.is_wildcard(config.router.host) else http_address)
         cleanup.push_async_callback(fronts.stop)

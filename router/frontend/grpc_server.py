@@ -310,10 +310,14 @@ class FrontLink:
         self._server = _GrpcServer((GENERATION,), service.driver, max_rpcs, partial(_admit_front, gate))
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(service), self._server.grpc)
 
-    async def start(self, cluster: str, router: str) -> str:
-        """Listen; returns the gRPC target. Raises StartupError and PortInUse."""
-        path = operator_port.default_path(cluster, f"{router}-fronts")
-        operator_port.prepare(path, made_up=True)
+    async def start(self, setting: str, cluster: str, router: str) -> str:
+        """Listen beside the operator's socket, which `router.operator` may name; returns the gRPC target. Raises
+        ConfigError, StartupError and PortInUse."""
+        chosen = parse_operator(setting)
+        named = chosen if isinstance(chosen, Path) else None
+        path = named.with_name(f"{named.stem}-fronts.sock") if named else None
+        made_up, path = path is None, path or operator_port.default_path(cluster, f"{router}-fronts")
+        operator_port.prepare(path, made_up=made_up)
         target = operator_port.target(path)
         await self._server.start(target, "stop the router of that name")
         path.chmod(0o600)

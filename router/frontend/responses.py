@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.messages import FinishReason, ModelCard, Role, TokenLogprob
+from baton.messages import FinishReason, ModelCard, PromptTokenLogprob, Role, TokenLogprob
 from baton.timeline import Timeline
 from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
 from router.events import Cancelled, Failed, Finished, Pinned, PinView, RequestOutcome, Summary
@@ -313,5 +313,6 @@ def _logprob(one: TokenLogprob) -> generation_pb2.TokenLogprob:
     return generation_pb2.TokenLogprob(
         token_id=one.token,
         logprob=one.logprob,
+        rank=one.rank if isinstance(one, PromptTokenLogprob) else 0,
         top=[generation_pb2.Alternative(token_id=token, logprob=logprob) for token, logprob in one.top],
     )

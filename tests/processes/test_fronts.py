@@ -69,6 +69,12 @@ def test_answers_are_those_of_the_router(cluster: LocalCluster, client: openai.O
     assert len(answer.choices[0].logprobs.tokens) == 24
     assert answer.usage.prompt_tokens == len(PROMPT)
     assert answer.metrics["hops_ms"]["first_token"] > 0
+    scored: Any = client.completions.create(
+        model="", prompt=PROMPT, max_tokens=1, temperature=0.0, extra_body={"prompt_logprobs": 1}
+    )
+    first, *others = scored.choices[0].prompt_logprobs
+    assert first is None
+    assert all(told[str(token)]["rank"] >= 1 for told, token in zip(others, PROMPT[1:], strict=True))
     streamed: Any = client.completions.create(model="", prompt=PROMPT, max_tokens=24, stream=True, n=2, **GREEDY)
     tokens: dict[int, list[int]] = {0: [], 1: []}
     for chunk in streamed:
