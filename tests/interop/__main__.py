@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     if strange := set(asked.suites) - set(SUITES):
         parser.error(f"there is no suite {', '.join(sorted(strange))}; there are {', '.join(SUITES)}")
     wanted = [SUITES[name] for name in asked.suites or SUITES]
-    results = dict[str, SuiteResult]()
+    results, commit = dict[str, SuiteResult](), report.commit_here()
     with tempfile.TemporaryDirectory(prefix="baton-interop-") as scratch:
         folder = Path(scratch)
         model = target.make_checkpoint(folder / "model")
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
                 results[suite.name] = _run(suite, running, folder / suite.name)
                 _say(suite, results[suite.name])
     if asked.report:
-        asked.report.write_text(report.render({suite.name: suite for suite in wanted}, results))
+        asked.report.write_text(report.render({suite.name: suite for suite in wanted}, results, commit))
     return int(any(result.count("failed") for result in results.values()))
 
 

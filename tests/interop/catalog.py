@@ -21,7 +21,7 @@ class Suite:
     requirements: Sequence[str]
     packages: Sequence[str]  # whose versions the report names
     run: Callable[[Target, Environment], SuiteResult]
-    seconds: float = 180.0
+    seconds: float = 300.0
     needs_torch: bool = False
 
 
@@ -43,6 +43,7 @@ _ALL = (
         ],
         ["openai"],
         openai_python.run,
+        seconds=900.0,
     ),
     Suite(
         "anthropic",
@@ -75,7 +76,7 @@ _ALL = (
         ["schemathesis==4.32.5"],
         ["schemathesis"],
         schemathesis.run,
-        seconds=600.0,
+        seconds=900.0,
     ),
     Suite(
         "smg",
@@ -108,7 +109,7 @@ _ALL = (
         ["lm-eval[api,hf]==0.4.13", "transformers==5.23.0"],
         ["lm_eval", "transformers", "torch"],
         lm_eval.run,
-        seconds=300.0,
+        seconds=600.0,
         needs_torch=True,
     ),
 )  # fmt: skip

@@ -23,9 +23,9 @@ A test that must be refused counts as skipped if it is refused as its reason say
 """
 
 
-def render(suites: Mapping[str, Suite], results: Mapping[str, SuiteResult]) -> str:
-    """Return the page."""
-    lines = [_HEAD, f"Run on {_today()} with commit `{_commit()}`, Python {platform.python_version()}.", ""]
+def render(suites: Mapping[str, Suite], results: Mapping[str, SuiteResult], commit: str) -> str:
+    """Return the page. `commit` is what was run."""
+    lines = [_HEAD, f"Run on {_today()} with commit `{commit}`, Python {platform.python_version()}.", ""]
     lines += ["| suite | version | passed | failed | skipped |", "|---|---|---|---|---|"]
     for name, result in results.items():
         counts = " | ".join(str(result.count(outcome)) for outcome in ("passed", "failed", "skipped"))
@@ -59,6 +59,7 @@ def _today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def _commit() -> str:
+def commit_here() -> str:
+    """Return the commit that is checked out."""
     argv = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=10).stdout.strip() or "unknown"

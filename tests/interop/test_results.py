@@ -56,11 +56,12 @@ def test_the_report_counts_and_gives_reasons() -> None:
         Case.skipped("c", "no store"),
         Case.skipped("d", "no store"),
     ]
-    page = report.render(SUITES, {"openai": SuiteResult(cases, ["a note"], ["openai 1.0"], 3.0)})
+    page = report.render(SUITES, {"openai": SuiteResult(cases, ["a note"], ["openai 1.0"], 3.0)}, "abc123")
     assert "| [openai](#openai) | openai 1.0 | 1 | 1 | 2 |" in page
     assert "| `b` | `a \\| b` |" in page
     assert "| 2 | no store |" in page
     assert "- a note" in page
+    assert "commit `abc123`" in page
 
 
 def test_two_logs_of_lm_eval_are_equal_only_in_every_answer() -> None:
