@@ -28,6 +28,42 @@ _BASES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": _WORDS},
     "/detokenize": {"tokens": [5, 6, 7]},
 }
+_PARAMETERS = {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "integer"}}}
+_FUNCTION = {"name": "f", "description": _WORDS, "parameters": _PARAMETERS}
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+_WITH_TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": "required",
+        "messages": [
+            *_MESSAGES, {"role": "assistant", "content": None, "tool_calls": [_CALL], "reasoning": _WORDS},
+            {"role": "tool", "tool_call_id": "c", "content": _WORDS},
+        ],
+    },
+    "/v1/messages": {
+        "tools": [{"name": "f", "input_schema": _PARAMETERS}], "tool_choice": {"type": "any"},
+        "thinking": {"type": "enabled", "budget_tokens": 1_024},
+        "messages": [
+            *_MESSAGES[1:],
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": _WORDS, "signature": ""},
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": _WORDS}]},
+        ],
+    },
+    "/v1/responses": {
+        "tools": [{"type": "function", **_FUNCTION}], "tool_choice": {"type": "function", "name": "f"},
+        "input": [
+            {"role": "user", "content": _WORDS},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": _WORDS}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": 1}'},
+            {"type": "function_call_output", "call_id": "c", "output": _WORDS},
+        ],
+    },
+}  # fmt: skip
 _METHODS = (
     "GET",
     "POST",
@@ -299,7 +335,8 @@ class HttpApi:
             body = self._schema.body_of(path) if path in self._posts else None
             base = self._schema.value(rng, body) if body else {}
         more = {"stream": True} if path.startswith("/v1/") and rng.random() < 0.4 else {}
-        return {**base, **more}
+        tools = _WITH_TOOLS.get(path, {}) if rng.random() < 0.4 else {}
+        return {**base, **more, **tools}
 
     def _json(self, rng: random.Random, path: str) -> bytes:
         body = self._schema.body_of(path)
