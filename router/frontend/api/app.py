@@ -33,8 +33,9 @@ from baton.errors import (
 from baton.logs import RequestLog
 from baton.metrics import PAGE_TYPE
 from router.frontend.api import errors, openapi
-from router.frontend.api.answers import Answer, ChatCompletion, Completion, Sample, Wanted
+from router.frontend.api.answers import Answer, Completion, Sample, Wanted
 from router.frontend.api.bodies import BodyReader
+from router.frontend.api.chat_answers import ChatCompletion
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.gate import KeyGate
 from router.frontend.api.http_responses import EventStream, Order, WholeAnswer, error_response, json_response

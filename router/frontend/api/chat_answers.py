@@ -1,0 +1,111 @@
+"""The answer of OpenAI's chat completions: messages with content, reasoning and tool calls."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from baton.messages import TokenLogprob
+from router.frontend.api.answers import Answer, Json, Sample
+from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Content, Reasoning
+from router.frontend.output_stream import Output
+
+
+class ChatCompletion(Answer):
+    """POST /v1/chat/completions."""
+
+    kind: str = "chat.completion"
+    chunk_kind: str = "chat.completion.chunk"
+
+    def opening(self) -> Iterator[Json]:
+        for sample in self.samples:
+            content = self.wanted.echo or ""
+            chunk = self._chunk([_chat_choice(sample.index, {"role": "assistant", "content": content}, None, None)])
+            if self.wanted.token_ids:
+                chunk["prompt_token_ids"] = list(sample.prompt)
+            yield chunk
+
+    def _delta(self, sample: Sample, piece: Output) -> Json | None:
+        delta = _chat_delta(sample.chat.feed(piece.text))
+        if not delta and not self._shows_tokens(piece):
+            return None
+        logprobs = self._logprobs(piece.logprobs) if self.wanted.logprobs else None
+        choice = _chat_choice(sample.index, delta or {"content": ""}, logprobs, None)
+        return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
+
+    def _end(self, sample: Sample) -> Json:
+        return _chat_choice(sample.index, {}, None, sample.finish_reason) | {"stop_reason": sample.stop_reason}
+
+    def ending(self, sample: Sample) -> Iterator[Json]:
+        if delta := _chat_delta(sample.chat.finish()):
+            yield self._chunk([_chat_choice(sample.index, delta, None, None)])
+        yield from super().ending(sample)
+
+    def whole(self) -> Json:
+        answer = super().whole()
+        if self.wanted.prompt_logprobs:
+            answer["prompt_logprobs"] = self.prompt_logprobs(self.samples[0])
+        if self.wanted.token_ids:
+            answer["prompt_token_ids"] = list(self.samples[0].prompt)
+        return answer
+
+    def _choice(self, sample: Sample) -> Json:
+        choice: Json = {
+            "index": sample.index,
+            "message": self._message(sample.chat.output),
+            "logprobs": self._logprobs(sample.logprobs) if self.wanted.logprobs else None,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        return choice | {"token_ids": sample.tokens} if self.wanted.token_ids else choice
+
+    def _message(self, output: ChatOutput) -> Json:
+        text = (self.wanted.echo or "") + output.content
+        hidden = not text and (output.calls or output.reasoning)
+        message: Json = {"role": "assistant", "content": None if hidden else text, "refusal": None}
+        if output.reasoning:
+            message |= {"reasoning": output.reasoning, "reasoning_content": output.reasoning}
+        if output.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in output.calls
+            ]
+        return message
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json:
+        return {
+            "content": [
+                self._logprob(one.token, one.logprob)
+                | {"top_logprobs": [self._logprob(token, value) for token, value in one.top]}
+                for one in logprobs
+            ],
+            "refusal": None,
+        }
+
+    def _logprob(self, token: int, value: float) -> Json:
+        text = self.wanted.token(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace"))}
+
+
+def _chat_choice(index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, "stop_reason": None}
+
+
+def _chat_delta(deltas: Sequence[ChatDelta]) -> Json:
+    """All deltas of one piece as one; each call once."""
+    made: Json = {}
+    calls: dict[int, Json] = {}
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                made["content"] = made.get("content", "") + text
+            case Reasoning(text):
+                made["reasoning"] = made["reasoning_content"] = made.get("reasoning", "") + text
+            case CallBegin(index, id_, name):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": id_, "type": "function", "function": function}
+            case CallArguments(index, text):
+                calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                calls[index]["function"]["arguments"] += text
+    return made | {"tool_calls": list(calls.values())} if calls else made
