@@ -25,6 +25,7 @@ from engine.batch import Ints, LogitsEdits, Sampled, TokenDraw, TokenMask
 from engine.sampling import counter_rng
 
 PREFIX = 256
+_FEW = 4_096  # tokens
 COLDEST = 1e-6
 """Temperatures below this one count as this one, which keeps a scaled logit finite."""
 
@@ -151,14 +152,14 @@ def _draw_masked(
     if draw.temperature == 0 and mask.allowed[best] and logits[best] > -math.inf:
         return best
     ids = np.flatnonzero(mask.allowed)
-    values = logits.float().cpu().numpy()[ids]
+    values = _gather(logits, ids)
     if not (possible := values > -np.inf).all():
         values, ids = values[possible], ids[possible]
     if not len(ids):
         if not mask.may_end or not mask.ends:
             return "the grammar and the request's other rules leave no token"
         ids = np.array(sorted(mask.ends), np.int64)
-        values = raw.float().cpu().numpy()[ids]
+        values = _gather(raw, ids)
     if draw.temperature == 0:
         return int(ids[np.argmax(values)])
     scaled = (values - values.max()) / np.float32(max(draw.temperature, COLDEST))
@@ -167,6 +168,12 @@ def _draw_masked(
         kept, ids = _filtered(scaled, ids, draw)
     noisy = kept + counter_rng.gumbel(counter_rng.key(draw.seed, draw.index, position), ids)
     return int(ids[np.argmax(noisy)])
+
+
+def _gather(row: torch.Tensor, ids: Ints) -> npt.NDArray[np.float32]:
+    if row.device.type != "cpu" and len(ids) < _FEW:  # a few are gathered before they are copied
+        row, ids = row[torch.from_numpy(ids).to(row.device)], np.arange(len(ids))
+    return row.float().cpu().numpy()[ids]
 
 
 def _filtered(scaled: npt.NDArray[np.float32], ids: Ints, draw: TokenDraw) -> tuple[Floats, Ints]:

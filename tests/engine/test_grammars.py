@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from baton.messages import Grammar, LogitsRules
@@ -23,9 +25,12 @@ from engine.sampling.grammars import FollowedGrammar, GrammarCompiler
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.mask_threads import MaskThreads
 from engine.sampling.sampler import sample
+from router.frontend.detokenizer import DEFAULT_TEXT, TextStream
+from router.frontend.detokenizer import Tokenizer as Text
 from tests.checkpoints import EOS, VOCAB
 from tests.engine.driver import Running, prompt_of
 from tests.engine.grammar_texts import assert_matches, json_grammar, random_grammar
+from tests.router.tokenizers import byte_fallback, byte_level
 from tests.support.eventually import eventually
 from tests.support.thorough import examples
 
@@ -375,6 +380,29 @@ def answered(one: Engine, compiler: GrammarCompiler, grammars: Sequence[Grammar]
 
 def ended(row: Running, most: int) -> bool:
     return len(row.drawn) >= most or (bool(row.drawn) and row.drawn[-1].token == EOS)
+
+
+@pytest.mark.parametrize(("tokenizer", "eos"), [(byte_level(), 1), (byte_fallback(), 2)], ids=["bytes", "fallback"])
+def test_what_clients_read_matches_with_every_kind_of_tokenizer(tmp_path: Path, tokenizer: Tokenizer, eos: int) -> None:
+    """The router's text of random tokens behind a prompt, for the two kinds of tokenizers that models have."""
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(tmp_path, tokenizer.get_vocab_size(), lambda: None)
+    prompt, finished = tokenizer.encode("hello world", add_special_tokens=False).ids, 0
+    for number in range(40):
+        grammar, rng, tokens = replace(random_grammar(number), eos=eos), random.Random(number), list[int]()
+        one = compiler.follow(grammar, (eos,), prompt, len(prompt))
+        eventually(lambda one=one: one.ready)
+        while len(tokens) < 200 and eos not in tokens:
+            mask = one.mask([*prompt, *tokens])
+            mask.compute()
+            assert mask.allowed is not None, mask.failure
+            tokens.append(int(rng.choice(np.flatnonzero(mask.allowed))))
+        if tokens[-1] == eos:
+            finished += 1
+            text = TextStream(Text(tokenizer), prompt, (), frozenset({eos}), DEFAULT_TEXT)
+            assert_matches(grammar, "".join(text.feed([token]).text for token in tokens) + text.flush().text)
+    compiler.close()
+    assert finished > 20
 
 
 def test_the_text_of_a_choice_is_one_of_them(
