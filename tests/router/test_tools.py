@@ -121,6 +121,13 @@ def test_forced_calls_are_a_schema_and_no_reasoning() -> None:
     assert asked.chat_template_kwargs == {"enable_thinking": True}
 
 
+def test_a_prompt_that_begins_reasoning_ends_it_for_a_constrained_output() -> None:
+    assert HERMES.without_reasoning("assistant\n<think>\n") == "assistant\n<think>\n\n</think>\n\n"
+    for prompt in ("assistant\n", "assistant\n<think>\n\n</think>\n\n"):
+        assert HERMES.without_reasoning(prompt) == prompt
+    assert NONE.without_reasoning("<think>") == "<think>"
+
+
 def test_a_turn_with_calls_of_anthropics() -> None:
     messages = [
         {"role": "user", "content": "Weather?"},

@@ -179,7 +179,7 @@ class HttpApi:
         model = self._service.model
         model.check(asked.model)
         fields, plan = planned(asked, model.chat_format)
-        prompt = await self._prompts.of_chat(fields)
+        prompt = await self._prompts.of_chat(fields, constrained=plan.constrained)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         if fields.top_logprobs and not fields.logprobs:
             raise InvalidRequest("top_logprobs is set and logprobs is not true; set both")

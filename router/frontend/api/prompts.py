@@ -68,7 +68,9 @@ class PromptBuilder:
                 raise InvalidRequest("the prompt mixes texts and token ids; send a list of one kind")
         return prompts
 
-    async def of_chat(self, fields: ChatCompletionRequest | TokenizeRequest) -> ChatPrompt:
+    async def of_chat(
+        self, fields: ChatCompletionRequest | TokenizeRequest, *, constrained: bool = False
+    ) -> ChatPrompt:
         """The prompt of a chat, by the checkpoint's template or the request's own. Raises InvalidRequest."""
         model = self._model
         template = model.chat_template
@@ -104,6 +106,8 @@ class PromptBuilder:
         text = await self._templates.render(source, variables)
         if continues:
             text = cut_at_mark(text)
+        elif constrained:
+            text = model.chat_format.without_reasoning(text)
         prompt = await self.encode(text, special=bool(fields.add_special_tokens))
         most = fields.truncate_prompt_tokens if isinstance(fields, ChatCompletionRequest) else None
         return ChatPrompt(truncated(prompt, most, model.limits.max_context), text[-_END:], continued)

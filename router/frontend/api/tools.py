@@ -1,7 +1,7 @@
 """The tools of a chat: checked, shown to the model, and which calls its output may have.
 
 With `tool_choice` "required" or a named function, the output is constrained to JSON from its first token, so it has no
-reasoning. Templates that can switch reasoning off are told so.
+reasoning. Templates that can switch reasoning off are told so; where one begins it nevertheless, the prompt ends it.
 """
 
 # pyright: strict

@@ -68,6 +68,11 @@ class ChatFormat:
         """The marker that ends reasoning, if one does."""
         return think.end if (think := self._think) else None
 
+    def without_reasoning(self, prompt: str) -> str:
+        """The prompt of an output that can't reason: reasoning that it begins at its end is closed."""
+        think = self._think
+        return f"{prompt}\n{think.end}\n\n" if think and prompt.rstrip().endswith(think.begin) else prompt
+
     def parser(
         self,
         calls: Calls = Calls.NONE,

@@ -164,8 +164,10 @@ class TextParser:
         """Return the position up to which no marker can begin that is still incomplete."""
         if self._ended:
             return len(text)
-        longest = max(map(len, markers)) - 1
-        for start in range(max(at, len(text) - longest), len(text)):
+        begin = max(at, len(text) - max(map(len, markers)) + 1)
+        if not any(marker[0] in text[begin:] for marker in markers):  # as nearly always
+            return len(text)
+        for start in range(begin, len(text)):
             if any(marker.startswith(text[start:]) for marker in markers):
                 return start
         return len(text)
