@@ -19,12 +19,14 @@ from router.events import RequestEnded, Submit
 from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from simulator.clock import Agenda
+from simulator.device import CheckingDevice, PageMemory
 from simulator.disk import SimulatedDisk
 from simulator.measure import Measures
 from simulator.network import SimulatedNetwork
 from simulator.router import SimulatedRouter
 from simulator.store import SimulatedStore
 from simulator.timing import Noise, Timing, calibration
+from simulator.transport import NoMemory
 from simulator.worker import SimulatedWorker
 from simulator.workloads import VOCAB, Arrival
 
@@ -68,16 +70,20 @@ class SimulatedCluster:
 
     def __init__(
         self, layout: Layout, timing: Timing, config: Config, seed: int, placer: PlacementPolicy | None = None, *,
-        runs: bool = True, routers: int = 1,
+        runs: bool = True, routers: int = 1, checked: bool = False,
     ) -> None:  # fmt: skip
         """Start all processes.
 
         `runs`: repeatable decode steps are simulated as one event, which is much faster and hardly changes results.
         `routers`: the number of routers that share the workers. Requests go to them in turn.
+        `checked`: pages have contents, and a step that reads a wrong one fails the simulation. Raises ConfigError with
+        a disk, whose pages have none.
         """
         self.agenda = Agenda()
         self.layout, self.timing, self.config = layout, timing, config
-        self._seed, self._runs = seed, runs
+        if checked and timing.disk is not None:
+            raise ConfigError("a checked cluster has no disk tier: the pages on a simulated disk have no contents")
+        self._seed, self._runs, self._checked = seed, runs, checked
         self._rng = random.Random(seed)
         self.network = SimulatedNetwork(self.agenda, timing, random.Random(seed + 1))
         self.measures = Measures(self.agenda)
@@ -164,6 +170,7 @@ class SimulatedCluster:
         worker = SimulatedWorker(
             role, peer, self._cards[role], self.config, self.timing, self.agenda, self.network, self._addresses,
             self.measures.outputs, noise, partial(self.agenda.after, 0.0, self._change_role, name), runs=self._runs,
+            device=CheckingDevice(self._cards[role].pool_pages, self.config.pages.page_size) if self._checked else None,
         )  # fmt: skip
         self.workers[name] = worker
         self.network.join(peer.incarnation, worker)
@@ -203,7 +210,7 @@ class SimulatedCluster:
         peer = self._peer("store", f"store-{node}", node)
         store = SimulatedStore(
             peer, self.config, self._namespace, self._page_bytes, self.agenda, self.network, self._addresses,
-            self._disks[node],
+            self._disks[node], PageMemory(self.config.pages.page_size) if self._checked else NoMemory(),
         )  # fmt: skip
         self.stores[node] = store
         self.network.join(peer.incarnation, store)

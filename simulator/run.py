@@ -20,6 +20,7 @@ from decode_worker.step_budget import STEP_WEIGHT
 from engine.batch import Sampled
 from engine.step import ScheduledBatch
 from engine.step_timing import sample_of
+from prefill_worker.scheduler import PrefillScheduler
 
 
 class StepRun:
@@ -78,6 +79,10 @@ class RunDecodeScheduler(DecodeScheduler):
             return 1
         return min(_repeatable_steps(self._sequences[name.request], chunk.end) for name, chunk in plan.items())
 
+    def tokens_of(self, request: str) -> Sequence[int]:
+        """Return the known tokens of a sequence."""
+        return self._sequences[request].tokens
+
     def _run_done(self, done: RunDone, now: float) -> list[DecodeCommand]:
         sample = sample_of(list(done.plan.values()), (now - self._planned) / done.steps)
         self._step += done.steps
@@ -86,6 +91,14 @@ class RunDecodeScheduler(DecodeScheduler):
         if self._only_short_prompts(done.plan):
             self._step_budget.observe_step(sample, weight=1 - (1 - STEP_WEIGHT) ** done.steps)
         return self._take_tokens(done.plan, done.sampled)
+
+
+class ReadPrefillScheduler(PrefillScheduler):
+    """A prefill worker's scheduler whose prompts can be read."""
+
+    def tokens_of(self, request: str) -> Sequence[int]:
+        """Return the tokens of a prompt."""
+        return self._requests[request].tokens
 
 
 def _repeatable_steps(sequence: DecodeSequence, end: int) -> int:

@@ -42,7 +42,7 @@ from simulator.feed import Feed
 from simulator.network import SimulatedNetwork
 from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
 from simulator.store_shell import StoreShell
-from simulator.transport import NoMemory, Parcel, SimulatedTransport
+from simulator.transport import Parcel, SimulatedTransport, SlotMemory
 from simulator.worker import SimulatedWorker
 
 _MESSAGE_BYTES = 256 * 2**20  # most bytes of pages in one transfer; many small pages are one event
@@ -54,6 +54,7 @@ class SimulatedStore(StoreShell):
     def __init__(
         self, peer: Peer, config: Config, namespace: Namespace, page_bytes: int, agenda: Agenda,
         network: SimulatedNetwork, routers: Sequence[RouterAddress], disk: SimulatedDisk,
+        memory: SlotMemory,
     ) -> None:  # fmt: skip
         """`disk` outlives this process."""
         self.peer = peer
@@ -64,7 +65,7 @@ class SimulatedStore(StoreShell):
         self.begin(
             StoreState(peer, config.store, self._disk.index, config.disk.admit_after, beat, silence),
             SimulatedTransport(
-                peer.incarnation, NoMemory(), self.handle, self._post, most=_MESSAGE_BYTES // page_bytes
+                peer.incarnation, memory, self.handle, self._post, most=_MESSAGE_BYTES // page_bytes
             ),
         )  # fmt: skip
         hello = Hello(peer, events="events", replay="replay", data=f"sim://{peer.incarnation}")

@@ -24,7 +24,7 @@ from kvstore.server.events import (
 )
 from kvstore.server.state import StoreState
 from kvstore.transport.interface import PeerOrder
-from simulator.transport import SimulatedTransport
+from simulator.transport import SimulatedTransport, SlotMemory
 
 
 class StoreShell:
@@ -42,6 +42,11 @@ class StoreShell:
     @property
     def now(self) -> float:
         raise NotImplementedError
+
+    @property
+    def arena(self) -> SlotMemory:
+        """What this node's workers map."""
+        return self.transport.memory
 
     def handle(self, event: StoreEvent) -> None:
         """Handle an event and all that follow from it at once."""

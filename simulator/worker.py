@@ -32,13 +32,14 @@ from engine.batch import Sampled
 from engine.step import ScheduledBatch, StepDone
 from kvstore.client.transfer import Copy, StoreLost
 from kvstore.events.changes import page_runs
-from prefill_worker.scheduler import PrefillScheduler
 from simulator.clock import Agenda, Body, VirtualProcess
+from simulator.device import CheckingDevice
 from simulator.feed import Feed
 from simulator.network import SimulatedNetwork
 from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
-from simulator.run import RunDecodeScheduler, RunDone, StepRun
+from simulator.run import ReadPrefillScheduler, RunDecodeScheduler, RunDone, StepRun
 from simulator.timing import Noise, StepWork, Timing
+from simulator.transport import SlotMemory
 from simulator.worker_shell import WorkerShell
 
 _IDLE = 0.05  # seconds between two turns while a lease is open, as in `worker.loop`
@@ -53,6 +54,9 @@ class StoreEndpoint(Protocol):
     def attach(self, worker: SimulatedWorker) -> int:
         """Connect a worker; return the connection."""
         ...
+
+    @property
+    def arena(self) -> SlotMemory: ...
 
     def call(self, worker: SimulatedWorker, call: Any) -> None: ...
 
@@ -77,20 +81,23 @@ class SimulatedWorker(WorkerShell):
         self, role: WorkerRole, peer: Peer, card: ModelCard, config: Config, timing: Timing, agenda: Agenda,
         network: SimulatedNetwork, routers: Sequence[RouterAddress], outputs: Mapping[str, ScriptedOutput],
         noise: Noise, become: Callable[[WorkerRole], None], *, runs: bool = True,
+        device: CheckingDevice | None = None,
     ) -> None:  # fmt: skip
-        """`become` replaces this incarnation by one of another role. `runs`: simulate repeatable steps as one run."""
+        """`become` replaces this incarnation by one of another role. `runs`: simulate repeatable steps as one run.
+        `device` checks the pages of every step; without one there are no page contents."""
         self.role = role
         self.peer = peer
         self._timing, self._agenda, self._network = timing, agenda, network
         self._outputs, self._noise, self._become = outputs, noise, become
         self._times = timing.decode if role == "decode" else timing.prefill
-        self._longest = _LONGEST_RUN if runs else 0.0
+        self._device = device
+        self._longest = _LONGEST_RUN if runs and device is None else 0.0
         page_size, pages = config.pages.page_size, card.pool_pages
         self._copy_seconds = card.page_bytes / timing.copy
-        self.state: RunDecodeScheduler | PrefillScheduler = (
+        self.state: RunDecodeScheduler | ReadPrefillScheduler = (
             RunDecodeScheduler(config.decode, page_size, pages, calibration=card.steps)
             if role == "decode"
-            else PrefillScheduler(config.prefill, page_size, pages, calibration=card.steps)
+            else ReadPrefillScheduler(config.prefill, page_size, pages, calibration=card.steps)
         )
         self._routers = SimulatedRouterLinks(
             routers, Hello(peer, model=card, events="events", replay="replay"), network
@@ -216,7 +223,10 @@ class SimulatedWorker(WorkerShell):
             self._listens = ""
 
     def copy_pages(self, copies: Sequence[Copy]) -> Body:
+        store = self._store
         yield self._agenda.now + len(copies) * self._copy_seconds
+        if self._device is not None and store is not None:
+            self._device.copy(copies, store.arena)
 
     def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone | RunDone]:
         work = StepWork.of(plan.values())
@@ -226,9 +236,19 @@ class SimulatedWorker(WorkerShell):
         if isinstance(self.state, RunDecodeScheduler) and work.rows == len(plan) and self._longest:
             left = min(self._output(name).end - chunk.end for name, chunk in plan.items())
             run.steps = int(max(1, min(self.state.repeatable_steps(plan), left, self._longest / first)))
+        known = self._known(plan)
         yield run.end
         self._run = None
+        if self._device is not None:
+            for tokens, chunk in zip(known, plan.values(), strict=True):
+                self._device.compute(tokens, chunk)
         return self._done(run, run.steps)
+
+    def _known(self, plan: ScheduledBatch) -> list[list[int]]:
+        """Return the tokens of each request of a step that is checked. A request may end meanwhile."""
+        if self._device is None:
+            return []
+        return [list(self.state.tokens_of(name.request)) for name in plan]
 
     def _done(self, run: StepRun, steps: int) -> StepDone | RunDone:
         self.busy += run.seconds(steps)

@@ -21,7 +21,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Chunk, Sampled
 from engine.step import ScheduledBatch, StepDone
 from kvstore.client.device_block_manager import DuplicatePage
-from kvstore.client.transfer import Copy, CopyIn, StoreLost, StoreUp
+from kvstore.client.transfer import Copy, StoreLost, StoreUp
 from kvstore.disk.interface import DiskOrder
 from kvstore.server.events import (
     CallReceived,
@@ -36,6 +36,7 @@ from kvstore.server.state import StoreState
 from kvstore.transport.interface import PeerOrder, SlotVerified, VerifySlot
 from prefill_worker.scheduler import PrefillScheduler
 from simulator.clock import Body
+from simulator.device import CheckingDevice, PageMemory, digests
 from simulator.store_shell import StoreShell
 from simulator.transport import SimulatedTransport
 from simulator.wires import Wires
@@ -47,15 +48,6 @@ PAGE_BYTES = 64
 VOCAB = 50
 ROOT = b"r" * 16
 NAMESPACE = Namespace(b"m" * 16, 1, "float32", PAGE, 1)
-
-
-def digests(tokens: Sequence[int]) -> list[int]:
-    """What K and V stand for at each position."""
-    value, found = 0, []
-    for token in tokens:
-        value = hash((value, token))
-        found.append(value)
-    return found
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -71,21 +63,12 @@ def reference(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class Device:
-    """Page contents and the engine over them."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.pages: list[list[int]] = [[0] * PAGE for _ in range(num_pages)]
+class Device(CheckingDevice):
+    """A device and the engine over it."""
 
     def run(self, known: Sequence[int], chunk: Chunk) -> Sampled | None:
-        expected = digests(known)
-        for position in range(chunk.start):
-            found = self.pages[chunk.pages[position // PAGE]][position % PAGE]
-            assert found == expected[position], f"a wrong page was read at position {position}"
-        assert list(chunk.tokens) == list(known[chunk.start : chunk.end])
-        for position in range(chunk.start, chunk.end):
-            self.pages[chunk.pages[position // PAGE]][position % PAGE] = expected[position]
-        return Sampled(expected[chunk.end - 1] % VOCAB) if chunk.sample else None
+        last = self.compute(known, chunk)
+        return Sampled(last % VOCAB) if chunk.sample else None
 
 
 class RigWorker(WorkerShell):
@@ -100,7 +83,7 @@ class RigWorker(WorkerShell):
         self.rig = rig
         self.node = node
         self.num_pages = num_pages
-        self.device = Device(num_pages)
+        self.device = Device(num_pages, PAGE)
         self.state: Any = (
             DecodeScheduler(config, PAGE, num_pages)
             if isinstance(config, DecodeConfig)
@@ -128,7 +111,7 @@ class RigWorker(WorkerShell):
         self.rig.call(self, call)
 
     def duplicate_page(self, order: DuplicatePage) -> None:
-        self.device.pages[order.dest] = list(self.device.pages[order.source])
+        self.device.duplicate(order)
 
     def attach(self) -> None:
         self.inbox.clear()
@@ -174,12 +157,7 @@ class RigWorker(WorkerShell):
     events = replies
 
     def copy_pages(self, copies: Sequence[Copy]) -> Body:
-        arena, pages = self.node.arena, self.device.pages
-        for copy in copies:
-            if isinstance(copy, CopyIn):
-                pages[copy.page] = arena.read(copy.slot)
-            else:
-                arena.write(copy.slot, pages[copy.page])
+        self.device.copy(copies, self.node.arena)
         yield from ()
 
     def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone]:
@@ -198,27 +176,6 @@ class RigWorker(WorkerShell):
     def heartbeat(self) -> None:
         if self.connection:
             self.rig.call(self, LeaseHeartbeat(self.state.leases))
-
-
-class Memory:
-    """A store's arena: what `Device` has of each page. Pages have no checksums; damage is told by itself."""
-
-    rubbish = [-1] * PAGE
-
-    def __init__(self) -> None:
-        self.slots: dict[int, list[int]] = {}
-
-    def read(self, slot: int, checksum: int = 0) -> list[int]:
-        return list(self.slots.get(slot, [0] * PAGE))
-
-    def write(self, slot: int, contents: list[int]) -> None:
-        self.slots[slot] = list(contents)
-
-    def matches(self, contents: list[int], checksum: int) -> bool:
-        return not self.spoilt(contents)
-
-    def spoilt(self, contents: list[int]) -> bool:
-        return contents == self.rubbish
 
 
 class RigStore(StoreShell):
@@ -242,11 +199,11 @@ class RigStore(StoreShell):
             load_share=self.rig.load_share,
         )  # fmt: skip
         self.disk.restart()
-        self.arena = Memory()
-        self.threads = DiskThreads(self.files, self.arena)
+        memory = PageMemory(PAGE)
+        self.threads = DiskThreads(self.files, memory)
         self.told: list[TellRouter] = []  # to routers
         self.checks: deque[VerifySlot] = deque()
-        transport = SimulatedTransport(self.incarnation, self.arena, self.handle, self.rig.wires.post)
+        transport = SimulatedTransport(self.incarnation, memory, self.handle, self.rig.wires.post)
         self.begin(StoreState(me, config, self.disk, self.rig.admit_after, 0.25, 3.0), transport)
 
     def source(self, pages: int) -> PageSource:
@@ -315,7 +272,7 @@ class Rig:
         self.ids = itertools.count(1)
         self.slots, self.hold, self.admit_after, self.load_share = slots, hold, admit_after, load_share
         self.workers: dict[int, RigWorker] = {}
-        self.wires = Wires(self._transport, lambda _: Memory.rubbish)
+        self.wires = Wires(self._transport, lambda _: [-1] * PAGE)
         self.stores = {name: RigStore(self, name) for name in nodes}
 
     def _transport(self, incarnation: str) -> SimulatedTransport | None:

@@ -49,11 +49,14 @@ def cluster(
     runs: bool = True,
     routers: int = 1,
     model: Timing | None = None,
+    checked: bool = False,
     **settings: Any,
 ) -> SimulatedCluster:
     model = model or timing()
     config = model.configuration(PAGE, {name.replace("__", "."): value for name, value in settings.items()})
-    return SimulatedCluster(Layout.parse(layout, per_node), model, config, seed, runs=runs, routers=routers)
+    return SimulatedCluster(
+        Layout.parse(layout, per_node), model, config, seed, runs=runs, routers=routers, checked=checked
+    )
 
 
 def request(at: float, prompt: int, output: int, blocks: Sequence[int] = (1, 2, 3, 4)) -> Arrival:

@@ -1,0 +1,76 @@
+"""A device and an arena that notice a wrong page.
+
+At a position of a page lies a digest of every token up to there, as K and V depend on all of them. A step that finds
+any other digest below its chunk has read a wrong, stale or half-copied page, and fails at once.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.batch import Chunk
+from kvstore.client.device_block_manager import DuplicatePage
+from kvstore.client.transfer import Copy, CopyIn
+from simulator.transport import SlotMemory
+
+
+def digests(tokens: Sequence[int]) -> list[int]:
+    """Return what K and V stand for at each position."""
+    value, found = 0, list[int]()
+    for token in tokens:
+        value = hash((value, token))
+        found.append(value)
+    return found
+
+
+class PageMemory:
+    """A store's arena: the digests of each slot. Pages have no checksums, and damage is told by itself."""
+
+    def __init__(self, page_size: int) -> None:
+        self.rubbish = [-1] * page_size  # what a damaged page has
+        self._page_size = page_size
+        self._slots: dict[int, list[int]] = {}
+
+    def read(self, slot: int, checksum: int = 0) -> list[int]:
+        return list(self._slots.get(slot, [0] * self._page_size))
+
+    def write(self, slot: int, contents: list[int]) -> None:
+        self._slots[slot] = list(contents)
+
+    def matches(self, contents: list[int], checksum: int) -> bool:
+        return not self.spoilt(contents)
+
+    def spoilt(self, contents: list[int]) -> bool:
+        return contents == self.rubbish
+
+
+class CheckingDevice:
+    """A worker's device pages."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.pages = [[0] * page_size for _ in range(num_pages)]
+        self._page_size = page_size
+
+    def compute(self, known: Sequence[int], chunk: Chunk) -> int:
+        """Check all pages below a chunk of the tokens `known`, write those of the chunk, and return its last digest."""
+        expected, size = digests(known), self._page_size
+        for position in range(chunk.start):
+            found = self.pages[chunk.pages[position // size]][position % size]
+            assert found == expected[position], f"a wrong page was read at position {position}"
+        assert list(chunk.tokens) == list(known[chunk.start : chunk.end])
+        for position in range(chunk.start, chunk.end):
+            self.pages[chunk.pages[position // size]][position % size] = expected[position]
+        return expected[chunk.end - 1]
+
+    def copy(self, copies: Sequence[Copy], arena: SlotMemory) -> None:
+        """Copy pages from or to the store's arena."""
+        for copy in copies:
+            if isinstance(copy, CopyIn):
+                self.pages[copy.page] = arena.read(copy.slot, 0)
+            else:
+                arena.write(copy.slot, self.pages[copy.page])
+
+    def duplicate(self, order: DuplicatePage) -> None:
+        self.pages[order.dest] = list(self.pages[order.source])
