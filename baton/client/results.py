@@ -61,6 +61,7 @@ class Timing:
     prefill_compute: float | None = None
     load_predicted: float | None = None
     load: float | None = None
+    prefill_sent: float | None = None
 
 
 @dataclass(frozen=True)
