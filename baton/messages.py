@@ -40,6 +40,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Key: TypeAlias = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 PackedKeys: TypeAlias = Annotated[bytes, Meta(max_length=MAX_KEYS_PER_CALL * KEY_BYTES)]
 PackedTokens: TypeAlias = bytes
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]  # bounded: no arithmetic with a peer's word overflows
 Checksum: TypeAlias = Annotated[int, Meta(ge=0)]
 Role: TypeAlias = Literal["router", "prefill", "decode", "store"]
 WorkerRole: TypeAlias = Literal["prefill", "decode"]
@@ -98,7 +99,7 @@ class StepSample(Struct, frozen=True, array_like=True):
     pairs: Count
     rows: Count
     context: Count
-    seconds: Annotated[float, Meta(ge=0)]
+    seconds: Seconds
 
 
 StepSamples: TypeAlias = Annotated[tuple[StepSample, ...], Meta(max_length=MAX_STEP_SAMPLES)]
@@ -187,8 +188,8 @@ class TierSpeed(Struct, frozen=True):
     `measured` is False where these are the defaults of `kvstore.load_or_recompute`."""
 
     tier: LowerTier
-    latency: Annotated[float, Meta(ge=0)]
-    bytes_per_second: Annotated[float, Meta(gt=0)]
+    latency: Seconds
+    bytes_per_second: Annotated[float, Meta(ge=1e-3, le=1e15)]
     measured: bool = False
 
 
@@ -202,7 +203,7 @@ class LoadReport(Struct, frozen=True):
     pages_free: Count = 0
     pages_total: Count = 0
     tokens_queued: Count = 0
-    prefill_rate: Annotated[float, Meta(ge=0)] = 0.0  # tokens per second
+    prefill_rate: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # tokens per second
     tiers: tuple[TierSpeed, ...] = ()
     context: Count = 0  # tokens of all that run
     steps: StepSamples = ()

@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+import msgspec
+
 from baton.errors import Incompatible
 from baton.messages import (
     PROTOCOL_VERSION,
@@ -32,6 +34,7 @@ from baton.messages import (
 _REMEMBERED = 4_096  # incarnations; far more than processes ever start while one of them is still around
 _UNANSWERED = 16  # Decodes on their way to one worker; without a limit, a full worker would refuse a whole queue
 _SHOWN = 600.0  # seconds for which a process that went is still listed
+_SLOWEST = 1e-3  # prompt tokens per second; a lower rate is none, and a division by it may overflow
 
 GoneReason: TypeAlias = Literal["silent", "stuck", "dead", "replaced", "rejected"]
 
@@ -213,6 +216,8 @@ class MemberRecord:
         room."""
         before = (self.other_routers_requests, self.other_routers_context, self.other_routers_tokens)
         goes_on = self.unresponsive and not unresponsive
+        if load.prefill_rate < _SLOWEST:
+            load = msgspec.structs.replace(load, prefill_rate=0.0)
         self.load, self.unresponsive = load, unresponsive
         if self.peer.role == "prefill" or not self.pending_prefills:  # how far ours are, only prefill workers tell
             self.prefill_busy_since = now

@@ -357,7 +357,7 @@ class RouterState:
         if member.peer.role == "store":
             self._pin_messages.listed_pins(member, beat, now)
             return
-        self._costs.observe(member.incarnation, beat.step, beat.load)
+        self._costs.observe(member.incarnation, beat.step, member.load)
         listed = {AttemptName(held.request, held.attempt): held for held in beat.attempts}
         for name in listed:
             if name not in member.assigned:

@@ -42,7 +42,7 @@ class PredictionErrors:
     def add(self, kind: PredictionKind, predicted: float, actual: float) -> None:
         """Seconds that something was to take, and took. What was not predicted, or took no time, is not counted."""
         if predicted > 0 and actual > 0:
-            self._errors[kind].append(abs(math.log(actual / predicted)))
+            self._errors[kind].append(abs(math.log(actual) - math.log(predicted)))  # their ratio may overflow
 
     def summaries(self) -> Mapping[PredictionKind, PredictionError]:
         """Of the kinds of which there have been any."""

@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -85,11 +86,14 @@ class Honest:
         return max((gap.seconds for gap in (*self.grpc.gaps, *self.http.gaps)), default=0.0)
 
     def stop(self) -> None:
-        """Let every request end. Raises what one of them raised."""
+        """Let every request end."""
         self.grpc.stop = self.http.stop = True
         self._thread.join()
-        if self.failures:
-            raise self.failures[0]
+
+    @property
+    def said(self) -> str:
+        """What went wrong; empty: nothing."""
+        return "; ".join("".join(traceback.format_exception(error))[-1_000:] for error in self.failures)
 
     def _run(self) -> None:
         async def both() -> None:

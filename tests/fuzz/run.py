@@ -12,13 +12,21 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
+
 from baton.client import Client
+from baton.messages import ModelCard, Namespace
+from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
+from engine.models.llama import NUMERICS_VERSION
+from kvstore.client.connection import store_address
+from kvstore.layout import PageLayout
 from tests.fuzz.case import Told, told
 from tests.fuzz.honest import Honest
 from tests.fuzz.targets import TARGETS
@@ -33,6 +41,9 @@ LONGEST_GAP = 10.0  # seconds between two tokens of an honest stream; the fuzzer
 WARM = 3.0  # seconds of honest streams before the fuzzers
 SLOPE = 48 * 2**20  # bytes that a process may grow by in the second half of a long run
 LONG = 240.0  # seconds from which on a run is long
+_LAST_WORDS = 5.0  # seconds
+_TAIL = 6_000  # characters of a log
+_SHOWN = 2_000  # characters of each piece that was sent
 TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}assistant"
 FAILURES = ("Traceback", "failed in the router", " ERROR ", "Task exception was never retrieved", "never awaited")
 
@@ -86,10 +97,17 @@ def fuzz(
         for fuzzer in fuzzers.values():
             stack.callback(fuzzer.kill)
         halves = _watch(cluster, fuzzers, honest, seconds, endless=case is None)
+        until = time.monotonic() + (_LAST_WORDS if honest.failures else 0.0)
+        while cluster.pids.keys() == processes.keys() and time.monotonic() < until:
+            time.sleep(0.1)  # a process that is about to end still says why
+        ended = [name for name in processes if name not in cluster.pids]
+        assert not ended, f"{ended} ended:\n{tails(cluster, ended)}\n{last(fuzzers)}"
+        assert not honest.failures, f"{honest.said}\n{tails(cluster, list(processes))}\n{last(fuzzers)}"
         ends = {name: fuzzer.end() for name, fuzzer in fuzzers.items()}
         findings = [finding for end in ends.values() for finding in end.findings]
         assert not findings, report(findings)
         honest.stop()
+        assert not honest.failures, honest.said
         alive = {name: found.incarnation for name in cluster.pids if (found := process(cluster, name))}
         assert alive == processes, f"processes were {processes} and are {alive}: {log_lines(cluster, 'Error')}"
         eventually(lambda: at_rest(cluster), what="everything freed")
@@ -131,6 +149,19 @@ def _watch(
     return [*halves, sizes(cluster)]
 
 
+def tails(cluster: LocalCluster, names: Sequence[str]) -> str:
+    """The last lines of the logs of these processes, and what went wrong in them."""
+    files = [file for name in names for file in (cluster.config.cluster.logs / f"{name}.log", cluster.log(name))]
+    return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-_TAIL:]}" for file in files if file.exists())
+
+
+def last(fuzzers: Mapping[str, Fuzzer]) -> str:
+    """What the fuzzers say now, with their numbers of cases."""
+    said = {name: fuzzer.end() for name, fuzzer in fuzzers.items()}
+    cases = {name: sum(each.counts.values()) for name, each in said.items()}
+    return f"cases {cases}\n{report([finding for each in said.values() for finding in each.findings])}"
+
+
 def slope(halves: list[dict[str, Size]]) -> dict[str, int]:
     """Bytes that each process has grown by between two looks."""
     first, last = halves[0], halves[-1]
@@ -158,19 +189,65 @@ def report(findings: list[Mapping[str, Any]]) -> str:
         again = f"python -m tests.fuzz --seed {finding['seed']} --only {finding['target']} --case {finding['case']}"
         lines += [f"{finding['target']}, case {finding['case']}: {finding['why']}", f"    again: {again}"]
         lines += [f"    note: {note}" for note in finding.get("notes", ())]
-        lines += [f"    sent: {piece[:4_000]}" for piece in finding["sent"]]
+        lines += [f"    sent: {piece[:_SHOWN]}" for piece in finding["sent"]]
     return "\n".join(lines)
 
 
 def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
     """Every target with its arguments."""
-    api, operator = cluster.api_of("router"), cluster.operator
+    with Client(cluster.address, cluster.operator) as client:
+        status = client.status(timeout=30)
+    config, api, operator = cluster.config, cluster.api_of("router"), cluster.operator
+    assert cluster.addresses is not None
+    keys, router = str(config.cluster.key_path), cluster.addresses.endpoint
+    of_role = {process.role: process for process in status.processes}
+    store = of_role[cluster_pb2.ROLE_STORE]
+    publishers = [process for process in status.processes if process.replay_endpoint]
+    pages = [endpoint for process in publishers for endpoint in (process.replay_endpoint, process.events_endpoint)]
+    data = _page_server(store.pid, [store.metrics_address, *pages])
+    card = _card(status.model)
+    namespace = msgspec.json.encode(card.namespace).decode()
+    incarnations = {process.incarnation: process.pid for process in status.processes}
     plans: dict[str, dict[str, object]] = {
         "http": {"address": api, "operator": operator},
         "grpc": {"address": cluster.address, "operator": operator},
-    }
+        "operator": {"operator": operator},
+        "router": {
+            "endpoint": router, "keys": keys, "card": msgspec.json.encode(card).decode(), "operator": operator,
+            "incarnations": incarnations,
+        },
+        "store": {
+            "address": store_address(config.cluster.name, cluster.node), "namespace": namespace,
+            "page_bytes": card.page_bytes, "keys": keys, "node": cluster.node,
+        },
+        "pages": {
+            "stores": {store.incarnation: data}, "replays": [each.replay_endpoint for each in publishers],
+            "events": [each.events_endpoint for each in publishers], "page_bytes": card.page_bytes, "keys": keys,
+        },
+        "ports": {
+            "pages": [each.metrics_address for each in status.processes if each.metrics_address],
+            "zmq": [router, data, *pages],
+        },
+    }  # fmt: skip
     assert plans.keys() == TARGETS.keys()
     return plans
+
+
+def _card(told: cluster_pb2.ModelCard) -> ModelCard:
+    """The workers' card. A status tells no version of numerics and layout, which are this checkout's."""
+    layout = PageLayout(1, 1, 1, told.page_size, told.kv_dtype)
+    namespace = Namespace(told.digest, NUMERICS_VERSION, told.kv_dtype, told.page_size, layout.version)
+    return ModelCard(namespace, told.page_bytes, told.vocab_size, told.max_context, 0)
+
+
+def _page_server(pid: int, others: Sequence[str]) -> str:
+    """The endpoint where a store serves pages: the port of its that is none of the others."""
+    known = {endpoint.rpartition(":")[2] for endpoint in others}
+    ports = {
+        each.laddr.port for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN
+    }
+    (port,) = [port for port in ports if str(port) not in known]
+    return f"tcp://127.0.0.1:{port}"
 
 
 def _mib(sizes_of: Mapping[str, int]) -> dict[str, float]:

@@ -7,8 +7,18 @@ from collections.abc import Callable, Mapping
 from tests.fuzz.case import Target
 from tests.fuzz.grpc_api import GrpcApi
 from tests.fuzz.http_api import HttpApi
+from tests.fuzz.operator_calls import OperatorCalls
+from tests.fuzz.plain_ports import PlainPorts
+from tests.fuzz.router_peer import RouterPeer
+from tests.fuzz.store_calls import StoreCalls
+from tests.fuzz.store_pages import StorePages
 
 TARGETS: Mapping[str, Callable[..., Target]] = {
     "http": HttpApi,
     "grpc": GrpcApi,
+    "operator": OperatorCalls,
+    "router": RouterPeer,
+    "store": StoreCalls,
+    "pages": StorePages,
+    "ports": PlainPorts,
 }
