@@ -161,13 +161,13 @@ def sizes(cluster: LocalCluster) -> dict[str, Size]:
     return {name: Size.of(pid) for name, pid in sorted(cluster.pids.items())}
 
 
-def grown(before: Mapping[str, Size], after: Mapping[str, Size]) -> list[str]:
-    """Processes that take more than before."""
+def grown(before: Mapping[str, Size], after: Mapping[str, Size], threads: int = 4) -> list[str]:
+    """Processes that take more than before; `threads` more of these are allowed."""
     return [
         f"{name}: {size} before, {after[name]} after"
         for name, size in before.items()
         if after[name].descriptors > size.descriptors + DESCRIPTORS
-        or after[name].threads > size.threads + 4
+        or after[name].threads > size.threads + threads
         or after[name].anonymous > size.anonymous + MEMORY
     ]
 

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from baton.client import Client
 from baton.messages import Hello, Message, ModelCard, Namespace, Peer, Role, ToRouter
 from baton.wire import ClusterKeys
-from baton.client import Client
 from tests.fuzz import links, values, wire_messages
 from tests.fuzz.case import Case
 from tests.fuzz.links import RouterLink

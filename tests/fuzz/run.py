@@ -38,6 +38,8 @@ from tests.support.metrics_page import nothing_held
 
 EACH = 3  # honest clients of each API
 LONGEST_GAP = 10.0  # seconds between two tokens of an honest stream; the fuzzers share its cores
+THREADS = 12  # that a process may have more: its pools grow up to their bounds
+_IDLE = 150.0  # seconds; a store closes a link to another store when it was not used for 60 s
 WARM = 3.0  # seconds of honest streams before the fuzzers
 SLOPE = 48 * 2**20  # bytes that a process may grow by in the second half of a long run
 LONG = 240.0  # seconds from which on a run is long
@@ -114,7 +116,9 @@ def fuzz(
         eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")
         eventually(lambda: idle(cluster), what="no request in the router")
         assert not (lines := log_lines(cluster, *FAILURES)), f"logs tell of failures: {lines[:20]}"
-        eventually(lambda: not grown(before, sizes(cluster)), what=f"{grown(before, sizes(cluster))}: sizes as before")
+        eventually(
+            lambda: not larger(cluster, before), what=f"{larger(cluster, before)}: sizes as before", seconds=_IDLE
+        )
         assert honest.requests
         assert honest.longest_gap <= LONGEST_GAP, f"an honest stream stood still for {honest.longest_gap:.2f} s"
         if seconds >= LONG:
@@ -160,6 +164,11 @@ def last(fuzzers: Mapping[str, Fuzzer]) -> str:
     said = {name: fuzzer.end() for name, fuzzer in fuzzers.items()}
     cases = {name: sum(each.counts.values()) for name, each in said.items()}
     return f"cases {cases}\n{report([finding for each in said.values() for finding in each.findings])}"
+
+
+def larger(cluster: LocalCluster, before: Mapping[str, Size]) -> list[str]:
+    """Processes that take more than before."""
+    return grown(before, sizes(cluster), THREADS)
 
 
 def slope(halves: list[dict[str, Size]]) -> dict[str, int]:
