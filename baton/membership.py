@@ -56,6 +56,8 @@ class Membership:
     def handle(self, envelope: Envelope[Message], now: float) -> MembershipChange:
         """Take an envelope that is addressed to this incarnation."""
         match envelope.message:
+            case Welcome(router=router) if router.incarnation != envelope.sender:
+                return MembershipChange()  # words in the name of another router: its silence would never end
             case Welcome(router=router, heartbeat_ms=heartbeat_ms, heartbeat_timeout_ms=heartbeat_timeout_ms):
                 lost = self.router if self.router != router.incarnation else None
                 self.router, self.heard = router.incarnation, envelope.sequence

@@ -40,6 +40,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Key: TypeAlias = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 PackedKeys: TypeAlias = Annotated[bytes, Meta(max_length=MAX_KEYS_PER_CALL * KEY_BYTES)]
 PackedTokens: TypeAlias = bytes
+Period: TypeAlias = Annotated[int, Meta(ge=1, le=86_400_000)]  # milliseconds
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]  # bounded: no arithmetic with a peer's word overflows
 Checksum: TypeAlias = Annotated[int, Meta(ge=0)]
 Role: TypeAlias = Literal["router", "prefill", "decode", "store"]
@@ -133,8 +134,8 @@ class Welcome(Message, frozen=True):
     """The router's answer to a Hello: from now on both send heartbeats."""
 
     router: Peer
-    heartbeat_ms: Count
-    heartbeat_timeout_ms: Count
+    heartbeat_ms: Period
+    heartbeat_timeout_ms: Period
 
 
 class Rejected(Message, frozen=True):

@@ -30,6 +30,7 @@ _MAX_LOGPROBS = 20
 MAX_SAMPLES = 128  # of one prompt
 _MAX_PROMPT_LOGPROBS = 2**20  # values of one request; each takes about 120 bytes here until its client reads it
 _MAX_PENALTY = 2
+_MAX_LENGTH_PENALTY = 10  # an exponent of the output's length
 _MIN_REPETITION, _MAX_REPETITION = 1e-6, 1e6  # beyond these a logit of float32 may become infinite
 _MAX_BIAS, _MAX_BIASES = 100, 1_024
 _MAX_BAD_WORDS = 1_000
@@ -188,8 +189,10 @@ def _length_penalty(request: pb.GenerateRequest, sampling: SamplingParams) -> fl
     if not request.HasField("beam_search"):
         return None
     penalty = request.beam_search.length_penalty if request.beam_search.HasField("length_penalty") else 1.0
-    if not math.isfinite(penalty):
-        raise InvalidRequest(f"length_penalty is {penalty}; it must be a finite number")
+    if not -_MAX_LENGTH_PENALTY <= penalty <= _MAX_LENGTH_PENALTY:
+        raise InvalidRequest(
+            f"length_penalty is {penalty}; it must be from -{_MAX_LENGTH_PENALTY} to {_MAX_LENGTH_PENALTY}"
+        )
     if not request.HasField("max_tokens"):
         raise InvalidRequest("a beam search needs max_tokens")
     unserved = (sampling.rules, sampling.prompt_logprobs, sampling.grammar)

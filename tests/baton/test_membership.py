@@ -87,3 +87,10 @@ def test_a_rejection_says_why_and_is_tried_again() -> None:
     assert membership.tick(1.1).send == (HELLO,)
     membership.handle(said("r1", 2, Welcome(router("r1"), 100, 1_000)), 1.2)
     assert membership.rejected is None
+
+
+def test_a_welcome_in_the_name_of_another_router_is_none() -> None:
+    membership = joined()
+    assert membership.handle(said("r1", 2, Welcome(router("x"), 100, 86_400_000)), 0.1).lost is None
+    assert membership.router == "r1"
+    assert membership.tick(1.2).lost == "r1"

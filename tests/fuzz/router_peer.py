@@ -1,8 +1,7 @@
 """The router's socket for workers and stores: peers with the cluster's keys that say anything under names of their own.
 
-A peer joins as a store of another node, or as a worker that can hold no request: the router places nothing on it, and
-what it says of requests of other workers must change nothing. A peer without keys sends raw bytes instead
-(`plain_ports`).
+A peer joins as a store of another node, or as a worker that can hold no request. The router places nothing on it. What
+it says of requests of other workers must change nothing. A peer without keys sends raw bytes instead (`plain_ports`).
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from kvstore.layout import PageLayout
 from tests.fuzz.case import Told, told
 from tests.fuzz.honest import Honest
 from tests.fuzz.targets import TARGETS
+from tests.fuzz.victims import Victims
 from tests.soak_hostile import Size, grown, log_lines, references, sizes
 from tests.support import workload
 from tests.support.cluster import at_rest, process
@@ -92,7 +93,11 @@ def fuzz(
         honest = Honest(cluster.address, cluster.api_of("router"), expected, seed, EACH)
         stack.callback(honest.stop)
         time.sleep(WARM)
-        plans = {name: told for name, told in plan(cluster).items() if not only or name in only}
+        victims = Victims(cluster.config, folder)
+        plans = {name: told for name, told in plan(cluster, victims).items() if not only or name in only}
+        if "orders" in plans:
+            stack.enter_context(victims)
+        orderly = dict(victims.pids)
         which: dict[str, object] = {"seed": seed} if case is None else {"seed": seed, "first": case, "most": 1}
         before = sizes(cluster)
         fuzzers = {name: Fuzzer(name, {**which, **told}) for name, told in plans.items()}
@@ -105,9 +110,11 @@ def fuzz(
         ended = [name for name in processes if name not in cluster.pids]
         assert not ended, f"{ended} ended:\n{tails(cluster, ended)}\n{last(fuzzers)}"
         assert not honest.failures, f"{honest.said}\n{tails(cluster, list(processes))}\n{last(fuzzers)}"
+        died = [name for name in orderly if name not in victims.pids]
+        assert not died, f"{died} ended:\n{tails(cluster, died)}\n{last(fuzzers)}"
         ends = {name: fuzzer.end() for name, fuzzer in fuzzers.items()}
         findings = [finding for end in ends.values() for finding in end.findings]
-        assert not findings, report(findings)
+        assert not findings, f"{report(findings)}\n{tracebacks(cluster)}"
         honest.stop()
         assert not honest.failures, honest.said
         alive = {name: found.incarnation for name in cluster.pids if (found := process(cluster, name))}
@@ -159,6 +166,13 @@ def tails(cluster: LocalCluster, names: Sequence[str]) -> str:
     return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-_TAIL:]}" for file in files if file.exists())
 
 
+def tracebacks(cluster: LocalCluster) -> str:
+    """The tracebacks in the logs, without what other threads wrote between."""
+    texts = {file.name: file.read_text(errors="replace") for file in cluster.config.cluster.logs.glob("*.log")}
+    found = [f"--- {name}\n{part[:_TAIL]}" for name, text in texts.items() for part in text.split("Traceback")[1:5]]
+    return "\n".join(found)
+
+
 def last(fuzzers: Mapping[str, Fuzzer]) -> str:
     """What the fuzzers say now, with their numbers of cases."""
     said = {name: fuzzer.end() for name, fuzzer in fuzzers.items()}
@@ -202,7 +216,7 @@ def report(findings: list[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
+def plan(cluster: LocalCluster, victims: Victims) -> dict[str, dict[str, object]]:
     """Every target with its arguments."""
     with Client(cluster.address, cluster.operator) as client:
         status = client.status(timeout=30)
@@ -225,6 +239,7 @@ def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
             "endpoint": router, "keys": keys, "card": msgspec.json.encode(card).decode(), "operator": operator,
             "incarnations": incarnations,
         },
+        "orders": {"endpoint": victims.endpoint, "keys": keys, "processes": 3},
         "store": {
             "address": store_address(config.cluster.name, cluster.node), "namespace": namespace,
             "page_bytes": card.page_bytes, "keys": keys, "node": cluster.node,

@@ -9,6 +9,7 @@ from tests.fuzz.grpc_api import GrpcApi
 from tests.fuzz.http_api import HttpApi
 from tests.fuzz.operator_calls import OperatorCalls
 from tests.fuzz.plain_ports import PlainPorts
+from tests.fuzz.router_orders import RouterOrders
 from tests.fuzz.router_peer import RouterPeer
 from tests.fuzz.store_calls import StoreCalls
 from tests.fuzz.store_pages import StorePages
@@ -18,6 +19,7 @@ TARGETS: Mapping[str, Callable[..., Target]] = {
     "grpc": GrpcApi,
     "operator": OperatorCalls,
     "router": RouterPeer,
+    "orders": RouterOrders,
     "store": StoreCalls,
     "pages": StorePages,
     "ports": PlainPorts,

@@ -318,6 +318,12 @@ def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
         ("completions", {"prompt": "x", "use_beam_search": True, "n": 65}, 400, "beams"),
         ("completions", {"prompt": "x", "n": 3, "best_of": 2}, 400, "best_of is 2"),
         ("completions", {"prompt": "x", "length_penalty": 2}, 400, "length_penalty"),
+        (
+            "completions",
+            {"prompt": "x", "use_beam_search": True, "length_penalty": 6e4, "temperature": 0, "best_of": 2},
+            400,
+            "length_penalty",
+        ),
         ("completions", {"prompt": "x", "priority": 2**40}, 400, "priority"),
         ("completions", {"prompt": [5] * 5_000}, 400, "context"),
         ("completions", {"prompt": ["x"] * 3_000}, 400, "3000 prompts"),
