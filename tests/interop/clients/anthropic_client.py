@@ -76,7 +76,9 @@ def check_stream(target: Target) -> None:
 
 async def check_async_at_once(target: Target) -> None:
     asked: Any = {"model": target.model, "max_tokens": 16, "messages": MESSAGES, **GREEDY}
-    async with anthropic.AsyncAnthropic(base_url=target.url, api_key="none", max_retries=0) as many:
+    async with anthropic.AsyncAnthropic(
+        base_url=target.url, api_key="none", max_retries=0, timeout=60, _strict_response_validation=True
+    ) as many:
         answers = await asyncio.gather(*(many.messages.create(**asked) for _ in range(12)))
         assert len({answer.content[0].text for answer in answers}) == 1
         async with many.messages.stream(**asked) as stream:
