@@ -62,7 +62,8 @@ def test_what_is_told_of_a_request_is_what_happened(cluster: LocalCluster) -> No
         assert attempt.decode_worker == finished.work.decode_workers[0]
         assert attempt.prefill_worker == finished.work.prefill_worker
         assert request.cached_tokens == attempt.actual.cached_tokens == finished.usage.cached_tokens
-        assert attempt.predicted.cached_tokens == attempt.actual.cached_tokens
+        # The router counts full pages. The worker that computed the same prompt has the rest of it, too.
+        assert 0 <= attempt.actual.cached_tokens - attempt.predicted.cached_tokens < 16
         assert attempt.predicted.ttft_ms > 0
         assert request.ttft_ms == attempt.actual.ttft_ms == finished.timing.first_token
         hops = attempt.hops
@@ -73,7 +74,8 @@ def test_what_is_told_of_a_request_is_what_happened(cluster: LocalCluster) -> No
         assert hops.ended == finished.timing.finished
     assert told["first"].attempts[0].prefill_worker == "prefill-0"
     assert told["first"].request.cached_tokens == 0
-    assert told["second"].request.cached_tokens == 192
+    assert told["second"].attempts[0].predicted.cached_tokens == 192
+    assert told["second"].request.cached_tokens in (192, 199)  # where another worker decodes it, or the same one
 
 
 def test_the_command_and_unknown_names(cluster: LocalCluster) -> None:
