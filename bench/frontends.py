@@ -1,6 +1,6 @@
 """Measure what the doors cost: HTTP and vLLM's protocol beside gRPC on one cluster, and the streams of one core.
 
-    bench/frontends.py [--rounds N] [--streams N] [--quick]
+    bench/frontends.py [--rounds N] [--streams N] [--processes N] [--quick]
 
 First, a colocated cluster serves eight streams at a time, by each door in turns, to clients in another process. The
 ratios are of medians over the rounds: a door's time to first token and gap between tokens over those of `baton.v1`.
@@ -157,11 +157,11 @@ class Client:
 # --- a cluster --------------------------------------------------------------------------------------------------------
 
 
-def against_grpc(client: Client, model: Path, rounds: int, streams: int, count: int) -> None:
-    """The doors in turns on one cluster."""
+def against_grpc(client: Client, model: Path, rounds: int, streams: int, count: int, processes: int) -> None:
+    """The doors in turns on one cluster, whose HTTP APIs have so many processes of their own."""
     firsts: dict[str, list[float]] = {door: [] for door in _DOORS}
     gaps: dict[str, list[float]] = {door: [] for door in _DOORS}
-    with cluster.local(model, 0, 1, {"decode.kv_cache_bytes": "64MiB"}) as running:
+    with cluster.local(model, 0, 1, {"decode.kv_cache_bytes": "64MiB", "api.processes": processes}) as running:
         assert running.addresses is not None
         addresses = (running.addresses.api, running.addresses.grpc)
         for number in range(rounds + 1):
@@ -295,12 +295,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--model", default="100m", help="tiny, 100m or a directory")
+    parser.add_argument("--processes", type=int, default=0, help="api.processes of the cluster")
     parser.add_argument("--quick", action="store_true", help="three rounds of short streams")
     given = parser.parse_args()
     rounds, count = (3, 50) if given.quick else (given.rounds, _OUTPUT)
     client = Client()
     try:
-        against_grpc(client, models.directory(given.model), rounds, given.streams, count)
+        against_grpc(client, models.directory(given.model), rounds, given.streams, count, given.processes)
         for door in _DOORS:
             alone(client, door, models.directory("tiny"), rounds, 64, count)
     finally:

@@ -66,12 +66,11 @@ class HandOff:
 def store_process(host_cache_bytes: int) -> Iterator[str]:
     """A store of its own, without a router; yields the cluster's name."""
     name = f"bench-{secrets.token_hex(4)}"
-    config = Config(cluster=ClusterConfig(name=name), store=StoreConfig(Bytes(host_cache_bytes), writer_share=1.0))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        ClusterKeys.generate().write(Path(folder) / "cluster.key")
-        text = dump(config).replace("key_file: ''", f"key_file: {folder}/cluster.key")
-        path.write_text(text.replace("log_dir: ''", f"log_dir: {folder}"))
+        path, keys = Path(folder) / "config.yaml", Path(folder) / "cluster.key"
+        ClusterKeys.generate().write(keys)
+        place = ClusterConfig(name=name, key_file=str(keys), log_dir=folder)
+        path.write_text(dump(Config(cluster=place, store=StoreConfig(Bytes(host_cache_bytes), writer_share=1.0))))
         command = [sys.executable, "-m", "kvstore", "--config", str(path), "--name", "store-0", "--node", "bench"]
         with subprocess.Popen([*command, "--router", "tcp://127.0.0.1:1"], cwd=Path(__file__).parents[1]) as process:
             try:
