@@ -50,7 +50,7 @@ from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses
 from deploy.cpu_shares import share_cores
 from deploy.desired import ClusterScale, ProcessSpec, listening, plan, scale_of, workers_on
-from deploy.processes import Identity, end
+from deploy.processes import ProcessIdentity, end
 
 _POLL = 0.05
 _MODULES: Mapping[str, Sequence[str]] = {
@@ -88,7 +88,7 @@ def launch(enter: Sequence[str], argv: Sequence[str], out: BinaryIO, err: Binary
 @dataclass
 class _Running:
     process: Child
-    identity: Identity
+    identity: ProcessIdentity
 
 
 class LocalCluster:
@@ -239,7 +239,7 @@ class LocalCluster:
         """Return the file with that process's stderr. Its log file is in `directory`/logs."""
         return self.directory / f"{name}.err"
 
-    def kill(self, name: str, number: int = signal.SIGKILL) -> Identity:
+    def kill(self, name: str, number: int = signal.SIGKILL) -> ProcessIdentity:
         """Send a signal to the process of that name. With SIGKILL, wait until it is gone."""
         running = self._running[name]
         running.identity.signal(number)
@@ -339,7 +339,7 @@ class LocalCluster:
             argv += [word for router in self._addresses.values() for word in ("--router", router.endpoint)]
         with (self.directory / f"{spec.name}.out").open("wb") as out, self.log(spec.name).open("wb") as err:
             process = self._spawner.submit(type(self).launch, node.enter, argv, out, err).result()
-        self._running[spec.name] = _Running(process, Identity.of(process.pid))
+        self._running[spec.name] = _Running(process, ProcessIdentity.of(process.pid))
         return process.pid
 
     def _config_of(self, spec: ProcessSpec) -> Config:

@@ -14,14 +14,14 @@ from baton.unix import readable
 
 
 @dataclass(frozen=True)
-class Identity:
+class ProcessIdentity:
     """A process of this machine, identified by its pid and its start time."""
 
     pid: int
     started: int  # clock ticks since boot, from /proc
 
     @classmethod
-    def of(cls, pid: int) -> Identity:
+    def of(cls, pid: int) -> ProcessIdentity:
         """Return the identity of a running process. Raises ProcessLookupError if there is none."""
         stat = _stat(pid)
         if stat is None:
@@ -29,7 +29,7 @@ class Identity:
         return cls(pid, stat.started)
 
     @classmethod
-    def mine(cls) -> Identity:
+    def mine(cls) -> ProcessIdentity:
         return cls.of(os.getpid())
 
     def gone(self) -> bool:
@@ -67,7 +67,7 @@ class Identity:
             os.close(descriptor)
 
 
-def end(processes: Iterable[Identity], patience: float, kill_wait: float = 5.0) -> list[Identity]:
+def end(processes: Iterable[ProcessIdentity], patience: float, kill_wait: float = 5.0) -> list[ProcessIdentity]:
     """End these processes: SIGTERM, `patience` seconds, then SIGKILL. Return those that still run after that."""
     waiting = list(processes)
     if patience > 0:
@@ -80,7 +80,7 @@ def end(processes: Iterable[Identity], patience: float, kill_wait: float = 5.0) 
     return _still_running(waiting, kill_wait)
 
 
-def session_members(leader: Identity) -> list[Identity]:
+def session_members(leader: ProcessIdentity) -> list[ProcessIdentity]:
     """Return every process of the session that `leader` opened, whether or not the leader still runs.
 
     The kernel does not reuse a session's id while a member lives. If no other process has the leader's pid now, every
@@ -89,16 +89,16 @@ def session_members(leader: Identity) -> list[Identity]:
     occupant = _stat(leader.pid)
     if occupant is not None and occupant.started != leader.started:
         return []
-    members: list[Identity] = []
+    members: list[ProcessIdentity] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (stat := _stat(int(entry.name))) and stat.session == leader.pid:
-            member = Identity(int(entry.name), stat.started)
+            member = ProcessIdentity(int(entry.name), stat.started)
             if stat.started >= leader.started and not member.gone():
                 members.append(member)
     return members
 
 
-def _still_running(processes: list[Identity], seconds: float) -> list[Identity]:
+def _still_running(processes: list[ProcessIdentity], seconds: float) -> list[ProcessIdentity]:
     deadline = time.monotonic() + seconds
     return [process for process in processes if not process.wait(deadline - time.monotonic())]
 

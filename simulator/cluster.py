@@ -25,7 +25,7 @@ from simulator.measure import Measures
 from simulator.network import SimulatedNetwork
 from simulator.router import SimulatedRouter
 from simulator.store import SimulatedStore
-from simulator.timing import Noise, Timing, calibration
+from simulator.timing import ModelTiming, Noise, calibration
 from simulator.transport import NoMemory
 from simulator.worker import SimulatedWorker
 from simulator.workloads import VOCAB, Arrival
@@ -69,7 +69,7 @@ class SimulatedCluster:
     """All simulated processes. A name is permanent; its processes start and end."""
 
     def __init__(
-        self, layout: Layout, timing: Timing, config: Config, seed: int, placer: PlacementPolicy | None = None, *,
+        self, layout: Layout, timing: ModelTiming, config: Config, seed: int, placer: PlacementPolicy | None = None, *,
         runs: bool = True, routers: int = 1, checked: bool = False,
     ) -> None:  # fmt: skip
         """Start all processes.

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from simulator.clock import Agenda
-from simulator.timing import Timing
+from simulator.timing import ModelTiming
 
 
 class SimulatedNetwork:
     """All the links of a cluster."""
 
-    def __init__(self, agenda: Agenda, timing: Timing, rng: random.Random) -> None:
+    def __init__(self, agenda: Agenda, timing: ModelTiming, rng: random.Random) -> None:
         self._agenda, self._timing, self._rng = agenda, timing, rng
         self._living: dict[str, object] = {}  # by incarnation
         self._sending: dict[str, float] = defaultdict(float)  # time until which each node's card is busy

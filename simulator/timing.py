@@ -52,7 +52,7 @@ class DiskTimes(Struct, frozen=True, forbid_unknown_fields=True):
     max_bytes: str = "1TiB"
 
 
-class Timing(Struct, frozen=True, forbid_unknown_fields=True):
+class ModelTiming(Struct, frozen=True, forbid_unknown_fields=True):
     """One kind of worker and its node. Bandwidths are in bytes per second, latencies in seconds."""
 
     about: str  # source of the figures
@@ -153,11 +153,11 @@ class Noise:
         return self._drawn.pop() * self.slowness
 
 
-def read(name: str) -> Timing:
+def read(name: str) -> ModelTiming:
     """Read a timing model, given a file's path or a name in `models/`. Raises ConfigError."""
     path = Path(name) if name.endswith(".yaml") else MODELS / f"{name}.yaml"
     try:
-        return msgspec.yaml.decode(path.read_bytes(), type=Timing, strict=False)  # YAML 1.1 takes 87e9 for text
+        return msgspec.yaml.decode(path.read_bytes(), type=ModelTiming, strict=False)  # YAML 1.1 takes 87e9 for text
     except OSError as error:
         known = ", ".join(sorted(each.stem for each in MODELS.glob("*.yaml")))
         raise ConfigError(f"can't read {path}: {error.strerror}; there are {known}") from None

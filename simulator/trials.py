@@ -15,7 +15,7 @@ from baton.errors import InvalidRequest
 from simulator.advice import Objectives, Trial, TrialResult
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.mooncake import BLOCK
-from simulator.timing import Timing
+from simulator.timing import ModelTiming
 from simulator.workloads import Arrival
 
 WARM_UP = 0.2  # share of the requests that fill queues and caches and are not measured
@@ -26,7 +26,7 @@ class Setting:
     """The settings that all trials share. `load` is at its own speed, ordered by time."""
 
     load: Sequence[Arrival]
-    timing: Timing
+    timing: ModelTiming
     config: Config
     objectives: Objectives
     seed: int

@@ -38,7 +38,7 @@ from simulator.feed import Feed
 from simulator.network import SimulatedNetwork
 from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
 from simulator.run import ReadPrefillScheduler, RunDecodeScheduler, RunDone, StepRun
-from simulator.timing import Noise, StepWork, Timing
+from simulator.timing import ModelTiming, Noise, StepWork
 from simulator.transport import SlotMemory
 from simulator.worker_shell import WorkerShell
 
@@ -78,7 +78,7 @@ class SimulatedWorker(WorkerShell):
     """One worker process, from its start to its end."""
 
     def __init__(
-        self, role: WorkerRole, peer: Peer, card: ModelCard, config: Config, timing: Timing, agenda: Agenda,
+        self, role: WorkerRole, peer: Peer, card: ModelCard, config: Config, timing: ModelTiming, agenda: Agenda,
         network: SimulatedNetwork, routers: Sequence[RouterAddress], outputs: Mapping[str, ScriptedOutput],
         noise: Noise, become: Callable[[WorkerRole], None], *, runs: bool = True,
         device: CheckingDevice | None = None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from baton.client.connection import Connection, TlsArgument, typed
+from baton.client.connection import ClientConnection, TlsArgument, typed
 from baton.client.options import ChatOptions, PinOptions, SamplingOptions, generate_request, pin_request
 from baton.client.streams import AsyncChatStream, AsyncGenerationStream, raise_if_ours
 from baton.errors import RequestCancelled
@@ -39,7 +39,7 @@ class AsyncClient:
 
         `api_key`: by default $BATON_API_KEY. `tls`: True to trust the public authorities, a PEM file of those to trust,
         or a ClientTls. It holds for `address` and `http`; the operator's port speaks no TLS."""
-        self._connection = Connection(address, operator, http, api_key, tls)
+        self._connection = ClientConnection(address, operator, http, api_key, tls)
 
     @property
     def address(self) -> str:

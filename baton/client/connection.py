@@ -33,7 +33,7 @@ _OPTIONS = [
 ]
 
 
-class Connection:
+class ClientConnection:
     """The addresses, the key and the channels of one client. Its event loop is the one of the first call."""
 
     def __init__(self, address: str, operator: str, http: str, api_key: str | None, tls: TlsArgument) -> None:

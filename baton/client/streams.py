@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from baton.client.chat_results import ChatAnswer, ChatCollector, ChatDelta, EventDecoder, http_error
-from baton.client.connection import Connection, expired, typed
+from baton.client.connection import ClientConnection, expired, typed
 from baton.client.results import Generated, OutputCollector, OutputDelta
 from baton.errors import DeadlineExpired, RequestCancelled, Unavailable
 
@@ -68,7 +68,9 @@ class AsyncStream(Generic[D, R]):
 class AsyncGenerationStream(AsyncStream[OutputDelta, Generated]):
     """A call of `Generate`."""
 
-    def __init__(self, connection: Connection, request: generation_pb2.GenerateRequest, timeout: float | None) -> None:
+    def __init__(
+        self, connection: ClientConnection, request: generation_pb2.GenerateRequest, timeout: float | None
+    ) -> None:
         from baton.v1 import generation_pb2_grpc
 
         stub = connection.public(generation_pb2_grpc.GenerationStub)
@@ -104,7 +106,7 @@ class AsyncGenerationStream(AsyncStream[OutputDelta, Generated]):
 class AsyncChatStream(AsyncStream[ChatDelta, ChatAnswer]):
     """A call of /v1/chat/completions."""
 
-    def __init__(self, connection: Connection, body: Mapping[str, Any], timeout: float | None) -> None:
+    def __init__(self, connection: ClientConnection, body: Mapping[str, Any], timeout: float | None) -> None:
         self._session, self._url = connection.http("/v1/chat/completions")
         self._timeout = timeout
         self._deltas = deque[ChatDelta]()

@@ -27,7 +27,7 @@ from deploy.commands import demo_model
 from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
-from deploy.processes import Identity, session_members
+from deploy.processes import ProcessIdentity, session_members
 
 NAME = "demo"
 FOLDER = Path(".demo")
@@ -216,7 +216,7 @@ def _folder() -> Path:
     return Path.home() / ".local" / "state" / "baton" / NAME
 
 
-def _processes(state: State) -> list[Identity]:
+def _processes(state: State) -> list[ProcessIdentity]:
     """Return every process of the cluster and of its Ray."""
     overview = read_overview(_folder())
     views = overview.processes if overview is not None else ()
@@ -224,7 +224,7 @@ def _processes(state: State) -> list[Identity]:
     return mine + (session_members(state.ray.own.leader) if state.ray.own is not None else [])
 
 
-def _left(state: State, processes: list[Identity]) -> list[str]:
+def _left(state: State, processes: list[ProcessIdentity]) -> list[str]:
     left = [f"process {identity.pid}" for identity in processes if not identity.gone()]
     if state.ray.own is not None:
         left += [f"process {identity.pid}" for identity in session_members(state.ray.own.leader)]

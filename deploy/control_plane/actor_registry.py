@@ -20,7 +20,7 @@ from deploy.addresses import ServiceAddresses
 from deploy.control_plane.actors import PROCESS_KEY, STOP_PATIENCE, Host, Order, end_here
 from deploy.control_plane.kv import RayKvKeys
 from deploy.control_plane.reports import Failure, ProcessRecord, Report
-from deploy.processes import Identity
+from deploy.processes import ProcessIdentity
 
 SUPERVISOR = "supervisor"
 NODE_KEY = "node/"
@@ -78,9 +78,9 @@ class ActorRegistry:
             self._members[name] = ActorRecord(name, node, handle, record)
         return {name: member.node for name, member in self._members.items()}
 
-    def sign(self, name: str) -> Identity:
+    def sign(self, name: str) -> ProcessIdentity:
         """Record the calling process under `name`."""
-        record = ProcessRecord(Identity.mine(), "", self._here)
+        record = ProcessRecord(ProcessIdentity.mine(), "", self._here)
         self._keys.put(PROCESS_KEY + name, msgspec.json.encode(record))
         return record.identity
 

@@ -30,7 +30,7 @@ from deploy.addresses import ServiceAddresses
 from deploy.control_plane.kv import RayKvKeys as RayKeys
 from deploy.control_plane.reports import Failure, ProcessRecord, Report
 from deploy.cpu_shares import share_cores
-from deploy.processes import Identity, end
+from deploy.processes import ProcessIdentity, end
 
 PROCESS_KEY = "process/"
 STOP_PATIENCE = 3.0  # seconds that a service gets to end by itself
@@ -122,7 +122,7 @@ class Host:
 
     def __init__(self, order: Order) -> None:
         node_id = ray.get_runtime_context().get_node_id()
-        self._record = ProcessRecord(Identity.mine(), order.node, node_id)
+        self._record = ProcessRecord(ProcessIdentity.mine(), order.node, node_id)
         RayKeys(order.namespace).put(PROCESS_KEY + order.name, msgspec.json.encode(self._record))
         _ordinary_priority()
         alone = is_loopback(order.config.router.host)  # no other node can reach its router
@@ -148,6 +148,6 @@ def _ordinary_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
-def end_here(identity: Identity) -> bool:
+def end_here(identity: ProcessIdentity) -> bool:
     """End a process of this node; return whether it is gone. For another node, run it there as a Ray task."""
     return not end([identity], patience=0.0)

@@ -25,7 +25,7 @@ from typing import Any
 from baton.errors import RayUnusable, StartupError
 from deploy.control_plane.probe import OWN_PREFIX, RayAnswer, ask
 from deploy.control_plane.state_file import OwnRay, RayLink
-from deploy.processes import Identity, end, session_members
+from deploy.processes import ProcessIdentity, end, session_members
 
 START_PATIENCE = 60.0  # seconds; about 4 on an idle machine
 _DRIVER_PATIENCE = 20.0  # seconds until a Ray that answers accepts a driver; about 1 on an idle machine
@@ -73,7 +73,7 @@ def launch(log: Path, dashboard: bool = False) -> OwnRay:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return OwnRay(Identity.of(process.pid), str(directory))
+    return OwnRay(ProcessIdentity.of(process.pid), str(directory))
 
 
 def wait_ready(own: OwnRay, log: Path, patience: float = START_PATIENCE) -> RayLink:

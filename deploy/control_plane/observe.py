@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from baton.v1 import cluster_pb2
 from deploy.control_plane.reconcile import Condition, ObservedProcess
 from deploy.control_plane.reports import Failure
-from deploy.processes import Identity
+from deploy.processes import ProcessIdentity
 
 Listed: TypeAlias = Literal["live", "silent", "stuck", "absent", "unknown"]
 
@@ -44,10 +44,10 @@ class Facts:
     listed: Listed = "unknown"  # its state according to the routers
     answers: bool = False  # routers only: it has answered in this cycle
     why_gone: str = ""
-    identity: Identity | None = None
+    identity: ProcessIdentity | None = None
 
 
-def listed(statuses: Iterable[cluster_pb2.GetStatusResponse], name: str, identity: Identity | None) -> Listed:
+def listed(statuses: Iterable[cluster_pb2.GetStatusResponse], name: str, identity: ProcessIdentity | None) -> Listed:
     """Return the best state that the answering routers list for this process, ignoring its predecessors."""
     if identity is None:
         return "unknown"

@@ -21,7 +21,7 @@ from deploy.control_plane.reconcile import (
 )
 from deploy.control_plane.reports import Failure, SupervisedProcess
 from deploy.desired import ProcessSpec, role_of
-from deploy.processes import Identity
+from deploy.processes import ProcessIdentity
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ProcessLedger:
         self._join_patience = join_patience
         self._restart_patience = restart_patience
         self._seen: dict[str, ObservedProcess] = {}
-        self._identities: dict[str, Identity | None] = {}
+        self._identities: dict[str, ProcessIdentity | None] = {}
         self._live_since: dict[str, float] = {}
         self._crashes: dict[str, Crashes] = {}
         self._failures: dict[str, Failure] = {}  # the last one of each name

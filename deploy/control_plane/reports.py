@@ -11,13 +11,13 @@ from baton.errors import BatonError, from_reason
 from baton.messages import Role
 from deploy.addresses import ServiceAddresses
 from deploy.desired import ClusterScale
-from deploy.processes import Identity
+from deploy.processes import ProcessIdentity
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
     """The process that an actor runs in. The record is kept where it outlives the actor."""
 
-    identity: Identity
+    identity: ProcessIdentity
     node: str
     node_id: str  # Ray's
 
@@ -49,7 +49,7 @@ class SupervisedProcess(msgspec.Struct, frozen=True):
     role: Role
     node: str
     condition: str  # a reconcile.Condition, or "waiting" while no process runs under the name
-    identity: Identity | None = None
+    identity: ProcessIdentity | None = None
     restarts: int = 0
     retry_in: float = 0.0  # seconds of back-off left
     failure: Failure | None = None  # the last one
@@ -59,7 +59,7 @@ class ClusterOverview(msgspec.Struct, frozen=True):
     """The whole cluster as the supervisor sees it."""
 
     cluster: str
-    supervisor: Identity
+    supervisor: ProcessIdentity
     scale: ClusterScale
     processes: tuple[SupervisedProcess, ...]
     routers: Mapping[str, ServiceAddresses] = {}  # those that have served, by name, first router first

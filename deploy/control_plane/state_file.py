@@ -18,13 +18,13 @@ import msgspec
 from baton.errors import KeysUnusable, StartupError
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses, operator_target, target
-from deploy.processes import Identity
+from deploy.processes import ProcessIdentity
 
 
 class OwnRay(msgspec.Struct, frozen=True):
     """A Ray that `baton up` started: all processes in the session of `leader`, and its directory."""
 
-    leader: Identity
+    leader: ProcessIdentity
     directory: str
 
 
@@ -45,7 +45,7 @@ class State(msgspec.Struct, frozen=True):
     log_dir: str
     routers: Mapping[str, ServiceAddresses] = {}  # by name, first router first; empty until they serve
     model: str = ""
-    supervisor: Identity | None = None
+    supervisor: ProcessIdentity | None = None
     created: str = ""
     key_file: str = ""  # the cluster's keys
     api_keys_file: str = ""  # the clients' keys

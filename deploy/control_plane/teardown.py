@@ -12,7 +12,7 @@ from baton.errors import RayUnusable, StartupError
 from deploy.control_plane import cluster, probe, state_file
 from deploy.control_plane.reports import OVERVIEW_FILE, read_overview
 from deploy.control_plane.state_file import State
-from deploy.processes import Identity, end
+from deploy.processes import ProcessIdentity, end
 
 Say = Callable[[str], None]
 
@@ -56,7 +56,7 @@ def tear_down(folder: Path, state: State, say: Say) -> None:
     state_file.remove(folder)
 
 
-def _known(folder: Path, state: State) -> list[Identity]:
+def _known(folder: Path, state: State) -> list[ProcessIdentity]:
     overview = read_overview(folder)
     views = overview.processes if overview is not None else ()
     named = [state.supervisor, overview.supervisor if overview else None, *(view.identity for view in views)]

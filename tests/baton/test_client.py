@@ -26,7 +26,7 @@ from baton.client import (
     Work,
 )
 from baton.client.chat_results import ChatCollector, EventDecoder, http_error
-from baton.client.connection import Connection
+from baton.client.connection import ClientConnection
 from baton.client.loop_thread import LoopThread
 from baton.client.options import generate_request
 from baton.client.results import OutputCollector
@@ -174,8 +174,8 @@ def test_a_client_of_nothing_is_one_of_the_local_cluster(monkeypatch: pytest.Mon
     assert client.operator.startswith("unix:")
     assert AsyncClient("here:1").operator == ""
     monkeypatch.setenv("BATON_API_KEY", "secret")
-    assert Connection("a:1", "", "", None, False).metadata == [("authorization", "Bearer secret")]
-    assert Connection("a:1", "", "", "", False).metadata == []
+    assert ClientConnection("a:1", "", "", None, False).metadata == [("authorization", "Bearer secret")]
+    assert ClientConnection("a:1", "", "", "", False).metadata == []
     assert "secret" not in repr(AsyncClient("a:1", api_key="secret"))
 
 

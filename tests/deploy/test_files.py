@@ -14,11 +14,11 @@ from deploy.control_plane import cluster, state_file
 from deploy.control_plane.preflight import check_name_free
 from deploy.control_plane.state_file import OwnRay, RayLink, State
 from deploy.control_plane.teardown import tear_down
-from deploy.processes import Identity
+from deploy.processes import ProcessIdentity
 
-ME = Identity.mine()
+ME = ProcessIdentity.mine()
 ROUTERS = {"router": ServiceAddresses("127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")}
-DEAD = Identity(ME.pid, ME.started - 1)
+DEAD = ProcessIdentity(ME.pid, ME.started - 1)
 
 
 def state(**more: object) -> State:

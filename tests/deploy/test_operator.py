@@ -26,7 +26,7 @@ from deploy.control_plane.supervisor import DesiredCluster, Supervisor
 from deploy.control_plane.teardown import _sockets
 from deploy.desired import ClusterScale, listening
 from deploy.local import LocalCluster
-from deploy.processes import Identity
+from deploy.processes import ProcessIdentity
 
 UNIX = ServiceAddresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "unix:/run/me/router.sock")
 TCP = ServiceAddresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")
@@ -64,7 +64,7 @@ def test_the_state_file_names_it_and_the_supervisor_knows_better(tmp_path: Path)
     state_file.write(tmp_path, state)
     assert status.find(tmp_path).operator == "unix:/run/me/router.sock"
     moved = msgspec.structs.replace(UNIX, operator="unix:/tmp/baton-7/mine/router.sock")
-    overview = ClusterOverview("mine", Identity(1, 1), ClusterScale(1, 1), (), {"router": moved})
+    overview = ClusterOverview("mine", ProcessIdentity(1, 1), ClusterScale(1, 1), (), {"router": moved})
     (tmp_path / OVERVIEW_FILE).write_bytes(msgspec.json.encode(overview))
     assert status.find(tmp_path).operator == "unix:/tmp/baton-7/mine/router.sock"
     assert _sockets(tmp_path, state) == [Path("/tmp/baton-7/mine")]  # /run/me is the user's own folder

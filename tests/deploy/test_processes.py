@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from deploy.processes import Identity, end, session_members
+from deploy.processes import ProcessIdentity, end, session_members
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 @contextmanager
-def running(command: list[str] = SLEEP, **options: bool | int) -> Iterator[tuple[subprocess.Popen[bytes], Identity]]:
+def running(
+    command: list[str] = SLEEP, **options: bool | int
+) -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
     with subprocess.Popen(command, **options) as process:  # pyright: ignore[reportCallIssue, reportArgumentType]
         try:
-            yield process, Identity.of(process.pid)
+            yield process, ProcessIdentity.of(process.pid)
         finally:
             process.kill()
 
@@ -38,7 +40,7 @@ def test_a_process_is_gone_as_soon_as_it_is_killed_reaped_or_not():
 
 def test_a_reused_pid_is_another_process():
     with running() as (process, identity):
-        stranger = Identity(identity.pid, identity.started - 1)
+        stranger = ProcessIdentity(identity.pid, identity.started - 1)
         assert stranger.gone()
         stranger.signal(signal.SIGKILL)
         assert end([stranger], patience=0) == []
@@ -79,14 +81,14 @@ def test_a_session_is_found_even_when_its_leader_has_gone(tmp_path: Path):
         leader.kill()
         leader.wait()
         assert {member.pid for member in session_members(identity)} == {orphan}
-        assert session_members(Identity(os.getpid(), 1)) == []  # the pid now means another process
+        assert session_members(ProcessIdentity(os.getpid(), 1)) == []  # the pid now means another process
         assert end(session_members(identity), patience=0) == []
         assert session_members(identity) == []
 
 
 def test_no_such_process():
     with pytest.raises(ProcessLookupError):
-        Identity.of(2**22 + 1)
+        ProcessIdentity.of(2**22 + 1)
 
 
 def test_a_child_dies_with_its_parent(tmp_path: Path):
@@ -104,7 +106,7 @@ def test_a_child_dies_with_its_parent(tmp_path: Path):
         deadline = time.monotonic() + 10
         while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        child = Identity.of(int(pid.read_text()))
+        child = ProcessIdentity.of(int(pid.read_text()))
         process.kill()
         assert child.wait(5)
 

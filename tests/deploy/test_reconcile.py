@@ -31,7 +31,7 @@ from deploy.control_plane.reconcile import (
 )
 from deploy.control_plane.reports import Failure
 from deploy.desired import ProcessSpec
-from deploy.processes import Identity
+from deploy.processes import ProcessIdentity
 
 ROUTER = ProcessSpec("router", "router", "a")
 OTHER = ProcessSpec("router-1", "router", "a")
@@ -163,10 +163,10 @@ def test_the_router_must_mean_this_very_process():
     status = cluster_pb2.GetStatusResponse(
         processes=[cluster_pb2.Process(name="decode-0", pid=7, state=cluster_pb2.PROCESS_STATE_SILENT)]
     )
-    assert listed([status], "decode-0", Identity(7, 1)) == "silent"
-    assert listed([status], "decode-0", Identity(8, 1)) == "absent"
-    assert listed([status], "decode-1", Identity(7, 1)) == "absent"
-    assert listed([], "decode-0", Identity(7, 1)) == "unknown"
+    assert listed([status], "decode-0", ProcessIdentity(7, 1)) == "silent"
+    assert listed([status], "decode-0", ProcessIdentity(8, 1)) == "absent"
+    assert listed([status], "decode-1", ProcessIdentity(7, 1)) == "absent"
+    assert listed([], "decode-0", ProcessIdentity(7, 1)) == "unknown"
     assert listed([status], "decode-0", None) == "unknown"
 
 
@@ -174,7 +174,7 @@ def test_of_several_routers_the_one_that_hears_a_process_is_believed():
     def says(*states: "cluster_pb2.ProcessState") -> str:
         words = [[cluster_pb2.Process(name="decode-0", pid=7, state=state)] if state else [] for state in states]
         statuses = [cluster_pb2.GetStatusResponse(processes=word) for word in words]
-        return listed(statuses, "decode-0", Identity(7, 1))
+        return listed(statuses, "decode-0", ProcessIdentity(7, 1))
 
     unlisted = cluster_pb2.PROCESS_STATE_UNSPECIFIED
     assert says(cluster_pb2.PROCESS_STATE_SILENT, cluster_pb2.PROCESS_STATE_LIVE) == "live"

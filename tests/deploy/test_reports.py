@@ -16,13 +16,13 @@ from deploy.control_plane.bring_up import why_failed
 from deploy.control_plane.reports import ClusterOverview, Failure, SupervisedProcess
 from deploy.desired import ClusterScale
 from deploy.local import LocalCluster
-from deploy.processes import Identity
+from deploy.processes import ProcessIdentity
 
 ADDRESSES = ServiceAddresses("127.0.0.1:1001", "tcp://127.0.0.1:1002", "127.0.0.1:1003")
 
 
 def overview(*views: SupervisedProcess) -> ClusterOverview:
-    return ClusterOverview("baton", Identity(1, 1), ClusterScale(1, 1), views, {"router": ADDRESSES})
+    return ClusterOverview("baton", ProcessIdentity(1, 1), ClusterScale(1, 1), views, {"router": ADDRESSES})
 
 
 def decode(condition: str, failure: Failure | None = None, restarts: int = 0) -> SupervisedProcess:

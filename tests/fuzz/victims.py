@@ -16,7 +16,7 @@ import msgspec
 
 from baton.config import Bytes, Config, dump
 from deploy.local import Child, LocalCluster
-from deploy.processes import Identity, end
+from deploy.processes import ProcessIdentity, end
 
 NODE = "victims"
 _MODULES = {
@@ -53,7 +53,7 @@ class Victims:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        end([Identity.of(child.pid) for child in self._running.values() if child.poll() is None], 5.0)
+        end([ProcessIdentity.of(child.pid) for child in self._running.values() if child.poll() is None], 5.0)
         for child in self._running.values():
             child.wait()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.measure import Measures
-from simulator.timing import DiskTimes, StepTimes, Timing
+from simulator.timing import DiskTimes, ModelTiming, StepTimes
 from simulator.workloads import Arrival
 
 PAGE = 512
@@ -16,8 +16,8 @@ COPY = 0.002  # seconds a page
 MESSAGE, CALL = 0.001, 0.0001
 
 
-def timing(disk: DiskTimes | None = None, start: float = 3.0, noise: float = 0.0) -> Timing:
-    return Timing(
+def timing(disk: DiskTimes | None = None, start: float = 3.0, noise: float = 0.0) -> ModelTiming:
+    return ModelTiming(
         about="round figures",
         token_bytes=1_000,
         max_context=100_000,
@@ -48,7 +48,7 @@ def cluster(
     seed: int = 1,
     runs: bool = True,
     routers: int = 1,
-    model: Timing | None = None,
+    model: ModelTiming | None = None,
     checked: bool = False,
     **settings: Any,
 ) -> SimulatedCluster:

@@ -74,7 +74,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class AnswerOptions:
     """What an answer is to contain."""
 
     id: str
@@ -104,7 +104,7 @@ class Answer:
     chunk_kind: str
     end_of_stream = b"data: [DONE]\n\n"
 
-    def __init__(self, wanted: Wanted, samples: Sequence[Sample]) -> None:
+    def __init__(self, wanted: AnswerOptions, samples: Sequence[Sample]) -> None:
         self.wanted = wanted
         self.samples = samples
 

@@ -33,13 +33,13 @@ from baton.errors import (
 from baton.logs import RequestLog
 from baton.metrics import PAGE_TYPE
 from router.frontend.api import errors, openapi
-from router.frontend.api.answers import Answer, Completion, Sample, Wanted
+from router.frontend.api.answers import Answer, AnswerOptions, Completion, Sample
 from router.frontend.api.bodies import BodyReader
 from router.frontend.api.chat_answers import ChatCompletion
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.gate import KeyGate
-from router.frontend.api.http_responses import EventStream, Order, WholeAnswer, error_response, json_response
-from router.frontend.api.messages import Message
+from router.frontend.api.http_responses import AnswerOrder, EventStream, WholeAnswer, error_response, json_response
+from router.frontend.api.messages import AnthropicMessage
 from router.frontend.api.messages_input import CountTokensRequest, MessagesRequest, chat_of_messages
 from router.frontend.api.model_cards import ModelCards, is_anthropic
 from router.frontend.api.parameters import affinity_of, generate_request, token_ids
@@ -141,7 +141,7 @@ class HttpApi:
         scored = fields.prompt_logprobs
         if fields.echo and scored is None:
             scored = fields.logprobs
-        order = Order(answer, fields, max(most, 1) if wanted.prompt_only else most, fields.logprobs, scored)
+        order = AnswerOrder(answer, fields, max(most, 1) if wanted.prompt_only else most, fields.logprobs, scored)
         return await self._answered(request, order, received)
 
     async def _chat_completions(self, request: Request) -> Response:
@@ -152,7 +152,7 @@ class HttpApi:
     async def _messages(self, request: Request) -> Response:
         received = self._service.clock.now()
         asked = await self._bodies.read(request, MessagesRequest)
-        return await self._chat(request, chat_of_messages(asked), received, "msg_", Message)
+        return await self._chat(request, chat_of_messages(asked), received, "msg_", AnthropicMessage)
 
     async def _count_tokens(self, request: Request) -> Response:
         asked = chat_of_messages((await self._bodies.read(request, CountTokensRequest)).as_message())
@@ -173,7 +173,7 @@ class HttpApi:
         asked: ChatCompletionRequest,
         received: float,
         prefix: str,
-        kind: Callable[[Wanted, list[Sample]], Answer],
+        kind: Callable[[AnswerOptions, list[Sample]], Answer],
     ) -> Response:
         refuse_unserved(asked)
         model = self._service.model
@@ -195,16 +195,16 @@ class HttpApi:
         shown_tokens = model.special_tokens(model.chat_format.markers(plan.calls, constrained=plan.constrained))
         most = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
         _check_prompt_logprobs(fields)
-        order = Order(
+        order = AnswerOrder(
             answer, fields, most, logprobs, fields.prompt_logprobs, shown_tokens, "tools" if plan.forced else ""
         )
         return await self._answered(request, order, received)
 
     def _wanted(
         self, prefix: str, request: Request, fields: GenerationFields, *, logprobs: bool, echo: str | None
-    ) -> Wanted:
+    ) -> AnswerOptions:
         options = fields.stream_options
-        return Wanted(
+        return AnswerOptions(
             id=f"{prefix}{_name_of(request, fields)}",
             model=self._service.model.name,
             created=int(time.time()),
@@ -221,7 +221,7 @@ class HttpApi:
             prompt_only=echo is not None and fields.max_tokens == 0,
         )
 
-    async def _answered(self, request: Request, order: Order, received: float) -> Response:
+    async def _answered(self, request: Request, order: AnswerOrder, received: float) -> Response:
         """Start the generations of a request. Raises BatonError if one of them is refused."""
         name, started = _name_of(request, order.fields), list[Generation]()
         answering = EventStream if order.fields.stream else WholeAnswer

@@ -31,12 +31,12 @@ _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _JSON = "application/json"
 
 
-class ClientGone(Exception):
+class ConnectionClosed(Exception):
     """The client has closed its connection."""
 
 
 @dataclass(frozen=True)
-class Order:
+class AnswerOrder:
     """A checked request: its answer, and what to generate for it."""
 
     answer: Answer
@@ -59,7 +59,7 @@ def error_response(error: BatonError, failed: ErrorBody = errors.body_of) -> Res
 class _Generating(Response):
     """A response that runs generations to their end, or until the client has gone."""
 
-    def __init__(self, order: Order, generations: Sequence[Generation], linger: float, name: str) -> None:
+    def __init__(self, order: AnswerOrder, generations: Sequence[Generation], linger: float, name: str) -> None:
         self.answer, self.generations, self._linger = order.answer, generations, linger
         self._stops = frozenset(order.fields.stop_token_ids or ())
         self.raw_headers = [(b"x-request-id", name.encode())]
@@ -68,7 +68,7 @@ class _Generating(Response):
         """Answer, and cancel whatever has not ended."""
         try:
             await self._while_connected(self._answer(scope, receive, send), receive)
-        except ClientGone:
+        except ConnectionClosed:
             scope.get("state", {}).get("abort", _nothing)()
         finally:
             for generation in self.generations:
@@ -78,7 +78,7 @@ class _Generating(Response):
         raise NotImplementedError
 
     async def _while_connected(self, work: Any, receive: Receive) -> None:
-        """Do the work. Raises ClientGone if the client closes its connection, or reads nothing after the end."""
+        """Do the work. Raises ConnectionClosed if the client closes its connection, or reads nothing after the end."""
         working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
         working.add_done_callback(looked_at)
         before = None
@@ -89,7 +89,7 @@ class _Generating(Response):
                 now = [(stream.ended, stream.reads) for stream in streams]
                 stuck = now == before and all(stream.ended for stream in streams)
                 if not working.done() and (gone.done() or stuck):
-                    raise ClientGone
+                    raise ConnectionClosed
                 before = now
             working.result()
         finally:

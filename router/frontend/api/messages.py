@@ -11,7 +11,7 @@ import msgspec
 
 from baton.errors import BatonError
 from router.frontend.api import errors
-from router.frontend.api.answers import Answer, Json, Sample, Wanted
+from router.frontend.api.answers import Answer, AnswerOptions, Json, Sample
 from router.frontend.chat.deltas import Content, Item, ToolCall
 from router.frontend.chat.items import ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream
 from router.frontend.chat.json_calls import decoded
@@ -20,12 +20,12 @@ from router.frontend.output_stream import Output
 _NO_TEXT: Json = {"type": "text", "text": ""}
 
 
-class Message(Answer):
+class AnthropicMessage(Answer):
     """The answer of POST /v1/messages."""
 
     end_of_stream = b""
 
-    def __init__(self, wanted: Wanted, samples: Sequence[Sample]) -> None:
+    def __init__(self, wanted: AnswerOptions, samples: Sequence[Sample]) -> None:
         super().__init__(wanted, samples)
         self._items = ItemStream()
         self._empty = True

@@ -10,7 +10,7 @@ import msgspec
 
 from baton.errors import BatonError
 from router.frontend.api import errors
-from router.frontend.api.answers import Answer, Json, Sample, Wanted
+from router.frontend.api.answers import Answer, AnswerOptions, Json, Sample
 from router.frontend.api.responses_input import ResponsesRequest
 from router.frontend.chat.deltas import ChatDelta, Content, Item, Reasoning, Text, ToolCall
 from router.frontend.chat.items import ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream
@@ -25,7 +25,7 @@ class ModelResponse(Answer):
 
     end_of_stream = b""
 
-    def __init__(self, request: ResponsesRequest, wanted: Wanted, samples: Sequence[Sample]) -> None:
+    def __init__(self, request: ResponsesRequest, wanted: AnswerOptions, samples: Sequence[Sample]) -> None:
         super().__init__(wanted, samples)
         self._request = request
         self._name = wanted.id.removeprefix("resp_")

@@ -50,7 +50,7 @@ class ApiServer:
         )
         config.load()
         config.ssl = tls.context if tls else None
-        self._server = _Server(config)
+        self._server = _UvicornServer(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
@@ -77,7 +77,7 @@ class ApiServer:
         await self._api.close()
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """A server whose process handles its own signals."""
 
     def __init__(self, config: uvicorn.Config) -> None:
