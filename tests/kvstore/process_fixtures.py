@@ -61,9 +61,11 @@ def attach(client: StoreClient) -> None:
     eventually(attached, "attached to the store")
 
 
-def config_of(cluster: str, slots: int, lease_ms: int = 400) -> Config:
+def config_of(cluster: str, slots: int, lease_ms: int = 400, **place: str) -> Config:
+    """`place`: more settings of the cluster."""
+    beat = int(HEARTBEAT * 1_000)
     return Config(
-        cluster=ClusterConfig(name=cluster, heartbeat_ms=int(HEARTBEAT * 1_000), heartbeat_timeout_ms=1_000),
+        cluster=ClusterConfig(name=cluster, heartbeat_ms=beat, heartbeat_timeout_ms=1_000, **place),
         store=StoreConfig(host_cache_bytes=Bytes(slots * PAGE), lease_ms=lease_ms, writer_share=1.0),
     )
 
@@ -75,9 +77,8 @@ class StoreProcess:
         self.cluster = f"test-{os.getpid()}-{next(_numbers)}"
         self.config = directory / f"{self.cluster}.yaml"
         self.errors = directory / f"{self.cluster}.err"
-        text = dump(config_of(self.cluster, slots, lease_ms))
-        text = text.replace("key_file: ''", f"key_file: {cluster_keys.key_file(directory)}")
-        self.config.write_text(text.replace("log_dir: ''", f"log_dir: {directory}"))
+        place = {"key_file": str(cluster_keys.key_file(directory)), "log_dir": str(directory)}
+        self.config.write_text(dump(config_of(self.cluster, slots, lease_ms, **place)))
         self._router = router
         self.process = self.start()
 
