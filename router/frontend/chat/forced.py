@@ -7,21 +7,18 @@ With `tool_choice` "required" it is a list of `{"name": …, "parameters": {…}
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from router.frontend.chat.json_calls import JsonValue, ObjectCalls, Verdict, skip_space
+from router.frontend.chat.call_list import CallList
+from router.frontend.chat.json_calls import JsonValue, Verdict, skip_space
 from router.frontend.chat.text_parser import DeltaWriter, TextParser
 
-_SEPARATORS = re.compile(r"[\s,]*")
 
-
-class RequiredCalls(ObjectCalls):
+class RequiredCalls(CallList):
     """A list of calls."""
 
     def __init__(self, out: DeltaWriter, tools: Sequence[str] = ()) -> None:
         super().__init__(out, tools)
-        self._listed = False  # whether any call has come
         self._state = self._before_list
 
     def _before_list(self, text: str, at: int) -> int:
@@ -34,29 +31,6 @@ class RequiredCalls(ObjectCalls):
         self._raw.append("[")
         self._state = self._in_list
         return end + 1
-
-    def _in_list(self, text: str, at: int) -> int:
-        found = _SEPARATORS.match(text, at)
-        assert found is not None  # it matches the empty text
-        end = found.end()
-        self._raw.append(found[0])
-        if end == len(text):
-            return end
-        if text[end] == "{":
-            self._expect_object()
-            return end
-        if text[end] == "]":
-            self._raw.append("]")
-            end += 1
-            if self._listed:
-                self._raw.clear()
-        self._give_up(self._content)
-        return end
-
-    def _after_object(self, text: str, at: int) -> int:
-        self._listed = True
-        self._state = self._in_list
-        return at
 
 
 class NamedCall(TextParser):

@@ -9,14 +9,14 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from router.frontend.chat.json_calls import JsonValue, ObjectCalls, Verdict, skip_space
+from router.frontend.chat.call_list import CallList
+from router.frontend.chat.json_calls import JsonValue, Verdict, skip_space
 from router.frontend.chat.text_parser import DeltaWriter
 
 _MARK, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.\-]*")
 _AFTER_NAME = re.compile(r"\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?\{\s*(?=[\"}])")
 _MOST = 256  # characters of a name, and between it and its arguments
-_SEPARATORS = re.compile(r"[\s,]*")
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -35,7 +35,7 @@ def mistral_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
-class MistralParser(ObjectCalls):
+class MistralParser(CallList):
     """vLLM's `mistral`."""
 
     markers = (_MARK, _ARGS, _ID)
@@ -46,7 +46,6 @@ class MistralParser(ObjectCalls):
 
     def __init__(self, out: DeltaWriter, tools: Sequence[str] = ()) -> None:
         super().__init__(out, tools)
-        self._listed = False  # whether the list has had a call
         self._name = ""
         self._value = JsonValue()
 
@@ -74,31 +73,6 @@ class MistralParser(ObjectCalls):
         self._name = ""
         self._state = self._named
         return end
-
-    # --- a list of objects -------------------------------------------------------------------------------------------
-
-    def _in_list(self, text: str, at: int) -> int:
-        found = _SEPARATORS.match(text, at)
-        assert found is not None  # it matches the empty text
-        end = found.end()
-        self._raw.append(found[0])
-        if end == len(text):
-            return end
-        if text[end] == "{":
-            self._expect_object()
-            return end
-        if text[end] == "]":
-            self._raw.append("]")
-            end += 1
-            if self._listed:
-                self._raw.clear()
-        self._give_up(self._content)
-        return end
-
-    def _after_object(self, text: str, at: int) -> int:
-        self._listed = True
-        self._state = self._in_list
-        return at
 
     # --- a name and its arguments ------------------------------------------------------------------------------------
 
