@@ -1,6 +1,7 @@
 """A router that orders anything of workers and a store: mutated messages of `ToDecode`, `ToPrefill` and `ToStore`.
 
-After each case the process must read on, drop all work that the router does not list, and say so in its heartbeats.
+After each case the process must read on, drop all work that the router does not list, and say so in its heartbeats. A
+store keeps pins until the router ends them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from baton.messages import (
     ToDecode,
     ToPrefill,
     ToStore,
+    UnpinPages,
     Welcome,
 )
 from baton.wire import ClusterKeys
@@ -110,6 +112,8 @@ class RouterOrders:
         member = self._members.get(incarnation)
         if member is None:
             return len(self._members) == self._processes
+        for pin in member.beat.get("attempts", ()) if member.role == "store" else ():
+            self._say(incarnation, member, UnpinPages(pin["request"]))
         load = member.beat.get("load", {"running": 1})
         busy = load.get("running", 0) or load.get("waiting", 0) if member.role != "store" else 0
         return member.beat.get("heard", 0) >= last and not busy and not member.beat.get("attempts")
