@@ -100,8 +100,10 @@ class FrontProcesses:
             code = await process.wait()
             log.warning("front %d, pid %d, has ended (%d); another one is started", number, process.pid, code)
             await asyncio.sleep(_AGAIN)
-            with contextlib.suppress(StartupError):
+            try:
                 await self._begin(number)
+            except (StartupError, OSError) as error:  # such as no descriptor left: it is tried again
+                log.warning("front %d can't be started now: %s", number, error)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
