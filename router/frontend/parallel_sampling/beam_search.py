@@ -19,7 +19,6 @@ from kvstore.keys import pack_tokens
 from router.events import Finished, RequestEnded, Summary, Usage
 from router.frontend.output_stream import Output, OutputStream
 from router.frontend.parallel_sampling.beams import Beam, BeamSearch, FinishedBeam
-from router.frontend.parallel_sampling.best_of import cut
 from router.frontend.parallel_sampling.result_stream import Result, collect
 from router.frontend.request_parsing import ValidatedRequest
 
@@ -85,7 +84,7 @@ def _result(
     output: FinishedBeam, first: RequestEnded, validated: ValidatedRequest, text_of: TextOf, now: float
 ) -> Result:
     beam, asked, summary = output.beam, validated.sampling.logprobs, first.summary
-    told = [] if asked is None else [cut(one, asked) for one in beam.logprobs]
+    told = [] if asked is None else [changed(one, top=one.top[:asked]) for one in beam.logprobs]
     usage = Usage(len(validated.prompt), summary.usage.cached, len(beam.tokens))
     account = Summary(replace(summary.timeline, ended=now), summary.submitted, usage, summary.served)
     ended = changed(first, outcome=Finished(output.reason), summary=account)

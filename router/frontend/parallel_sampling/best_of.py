@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from math import inf
 
-from msgspec.structs import replace
-
-from baton.messages import TokenLogprob
 from router.frontend.output_stream import Output, OutputStream
 from router.frontend.parallel_sampling.result_stream import Result, collect
 
@@ -25,8 +22,8 @@ async def best_of(
             if not stream.ended:
                 abandon(stream)
     ranked = sorted(results, key=lambda result: _mean(result.output), reverse=True)
-    for result in ranked:
-        if logprobs is None:
+    if logprobs is None:
+        for result in ranked:
             result.output.logprobs.clear()
     # What is told of the prompt came with the first sample.
     prompt = next((result.output.prompt_logprobs for result in results if result.output.prompt_logprobs), [])
@@ -38,8 +35,3 @@ async def best_of(
 def _mean(output: Output) -> float:
     told = output.logprobs
     return sum(one.logprob for one in told) / len(told) if told else -inf
-
-
-def cut(token: TokenLogprob, alternatives: int) -> TokenLogprob:
-    """A token's log-probability with no more than so many alternatives."""
-    return replace(token, top=token.top[:alternatives])
