@@ -99,7 +99,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[ExplainResp
             "events": cluster.agenda.happened,
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1_024,
         },
-        "slowest": [explain.as_json(each) for each in found],
+        "slowest": [explain.explained_as_json(each) for each in found],
     }
     return result, found
 

@@ -6,21 +6,45 @@ import importlib.metadata
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+import typer
+from rich.markup import escape
 
 from baton.api_keys import KeyRing
 from baton.config import Config
 from baton.errors import BatonError
 from baton.hosts import is_loopback
 from baton.system_memory import available_memory
+from deploy.commands.terminal import ConfigFile, Json, Settings, coloured, command, load, out, print_json
 from deploy.control_plane import preflight, probe, state_file
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 
 _LITTLE_MEMORY = 4 * 2**30
 _FEW_FILES = 4_096
+
+
+@command
+def doctor(config: ConfigFile = None, settings: Settings = None, as_json: Json = False) -> None:
+    """Check Ray, memory, ports, torch and cores, and advise on each problem."""
+    findings = examine(load(config, settings, {}))
+    if as_json:
+        print_json({"findings": [asdict(finding) for finding in findings]})
+    else:
+        _show(findings)
+    if any(finding.level == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _show(found: Sequence[Finding]) -> None:
+    """Print one line for each finding, with the advice below it."""
+    for finding in found:
+        out.print(f"{coloured(finding.level):<16} [bold]{finding.subject}[/]  {escape(finding.found)}")
+        if finding.advice:
+            out.print(f"      → {escape(finding.advice)}")
 
 
 @dataclass(frozen=True)

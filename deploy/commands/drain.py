@@ -1,15 +1,46 @@
-"""`baton drain` and `baton role`: wait until a worker is empty, or has its new role."""
+"""`baton drain`: give a worker nothing new, and wait until it is empty."""
 
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
-from baton.client import Client, is_up
+import typer
+from rich.markup import escape
+
+from baton.client import Client
 from baton.errors import ProcessNotFound
-from baton.messages import WorkerRole
 from baton.v1 import cluster_pb2
+from deploy.commands.running_cluster import operator_client
+from deploy.commands.terminal import Json, Name, Operator, command, out, print_json
 
 _POLL = 0.1
+
+
+@command
+def drain(
+    worker: Annotated[str, typer.Argument(help="A worker, such as decode-0; baton status lists them.")],
+    now: Annotated[bool, typer.Option("--now", help="Move its requests now; they keep their tokens so far.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Place work on it again.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until it is empty.")] = 0.0,
+    operator: Operator = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Place no new work on a worker; its requests go on. The exit status is 1 if it is not empty after --wait."""
+    with operator_client(operator, name) as client:
+        found = client.drain(worker, now=now, undo=undo)
+        if wait and not undo:
+            found = until_empty(client, found, wait)
+    if as_json:
+        print_json({"worker": worker, "draining": not undo, "attempts": found.attempts})
+    elif undo:
+        out.print(f"{escape(worker)} is given work again")
+    else:
+        left = f"{found.attempts} attempts are left" if found.attempts else "it is empty"
+        out.print(f"{escape(worker)} is given nothing new; {left}")
+    if wait and found.attempts:
+        raise typer.Exit(1)
 
 
 def until_empty(client: Client, worker: cluster_pb2.Process, patience: float) -> cluster_pb2.Process:
@@ -25,20 +56,3 @@ def until_empty(client: Client, worker: cluster_pb2.Process, patience: float) ->
             raise ProcessNotFound(f"{worker.name} has gone")
         worker = found
     return worker
-
-
-def until_changed(client: Client, worker: str, role: WorkerRole, patience: float) -> tuple[cluster_pb2.Process, bool]:
-    """Wait until the worker has `role`; return its last status, and whether it has the role.
-
-    Ends early if the change of role is cancelled, and after `patience` seconds. Raises ProcessNotFound if the worker
-    has gone.
-    """
-    wanted = cluster_pb2.ROLE_PREFILL if role == "prefill" else cluster_pb2.ROLE_DECODE
-    end = time.monotonic() + patience
-    while True:
-        found = next((process for process in client.status().processes if process.name == worker), None)
-        if found is None or not is_up(found):
-            raise ProcessNotFound(f"{worker} has gone; its successor has the role that it is configured with")
-        if found.role == wanted or not found.becoming or time.monotonic() >= end:
-            return found, found.role == wanted
-        time.sleep(_POLL)

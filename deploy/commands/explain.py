@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from rich import box
@@ -12,7 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from baton.errors import InvalidRequest
 from baton.v1 import explain_pb2 as pb
+from deploy.commands.running_cluster import operator_client
+from deploy.commands.terminal import Json, Name, Operator, command, out, print_json
 
 _TERMS = [field.name for field in pb.CostTerms.DESCRIPTOR.fields if field.name != "total_ms"]
 _WIDTH = 240
@@ -25,7 +29,33 @@ _OUTLOOK = {
 }
 
 
-def as_json(message: Message) -> dict[str, Any]:
+@command
+def explain(
+    request_id: Annotated[str, typer.Argument(help="From `baton generate --json` or the logs.")] = "",
+    last: Annotated[int, typer.Option(min=0, help="List the last requests instead.")] = 0,
+    operator: Operator = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Explain a recent request's placement: every candidate's cost, predicted and actual times, hop by hop."""
+    if bool(request_id) == bool(last):
+        raise InvalidRequest("give a REQUEST_ID, or --last N")
+    with operator_client(operator, name) as client:
+        if last:
+            found = client.requests(last)
+            if as_json:
+                print_json({"requests": [explained_as_json(one) for one in found]})
+            else:
+                requests(out, found)
+            return
+        explained = client.explain(request_id)
+    if as_json:
+        print_json(explained_as_json(explained))
+    else:
+        request(out, explained)
+
+
+def explained_as_json(message: Message) -> dict[str, Any]:
     """Return every field by its name in the .proto file. Unknown fields are omitted, 0 and empty ones are not."""
     return json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True

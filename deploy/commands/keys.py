@@ -3,22 +3,104 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.main import get_command
 
 from baton import api_keys
 from baton import config as configuration
 from baton.api_keys import Identity
 from baton.errors import ConfigError
+from baton.wire import ClusterKeys
+from deploy.commands.terminal import Json, Name, err, new_app, out, print_json, reported
 from deploy.control_plane import state_file
 
 _LIMITS = {"max_body_bytes": "bytes", "max_prompt_tokens": "prompt tokens", "max_streams": "requests at a time"}
+
+app = new_app(name="keys", help="API keys of clients, and the key pair of a cluster's processes.")
+KeysFile = Annotated[
+    Path | None, typer.Option("--file", help="The file with the keys (api.keys_file), instead of --name's.")
+]
+
+
+@app.command("add")
+@reported
+def keys_add(
+    key: Annotated[str, typer.Argument(metavar="NAME", help="The key's name, in lists and logs.")],
+    tenant: Annotated[str, typer.Option(help="Clients with this key share its cache, weight and rate limits.")] = "",
+    operator: Annotated[bool, typer.Option("--operator", help="It may also watch and change the cluster.")] = False,
+    max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Largest request.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longest prompt.")] = None,
+    max_streams: Annotated[int | None, typer.Option(min=1, help="Most requests at a time.")] = None,
+    file: KeysFile = None,
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Make an API key and print it once. Only its hash is kept. From the first key on, clients need one."""
+    limits = {"max_body_bytes": max_body_bytes, "max_prompt_tokens": max_prompt_tokens, "max_streams": max_streams}
+    path = file_of(file, name)
+    secret = add(path, Identity(name=key, tenant=tenant, operator=operator, **limits))
+    if as_json:
+        print_json({"name": key, "tenant": tenant, "operator": operator, "key": secret, "file": str(path)})
+    else:
+        err.print(f"[dim]{escape(key)} is in {escape(str(path))}; the key is not shown again[/]")
+        sys.stdout.write(secret + "\n")
+
+
+@app.command("list")
+@reported
+def keys_list(file: KeysFile = None, name: Name = "baton", as_json: Json = False) -> None:
+    """Show the names, tenants and limits of all API keys."""
+    path = file_of(file, name)
+    found = listed(path)
+    if as_json:
+        print_json({"file": str(path), "keys": found})
+    else:
+        show(out, path, found)
+
+
+@app.command("remove")
+@reported
+def keys_remove(
+    key: Annotated[str, typer.Argument(metavar="NAME", help="The key's name.")],
+    file: KeysFile = None,
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Remove an API key. Within seconds it opens nothing any more; its requests that run go on."""
+    path = file_of(file, name)
+    left = api_keys.remove(path, key)
+    if as_json:
+        print_json({"name": key, "removed": True, "left": left})
+        return
+    out.print(f"removed {escape(key)}; {left} keys are left")
+    if not left:
+        out.print(escape(f"every client is refused now; to serve clients without keys, remove {path} and restart"))
+
+
+@app.command("cluster")
+@reported
+def keys_cluster(
+    file: Annotated[Path, typer.Argument(help="The file to make; an existing file is never overwritten.")],
+    as_json: Json = False,
+) -> None:
+    """Make a key pair for a cluster. Every process with the file can join it. Name it in cluster.key_file."""
+    ClusterKeys.generate().write(file)
+    if as_json:
+        print_json({"key_file": str(file)})
+    else:
+        out.print(f"made {escape(str(file))}, for its owner alone; set cluster.key_file to it")
+
+
+keys = get_command(app)
 
 
 def file_of(given: Path | None, cluster: str) -> Path:

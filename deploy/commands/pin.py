@@ -8,19 +8,66 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 
 from baton.client import Client, PinOptions
 from baton.errors import BatonError, InvalidRequest
 from baton.v1 import cache_pb2 as pb
+from deploy.commands.running_cluster import operator_client
+from deploy.commands.terminal import Json, Name, Operator, command, err, out, print_json, size
 
 STDIN = "-"
 _UNITS_MS = {"": 1_000, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)", re.IGNORECASE)
 _FIELDS = {"text", "token_ids", "id", "ttl", "tenant", "cache_salt"}
+
+
+@command
+def pin(
+    file: Annotated[str, typer.Argument(help="Prefixes, a JSON object per line; *.txt: one prefix; -: stdin.")] = "",
+    ttl: Annotated[str, typer.Option(help="How long to keep them: 90s, 15m, 1h, 2d.")] = "",
+    list_: Annotated[bool, typer.Option("--list", help="Show what is pinned.")] = False,
+    remove: Annotated[list[str] | None, typer.Option(metavar="ID", help="End a pin; may be repeated.")] = None,
+    tenant: Annotated[str, typer.Option(help="The tenant whose requests find the prefixes; --remove: its pins.")] = "",
+    timeout: Annotated[float | None, typer.Option(help="Seconds that each prefix may take.")] = None,
+    operator: Operator = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Compute prefixes ahead of requests, and pin their KV pages for a while."""
+    if sum([bool(file), list_, bool(remove)]) != 1:
+        raise InvalidRequest("give a FILE with prefixes, or --list, or --remove ID")
+    ttl_ms = parse_duration_ms(ttl) if ttl else None
+    lines = read(file, sys.stdin.read() if file == STDIN else "") if file else []
+    with operator_client(operator, name) as client:
+        for each in remove or ():
+            client.unpin(each, tenant)
+        pins = client.pins() if list_ else []
+        outcomes: list[PinOutcome] = []
+        for outcome in pin_prefixes(client, lines, ttl_ms, timeout, tenant):
+            outcomes.append(outcome)
+            if not as_json:
+                _show_pinned(file, outcome)
+    if as_json:
+        done = {"pinned": [outcome.as_json() for outcome in outcomes]} if file else {"removed": remove}
+        print_json({"pins": list(map(pin_as_json, pins))} if list_ else done)
+    elif list_:
+        _show_pins(pins)
+    elif file:
+        _show_pinned_all(outcomes)
+    else:
+        out.print(f"removed {escape(', '.join(remove or ()))}")
+    if any(outcome.error for outcome in outcomes):
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
@@ -121,3 +168,47 @@ def pin_prefixes(
             yield PinOutcome(number, pinned=client.pin_prefix(prompt, timeout=timeout, **options))
         except BatonError as error:
             yield PinOutcome(number, error=error)
+
+
+def _show_pinned(source: str, outcome: PinOutcome) -> None:
+    """Print the outcome of one prefix in one line."""
+    if outcome.pinned is None:
+        err.print(f"[red]{escape(source)}:{outcome.line}[/] {escape(str(outcome.error))}")
+        return
+    pin = outcome.pinned.pin
+    computed = f", {outcome.pinned.tokens_computed} computed" if outcome.pinned.HasField("tokens_computed") else ""
+    out.print(
+        f"{escape(pin.id)}  {pin.tokens} tokens{computed}, {pin.pages} pages, {size(pin.bytes)} on {escape(pin.node)} "
+        f"for {_span(pin.expires_in_ms)}"
+    )
+
+
+def _show_pinned_all(outcomes: Sequence[PinOutcome]) -> None:
+    """Print the sum of all outcomes. Pages that two prefixes share count twice."""
+    pins = [outcome.pinned.pin for outcome in outcomes if outcome.pinned is not None]
+    failed = len(outcomes) - len(pins)
+    out.print(
+        f"{len(pins)} prefixes are pinned, {sum(pin.pages for pin in pins)} pages, {size(sum(p.bytes for p in pins))}"
+        + (f"; {failed} failed" if failed else "")
+    )
+
+
+def _show_pins(found: Sequence[pb.Pin]) -> None:
+    """Print a line for each pin."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("pin")
+    table.add_column("tenant")
+    for column in ("tokens", "pages", "size", "for another"):
+        table.add_column(column, justify="right")
+    table.add_column("node")
+    for pin in found:
+        node = escape(pin.node) or "[yellow]being made anew[/]"
+        left = _span(pin.expires_in_ms)
+        table.add_row(escape(pin.id), escape(pin.tenant), str(pin.tokens), str(pin.pages), size(pin.bytes), left, node)
+    out.print(table if found else "nothing is pinned")
+
+
+def _span(milliseconds: int) -> str:
+    minutes, seconds = divmod(round(milliseconds / 1_000), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

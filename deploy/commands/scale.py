@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from baton.client import Client, is_up
 from baton.errors import ConfigError, StartupError
-from deploy.control_plane import cluster
+from deploy.commands.progress import Progress
+from deploy.commands.running_cluster import find
+from deploy.commands.terminal import Json, Name, command, err, out, print_json, state_folder
+from deploy.control_plane import cluster, state_file
 from deploy.control_plane.bring_up import Watch, ask_overview, why_failed
 from deploy.control_plane.reports import ClusterOverview
 from deploy.control_plane.state_file import State
@@ -16,6 +21,25 @@ from deploy.desired import ClusterScale
 
 _POLL = 0.25
 _PATIENCE = 10.0  # seconds, for one answer of the supervisor
+
+
+@command
+def scale(
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers from now on.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers from now on.")] = None,
+    name: Name = "baton",
+    timeout: Annotated[float, typer.Option(help="Seconds within which the change must be complete.")] = 900.0,
+    as_json: Json = False,
+) -> None:
+    """Change the number of workers while the cluster serves, and return once they are live."""
+    folder = state_folder(name)
+    state = find(folder)
+    with state_file.locked(folder), Progress(err, tell_first=False) as progress:
+        done = rescale(state, prefill, decode, timeout, progress.watch)
+    if as_json:
+        print_json({"name": state.name, "prefill": done.prefill, "decode": done.decode})
+    else:
+        out.print(f"{state.name} has {done.prefill} prefill and {done.decode} decode workers")
 
 
 def rescale(state: State, prefill: int | None, decode: int | None, patience: float, watch: Watch) -> ClusterScale:

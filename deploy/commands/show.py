@@ -1,4 +1,4 @@
-"""Print results as tables, from plain data."""
+"""Print the state of a cluster as tables, from plain data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from baton.v1.cache_pb2 import Pin
-from deploy.commands.doctor import Finding
-from deploy.commands.pin import PinOutcome
-
-_COLOURS = {"live": "green", "ok": "green", "warn": "yellow", "bad": "red"}
+from deploy.commands.terminal import coloured, size
 
 
-def status(console: Console, found: dict[str, Any]) -> None:
+def cluster(console: Console, found: dict[str, Any]) -> None:
     """Print the cluster on one screen."""
     serving = "[bold green]serves[/]" if found["serving"] else "[bold red]does not serve[/]"
     console.print(f"[bold]{found['cluster']}[/] {serving} {escape(found['model'])}")
@@ -42,7 +38,7 @@ def status(console: Console, found: dict[str, Any]) -> None:
         total = load.get("pages_total", 0)
         table.add_row(
             _named(row),
-            _coloured(row["state"]) + _more(row),
+            coloured(row["state"]) + _more(row),
             str(row["pid"] or ""),
             str(load.get("running", "")),
             str(load.get("waiting", "")),
@@ -104,7 +100,7 @@ def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:
                 row["name"] if tier == "host" else "",
                 tier if tier != "disk" or row["disk_up"] else "disk [dim](off)[/]",
                 _count(found.get("pages")),
-                _size(found.get("bytes")),
+                size(found.get("bytes")),
                 _count(found.get("hits")),
                 _count(found.get("loads")),
                 f"{found['load_seconds'] / loads * 1_000:.1f}" if loads else "",
@@ -116,7 +112,7 @@ def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:
     for row in stores:
         said = [f"oldest lease {row['oldest_lease_seconds']:.0f} s"] if row.get("oldest_lease_seconds", 0) >= 1 else []
         if pinned := row.get("pinned_bytes"):
-            said.append(f"{_size(pinned)} pinned")
+            said.append(f"{size(pinned)} pinned")
         if unproven := row.get("unproven_reservations"):
             said.append(f"[yellow]{unproven:.0f} slots reserved by writers that may still write[/]")
         if said:
@@ -125,69 +121,3 @@ def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:
 
 def _count(number: float | None) -> str:
     return "" if number is None else f"{number:.0f}"
-
-
-def _size(size: float | None) -> str:
-    if size is None:
-        return ""
-    units = ["B", "KiB", "MiB", "GiB"]
-    while size >= 1_024 and len(units) > 1:
-        size /= 1_024
-        del units[0]
-    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
-
-
-def findings(console: Console, found: Sequence[Finding]) -> None:
-    """Print one line for each finding, with the advice below it."""
-    for finding in found:
-        console.print(f"{_coloured(finding.level):<16} [bold]{finding.subject}[/]  {escape(finding.found)}")
-        if finding.advice:
-            console.print(f"      → {escape(finding.advice)}")
-
-
-def pinned(console: Console, errors: Console, source: str, outcome: PinOutcome) -> None:
-    """Print the outcome of one prefix in one line."""
-    if outcome.pinned is None:
-        errors.print(f"[red]{escape(source)}:{outcome.line}[/] {escape(str(outcome.error))}")
-        return
-    pin = outcome.pinned.pin
-    computed = f", {outcome.pinned.tokens_computed} computed" if outcome.pinned.HasField("tokens_computed") else ""
-    console.print(
-        f"{escape(pin.id)}  {pin.tokens} tokens{computed}, {pin.pages} pages, {_size(pin.bytes)} on {escape(pin.node)} "
-        f"for {_span(pin.expires_in_ms)}"
-    )
-
-
-def pinned_all(console: Console, outcomes: Sequence[PinOutcome]) -> None:
-    """Print the sum of all outcomes. Pages that two prefixes share count twice."""
-    pins = [outcome.pinned.pin for outcome in outcomes if outcome.pinned is not None]
-    failed = len(outcomes) - len(pins)
-    console.print(
-        f"{len(pins)} prefixes are pinned, {sum(pin.pages for pin in pins)} pages, {_size(sum(p.bytes for p in pins))}"
-        + (f"; {failed} failed" if failed else "")
-    )
-
-
-def pins(console: Console, found: Sequence[Pin]) -> None:
-    """Print a line for each pin."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("pin")
-    table.add_column("tenant")
-    for column in ("tokens", "pages", "size", "for another"):
-        table.add_column(column, justify="right")
-    table.add_column("node")
-    for pin in found:
-        node = escape(pin.node) or "[yellow]being made anew[/]"
-        left = _span(pin.expires_in_ms)
-        table.add_row(escape(pin.id), escape(pin.tenant), str(pin.tokens), str(pin.pages), _size(pin.bytes), left, node)
-    console.print(table if found else "nothing is pinned")
-
-
-def _span(milliseconds: int) -> str:
-    minutes, seconds = divmod(round(milliseconds / 1_000), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
-def _coloured(word: str) -> str:
-    return f"[{_COLOURS.get(word, 'yellow')}]{word}[/]"

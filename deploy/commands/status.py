@@ -6,37 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import typer
 
 from baton.client import Client, is_up
-from baton.errors import BatonError, StartupError
+from baton.errors import BatonError
 from baton.v1 import cluster_pb2
-from deploy.commands import figures
-from deploy.control_plane import state_file
+from deploy.commands import figures, show
+from deploy.commands.running_cluster import find
+from deploy.commands.terminal import Json, Name, command, out, print_json, state_folder
 from deploy.control_plane.reports import ClusterOverview, SupervisedProcess, read_overview
-from deploy.control_plane.state_file import State
 
 
-def find(folder: Path) -> State:
-    """Return the state of the cluster of that folder. Raises StartupError if there is none."""
-    state = state_file.read(folder)
-    if state is None:
-        raise StartupError(f"no cluster named {folder.name!r} is up; start one with `baton up --model DIRECTORY`")
-    if not state.routers:
-        raise StartupError(
-            f"the cluster {folder.name!r} never came up: its `baton up` was killed; `baton down --name {folder.name}` "
-            "clears away what is left"
-        )
-    # The supervisor knows the addresses of restarted routers.
-    overview = read_overview(folder)
-    return msgspec.structs.replace(state, routers=overview.routers) if overview and overview.routers else state
-
-
-def operator_client(target: str, folder: Path) -> Client:
-    """Return a client of the operator port at `target`, or of the cluster of that folder. Raises StartupError."""
-    if target:
-        return Client(operator=target)
-    state = find(folder)
-    return Client(operator=state.operator, api_key=state.operator_key)
+@command
+def status(name: Name = "baton", as_json: Json = False) -> None:
+    """Show the cluster's processes, their load, and its log folder."""
+    found = collect(state_folder(name))
+    if as_json:
+        print_json(found)
+    else:
+        show.cluster(out, found)
+    if not found["serving"]:
+        raise typer.Exit(1)
 
 
 def collect(folder: Path) -> dict[str, Any]:

@@ -203,11 +203,23 @@ def test_a_wrong_flag_is_a_usage_error():
     assert call("up", "--no-such-flag").exit_code == 2
 
 
+def test_help_lists_every_command():
+    result = call("--help")
+    listed = [words[1] for line in result.stdout.splitlines() if (words := line.split())[1:]]
+    assert {"up", "status", "advise", "keys", "version"} <= set(listed)
+
+
+def test_a_command_that_does_not_exist_is_a_usage_error():
+    result = call("statu")
+    assert result.exit_code == 2
+    assert "Did you mean 'status'?" in result.output
+
+
 def test_the_command_answers_at_once():
     """Nothing heavy is imported before it is needed."""
     script = (
-        "import sys; import deploy.cli, deploy.commands.status, deploy.commands.generate\n"
-        "print([m for m in ('torch', 'ray', 'transformers', 'tokenizers') if m in sys.modules])"
+        "import sys; import deploy.cli, deploy.commands.status, deploy.commands.generate, deploy.commands.advise\n"
+        "print([m for m in ('torch', 'ray', 'transformers', 'tokenizers', 'simulator') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"

@@ -18,7 +18,7 @@ from baton.errors import PortInUse, StartupError
 from baton.metrics_server import MetricsServer
 from baton.operator_address import parse_operator
 from deploy.addresses import ServiceAddresses, operator_target
-from deploy.commands import status
+from deploy.commands import running_cluster
 from deploy.control_plane import preflight, state_file
 from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview
 from deploy.control_plane.state_file import RayLink, State
@@ -62,11 +62,11 @@ def test_a_client_tries_the_next_router():
 def test_the_state_file_names_it_and_the_supervisor_knows_better(tmp_path: Path):
     state = State("mine", RayLink("", "token"), "", {"router": UNIX})
     state_file.write(tmp_path, state)
-    assert status.find(tmp_path).operator == "unix:/run/me/router.sock"
+    assert running_cluster.find(tmp_path).operator == "unix:/run/me/router.sock"
     moved = msgspec.structs.replace(UNIX, operator="unix:/tmp/baton-7/mine/router.sock")
     overview = ClusterOverview("mine", ProcessIdentity(1, 1), ClusterScale(1, 1), (), {"router": moved})
     (tmp_path / OVERVIEW_FILE).write_bytes(msgspec.json.encode(overview))
-    assert status.find(tmp_path).operator == "unix:/tmp/baton-7/mine/router.sock"
+    assert running_cluster.find(tmp_path).operator == "unix:/tmp/baton-7/mine/router.sock"
     assert _sockets(tmp_path, state) == [Path("/tmp/baton-7/mine")]  # /run/me is the user's own folder
 
 

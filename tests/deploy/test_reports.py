@@ -97,7 +97,7 @@ def test_the_table_fits_a_screen_and_tells_failures():
         "bottleneck": {"prefill": 0.9, "decode": 0.4, "advised": "prefill", "prefill_then": 0.45, "decode_then": 0.6},
     }
     console = Console(file=io.StringIO(), width=100)
-    show.status(console, found)
+    show.cluster(console, found)
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     for part in ("does not serve", "m[odel]", "/logs", "no token", "again in 4 s", "cut [short]", "it is broken"):
         assert part in text
@@ -120,7 +120,7 @@ def test_progress_tells_each_change_once():
 
 def test_what_generate_prints():
     usage, timing = TokenUsage(3, 1, 2), Timing(first_token=1.5)
-    printed = generate.as_json(Generated("ab", [1, 2], [], "length", usage, timing, Work(), "x", 7))
+    printed = generate.generated_as_json(Generated("ab", [1, 2], [], "length", usage, timing, Work(), "x", 7))
     assert printed["finish_reason"] == "length"
     assert printed["usage"] == {"prompt_tokens": 3, "cached_tokens": 1, "completion_tokens": 2}
     assert printed["timing"] == {"first_token": 1.5}

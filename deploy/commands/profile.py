@@ -1,0 +1,33 @@
+"""`baton profile`: trace the steps of a worker or store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from deploy.commands.running_cluster import operator_client
+from deploy.commands.terminal import Json, Name, Operator, command, out, print_json
+
+
+@command
+def profile(
+    process: Annotated[str, typer.Argument(help="A worker or store, such as decode-0; baton status lists them.")],
+    steps: Annotated[int, typer.Option(min=1, help="Steps to trace.")] = 100,
+    stop: Annotated[bool, typer.Option("--stop", help="End the trace that the process is writing.")] = False,
+    operator: Operator = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Trace the next steps of a process, for chrome://tracing or Perfetto.
+
+    A cluster writes one trace at a time."""
+    with operator_client(operator, name) as client:
+        asked = client.stop_profile(process) if stop else client.profile(process, steps)
+    if as_json:
+        print_json({"process": process, "steps": asked.steps, "path": asked.path, "node": asked.node})
+        return
+    does = "ends its trace" if stop else f"traces its next {asked.steps} steps"
+    out.print(f"{escape(process)} {does}; once it is written, on {escape(asked.node)}:")
+    out.print(escape(asked.path))

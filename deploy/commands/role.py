@@ -1,0 +1,70 @@
+"""`baton role`: change a worker's role, and wait until it has the new one."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from baton.client import Client, is_up
+from baton.errors import ProcessNotFound
+from baton.messages import WorkerRole
+from baton.v1 import cluster_pb2
+from deploy.commands.running_cluster import operator_client
+from deploy.commands.terminal import Json, Name, Operator, command, out, print_json
+
+_POLL = 0.1
+
+
+class WorkerKind(StrEnum):
+    """The roles of a worker."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@command
+def role(
+    worker: Annotated[str, typer.Argument(help="A worker, such as decode-0; baton status lists them.")],
+    wanted: Annotated[WorkerKind, typer.Argument(metavar="prefill|decode", help="Its new role.")],
+    patience: Annotated[float, typer.Option(help="Seconds until its remaining requests are moved.")] = 30.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the new role.")] = 60.0,
+    operator: Operator = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Change a worker's role from decode to prefill, or back, without a restart.
+
+    The exit status is 1 if the worker does not have the role after --wait."""
+    kind: WorkerRole = "prefill" if wanted is WorkerKind.PREFILL else "decode"
+    with operator_client(operator, name) as client:
+        client.set_role(worker, kind, patience=patience)
+        found, done = until_changed(client, worker, kind, wait)
+    if as_json:
+        print_json({"worker": worker, "role": kind, "done": done, "attempts": found.attempts})
+    elif done:
+        out.print(f"{escape(worker)} is a {kind} worker now")
+    else:
+        out.print(f"{escape(worker)} is no {kind} worker yet; {found.attempts} attempts are left")
+    if wait and not done:
+        raise typer.Exit(1)
+
+
+def until_changed(client: Client, worker: str, role: WorkerRole, patience: float) -> tuple[cluster_pb2.Process, bool]:
+    """Wait until the worker has `role`; return its last status, and whether it has the role.
+
+    Ends early if the change of role is cancelled, and after `patience` seconds. Raises ProcessNotFound if the worker
+    has gone.
+    """
+    wanted = cluster_pb2.ROLE_PREFILL if role == "prefill" else cluster_pb2.ROLE_DECODE
+    end = time.monotonic() + patience
+    while True:
+        found = next((process for process in client.status().processes if process.name == worker), None)
+        if found is None or not is_up(found):
+            raise ProcessNotFound(f"{worker} has gone; its successor has the role that it is configured with")
+        if found.role == wanted or not found.becoming or time.monotonic() >= end:
+            return found, found.role == wanted
+        time.sleep(_POLL)

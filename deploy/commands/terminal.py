@@ -1,0 +1,118 @@
+"""What all commands share: options, output and errors.
+
+Results go to stdout, progress and errors go to stderr. With --json, stdout holds exactly one JSON object. Exit status:
+0, or 1 with the message of a typed error, or 2 for wrong flags, or 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from typer.main import get_command
+
+from baton import config as configuration
+from baton.config import Config
+from baton.errors import BatonError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Name = Annotated[str, typer.Option("--name", help="The cluster's name.", metavar="NAME")]
+Operator = Annotated[
+    str, typer.Option(metavar="TARGET", help="unix:/PATH or host:port of a router's operator port, instead of --name.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML configuration; flags override it.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="One setting.")]
+
+_COLOURS = {"live": "green", "ok": "green", "warn": "yellow", "bad": "red"}
+
+
+def new_app(**options: Any) -> typer.Typer:
+    """Return a Typer application that shows Baton's errors itself. `options` are those of Typer."""
+    return typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True, **options
+    )
+
+
+def command(function: Callable[..., None]) -> Any:
+    """Turn a function into a subcommand: its parameters are the flags, and its errors are `reported`."""
+    app = new_app()
+    app.command()(reported(function))
+    return get_command(app)
+
+
+def reported(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn any exception of a command into one message and an exit status, never a traceback."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        as_json = bool(kwargs.get("as_json"))
+        try:
+            return command(*args, **kwargs)
+        except BatonError as error:
+            _say_error(error.reason, str(error), as_json)
+        except KeyboardInterrupt:
+            err.print("interrupted")
+            raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort, SystemExit):
+            raise
+        except Exception as error:
+            if os.environ.get("BATON_DEBUG"):
+                raise
+            message = f"{type(error).__name__}: {error} (a fault of Baton's own; BATON_DEBUG=1 shows where)"
+            _say_error("internal", message, as_json)
+        raise typer.Exit(1)
+
+    return wrapper
+
+
+def _say_error(reason: str, message: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"error": {"reason": reason, "message": message}})
+    else:
+        err.print(f"[bold red]error[/] ({reason}): {escape(message)}")
+
+
+def print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def load(file: Path | None, settings: list[str] | None, flags: dict[str, Any]) -> Config:
+    """Return the configuration: the file, overridden by --set, overridden by given flags. Raises ConfigError."""
+    overrides: dict[str, object] = dict(configuration.parse_override(text) for text in settings or ())
+    overrides |= {key: value for key, value in flags.items() if value not in (None, "")}
+    return configuration.load(file, overrides)
+
+
+def state_folder(name: str) -> Path:
+    """Return the folder of the state of the cluster of that name. Raises ConfigError."""
+    return configuration.load(overrides={"cluster.name": name}).cluster.state_dir
+
+
+def coloured(word: str) -> str:
+    """Return the word in the colour of its meaning: green for good, red for bad, else yellow."""
+    return f"[{_COLOURS.get(word, 'yellow')}]{word}[/]"
+
+
+def size(number: float | None) -> str:
+    """Return a number of bytes in its unit, empty if there is none."""
+    if number is None:
+        return ""
+    units = ["B", "KiB", "MiB", "GiB"]
+    while number >= 1_024 and len(units) > 1:
+        number /= 1_024
+        del units[0]
+    return f"{number:.0f} B" if units[0] == "B" else f"{number:.1f} {units[0]}"
