@@ -2,18 +2,20 @@
 
 Names are vLLM's where the meaning is the same, with `baton_` for `vllm:`; units are base units; labels are bounded and
 never name a request. States know nothing of this: a process publishes what it read from `stats()` and Prometheus reads
-the last published values. Only latencies are observed one by one.
+the last published values. Only latencies and sizes are observed one by one. A process that hangs publishes nothing, so
+the ages of its loop, and its memory, are read when a page is made: `read_at_scrape`. Families with `process_` for
+`baton_` are those that Prometheus' clients of all languages have.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -27,7 +29,7 @@ from baton.samples import Sample
 class MetricSpec:
     """One row of the table. A counter's name gets `_total` from Prometheus."""
 
-    kind: Literal["gauge", "counter", "seconds"]
+    kind: Literal["gauge", "counter", "seconds", "sizes"]  # the last two are histograms
     help: str
     labels: tuple[str, ...] = ()
 
@@ -41,6 +43,16 @@ TABLE: Mapping[str, MetricSpec] = {
     "request_queue_time_seconds": MetricSpec("seconds", "Request received to placed on a worker."),
     "request_prefill_time_seconds": MetricSpec("seconds", "Placed to the prompt covered."),
     "request_decode_time_seconds": MetricSpec("seconds", "First token to the end."),
+    "request_hop_seconds": MetricSpec(
+        "seconds", "Parts of the time to first token, which they add up to; see router/requests/hops.py.", ("hop",)
+    ),
+    "handoff_seconds": MetricSpec("seconds", "Prompt computed by a prefill worker to its pages on the decode worker."),
+    "handoff_bytes": MetricSpec("counter", "Bytes of pages that decode workers fetched for split requests."),
+    "slo_requests": MetricSpec(
+        "counter",
+        "Requests that ended, by whether they met an objective; a request without that objective meets it if served.",
+        ("priority", "objective", "met"),
+    ),
     "request_success": MetricSpec("counter", "Requests finished.", ("finished_reason",)),
     "request_errors": MetricSpec("counter", "Requests failed or cancelled.", ("reason",)),
     "request_attempts": MetricSpec("counter", "Attempts at requests; more than requests when something died."),
@@ -57,12 +69,19 @@ TABLE: Mapping[str, MetricSpec] = {
     "generation_tokens": MetricSpec("counter", "Tokens generated."),
     "prefix_cache_queries": MetricSpec("counter", "Prompt tokens looked up."),
     "prefix_cache_hits": MetricSpec("counter", "Prompt tokens that came from caches."),
+    "prefix_cache_ceiling": MetricSpec(
+        "gauge", "Share of prompt tokens that a cache without bounds would have had, over a time.", ("window",)
+    ),
     "prefix_map_pages": MetricSpec("gauge", "Different pages that any process holds, as far as the router knows."),
     "prefix_map_repairs": MetricSpec(
         "counter", "Holders whose pages were found known wrongly and asked for.", ("found_by",)
     ),
     "pins": MetricSpec("gauge", "Prefixes that are kept pinned, or are on their way to it.", ("phase",)),
     "peers": MetricSpec("gauge", "Live processes.", ("role",)),
+    "peers_lost": MetricSpec("counter", "Processes that went, by why.", ("role", "reason")),
+    "heartbeat_age_seconds": MetricSpec("gauge", "Age of the oldest last heartbeat of live processes.", ("role",)),
+    # every process
+    "loop_age_seconds": MetricSpec("gauge", "Since the main loop last turned; it grows while a step runs."),
     # workers and stores, about their KV events
     "kv_event_answers_dropped": MetricSpec(
         "counter", "Snapshots and replays that a follower asked for and did not take."
@@ -91,6 +110,12 @@ TABLE: Mapping[str, MetricSpec] = {
     "kv_loads_incomplete": MetricSpec("counter", "Fetches that ended before every page was here."),
     "write_through_refused": MetricSpec("counter", "Write-throughs that the store had no room for."),
     "step_seconds": MetricSpec("seconds", "Time of an engine step."),
+    "step_age_seconds": MetricSpec("gauge", "Since the running engine step began; 0 while none runs."),
+    "step_sequences": MetricSpec("sizes", "Sequences in the batch of a step."),
+    "iteration_tokens_total": MetricSpec("sizes", "Tokens in the batch of a step."),
+    "gpu_memory_used_bytes": MetricSpec("gauge", "Memory of the worker's GPU that any process uses.", ("gpu",)),
+    "gpu_memory_total_bytes": MetricSpec("gauge", "Memory of the worker's GPU.", ("gpu",)),
+    "gpu_utilization_perc": MetricSpec("gauge", "Share of the time in which the GPU ran a kernel, 0 to 1.", ("gpu",)),
     "checksum_failures": MetricSpec("counter", "Pages dropped because their bytes did not match.", ("tier",)),
     "page_evictions": MetricSpec("counter", "Pages evicted.", ("tier",)),
     "load_regret_seconds": MetricSpec("counter", "Time lost to loads slower than computing.", ("tier",)),
@@ -121,7 +146,10 @@ TABLE: Mapping[str, MetricSpec] = {
 
 PAGE_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_SECONDS = 0.5  # a rendered page is served for so long: rendering takes milliseconds of the process's one core
-_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BUCKETS = {
+    "seconds": (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    "sizes": tuple(float(2**exponent) for exponent in range(15)),
+}
 
 
 class Metrics(Collector):
@@ -130,8 +158,12 @@ class Metrics(Collector):
     def __init__(self) -> None:
         self.registry = CollectorRegistry()  # others may register families of their own
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
         self._published: Mapping[str, Sample] = {}
-        self._histograms: dict[str, Histogram] = {}
+        self._readers: list[Callable[[], Mapping[str, Sample]]] = []
+        self._turned: float | None = None
+        self._families: dict[str, Histogram] = {}
+        self._histograms: dict[tuple[str, tuple[str, ...]], Histogram] = {}
         self._lock = threading.Lock()
         self._server: MetricsServer | None = None
         self._page = b""
@@ -145,17 +177,35 @@ class Metrics(Collector):
             TABLE[name]
         self._published = values
 
-    def observe(self, name: str, seconds: float) -> None:
-        """Add one duration to the histogram of that name."""
-        if name not in self._histograms:
-            with self._lock:
-                self._histograms.setdefault(
-                    name, Histogram(f"baton_{name}", TABLE[name].help, registry=self.registry, buckets=_BUCKETS)
+    def read_at_scrape(self, read: Callable[[], Mapping[str, Sample]]) -> None:
+        """Call `read` for more values whenever a page is made, from the thread that makes it. A name that the table
+        does not have makes the page fail with KeyError."""
+        self._readers.append(read)
+
+    def loop_turned(self) -> None:
+        """The main loop goes on. `loop_age_seconds` counts from the last call."""
+        self._turned = time.monotonic()
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Add one duration in seconds, or one size, to the histogram of that name and these label values."""
+        if (histogram := self._histograms.get((name, labels))) is None:
+            histogram = self._child(name, labels)
+        histogram.observe(value)
+
+    def _child(self, name: str, labels: tuple[str, ...]) -> Histogram:
+        spec = TABLE[name]
+        with self._lock:
+            if name not in self._families:
+                self._families[name] = Histogram(
+                    *(f"baton_{name}", spec.help, spec.labels),
+                    registry=self.registry,
+                    buckets=_BUCKETS[spec.kind],
                 )
-        self._histograms[name].observe(seconds)
+            family = self._families[name]
+            return self._histograms.setdefault((name, labels), family.labels(*labels) if labels else family)
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in self._published.items():
+        for name, value in self._values().items():
             entry = TABLE[name]
             family = (CounterMetricFamily if entry.kind == "counter" else GaugeMetricFamily)(
                 f"baton_{name}", entry.help, labels=entry.labels
@@ -163,6 +213,14 @@ class Metrics(Collector):
             for labels, number in (value if isinstance(value, Mapping) else {(): value}).items():
                 family.add_metric(labels, number)
             yield family
+
+    def _values(self) -> Mapping[str, Sample]:
+        values = dict(self._published)
+        if (turned := self._turned) is not None:
+            values["loop_age_seconds"] = time.monotonic() - turned
+        for read in self._readers:
+            values |= read()
+        return values
 
     def serve(self, host: str, port: int = 0) -> str:
         """Serve /metrics on `host`:`port` (0: any free port) from a thread; returns "host:port". Raises PortInUse."""

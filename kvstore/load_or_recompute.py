@@ -126,12 +126,12 @@ class LoadRegret:
     """Seconds lost to loads that took longer than computing would have, by tier."""
 
     def __init__(self) -> None:
-        self.seconds: dict[LowerTier, float] = {}
+        self.seconds: dict[LowerTier, float] = dict.fromkeys(DEFAULT_SPEEDS, 0.0)
 
     def load_ended(self, load: LoadInProgress, pages: int, now: float) -> None:
         """`pages` of this load came."""
         load.end(pages, now)
-        self.seconds[load.tier] = self.seconds.get(load.tier, 0.0) + load.regret
+        self.seconds[load.tier] += load.regret
 
 
 def _most_of(runs: Sequence[TierPages], pages: int) -> LowerTier:

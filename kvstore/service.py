@@ -180,6 +180,7 @@ class StoreService:
     def turn(self) -> None:
         """Wait for something to do, for a moment at most, and do it. In a trace, turns with something to do are
         steps."""
+        self._metrics.loop_turned()
         with self._tracer.turn():
             self._turn()
 

@@ -13,9 +13,10 @@ name, and every message names incarnations.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -37,6 +38,7 @@ _SHOWN = 600.0  # seconds for which a process that went is still listed
 _SLOWEST = 1e-3  # prompt tokens per second; a lower rate is none, and a division by it may overflow
 
 GoneReason: TypeAlias = Literal["silent", "stuck", "dead", "replaced", "rejected"]
+GONE_REASONS: tuple[GoneReason, ...] = get_args(GoneReason)
 
 
 @dataclass
@@ -248,6 +250,7 @@ class ClusterMembership:
         self._gone: dict[str, MemberRecord] = {}  # by name, until replaced
         self._known: dict[str, _LinkCounter] = {}  # by incarnation, oldest first
         self._met = 0
+        self.lost: Counter[tuple[Role, GoneReason]] = Counter()  # processes that went, since the start
         self.changes = ClusterChanges()
 
     def get(self, incarnation: str) -> MemberRecord | None:
@@ -364,6 +367,7 @@ class ClusterMembership:
         del self._live[member.incarnation]
         del self._by_role[member.peer.role][member.incarnation]
         member.gone = why
+        self.lost[member.peer.role, why] += 1
         member.mark_changed()
         if why != "replaced":
             self._gone[member.peer.name] = member

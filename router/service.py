@@ -189,6 +189,7 @@ async def _watch(
     pauses = PauseDetector(tolerance=beat)
     while True:
         driver.handle(Tick(pauses.tick(clock.now())))
+        driver.metrics.loop_turned()
         driver.publish(listener.malformed + sum(client_server.undecodable for client_server in fronts), refused())
         for client_server in fronts:
             await client_server.set_serving(driver.unready is None)

@@ -66,6 +66,7 @@ from router.outbox import Outbox
 from router.placement.kv_index import KvIndex, KvIndexStats
 from router.placement.policy import LowestTtft, PlacementPolicy
 from router.placement.prediction_error import PredictionError, PredictionErrors, PredictionKind
+from router.placement.reuse_ceiling import ReuseCeiling
 from router.placement.step_costs import FittedCosts
 from router.placement.utilization import PoolUtilization, RoleAdvice, UtilizationMonitor
 from router.prefix_pinning.pin import PinPhase as PinPhase
@@ -75,6 +76,7 @@ from router.queueing.admission import AdmissionControl, ModelLimits
 from router.request import Attempt, Request, RequestPhase
 from router.requests.explain import Explanations, RequestRecord
 from router.requests.lifecycle import RequestCounts, RequestManager
+from router.requests.slo_attainment import Objective, SloAttainment
 from router.requests.worker_messages import WorkerMessageHandler
 from router.role_changes import RoleChanges
 
@@ -105,6 +107,7 @@ class RouterStats:
     queued: int
     running: int
     live: Mapping[Role, int]
+    lost: Mapping[tuple[Role, GoneReason], int]  # processes that went
     finished: Mapping[str, int]  # by reason
     failed: Mapping[str, int]  # by reason
     cancelled: int
@@ -115,6 +118,8 @@ class RouterStats:
     prompt_tokens: int  # of finished requests
     cached_tokens: int  # of finished requests
     generated_tokens: int
+    attainment: Mapping[tuple[int, Objective, bool], int]  # requests by level of priority and whether they met it
+    reuse_ceiling: Mapping[str, float]  # by window
     kv_index: KvIndexStats
     pins: Mapping[str, int]  # prefixes that are kept pinned, or are to be, by phase
     waiting: Mapping[int, int]  # in the queue, by level of priority
@@ -142,12 +147,16 @@ class RouterState:
         self._explanations = Explanations(config.router.explain_requests)
         self._utilization = UtilizationMonitor()
         self._counts = RequestCounts()
+        self._attainment = SloAttainment({0, *config.router.slo_classes})
+        self._reuse_ceiling = ReuseCeiling(config.pages.page_size)
         self._manager = RequestManager(
             *(config, limits, self._members, self._kv_index, self._costs, self._out, placer),
             admission=self._admission,
             explanations=self._explanations,
             utilization=self._utilization,
             counts=self._counts,
+            attainment=self._attainment,
+            reuse_ceiling=self._reuse_ceiling,
         )
         self._worker_messages = WorkerMessageHandler(
             *(config, limits, self._members, self._manager, self._prediction_errors, self._out),
@@ -525,6 +534,7 @@ class RouterState:
         self._manager.expire(now)
         self._pinner.expire(now)
         self._role_changes.tick(now)
+        self._reuse_ceiling.tick(now)
         self._request_snapshots(self._kv_index.tick(now))
         if now >= self._next_beat:
             self._next_beat = now + self._config.cluster.heartbeat_ms / 1_000
@@ -598,6 +608,7 @@ class RouterState:
             queued=len(queue),
             running=len(self._manager) - len(queue),
             live={role: len(self._members.with_role(role)) for role in roles},
+            lost=dict(self._members.lost),
             finished=dict(counts.finished),
             failed=dict(counts.failed),
             cancelled=counts.cancelled,
@@ -608,6 +619,8 @@ class RouterState:
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             generated_tokens=counts.generated_tokens,
+            attainment=self._attainment.counts,
+            reuse_ceiling=self._reuse_ceiling.shares,
             kv_index=self._kv_index.stats(),
             pins={phase.value: self._pinner.count()[phase] for phase in PinPhase},
             waiting=queue.levels(),

@@ -59,6 +59,7 @@ from kvstore.events.publisher import KvEventPublisher
 from kvstore.layout import PageLayout
 from worker.alarm import Alarm
 from worker.calibration import calibrate
+from worker.gpu_metrics import GpuMetrics
 from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
 
 log = logging.getLogger(__name__)
@@ -159,6 +160,9 @@ class WorkerLoop:
         self._scheduler: WorkerScheduler
         self._step_started: float | None = None
         self._stepped = False  # in this turn
+        self.metrics.read_at_scrape(self._step_age)
+        if (gpu := GpuMetrics.of(self.engine.pool.device)) is not None:
+            self.metrics.read_at_scrape(gpu.read)
         self._next_beat = 0.0
         self.pages_in = self.pages_out = self.corrupt = 0
         self._traces = config.cluster.traces
@@ -188,6 +192,7 @@ class WorkerLoop:
         """Serve until `stop` is set or a router wants another role. `samples`: the scheduler's metrics."""
         self._scheduler = scheduler
         while not (stop.is_set() or self.next_role):
+            self.metrics.loop_turned()
             with self.tracer.turn():
                 self._turn(samples)
 
@@ -362,9 +367,11 @@ class WorkerLoop:
         with self.tracer.span("heartbeat", "sockets"):
             self._heartbeat()
         chunks = list(plan.values())
-        size = {"chunks": len(chunks), "tokens": sum(len(chunk.tokens) for chunk in chunks)} if self.tracer.on else {}
+        tokens = sum(len(chunk.tokens) for chunk in chunks)
+        self.metrics.observe("step_sequences", len(chunks))
+        self.metrics.observe("iteration_tokens_total", tokens)
         try:
-            with self.tracer.span("step", "engine", **size):
+            with self.tracer.span("step", "engine", chunks=len(chunks), tokens=tokens):
                 output = self.engine.run(chunks)
                 return StepDone(plan, output.sampled, output.scores)
         except Exception as error:  # one bad batch must not end the worker; its requests hear of it
@@ -388,7 +395,7 @@ class WorkerLoop:
         if now >= self._next_beat:
             self._next_beat = now + self._routers.heartbeat
             with self.tracer.span("publish metrics", "sockets"):
-                self.metrics.publish({**samples(), **self._copied()})
+                self.metrics.publish({**samples(), **self._samples()})
             if self._store.connected:
                 self._store.call(LeaseHeartbeat(self._scheduler.leases))
 
@@ -405,13 +412,20 @@ class WorkerLoop:
         self._events.publish([("GPU", cache.drain_events())], self._page_size)
         self._events.answer(lambda: page_runs(((page.key, page.parent) for page in cache.pages()), "GPU"))
 
-    def _copied(self) -> Mapping[str, Sample]:
+    def _step_age(self) -> Mapping[str, Sample]:
+        """For the thread that makes a page, while the loop may be in a step."""
+        started = self._step_started
+        return {"step_age_seconds": 0.0 if started is None else self.clock.now() - started}
+
+    def _samples(self) -> Mapping[str, Sample]:
+        """What the loop itself counts, whatever its role."""
         page_bytes = self.engine.layout.page_bytes
         moved = {("in",): float(self.pages_in), ("out",): float(self.pages_out)}
         return {
             **self._events.metric_samples,
             "pages_copied": moved,
             "bytes_copied": {direction: pages * page_bytes for direction, pages in moved.items()},
+            "page_evictions": {("device",): self._scheduler.blocks.evictions},
             "checksum_failures": {("host",): self.corrupt},
             "connections_refused": refused(),
             "malformed_messages": self._routers.malformed + self._events.malformed,

@@ -80,6 +80,11 @@ class DeviceBlockManager:
         """Pages that `grow` could hand out now: free or evictable."""
         return len(self._free) + len(self._lru)
 
+    @property
+    def evictions(self) -> int:
+        """Cached pages that have had to make room so far. `stats` tells it too, and looks at every page."""
+        return self._evictions
+
     def match(self, keys: Sequence[bytes]) -> int:
         """How many pages at the start of `keys` are cached. Changes nothing, not even the eviction order."""
         return len(self._tree.match(keys))

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +23,7 @@ from baton.errors import RequestCancelled, Unavailable
 from baton.logs import RateLimit, RateLimitedLog, RequestLog
 from baton.messages import LoadReport, Message, Peer, WorkerRole
 from baton.metrics import Metrics
+from baton.samples import Labels
 from baton.trace import new_mark, trace_path
 from router.events import (
     PIN,
@@ -54,11 +55,13 @@ from router.events import (
     Unsubscribe,
 )
 from router.frontend.detokenizer import TextStream
+from router.frontend.metric_samples import heartbeat_age, metric_samples
 from router.frontend.output_stream import OutputStream, StopVerdict
 from router.frontend.request_parsing import ValidatedPin, ValidatedRequest
 from router.frontend.served_model import ServedModel
 from router.frontend.vllm_metrics import EngineLoad, VllmMetrics
 from router.requests.explain import RequestRecord
+from router.requests.hops import ttft_hops
 from router.state import ProcessView, RouterState, RouterStats
 
 log = logging.getLogger(__name__)
@@ -104,7 +107,9 @@ class RouterDriver:
         self._max_tokens: dict[str, int | None] = {}
         self._followers: dict[str, list[Submit]] = {}  # by their leader's name, until its first token
         self._load_due = float("-inf")
+        self._heartbeat_age: Mapping[Labels, float] = {}
         self.vllm_metrics = VllmMetrics(metrics.registry, model, config.pages.page_size)
+        self._handoff_bytes = 0
         self._numbered = 0
         self._events: deque[RouterEvent] = deque()
         self._handling = False
@@ -336,52 +341,18 @@ class RouterDriver:
         stats = self.state.stats()
         if (now := self._clock.now()) >= self._load_due:
             self._load_due = now + _LOAD_SECONDS
-            self.vllm_metrics.load = self._engine_load(stats)
-        errors = {(reason,): float(count) for reason, count in stats.failed.items()}
-        errors[("cancelled",)] = errors.get(("cancelled",), 0.0) + stats.cancelled
+            views = self.state.processes(now)
+            self.vllm_metrics.load = _engine_load(stats, views)
+            self._heartbeat_age = heartbeat_age(views)
         self.metrics.publish(
             {
-                "num_requests_running": stats.running,
-                "num_requests_waiting": stats.queued,
-                "request_success": {(reason,): float(count) for reason, count in stats.finished.items()},
-                "request_errors": errors,
-                "request_attempts": stats.attempts,
-                "placements": {("split",): stats.placed_split, ("local",): stats.placed_local},
-                "prompt_tokens": stats.prompt_tokens,
-                "generation_tokens": stats.generated_tokens,
-                "prefix_cache_queries": stats.prompt_tokens,
-                "prefix_cache_hits": stats.cached_tokens,
-                "prefix_map_pages": stats.kv_index.pages,
-                "prefix_map_repairs": {
-                    ("gap",): float(stats.kv_index.gaps),
-                    ("digest",): float(stats.kv_index.divergences),
-                },
-                "requests_waiting": {(str(level),): float(count) for level, count in stats.waiting.items()},
-                "requests_rejected": {(reason,): float(count) for reason, count in stats.rejected.items()},
-                "prediction_error": {
-                    (kind, quantile): error
-                    for kind, score in stats.prediction_errors.items()
-                    for quantile, error in (("0.5", score.median), ("0.9", score.p90))
-                },
-                "tenant_tokens": {labels: float(count) for labels, count in stats.tenant_tokens.items()},
-                "pins": {(phase,): float(count) for phase, count in stats.pins.items()},
-                "peers": {(role,): float(count) for role, count in stats.live.items()},
-                "predicted_utilization": {}
-                if stats.utilization is None
-                else {("prefill",): stats.utilization.prefill, ("decode",): stats.utilization.decode},
-                "role_advised": {
-                    (role,): float(stats.advice is not None and stats.advice.role == role)
-                    for role in ("prefill", "decode")
-                },
+                **metric_samples(stats),
+                "heartbeat_age_seconds": self._heartbeat_age,
+                "handoff_bytes": self._handoff_bytes,
                 "malformed_messages": malformed,
                 "connections_refused": refused,
             }
         )
-
-    def _engine_load(self, stats: RouterStats) -> EngineLoad:
-        devices = [view.load for view in self.state.processes(self._clock.now()) if view.peer.role == "decode"]
-        free, total = sum(load.pages_free for load in devices), sum(load.pages_total for load in devices)
-        return EngineLoad(stats.running, stats.queued, free, total)
 
     def _observe(self, end: RequestEnded) -> None:
         line, usage = end.summary.timeline, end.summary.usage
@@ -397,6 +368,19 @@ class RouterDriver:
         for name, seconds in spans.items():
             if seconds is not None:
                 self.metrics.observe(name, seconds)
+        hops = ttft_hops(end.summary) or {}
+        for hop, seconds in hops.items():
+            self.metrics.observe("request_hop_seconds", seconds, hop)
+        if "handoff" in hops:
+            self.metrics.observe("handoff_seconds", hops["handoff"])
+            card = self.state.card
+            self._handoff_bytes += end.summary.served.pages_fetched * (card.page_bytes if card else 0)
+
+
+def _engine_load(stats: RouterStats, views: Sequence[ProcessView]) -> EngineLoad:
+    devices = [view.load for view in views if view.peer.role == "decode"]
+    free, total = sum(load.pages_free for load in devices), sum(load.pages_total for load in devices)
+    return EngineLoad(stats.running, stats.queued, free, total)
 
 
 def _write(note: Log) -> None:

@@ -23,6 +23,9 @@ _LATE_IN_TIME = 0.9
 """Of requests that leave the queue, so many have their first token no later than computing it and what is expected on
 top: they share their workers with others."""
 _AHEAD = 0.5  # seconds of prompts that are enough for a worker to go on with
+REJECTIONS = ("rate_limited", "no_worker", "objective", "objective_while_waiting", "queue_full")
+"""Why a request is turned away; the keys of `AdmissionControl.rejected`."""
+
 _LEAST_HINT, _MOST_HINT = 0.25, 30.0  # seconds after which another try is worth it
 
 

@@ -34,6 +34,7 @@ from router.placement.cluster_view import ClusterView
 from router.placement.cost_matrix import PlacementCosts
 from router.placement.kv_index import KvIndex
 from router.placement.policy import PlacementPolicy
+from router.placement.reuse_ceiling import ReuseCeiling
 from router.placement.step_costs import FittedCosts
 from router.placement.types import Placement, PlacementRequest, Reject, SecondsReservation
 from router.placement.utilization import UtilizationMonitor
@@ -41,6 +42,7 @@ from router.queueing.admission import AdmissionControl, ModelLimits, check_token
 from router.queueing.queue_scan import QueueScan
 from router.request import Attempt, Request, RequestPhase
 from router.requests.explain import ConsideredPlacements, Explanations
+from router.requests.slo_attainment import SloAttainment
 
 
 @dataclass
@@ -76,6 +78,8 @@ class RequestManager:
         explanations: Explanations,
         utilization: UtilizationMonitor,
         counts: RequestCounts,
+        attainment: SloAttainment,
+        reuse_ceiling: ReuseCeiling,
     ) -> None:
         self._config = config
         self._policy = placer
@@ -93,6 +97,7 @@ class RequestManager:
         self._held = False  # a request is held here that could as well wait at a worker
         self._next_expiry = -inf  # until then no request has waited for too long
         self._explanations, self._utilization, self._counts = explanations, utilization, counts
+        self._attainment, self._reuse_ceiling = attainment, reuse_ceiling
 
     def find(self, name: str) -> Request | None:
         """The request of that name, if it has not ended."""
@@ -271,6 +276,8 @@ class RequestManager:
         now: float,
     ) -> None:
         request.history.attempts += 1
+        if request.history.attempts == 1:
+            self._reuse_ceiling.asked(request.keys, request.prompt, now)
         self._admission.placed(request, min(request.prompt, plan.cached_pages * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.history.attempts)
         request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
@@ -423,6 +430,7 @@ class RequestManager:
         request.timeline.ended = now
         summary = request.summary(completion)
         self._explanations.ended(request, outcome, summary, now)
+        self._attainment.ended(request, outcome, summary)
         self.cancel_attempt(request)
         self._admission.ended(request, summary.usage, now)
         self._policy.ended(request.name)
