@@ -19,7 +19,7 @@ from baton.logs import RequestLog
 from baton.v1 import generation_pb2
 from router.events import Cancelled, Failed, Finished, RequestEnded, Summary
 from router.frontend.generation import Generation, GenerationService
-from router.frontend.message_guard import looked_at
+from router.frontend.message_guard import connected, looked_at
 from router.frontend.output_stream import Output
 from router.frontend.parallel_sampling.merge import merged
 from router.frontend.parallel_sampling.result_stream import ReadableStream
@@ -173,14 +173,3 @@ async def abort(context: Any, error: BatonError, request_id: str = "") -> NoRetu
     with connected():
         await context.abort(code, named, metadata)
     raise AssertionError("abort returned")
-
-
-@contextlib.contextmanager
-def connected() -> Iterator[None]:
-    """Take what gRPC can't write any more for what it is: the client has gone, which is no failure of the router."""
-    try:
-        yield
-    except (grpc.aio.AbortError, grpc.aio.UsageError):
-        raise
-    except grpc.aio.BaseError:
-        raise asyncio.CancelledError from None

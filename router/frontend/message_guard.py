@@ -8,8 +8,9 @@ bounds it for its method, parses it, and only then calls the handler.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -112,8 +113,11 @@ class MessageGuard(grpc.aio.ServerInterceptor):
             except BatonError as error:
                 await self._refuse(context, error)
 
-        async def answer_once(messages: Any, context: Any) -> Any:
-            return await handler.unary_unary(await one(context), context)
+        async def answer_once(messages: Any, context: Any) -> None:
+            # Written here: gRPC's own writing of a single answer logs a traceback where the client has gone.
+            answer = await handler.unary_unary(await one(context), context)
+            with connected():
+                await context.write(answer)
 
         async def answer(messages: Any, context: Any) -> None:
             await _write(handler.unary_stream(await one(context), context), context)
@@ -135,7 +139,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(converse, None, handler.response_serializer)
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(answer_once, None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(answer_once, None, handler.response_serializer)
 
     async def _received(self, context: Any) -> bytes:
         # Not cancelled when time is up: gRPC's core still holds what it is to be read into.
@@ -225,7 +229,19 @@ async def _write(answers: Any, context: Any) -> None:
         await answers
         return
     async for message in answers:
-        await context.write(message)
+        with connected():
+            await context.write(message)
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """Take what gRPC can't write any more for what it is: the client has gone, which is no failure of the router."""
+    try:
+        yield
+    except (grpc.aio.AbortError, grpc.aio.UsageError):
+        raise
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
 
 
 def looked_at(future: asyncio.Future[Any]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -252,6 +253,38 @@ def test_more_rpcs_than_allowed_are_refused_but_health_checks_are_not() -> None:
             assert {code for code, _, _ in await asyncio.gather(*serving)} == {grpc.StatusCode.OK}
             await eventually_async(lambda: guard.rpcs == 0)
             assert (await raw(channel, GENERATE, message))[0] == grpc.StatusCode.OK
+
+    run(test)
+
+
+class _Gone:
+    """The context of an RPC whose client has gone since it sent its message."""
+
+    async def read(self) -> bytes:
+        return b""
+
+    async def write(self, message: Any) -> None:
+        raise grpc.aio.InternalError("Failed execute_batch")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_one_answer_to_a_client_that_has_gone_is_no_failure() -> None:
+    """gRPC's own writing of it logs a traceback."""
+
+    async def pin(asked: Any, context: Any) -> Any:
+        return cache_pb2.PinPrefixResponse()
+
+    async def refuse(context: Any, error: BatonError) -> Any:
+        raise AssertionError(error)
+
+    async def found(details: grpc.HandlerCallDetails) -> Any:
+        return grpc.unary_unary_rpc_method_handler(pin, cache_pb2.PinPrefixRequest.FromString)
+
+    async def test() -> None:
+        guard = MessageGuard(refuse, 1, 1_000, {}, admit=lambda *_: lambda: None)
+        details: Any = SimpleNamespace(method=PIN, invocation_metadata=())
+        guarded = await guard.intercept_service(found, details)
+        with pytest.raises(asyncio.CancelledError):
+            await guarded.stream_stream(None, _Gone())
 
     run(test)
 
