@@ -220,6 +220,7 @@ class StoreCalls:
         """Send a packet. False when the store has closed, as it may at any call that is none."""
         case.sending(raw)
         opened = [os.open(os.devnull, os.O_RDONLY) for _ in descriptors]
+        connection.settimeout(_PATIENCE)  # a read before may have had a shorter one
         try:
             if opened:
                 socket.send_fds(connection, [raw], opened)
