@@ -61,10 +61,10 @@ class Arena:
                 raise ValueError(f"{slots} slots of {page_bytes} bytes are not within an arena of {size}")
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise ValueError("the arena's size is not sealed; whoever made it could make our mapping fault")
-        except (OSError, ValueError) as error:
+            return cls(fd, size, slots, page_bytes)
+        except (OSError, OverflowError, ValueError) as error:  # of the mapping, too: it may be too large, or read only
             os.close(fd)
             raise ValueError(str(error)) from None
-        return cls(fd, size, slots, page_bytes)
 
     def divide(self, page_bytes: int) -> None:
         """Cut the arena into slots of that size, and map it. The store does, once it knows what its workers store."""

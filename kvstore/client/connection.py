@@ -1,8 +1,9 @@
 """A worker's end of the link to its node's store: calls out, replies in, and the arena mapped.
 
-Synchronous and never waiting, so that it fits into the loop of a worker whose steps must not be held up. It keeps no
-leases and repeats nothing: what is reserved, held and waited for is the worker state's to know. Chains of more than
-`MAX_KEYS_PER_CALL` keys are the caller's to split, under several leases.
+Synchronous and never waiting, so that it fits into the loop of a worker whose steps must not be held up. It repeats
+nothing: what is reserved, held and waited for is the worker state's to know. Chains of more than `MAX_KEYS_PER_CALL`
+keys are the caller's to split, under several leases. A store whose reply does not fit what it was asked
+(`kvstore.client.reply_check`) counts as lost.
 
 A lost store is reported once, by `receive` or `tick` raising StoreGone. `call` never raises it, so that no decision is
 interrupted half-way. Then `disconnect`, forget every lease, and `connect` again: the store that answers is another
@@ -22,11 +23,13 @@ from baton.messages import MAX_KEYS_PER_CALL, Namespace, Peer
 from baton.store_protocol import Attach, Attached, AttachRefused, LeaseHeartbeat, StoreCall, StoreReply
 from baton.unix import UnixSocket
 from kvstore.arena.memory import Arena
+from kvstore.client.reply_check import ReplyCheck
 
 log = logging.getLogger(__name__)
 
 _LAST_WORD = 1.0  # seconds that the store gets to take what is said at the end
 _MAX_ADDRESS = 100  # bytes; Linux takes 107
+_MOST_REPLIES = 4_096  # taken at a time, so that no store keeps its worker from its steps
 
 
 def store_address(cluster: str, node: str) -> str:
@@ -51,6 +54,7 @@ class StoreClient:
         self._connecting_since = 0.0
         self._socket: UnixSocket[StoreReply] | None = None
         self._arena: Arena | None = None
+        self._check = ReplyCheck(0)
         self._failure: StoreGone | None = None  # found out, but not told yet
         self._heard = False  # since the last tick
         self._last_heard: float | None = None
@@ -90,26 +94,26 @@ class StoreClient:
         return self._socket.fileno()
 
     def receive(self) -> list[StoreReply]:
-        """Every reply that is here. Raises StoreGone when the store is gone, after its last replies were taken."""
+        """Some of the replies that are here, at most 4,096. Raises StoreGone when the store is gone, after its last
+        replies were taken."""
         if self._socket is None:
             raise StoreGone("not connected to a store")
         replies: list[StoreReply] = []
-        while self._failure is None:
+        while self._failure is None and len(replies) < _MOST_REPLIES:
             try:
                 received = self._socket.receive()
+                if received is None:
+                    return replies
+                reply, descriptors = received
+                _close(descriptors)
+                self._heard = True
+                if isinstance(reply, AttachRefused):
+                    raise StoreGone(f"the store refused ({reply.reason}): {reply.message}")
+                self._check.heard(reply)
+                replies.append(reply)
             except (StoreGone, MalformedMessage) as error:
                 self._failure = StoreGone(str(error))
-                break
-            if received is None:
-                return replies
-            reply, descriptors = received
-            _close(descriptors)
-            self._heard = True
-            if isinstance(reply, AttachRefused):
-                self._failure = StoreGone(f"the store refused ({reply.reason}): {reply.message}")
-            else:
-                replies.append(reply)
-        if not replies:
+        if self._failure is not None and not replies:
             raise self._failure
         return replies
 
@@ -118,6 +122,7 @@ class StoreClient:
         assert len(getattr(call, "keys", b"")) <= MAX_KEYS_PER_CALL * 16
         if self._socket is None or self._failure is not None:
             return
+        self._check.called(call)
         try:
             self._socket.send(call)
         except StoreGone as error:
@@ -218,6 +223,7 @@ class StoreClient:
         except ValueError as error:
             self._give_up()
             raise StoreError(f"the store's arena can't be used: {error}") from None
+        self._check = ReplyCheck(reply.slots)
         self._connecting, self._socket = None, connection
         self._heard, self._last_heard, self._failure = True, None, None
         self.incarnation = reply.store.incarnation

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from baton.errors import BatonError, InvalidGrammar, Overloaded, from_reason
 from baton.logs import RateLimitedLog
-from baton.messages import Grammar
+from baton.messages import MAX_GRAMMAR, Grammar
 from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
 from router.frontend.served_model import ServedModel
 
@@ -42,7 +42,7 @@ class GrammarChecker:
         if file is not None and eos:
             self._helper = HelperProcess(
                 "router.frontend.grammar_process", str(file), str(model.limits.vocab_size), str(eos[0]),
-                deadline=_DEADLINE,
+                deadline=_DEADLINE, most=MAX_GRAMMAR,
             )  # fmt: skip
         self._lanes: dict[str, _Lane] = {}  # by tenant
         self._known: OrderedDict[Grammar, Grammar | BatonError] = OrderedDict()
@@ -86,9 +86,9 @@ class GrammarChecker:
         except HelperDied:
             log.warning("a grammar ended the process that compiles it")
             return InvalidGrammar("the grammar takes too much memory to compile, or is nested too deeply")
-        if (text := answer.get("text")) is not None:
-            return replace(grammar, text=text)
-        return from_reason(answer["reason"], answer["error"])
+        if answer.text is not None:
+            return replace(grammar, text=answer.text)
+        return from_reason(answer.reason, answer.error)
 
     def _remember(self, grammar: Grammar, outcome: Grammar | BatonError) -> None:
         if grammar in self._known:

@@ -19,8 +19,8 @@ from llguidance import LLTokenizer
 from msgspec.structs import replace
 
 from baton import grammars
-from baton.errors import BatonError
-from baton.messages import Grammar
+from baton.errors import BatonError, InvalidGrammar
+from baton.messages import MAX_GRAMMAR, Grammar
 from router.frontend.helper_main import serve
 
 _MEMORY = 2 << 30  # bytes of address space: a tokenizer of 256,000 tokens takes a quarter of it
@@ -37,6 +37,10 @@ def _answer(order: dict[str, Any], file: str, vocab_size: int, eos: int) -> dict
     try:
         if grammar.kind == "lark":
             grammar = replace(grammar, text=grammars.lark_of(grammar.text))
+            if len(grammar.text) > MAX_GRAMMAR:
+                raise InvalidGrammar(
+                    f"the grammar has {len(grammar.text)} characters in Lark; at most {MAX_GRAMMAR} may be"
+                )
         grammars.try_out(_tokenizer(file, vocab_size, eos), grammar)
         return {"text": grammar.text}
     except BatonError as error:

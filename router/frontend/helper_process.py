@@ -15,9 +15,12 @@ from typing import Any
 
 import msgspec
 
+from baton.messages import UNREADABLE
 from router.frontend.message_guard import looked_at
 
 _START = 30.0  # seconds for the first order of a new process, which imports its libraries
+_BESIDE = 2**16  # bytes of an answer beside its text
+_ESCAPED = 12  # bytes that a character takes in JSON at most
 
 
 class HelperLate(Exception):
@@ -25,21 +28,33 @@ class HelperLate(Exception):
 
 
 class HelperDied(Exception):
-    """The process ended before it answered, perhaps by its use of memory."""
+    """The process ended before it answered, perhaps by its use of memory; or it was ended, since it said what is no
+    answer."""
+
+
+class HelperAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a helper says: the text that was asked for, or else an error and the label of its kind."""
+
+    text: str | None = None
+    error: str = ""
+    reason: str = ""
 
 
 class HelperProcess:
     """A helper that is started when it is first needed, and does one order after another. One event loop may use it."""
 
-    def __init__(self, module: str, *arguments: str, deadline: float) -> None:
-        """`deadline`: seconds for one order, once the process has answered the first one."""
+    def __init__(self, module: str, *arguments: str, deadline: float, most: int) -> None:
+        """`deadline`: seconds for one order, once the process has answered the first one. `most`: characters of a
+        text."""
         self._command = (sys.executable, "-m", module, *arguments)
         self.deadline = deadline
+        self._most_bytes = _ESCAPED * most + _BESIDE
+        self._decoder = msgspec.json.Decoder(HelperAnswer)
         self._process: asyncio.subprocess.Process | None = None
         self._patience = _START
         self._turn = asyncio.Lock()
 
-    async def ask(self, order: Any) -> dict[str, Any]:
+    async def ask(self, order: Any) -> HelperAnswer:
         """Return the answer to an order. Raises HelperLate and HelperDied."""
         asking = asyncio.create_task(self._in_turn(msgspec.json.encode(order)))
         asking.add_done_callback(looked_at)
@@ -54,7 +69,7 @@ class HelperProcess:
             process.kill()
         await process.wait()
 
-    async def _in_turn(self, order: bytes) -> dict[str, Any]:
+    async def _in_turn(self, order: bytes) -> HelperAnswer:
         async with self._turn:
             try:
                 answer = await asyncio.wait_for(self._exchange(order), self._patience)
@@ -63,11 +78,11 @@ class HelperProcess:
             except TimeoutError:
                 await self.close()
                 raise HelperLate from None
-            except (asyncio.IncompleteReadError, ConnectionError):
+            except (asyncio.IncompleteReadError, ConnectionError, *UNREADABLE):
                 await self.close()
                 raise HelperDied from None
 
-    async def _exchange(self, order: bytes) -> dict[str, Any]:
+    async def _exchange(self, order: bytes) -> HelperAnswer:
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
@@ -78,4 +93,9 @@ class HelperProcess:
         given.write(len(order).to_bytes(4, "big") + order)
         await given.drain()
         size = int.from_bytes(await taken.readexactly(4), "big")
-        return msgspec.json.decode(await taken.readexactly(size))
+        if size > self._most_bytes:
+            raise ValueError(f"an answer of {size} bytes; at most {self._most_bytes} are taken")
+        answer = self._decoder.decode(await taken.readexactly(size))
+        if answer.text is None and not answer.error:
+            raise ValueError("an answer with neither a text nor an error")
+        return answer

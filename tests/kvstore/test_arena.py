@@ -30,6 +30,9 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
 def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:baton-arena")
 
@@ -100,7 +103,17 @@ def test_what_is_no_arena_is_not_mapped(arena: Arena) -> None:
     os.close(writing)
     with pytest.raises(ValueError, match="within an arena"):
         Arena.attach(reading, 1, PAGE)
-    for fd in (unsealed, reading):
+    unwritable = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unwritable, PAGE)
+    fcntl.fcntl(unwritable, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_WRITE)
+    with pytest.raises(ValueError, match="not permitted"):
+        Arena.attach(unwritable, 1, PAGE)
+    endless = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(endless, 2**62)
+    fcntl.fcntl(endless, fcntl.F_ADD_SEALS, SEALS)
+    with pytest.raises(ValueError, match="memory"):
+        Arena.attach(endless, 2**62 // PAGE, PAGE)
+    for fd in (unsealed, reading, unwritable, endless):
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
 

@@ -12,9 +12,19 @@ import pytest
 
 from baton.errors import StoreError, StoreGone
 from baton.messages import MAX_KEYS_PER_CALL, Message, Peer
-from baton.store_protocol import Acquire, Attach, Attached, AttachRefused, StoreCall, StoreHeartbeat
+from baton.store_protocol import (
+    Acquire,
+    Attach,
+    Attached,
+    AttachRefused,
+    LeasedPage,
+    PagesReady,
+    StoreCall,
+    StoreHeartbeat,
+)
 from baton.unix import UnixListener, UnixSocket
 from kvstore.arena.memory import Arena
+from kvstore.client import connection
 from kvstore.client.connection import StoreClient, store_address
 from tests.kvstore.store_fixtures import NAMESPACE, STORE
 
@@ -224,3 +234,30 @@ def test_addresses_are_bounded_and_differ() -> None:
     long = store_address("c" * 31, "n" * 128)
     assert len(long.encode()) <= 100
     assert len({long, store_address("c" * 31, "m" * 128), store_address("a", "b"), store_address("a", "c")}) == 4
+
+
+def test_a_store_whose_reply_fits_no_call_counts_as_lost(fake: FakeStore, client: StoreClient) -> None:
+    socket = attach(fake, client)
+    client.call(Acquire(1, bytes(32), wait=True))
+    good = PagesReady(1, (LeasedPage(1, 3, 9),))
+    socket.send(good)
+    socket.send(PagesReady(1, (LeasedPage(0, 4, 9),)))  # the arena has the slots 0 to 3
+    assert client.receive() == [good]
+    with pytest.raises(StoreGone, match="does not fit lease 1"):
+        client.receive()
+    with pytest.raises(StoreGone, match="does not fit lease 1"):
+        client.tick(0.0)
+    client.disconnect()
+    socket = attach(fake, client)  # another incarnation, which owes nothing
+    socket.send(good)
+    assert client.receive() == [good]
+
+
+def test_a_store_that_never_stops_talking_lets_its_worker_go_on(
+    fake: FakeStore, client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_MOST_REPLIES", 4)
+    socket = attach(fake, client)
+    for _ in range(6):
+        socket.send(StoreHeartbeat())
+    assert [len(client.receive()) for _ in range(3)] == [4, 2, 0]

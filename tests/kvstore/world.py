@@ -24,6 +24,7 @@ from baton.messages import FromStore, Medium, PageSource, PagesPinned, Peer, Pin
 from baton.store_protocol import (
     Acquire,
     Attach,
+    Attached,
     AttachRefused,
     EndLease,
     LeaseHeartbeat,
@@ -41,6 +42,7 @@ from baton.store_protocol import (
 )
 from baton.waits import WaitEdge
 from kvstore.arena.host_page_pool import HostPage
+from kvstore.client.reply_check import ReplyCheck
 from kvstore.disk.interface import DiskOrder
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from kvstore.server.events import (
@@ -143,10 +145,12 @@ class Worker:
     calls: deque[StoreCall] = field(default_factory=deque)
     replies: deque[StoreReply] = field(default_factory=deque)
     leases: dict[int, WorkerLease] = field(default_factory=dict)
+    check: ReplyCheck = field(default_factory=lambda: ReplyCheck(SLOTS))  # of its connection
 
     def say(self, call: StoreCall) -> None:
         if self.connection is not None:
             self.calls.append(call)
+            self.check.called(call)
 
     @property
     def writable(self) -> list[int]:
@@ -518,6 +522,7 @@ class World:
         worker.connection = self.number()
         worker.calls.clear()
         worker.replies.clear()
+        worker.check = ReplyCheck(SLOTS)
         if refusable:
             node.refusable.add(worker.connection)
         node.take(Connected(worker.connection, worker.pid))
@@ -543,6 +548,8 @@ class World:
         return moved
 
     def _learn(self, worker: Worker, reply: StoreReply) -> None:
+        if not isinstance(reply, Attached | AttachRefused):
+            worker.check.heard(reply)
         lease = worker.leases.get(getattr(reply, "lease", -1))
         if lease is None:
             return

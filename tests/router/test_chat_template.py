@@ -179,6 +179,10 @@ def test_a_final_message_is_continued_as_transformers_does(shape: str, content: 
         "{{ undefined.attribute }}",
         "{{ raise_exception('roles must alternate') }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ '\\ud800' }}",  # half a surrogate pair
+        "{{ " + "(" * 5_000 + " }}",
+        "{% if x %}" * 200 + "{% endif %}" * 200,
+        "{{ strftime_now('\\ud800') }}",
     ],
 )
 def test_a_hostile_or_broken_template_gets_nothing(template: str) -> None:

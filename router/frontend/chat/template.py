@@ -54,7 +54,9 @@ class TemplateRenderer:
     """Renders templates in a process that is started when it is first needed. One event loop may use it."""
 
     def __init__(self, max_characters: int) -> None:
-        self._helper = HelperProcess("router.frontend.chat.template_process", str(max_characters), deadline=_DEADLINE)
+        self._helper = HelperProcess(
+            "router.frontend.chat.template_process", str(max_characters), deadline=_DEADLINE, most=max_characters
+        )
 
     async def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Return the prompt. Raises InvalidRequest if the template fails, hangs or takes too much."""
@@ -66,9 +68,9 @@ class TemplateRenderer:
         except HelperDied:
             log.warning("a chat template ended its process")
             raise InvalidRequest("the chat template ended its process, perhaps by its use of memory") from None
-        if (text := answer.get("text")) is None:
-            raise InvalidRequest(f"the chat template can't render these messages: {shown(answer['error'], 300)}")
-        return text
+        if answer.text is None:
+            raise InvalidRequest(f"the chat template can't render these messages: {shown(answer.error, 300)}")
+        return answer.text
 
     async def close(self) -> None:
         """End the process."""

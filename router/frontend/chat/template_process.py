@@ -136,9 +136,13 @@ def _answer(order: dict[str, Any], most: int) -> dict[str, Any]:
     try:
         if not takes_parts(order["template"]):
             variables = variables | {"messages": [_plain(message) for message in variables["messages"]]}
-        return {"text": render(order["template"], variables, most)}
-    except (ValueError, MemoryError) as error:
-        return {"error": str(error)[:1_000] or "it takes too much memory"}
+        text = render(order["template"], variables, most)
+        text.encode()  # a template may make half a surrogate pair, which is no text
+        return {"text": text}
+    except ValueError as error:
+        return {"error": str(error)[:1_000]}
+    except Exception as error:  # noqa: BLE001 a template is a program: whatever it raises, another one must go on
+        return {"error": f"{type(error).__name__}: {error}"[:1_000]}
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

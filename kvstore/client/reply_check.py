@@ -1,0 +1,116 @@
+"""Whether a store's replies fit what its worker has asked. A scheduler relies on that, so the check stands before it.
+
+Knows of each lease how many pages it is for, and what the store still owes. Never decides what a reply means. Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.errors import MalformedMessage
+from baton.messages import KEY_BYTES
+from baton.store_protocol import (
+    Acquire,
+    Attached,
+    AttachRefused,
+    EndLease,
+    LowerTierHits,
+    NotReserved,
+    PagesReady,
+    PagesUnavailable,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    StoreCall,
+    StoreHeartbeat,
+    StoreReply,
+)
+
+
+@dataclass(slots=True)
+class _OpenLease:
+    """One lease from its first call to its EndLease. Indices count within it."""
+
+    pages: int
+    reserving: bool
+    undecided: bool  # Reserved or NotReserved is still to come, or what lower tiers have
+    granted: set[int] = field(default_factory=set[int])  # told to be ready
+    owed: set[int] = field(default_factory=set[int])  # sealed or released by us, without an answer yet
+
+
+class ReplyCheck:
+    """The leases of one connection to one store."""
+
+    def __init__(self, slots: int) -> None:
+        """`slots`: how many the store's arena has."""
+        self._slots = slots
+        self._leases: dict[int, _OpenLease] = {}
+
+    def called(self, call: StoreCall) -> None:
+        """Note what is asked."""
+        match call:
+            case Reserve(lease=number, keys=keys):
+                self._leases[number] = _OpenLease(len(keys) // KEY_BYTES, reserving=True, undecided=True)
+            case Acquire(lease=number, keys=keys, wait=wait):
+                self._leases[number] = _OpenLease(len(keys) // KEY_BYTES, reserving=False, undecided=not wait)
+            case Seal(lease=number, first=first, checksums=checksums) if lease := self._leases.get(number):
+                lease.owed.update(range(first, first + len(checksums)))
+            case Release(lease=number, indices=indices) if lease := self._leases.get(number):
+                lease.owed.update(indices)
+            case EndLease(lease=number):
+                self._leases.pop(number, None)
+            case _:
+                pass
+
+    def heard(self, reply: StoreReply) -> None:
+        """Check a reply. Raises MalformedMessage for one that no call has asked for. What is said of a lease that has
+        ended may have been on its way and counts for nothing."""
+        if isinstance(reply, Attached | AttachRefused):
+            raise MalformedMessage(f"{type(reply).__name__} on a connection that is attached already")
+        if isinstance(reply, StoreHeartbeat) or (lease := self._leases.get(reply.lease)) is None:
+            return
+        if not _fits(reply, lease, self._slots):
+            raise MalformedMessage(f"a {type(reply).__name__} that does not fit lease {reply.lease}: {reply}"[:300])
+
+
+def _fits(reply: StoreReply, lease: _OpenLease, slots: int) -> bool:
+    """Whether a reply fits the lease; note it."""
+    match reply:
+        case Reserved(slots=given):
+            taken = [slot for slot in given if slot is not None]
+            fits = lease.reserving and lease.undecided and len(given) == lease.pages
+            lease.undecided = False
+            return fits and len(set(taken)) == len(taken) and all(0 <= slot < slots for slot in taken)
+        case NotReserved():
+            fits, lease.undecided = lease.reserving and lease.undecided, False
+            return fits
+        case Sealed(first=first, count=count):
+            return lease.reserving and count <= lease.pages and _settle(lease, range(first, first + count))
+        case PagesReady(pages=pages):
+            indices = {page.index for page in pages}
+            fits = not lease.reserving and len(indices) == len(pages) and indices.isdisjoint(lease.granted)
+            lease.granted |= indices
+            return fits and all(page.index < lease.pages and page.slot < slots for page in pages)
+        case LowerTierHits(first=first, runs=runs):
+            fits = not lease.reserving and lease.undecided and first + sum(run.pages for run in runs) <= lease.pages
+            lease.undecided = False
+            return fits
+        case Released(indices=indices, held=held):
+            return not lease.reserving and len(held) == len(indices) and _settle(lease, indices)
+        case PagesUnavailable(index=index):
+            return index < lease.pages
+        case _:
+            return False
+
+
+def _settle(lease: _OpenLease, indices: range | tuple[int, ...]) -> bool:
+    """Whether the store owed an answer for each of these, once; it does no more."""
+    answered = set(indices)
+    fits = len(answered) == len(indices) and answered <= lease.owed
+    lease.owed -= answered
+    return fits

@@ -1,0 +1,72 @@
+"""Helper processes that say what is no answer: it costs their one order, and the next one gets an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
+from tests.fuzz.false_helper import answer, order
+
+pytestmark = pytest.mark.slow
+
+GOOD = answer(b'{"text": "x"}')
+MOST = 100  # characters
+
+
+def run(test: Callable[[HelperProcess], Awaitable[None]], deadline: float = 30.0) -> None:
+    async def whole() -> None:
+        helper = HelperProcess("tests.fuzz.false_helper", deadline=deadline, most=MOST)
+        try:
+            assert (await helper.ask(order(GOOD))).text == "x"
+            await test(helper)
+            assert (await helper.ask(order(GOOD))).text == "x"
+        finally:
+            await helper.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer(b""), answer(b"{"), answer(b"\xff"), answer(b"[]"), answer(b"null"), answer(b"{}"),
+        answer(b'{"text": 1}'), answer(b'{"text": null}'), answer(b'{"text": "\\ud800"}'), answer(b'{"error": ""}'),
+        answer(b"[" * 10_000), answer(b'{"text": ["x"]}'), (2**32 - 1).to_bytes(4, "big"), (2**20).to_bytes(4, "big"),
+    ],
+    ids=lambda said: str(said[:30]),
+)  # fmt: skip
+def test_what_is_no_answer(said: bytes) -> None:
+    async def test(helper: HelperProcess) -> None:
+        with pytest.raises(HelperDied):
+            await helper.ask(order(said))
+
+    run(test)
+
+
+@pytest.mark.parametrize("said", [b"", b"\0", GOOD[:6]])
+def test_a_helper_that_ends_in_the_middle(said: bytes) -> None:
+    async def test(helper: HelperProcess) -> None:
+        with pytest.raises(HelperDied):
+            await helper.ask(order(said, end=True))
+
+    run(test)
+
+
+@pytest.mark.parametrize("said", [b"", b"\0", GOOD[:6]])
+def test_a_helper_that_stops_in_the_middle(said: bytes) -> None:
+    async def test(helper: HelperProcess) -> None:
+        with pytest.raises(HelperLate):
+            await helper.ask(order(said))
+
+    run(test, deadline=0.2)
+
+
+def test_the_longest_text_is_taken_however_it_is_escaped() -> None:
+    async def test(helper: HelperProcess) -> None:
+        said = answer(b'{"text": "' + b"\\ud83d\\udc4d" * MOST + b'"}')
+        assert (await helper.ask(order(said))).text == "👍" * MOST
+
+    run(test)
