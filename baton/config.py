@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 import yaml
@@ -209,6 +210,13 @@ class TlsConfig(_Section, frozen=True):
     client_ca_file: str = ""  # PEM: clients must show a certificate of one of these authorities; "": they need none
 
 
+class TracingConfig(_Section, frozen=True):
+    """OpenTelemetry spans of requests. `OTEL_*` variables in a router's environment say the rest."""
+
+    enabled: bool = False  # each router exports spans; needs pip install 'baton[otel]'
+    endpoint: str = ""  # URL of the OTLP collector; "": as the OTEL_EXPORTER_OTLP_* variables say, or on this machine
+
+
 class StoreConfig(_Section, frozen=True):
     """The node's store."""
 
@@ -272,6 +280,7 @@ class Config(_Section, frozen=True):
     router: RouterConfig = RouterConfig()
     api: ApiConfig = ApiConfig()
     tls: TlsConfig = TlsConfig()
+    tracing: TracingConfig = TracingConfig()
     store: StoreConfig = StoreConfig()
     disk: DiskConfig = DiskConfig()
     prefill: PrefillConfig = PrefillConfig()
@@ -412,6 +421,10 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"api.host is {config.api.host}, which other machines reach, and there is no TLS; set tls.cert_file and "
             "tls.key_file, keep it on loopback behind your proxy, or say --insecure (api.insecure)"
+        )
+    if config.tracing.endpoint and urlsplit(config.tracing.endpoint).scheme not in ("http", "https"):
+        raise ConfigError(
+            f"tracing.endpoint is {config.tracing.endpoint!r}; it must be a URL, such as http://localhost:4318"
         )
     ports = (config.router.grpc_port, config.router.internal_port, config.router.http_port, config.api.port)
     fixed = [p for p in (*ports, operator.port if isinstance(operator, Loopback) else 0) if p]

@@ -78,6 +78,7 @@ TABLE: Mapping[str, MetricSpec] = {
     ),
     "pins": MetricSpec("gauge", "Prefixes that are kept pinned, or are on their way to it.", ("phase",)),
     "peers": MetricSpec("gauge", "Live processes.", ("role",)),
+    "spans": MetricSpec("counter", "OpenTelemetry spans, by what became of them.", ("outcome",)),
     "peers_lost": MetricSpec("counter", "Processes that went, by why.", ("role", "reason")),
     "heartbeat_age_seconds": MetricSpec("gauge", "Age of the oldest last heartbeat of live processes.", ("role",)),
     # every process

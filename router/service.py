@@ -17,12 +17,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+import baton
 from baton import hosts
 from baton.api_keys import KeyRing
 from baton.clock import Clock, PauseDetector, Tick
 from baton.config import Config
 from baton.doors import ServerTls, check_keys, server_tls
-from baton.errors import BatonError, MalformedMessage
+from baton.errors import BatonError, MalformedMessage, StartupError
 from baton.logs import RateLimitedLog
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
@@ -41,6 +42,7 @@ from router.frontend.http_server import HttpServer
 from router.frontend.identity import Gatekeeper
 from router.frontend.served_model import load
 from router.frontend.tokenizer_threads import TokenizerThreads
+from router.tracing.request_spans import SpanSink
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log)  # lines that a peer can trigger
@@ -84,13 +86,14 @@ async def serve(
         cleanup.callback(listener.close)
         sockets = RouterSockets(listener)
         cleanup.push_async_callback(sockets.close)
-        driver = RouterDriver(me, config, model, sockets, clock, Metrics())
+        tracer = await _tracer(cleanup, config, me, clock)
+        driver = RouterDriver(me, config, model, sockets, clock, Metrics(), tracer=tracer)
         http = HttpServer(driver)
         cleanup.push_async_callback(http.stop)
         http_address = await http.start(router.host, router.http_port)
         tokenizing = TokenizerThreads()
         cleanup.callback(tokenizing.close)
-        service = GenerationService(driver, clock, tokenizing)
+        service = GenerationService(driver, clock, tokenizing, tracer=tracer)
         cleanup.push_async_callback(service.close)
         keys = KeyRing(config.api_keys_path, required=config.api.require_keys, operator_key=operator_key())
         check_keys(config, keys)
@@ -118,6 +121,28 @@ async def serve(
             _watch(driver, (client_server, operator), listener, clock),
         )
         await _until_stopped(_drained(driver, stop), *loops)
+
+
+async def _tracer(cleanup: contextlib.AsyncExitStack, config: Config, me: Peer, clock: Clock) -> SpanSink | None:
+    """What exports the spans of requests; None where tracing is off. Raises StartupError."""
+    if not config.tracing.enabled:
+        return None
+    try:
+        from router.tracing.export import start  # takes a third of a second, and few need it
+    except ImportError as error:
+        raise StartupError(
+            f"tracing needs packages that are not installed ({error}): pip install 'baton[otel]'"
+        ) from None
+    who = {
+        "service.name": "baton",
+        "service.version": baton.__version__,
+        "service.instance.id": me.incarnation,
+        "baton.cluster": config.cluster.name,
+        "baton.router": me.name,
+    }
+    tracer = await asyncio.to_thread(start, config.tracing, clock, who)
+    cleanup.push_async_callback(tracer.close)
+    return tracer
 
 
 async def _start_api(

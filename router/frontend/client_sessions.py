@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from baton.clock import Clock
 from baton.config import Config
-from baton.errors import RequestCancelled, Unavailable
+from baton.errors import RequestCancelled, RequestNotFound, Unavailable
 from baton.logs import RateLimit, RateLimitedLog, RequestLog
 from baton.messages import LoadReport, Message, Peer, WorkerRole
 from baton.metrics import Metrics
@@ -63,6 +63,7 @@ from router.frontend.vllm_metrics import EngineLoad, VllmMetrics
 from router.requests.explain import RequestRecord
 from router.requests.hops import ttft_hops
 from router.state import ProcessView, RouterState, RouterStats
+from router.tracing.request_spans import RequestSpans, SpanSink
 
 log = logging.getLogger(__name__)
 limited = RateLimitedLog(log, RateLimit(burst=20))
@@ -89,13 +90,23 @@ class RouterDriver:
     """The router without its sockets."""
 
     def __init__(
-        self, me: Peer, config: Config, model: ServedModel, wire: PeerSockets, clock: Clock, metrics: Metrics
+        self,
+        me: Peer,
+        config: Config,
+        model: ServedModel,
+        wire: PeerSockets,
+        clock: Clock,
+        metrics: Metrics,
+        *,
+        tracer: SpanSink | None = None,
     ) -> None:
+        """`tracer` counts spans for Prometheus; none: there are none."""
         self.me = me
         self.config = config
         self.model = model
         self.state = RouterState(me, config, model.limits)
         self.metrics = metrics
+        self.tracer = tracer
         self.address = ""  # host:port of our own metrics
         self.stopping = False  # no request is taken any more; those that run may end
         self.draw_seed: Callable[[], int] = partial(secrets.randbits, 63)
@@ -106,6 +117,7 @@ class RouterDriver:
         self._last_token: dict[str, float] = {}
         self._max_tokens: dict[str, int | None] = {}
         self._followers: dict[str, list[Submit]] = {}  # by their leader's name, until its first token
+        self._spans: dict[str, RequestSpans] = {}  # of requests that are traced
         self._load_due = float("-inf")
         self._heartbeat_age: Mapping[Labels, float] = {}
         self.vllm_metrics = VllmMetrics(metrics.registry, model, config.pages.page_size)
@@ -125,12 +137,14 @@ class RouterDriver:
         *,
         cached_on: str = "",
         leader: OutputStream | None = None,
+        spans: RequestSpans | None = None,
     ) -> OutputStream:
         """Begin with a request of a tenant; its output and its end come through the stream.
 
         `cached_on`: the decode worker that has just computed its prompt. `leader`: another sample of the same prompt.
         The request begins when the leader's prompt is computed, at its first token, to share its pages. If the leader
-        fails before that, so does the request. Raises Unavailable once the router is stopping."""
+        fails before that, so does the request. `spans` are told of its beginning and its end. Raises Unavailable once
+        the router is stopping."""
         if self.stopping:
             raise Unavailable("the router is stopping; ask again, or ask another router")
         # A client may use a name twice, here and at another router; the cluster never does.
@@ -139,6 +153,9 @@ class RouterDriver:
         text = TextStream(self.model.tokenizer, validated.prompt, validated.stops, silent, validated.text)
         stream = self._streams[name] = OutputStream(name, text)
         self._max_tokens[name] = validated.max_tokens
+        if spans is not None:
+            spans.begun()
+            self._spans[name] = spans
         order = Submit(
             request=name,
             tokens=validated.tokens,
@@ -174,6 +191,8 @@ class RouterDriver:
                 if order.request == name:
                     waiting.remove(order)
                     del self._streams[name], self._max_tokens[name]
+                    if (spans := self._spans.pop(name, None)) is not None:
+                        spans.forgotten()
                     return True
         return False
 
@@ -325,8 +344,19 @@ class RouterDriver:
         for follower in self._followers.pop(end.request, ()):
             self._max_tokens.pop(follower.request, None)
             self._streams.pop(follower.request).end(RequestEnded(follower.request, end.outcome, end.summary))
+            if (spans := self._spans.pop(follower.request, None)) is not None:
+                spans.forgotten()
+        if (spans := self._spans.pop(end.request, None)) is not None:
+            spans.ended(end, self._record(end.request))
         self._observe(end)
         self.vllm_metrics.ended(end, self._max_tokens.pop(end.request, None))
+
+    def _record(self, name: str) -> RequestRecord | None:
+        """What is remembered of a request."""
+        try:
+            return self.state.explain(name, None)
+        except RequestNotFound:
+            return None
 
     # --- what others read --------------------------------------------------------------------------------------------
 
@@ -349,6 +379,7 @@ class RouterDriver:
                 **metric_samples(stats),
                 "heartbeat_age_seconds": self._heartbeat_age,
                 "handoff_bytes": self._handoff_bytes,
+                "spans": {} if self.tracer is None else self.tracer.counts,
                 "malformed_messages": malformed,
                 "connections_refused": refused,
             }

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from msgspec import structs
 
 from baton.clock import Clock
-from baton.errors import ContextTooLong
+from baton.errors import BatonError, ContextTooLong
 from baton.v1 import cache_pb2, generation_pb2
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.detokenizer import TextStream
@@ -28,6 +28,9 @@ from router.frontend.parallel_sampling.result_stream import ReadableStream, Resu
 from router.frontend.request_parsing import ValidatedRequest, parse_generate_request
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads
+from router.tracing.origin import origin
+from router.tracing.request_spans import RequestSpans, SpanSink
+from router.tracing.span import Value
 
 T = TypeVar("T")
 
@@ -103,9 +106,18 @@ class RequestChecker:
 class GenerationService:
     """Starts requests. One object serves all doors."""
 
-    def __init__(self, driver: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
+    def __init__(
+        self,
+        driver: RouterDriver,
+        clock: Clock,
+        tokenizing: TokenizerThreads,
+        *,
+        tracer: SpanSink | None = None,
+    ) -> None:
+        """`tracer`: takes the spans of requests; none: there are none."""
         self.driver = driver
         self.clock = clock
+        self.tracer = tracer
         self._tokenizing = tokenizing
         self._checker = RequestChecker(driver.model, self.apart)
 
@@ -126,17 +138,39 @@ class GenerationService:
     ) -> list[Generation]:
         """Check and submit a request of this task's caller that came at `received`. Return its outputs, one for each
         that the client gets. Times are seconds of the clock. Raises BatonError."""
+        spans = self._traced(request_id, received)
+        try:
+            return await self._start(request, request_id, received, deadline, spans)
+        except BatonError as error:
+            if spans is not None:
+                spans.refused(error, self.clock.now())
+            raise
+
+    async def _start(
+        self,
+        request: generation_pb2.GenerateRequest,
+        request_id: str,
+        received: float,
+        deadline: float | None,
+        spans: RequestSpans | None,
+    ) -> list[Generation]:
         validated = await self._checker.check(request, request_id, self.driver.draw_seed)
+        complete: Callable[[], None] | None = None
         submit = partial(self.driver.submit, received=received, deadline=deadline, tenant=caller.get().tenant)
+        if spans is not None:
+            spans.asked(_asked(validated), 1 if validated.length_penalty is not None else validated.best_of)
+            submit, complete = partial(submit, spans=spans), spans.complete
         if validated.length_penalty is not None:
             search = beam_search(validated, submit, self.driver.abandon, self._text_of(validated), self.clock.now)
-            return _chosen(validated, ResultSet(validated.n, received, search))
+            return _chosen(validated, ResultSet(validated.n, received, search, complete))
         asked = validated.sampling.logprobs
         if validated.best_of > validated.n and asked is None:  # the choice needs them
             validated = replace(validated, sampling=structs.replace(validated.sampling, logprobs=0))
         streams = [submit(validated.sample(0))]
         for number in range(1, validated.best_of):
             streams.append(submit(validated.sample(number), leader=streams[0]))
+        if complete is not None:
+            complete()
         if validated.best_of > validated.n:
             choice = best_of(streams, validated.n, asked, self.driver.abandon)
             return _chosen(validated, ResultSet(validated.n, received, choice))
@@ -144,6 +178,15 @@ class GenerationService:
             Generation(validated.sample(number), stream, partial(self._close, stream))
             for number, stream in enumerate(streams)
         ]
+
+    def _traced(self, request_id: str, received: float) -> RequestSpans | None:
+        """What collects the spans of a request of this task's caller; None where tracing is off."""
+        if self.tracer is None:
+            return None
+        attributes: dict[str, Value] = {"gen_ai.request.id": request_id, "gen_ai.response.model": self.model.name}
+        if tenant := caller.get().tenant:
+            attributes["baton.tenant"] = tenant
+        return RequestSpans(self.tracer, origin.get(), received, attributes)
 
     def _close(self, stream: OutputStream) -> None:
         if not stream.ended:
@@ -171,3 +214,19 @@ def _chosen(validated: ValidatedRequest, results: ResultSet) -> list[Generation]
 def text_bytes(request: generation_pb2.GenerateRequest | cache_pb2.PinPrefixRequest) -> int:
     """About how many bytes of text there are to tokenize, without a copy of that text."""
     return request.ByteSize() if request.WhichOneof("prompt") == "text" else 0
+
+
+def _asked(validated: ValidatedRequest) -> dict[str, Value]:
+    """What a request asks for, as its span tells it."""
+    sampling = validated.sampling
+    told: dict[str, Value] = {
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.n": validated.n,
+        "baton.priority": validated.priority,
+    }
+    if sampling.top_k:
+        told["gen_ai.request.top_k"] = sampling.top_k
+    if validated.max_tokens is not None:
+        told["gen_ai.request.max_tokens"] = validated.max_tokens
+    return told

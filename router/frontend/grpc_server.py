@@ -53,6 +53,7 @@ from router.frontend.request_parsing import (
     steps_of,
 )
 from router.role_changes import PATIENCE
+from router.tracing.origin import Origin, front_origin, origin
 
 log = logging.getLogger(__name__)
 
@@ -422,6 +423,7 @@ def _admit(gate: Gatekeeper, operator: bool, method: str, metadata: Mapping[str,
         return _nothing
     identity = gate.identify(metadata, operator=operator)
     caller.set(identity)
+    origin.set(Origin(metadata))
     return gate.enter(identity)
 
 
@@ -432,9 +434,11 @@ def _admit_front(gate: Gatekeeper, method: str, metadata: Mapping[str, str]) -> 
         return _nothing
     try:
         identity = msgspec.json.decode(metadata.get(IDENTITY, ""), type=Identity)
+        call = front_origin(metadata)
     except msgspec.MsgspecError:
         raise Unauthenticated("only the router's front processes may call here") from None
     caller.set(identity)
+    origin.set(call)
     return gate.enter(identity)
 
 

@@ -12,6 +12,7 @@ from router.frontend.api import errors
 from router.frontend.api.http_responses import error_response
 from router.frontend.api.model_cards import is_anthropic
 from router.frontend.identity import Gatekeeper, caller, note_refusal
+from router.tracing.origin import http_origin, origin
 
 _OPEN = frozenset({"/health", "/ready", "/health/ready", "/live", "/version", "/openapi.json"})
 _FOR_OPERATORS = frozenset({"/metrics"})
@@ -43,6 +44,7 @@ class KeyGate:
             await response(scope, receive, send)
             return
         caller.set(identity)
+        origin.set(http_origin(path, request.headers))
         try:
             await self._routes(scope, receive, send)
         finally:

@@ -51,9 +51,12 @@ async def _serve(order: FrontOrder, settings: config.Config) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     tokenizing = TokenizerThreads()
-    router = RemoteRouter(
-        await asyncio.to_thread(load, settings.model), MonotonicClock(), tokenizing, order.router, order.pages
-    )
+    model, names = await asyncio.to_thread(load, settings.model), None
+    if settings.tracing.enabled:
+        from router.tracing.headers import trace_headers  # OpenTelemetry, which takes a while to import
+
+        names = trace_headers()
+    router = RemoteRouter(model, MonotonicClock(), tokenizing, order.router, order.pages, trace_headers=names)
     keys = KeyRing(settings.api_keys_path, required=settings.api.require_keys)
     tls = server_tls(settings.tls)
     api = HttpApi(router, router.metrics, Gatekeeper(keys), trust_templates=settings.api.trust_request_chat_template)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from router.frontend.message_guard import looked_at
 from router.frontend.output_stream import Output
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads
+from router.tracing.origin import origin, passed_on
 
 T = TypeVar("T")
 
@@ -48,13 +49,23 @@ _OPTIONS = [
 class RemoteRouter:
     """Starts requests at the router. What `generation.GenerationService` is within the router's own process."""
 
-    def __init__(self, model: ServedModel, clock: Clock, tokenizing: TokenizerThreads, link: str, pages: str) -> None:
-        """`link`: the router's gRPC target for fronts. `pages`: host:port of its metrics and health."""
+    def __init__(
+        self,
+        model: ServedModel,
+        clock: Clock,
+        tokenizing: TokenizerThreads,
+        link: str,
+        pages: str,
+        *,
+        trace_headers: Sequence[str] | None = None,
+    ) -> None:
+        """`link`: the router's gRPC target for fronts. `pages`: host:port of its metrics and health. `trace_headers`
+        name the trace that a call belongs to, and are passed on; none: the router makes no spans."""
         self.model = model
         self.clock = clock
         self._tokenizing = tokenizing
         self._checker = RequestChecker(model, self.apart)
-        self._link, self._pages = link, pages
+        self._link, self._pages, self._trace_headers = link, pages, trace_headers
         self._channel = grpc.aio.insecure_channel(link, _OPTIONS)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._session: aiohttp.ClientSession | None = None
@@ -74,8 +85,10 @@ class RemoteRouter:
         validated = await self._checker.check(request, request_id, partial(secrets.randbits, 63))
         request.request_id, request.seed = request_id, validated.sampling.seed
         timeout = None if deadline is None else max(0.0, deadline - self.clock.now())
-        identity = msgspec.json.encode(caller.get()).decode()
-        call = self._stub.Generate(request, metadata=((IDENTITY, identity),), timeout=timeout)
+        metadata = [(IDENTITY, msgspec.json.encode(caller.get()).decode())]
+        if self._trace_headers is not None:
+            metadata += passed_on(origin.get(), received, self._trace_headers)
+        call = self._stub.Generate(request, metadata=tuple(metadata), timeout=timeout)
         answer = RemoteAnswer(call, validated.n, received, self._link)
         return [
             Generation(validated.sample(number), stream, answer.close) for number, stream in enumerate(answer.streams)

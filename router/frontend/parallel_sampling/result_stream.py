@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,12 +77,21 @@ class ResultStream:
 class ResultSet:
     """Work that ends in several outputs, and their streams."""
 
-    def __init__(self, count: int, received: float, work: Coroutine[Any, Any, Sequence[Result]]) -> None:
-        """`work` returns `count` results. `received`: when the request came, in seconds of the clock."""
+    def __init__(
+        self,
+        count: int,
+        received: float,
+        work: Coroutine[Any, Any, Sequence[Result]],
+        over: Callable[[], None] | None = None,
+    ) -> None:
+        """`work` returns `count` results. `received`: when the request came, in seconds of the clock. `over` is called
+        when the work has ended, in any way."""
         self.streams = [ResultStream() for _ in range(count)]
         self._received = received
         self._task = asyncio.create_task(self._run(work))
         self._task.add_done_callback(looked_at)
+        if over is not None:
+            self._task.add_done_callback(lambda _: over())
 
     def close(self) -> None:
         """End the work, unless it has ended."""

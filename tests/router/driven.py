@@ -1,0 +1,108 @@
+"""A router without sockets, and decode workers that say what a test lets them say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from baton.clock import Tick
+from baton.messages import (
+    Accepted,
+    Decode,
+    Delta,
+    Envelope,
+    Heartbeat,
+    Hello,
+    Message,
+    Peer,
+    SamplingParams,
+    Tokens,
+)
+from baton.metrics import Metrics
+from baton.v1 import generation_pb2 as pb
+from router.events import MessageReceived, RequestEnded
+from router.frontend.client_sessions import RouterDriver
+from router.frontend.generation import Generation, GenerationService
+from router.frontend.served_model import ServedModel
+from router.frontend.tokenizer_threads import TokenizerThreads
+from router.queueing.admission import ModelLimits
+from tests.router.model import CONFIG, CONTEXT, EOS, ROUTER, VOCAB, card, load_of
+
+PROMPT = list(range(20, 60))
+
+
+class Bench:
+    """The router's driver, and its only clock and sockets."""
+
+    now_ = 100.0
+
+    def __init__(self, workers: int = 2) -> None:
+        model = ServedModel("m", None, ModelLimits(VOCAB, CONTEXT), (EOS,), SamplingParams(temperature=0))
+        self.driver = RouterDriver(ROUTER, CONFIG, model, self, self, Metrics())
+        self.sent: list[tuple[str, Message]] = []
+        self.tokenizing = TokenizerThreads()
+        self.service = GenerationService(self.driver, self, self.tokenizing)
+        for number in range(workers):
+            peer = Peer("decode", f"decode-{number}", "a", f"decode-{number}.1", 7)
+            self.say(peer.incarnation, Hello(peer, model=card()), "")
+            self.say(peer.incarnation, Heartbeat(1, load_of(peer)))
+
+    # --- as the router's clock and sockets ---
+
+    def now(self) -> float:
+        return self.now_
+
+    def send(self, incarnation: str, message: Message) -> None:
+        self.sent.append((incarnation, message))
+
+    def forget(self, incarnation: str) -> None: ...
+    def subscribe(self, incarnation: str, endpoint: str, replay: str) -> None: ...
+    def ask(self, incarnation: str) -> None: ...
+    def unsubscribe(self, incarnation: str) -> None: ...
+
+    # --- as a client and as workers ---
+
+    async def start(self, **fields: Any) -> list[Generation]:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), max_tokens=4, **fields)
+        return await self.service.start(request, "r", self.now_)
+
+    def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> None:
+        self.driver.handle(MessageReceived(Envelope(sender, addressee, 1, message)))
+
+    @property
+    def orders(self) -> list[tuple[str, Decode]]:
+        return [(to, message) for to, message in self.sent if isinstance(message, Decode)]
+
+    def answer(self, order: tuple[str, Decode], *tokens: int, finish: Any = None, at: int = len(PROMPT)) -> None:
+        """The worker accepts, if it has not yet, and sends tokens from position `at`."""
+        to, decode = order
+        self.say(to, Accepted(decode.request, decode.attempt))
+        self.say(to, Tokens(1, (Delta(decode.request, decode.attempt, at, tokens, finish=finish),)))
+
+    def beat(self, worker: str) -> None:
+        """A worker lives and has nothing."""
+        peer = Peer("decode", worker, "a", f"{worker}.1", 7)
+        self.say(peer.incarnation, Heartbeat(2, load_of(peer)))
+
+    def tick(self) -> None:
+        """The router looks at the time."""
+        self.driver.handle(Tick())
+
+
+def run(test: Callable[[Bench], Awaitable[None]], workers: int = 2) -> None:
+    async def main() -> None:
+        bench = Bench(workers)
+        try:
+            await test(bench)
+        finally:
+            await bench.service.close()
+            bench.tokenizing.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+async def read_end(generation: Generation) -> RequestEnded:
+    while True:
+        if isinstance(news := await generation.stream.read(), RequestEnded):
+            return news
