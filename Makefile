@@ -10,7 +10,7 @@ TORCH_INDEX := $(if $(wildcard /proc/driver/nvidia/version),,--extra-index-url h
 
 PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator tests/baton tests/kvstore
 
-.PHONY: setup demo test test-fast check soak interop stubs
+.PHONY: setup demo test test-fast check soak interop interop-quick stubs
 
 setup: $(VENV)/.ready
 
@@ -52,6 +52,10 @@ soak: setup
 # Clients of other projects, each in an environment of its own below ~/.cache/baton-interop. Needs PyPI.
 interop: setup
 	$(BIN)/python -m tests.interop $(SUITES) $(if $(SUITES),,--report docs/conformance.md)
+
+# Those that fit into five minutes. A suite for which no package index answers is printed as NOT RUN.
+interop-quick: setup
+	$(BIN)/python -m tests.interop --quick
 
 stubs: setup
 	PYTHON=$(CURDIR)/$(BIN)/python sh proto/generate.sh

@@ -14,7 +14,7 @@ from tests.interop.target import Target
 
 @dataclass(frozen=True)
 class Suite:
-    """One suite. `seconds` bounds each of its processes."""
+    """One suite. `seconds` bounds each of its processes. `fetch` has more fetched than packages."""
 
     name: str
     about: str  # what is run, for the report
@@ -23,6 +23,7 @@ class Suite:
     run: Callable[[Target, Environment], SuiteResult]
     seconds: float = 300.0
     needs_torch: bool = False
+    fetch: Callable[[Environment], object] | None = None
 
 
 _ALL = (
@@ -45,6 +46,7 @@ _ALL = (
         ["openai"],
         openai_python.run,
         seconds=900.0,
+        fetch=openai_python.fetch,
     ),
     Suite(
         "anthropic",
@@ -115,3 +117,8 @@ _ALL = (
     ),
 )  # fmt: skip
 SUITES: Mapping[str, Suite] = {suite.name: suite for suite in _ALL}
+
+QUICK = ("openai", "anthropic", "schemathesis", "openai-python", "smg", "langchain-openai", "litellm")
+"""Those that CI runs, together within `QUICK_SECONDS`. Those that take longest come first."""
+QUICK_SECONDS = 285.0
+"""After which no suite of a quick run goes on: five minutes, less what the cluster takes to end."""

@@ -7,7 +7,9 @@ requirements change.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _INSTALL_SECONDS = 900.0
+_PIP = ("-m", "pip")
+_PATIENCE = ("--retries", "1", "--timeout", "15")
+_SILENCE = re.compile(
+    r"from versions: none|connection broken by|Max retries exceeded|timed out|IncompleteRead|Connection (aborted|reset)"
+    r"|Server Error|Too Many Requests"
+)
+"""What pip says where no index has answered, or has broken off."""
 
 
 class SuiteTimeout(Exception):
@@ -28,6 +37,10 @@ class SuiteTimeout(Exception):
 
 class InstallError(Exception):
     """pip could not make an environment."""
+
+
+class IndexUnreachable(InstallError):
+    """No package index has answered, or not in time."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +105,31 @@ def cache() -> Path:
     return Path(os.environ.get("BATON_INTEROP_CACHE") or Path.home() / ".cache" / "baton-interop")
 
 
+def here(requirements: Sequence[str], scratch: Path, seconds: float) -> Environment | None:
+    """Return the environment that this process runs in, if it has the packages in the versions that are required."""
+    for requirement in requirements:
+        name, _, version = requirement.partition("==")
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+        if found != version:
+            return None
+    scratch.mkdir(parents=True, exist_ok=True)
+    return Environment(Path(sys.prefix), scratch, seconds)
+
+
 def make(
-    name: str, requirements: Sequence[str], scratch: Path, seconds: float, *, needs_torch: bool = False
+    name: str,
+    requirements: Sequence[str],
+    scratch: Path,
+    seconds: float,
+    *,
+    needs_torch: bool = False,
+    patience: float = _INSTALL_SECONDS,
 ) -> Environment:
-    """Return the environment of a suite, made if it is not there as required. Raises InstallError."""
+    """Return the environment of a suite, made if it is not there as required. `patience`: seconds of each of its
+    installations. Raises InstallError."""
     environment = Environment(cache() / name, scratch, seconds)
     scratch.mkdir(parents=True, exist_ok=True)
     stamp, wanted = environment.folder / "requirements.txt", "\n".join(requirements) + "\n"
@@ -103,20 +137,17 @@ def make(
         return environment
     shutil.rmtree(environment.folder, ignore_errors=True)
     environment.folder.parent.mkdir(parents=True, exist_ok=True)
-    pip = [environment.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [environment.python, *_PIP, "install", "--quiet", "--disable-pip-version-check", *_PATIENCE]
     steps = [[sys.executable, "-m", "venv", str(environment.folder)]]
     if needs_torch:
         # As `make setup` does: PyPI's newest torch brings gigabytes of CUDA, and this build for CPUs does not.
         pins = (ROOT / "constraints.txt").read_text().splitlines()
         constraints = scratch / "constraints.txt"
         constraints.write_text("\n".join(line for line in pins if line.startswith("torch==")) + "\n")
-        index = ["--extra-index-url", _TORCH_INDEX, "--retries", "1", "--timeout", "15"]
-        steps.append([*pip, "--no-deps", *index, "-c", str(constraints), "torch"])
+        steps.append([*pip, "--no-deps", "--extra-index-url", _TORCH_INDEX, "-c", str(constraints), "torch"])
         pip += ["-c", str(constraints)]
     for argv in (*steps, [*pip, *requirements]):
-        ran = run_bounded(argv, _INSTALL_SECONDS, scratch, environment.variables({}))
-        if ran.code:
-            raise InstallError(f"{' '.join(argv[:4])} … ended with {ran.code}: {ran.tail}")
+        _install(argv, scratch, environment, patience)
     stamp.write_text(wanted)
     return environment
 
@@ -127,13 +158,37 @@ def fetch_sdist(environment: Environment, package: str) -> Path:
     folder = cache() / "sdists" / f"{name}-{version}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        argv = [environment.python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", package]
-        ran = environment.run(*argv, cwd=folder.parent)
+        argv = [
+            environment.python,
+            *_PIP,
+            "download",
+            "--quiet",
+            *_PATIENCE,
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            package,
+        ]
+        _install(argv, folder.parent, environment, environment.seconds)
         archive = folder.parent / f"{folder.name}.tar.gz"
-        if ran.code or not archive.is_file():
-            raise InstallError(f"pip download {package} ended with {ran.code}: {ran.tail}")
         shutil.unpack_archive(archive, folder.parent, filter="data")
     return folder
+
+
+def _install(argv: Sequence[str], cwd: Path, environment: Environment, seconds: float) -> None:
+    """Run pip, a second time if it fails although an index answers. Raises InstallError."""
+    said = ""
+    for _ in range(2):
+        try:
+            ran = run_bounded(argv, seconds, cwd, environment.variables({}))
+        except SuiteTimeout as error:
+            raise IndexUnreachable(str(error)) from None
+        if not ran.code:
+            return
+        said = f"{' '.join(argv[1:4])} … ended with {ran.code}: {ran.tail}"
+        if _SILENCE.search(ran.output):
+            raise IndexUnreachable(said)
+    raise InstallError(said)
 
 
 def run_bounded(argv: Sequence[str], seconds: float, cwd: Path, variables: Mapping[str, str]) -> Ran:

@@ -42,6 +42,7 @@ class SuiteResult:
     notes: Sequence[str] = field(default_factory=tuple)  # what the report says besides: figures, limits
     versions: Sequence[str] = field(default_factory=tuple)  # "package version", filled in by the runner
     seconds: float = 0.0
+    not_run: str = ""  # why the suite was not run, where that is no failure
 
     def count(self, outcome: Outcome) -> int:
         return sum(case.outcome == outcome for case in self.cases)

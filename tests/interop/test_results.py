@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+import sys
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from tests.interop import report
-from tests.interop.catalog import SUITES
+import pytest
+
+from tests.interop import __main__ as runner
+from tests.interop import environment, report
+from tests.interop.catalog import QUICK, QUICK_SECONDS, SUITES, Suite
+from tests.interop.environment import Environment, IndexUnreachable, InstallError, SuiteTimeout
 from tests.interop.result import Case, SuiteResult, read_junit
 from tests.interop.suites import aiperf, clients, lm_eval, openai_python
+from tests.interop.target import Target
 
 
 def test_a_junit_report_has_every_outcome(tmp_path: Path) -> None:
@@ -85,3 +94,68 @@ def test_the_trace_has_shared_prefixes_and_is_in_order() -> None:
     for row in trace:
         assert len(row["hash_ids"]) == -(-row["input_length"] // aiperf.BLOCK)
         assert row["hash_ids"][:2] == [0, 1]
+
+
+def test_an_index_that_does_not_answer_is_told_from_a_package_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_INTEROP_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    ours = Environment(Path(sys.prefix), tmp_path, 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        closed = listener.getsockname()[1]
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{closed}/simple")
+    with pytest.raises(IndexUnreachable, match="nothing"):
+        environment.fetch_sdist(ours, "nothing==1.0")
+    index = tmp_path / "simple" / "nothing"
+    index.mkdir(parents=True)
+    (index / "index.html").write_text('<a href="nothing-0.5.tar.gz">nothing-0.5.tar.gz</a>')
+    monkeypatch.setenv("PIP_INDEX_URL", index.parent.as_uri())
+    with pytest.raises(InstallError, match="nothing") as caught:
+        environment.fetch_sdist(ours, "nothing==1.0")
+    assert not isinstance(caught.value, IndexUnreachable)
+
+
+def test_this_environment_serves_suites_whose_packages_it_has(tmp_path: Path) -> None:
+    assert environment.here([f"pytest=={pytest.__version__}"], tmp_path, 1.0) == Environment(
+        Path(sys.prefix), tmp_path, 1.0
+    )
+    for other in ("pytest==0.1", "no-such-package==1.0", "pytest"):
+        assert environment.here([other], tmp_path, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "left", "failed", "said"),
+    [
+        (IndexUnreachable("no index"), QUICK_SECONDS, 0, "no index"),
+        (IndexUnreachable("no index"), None, 1, ""),
+        (InstallError("two versions"), QUICK_SECONDS, 1, ""),
+        (None, QUICK_SECONDS, 1, ""),
+        (None, 100.0, 0, "slow"),
+        (None, None, 1, ""),
+        (None, 5.0, 0, "too few to begin"),
+    ],
+)
+def test_a_suite_is_not_run_only_for_want_of_packages_or_time(
+    tmp_path: Path, error: Exception | None, left: float | None, failed: int, said: str
+) -> None:
+    def broken(target: Target, environment: Environment) -> SuiteResult:
+        raise SuiteTimeout("slow")
+
+    ready: Future[Environment] = Future()
+    if error is None:
+        ready.set_result(Environment(Path(sys.prefix), tmp_path, 60.0))
+    else:
+        ready.set_exception(error)
+    suite = Suite("one", "", [], [], broken)
+    until = None if left is None else time.monotonic() + left
+    result = runner.run_suite(suite, Target("", "", tmp_path), ready, until)
+    assert result.count("passed") == 0
+    assert result.count("failed") == failed
+    assert said in result.not_run
+    assert bool(result.not_run) == (not failed)
+
+
+def test_quick_suites_are_known() -> None:
+    assert set(QUICK) <= set(SUITES)

@@ -44,9 +44,14 @@ EXPECTED: Mapping[str, tuple[str, str]] = {
 """By test: the error it must end in, and the reason."""
 
 
+def fetch(environment: Environment) -> Path:
+    """Return the folder of the source distribution, which is fetched if it is not there. Raises InstallError."""
+    return environments.fetch_sdist(environment, f"openai=={VERSION}")
+
+
 def run(target: Target, environment: Environment) -> SuiteResult:
     """Run them, and compare those that fail with `EXPECTED`."""
-    folder = environments.fetch_sdist(environment, f"openai=={VERSION}")
+    folder = fetch(environment)
     report = environment.scratch / "report.xml"
     report.unlink(missing_ok=True)
     ran = environment.run(
