@@ -50,6 +50,7 @@ class SamplingOptions(TypedDict, total=False):
     n: int | None
     best_of: int | None
     beam_search: Mapping[str, Any] | None
+    truncate_prompt_tokens: int | None
 
 
 class ChatOptions(TypedDict, total=False):
@@ -83,6 +84,7 @@ class ChatOptions(TypedDict, total=False):
     cache_salt: str | None
     session_id: str | None
     request_id: str | None
+    truncate_prompt_tokens: int | None
 
 
 class PinOptions(TypedDict, total=False):

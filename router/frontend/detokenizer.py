@@ -9,6 +9,7 @@ are still to come, and a tail that may turn out to be the start of a stop string
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,9 @@ _SHRINKING = 4  # bytes of a prompt for a byte that is tokenized, where normaliz
 _USUAL_BYTES = 4 * 2**20  # of a prompt whose tokens are all of the longest kind, such as runs of spaces, ...
 _USUAL_BYTES_PER_TOKEN = 32  # ... or so many for each token of the context, where that is more
 _WINDOW = 64 * 2**10  # characters
+_USUAL_CHARACTERS = 8  # of a token, at most, in texts of words
+_NEAR = 1_000  # characters within which a word is looked for
+_BEFORE_WORD = re.compile(r"(?<!\s)\s(?=[^\W\d_])")
 _KEEPS_LENGTH = frozenset({"Prepend", "ByteLevel"})  # normalizers
 _PATIENCE = 16  # tokens to wait for the end of a character; after that they are not going to be one
 
@@ -60,6 +64,25 @@ class Tokenizer:
         threads run meanwhile."""
         # Unlike `encode`, this one releases the GIL; and it makes no offsets, which takes half the time.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
+
+    def encode_end(self, text: str, tokens: int, *, special_tokens: bool = True) -> list[int]:
+        """The last `tokens` token ids of a text; the special tokens that the post-processor adds are among them and
+        stay, as where Hugging Face's tokenizers truncate on the left.
+
+        Of a text of more than 64 Ki characters, and 8 for each token, only an end is read that has more tokens than are
+        kept. It begins before a word where there is one. `exceeds` says why that changes none of them."""
+        width = max(_WINDOW, _USUAL_CHARACTERS * tokens)
+        while True:
+            end = text if len(text) <= width else text[_word_after(text, len(text) - width) :]
+            encoding = self._tokenizer.encode_batch_fast([end], add_special_tokens=False)[0]
+            if len(end) == len(text) or len(encoding) >= tokens + max(self.longest, 64):
+                break
+            width *= 4
+        added = self._tokenizer.num_special_tokens_to_add(is_pair=False) if special_tokens else 0
+        encoding.truncate(max(0, tokens - added), direction="left")
+        if special_tokens:
+            encoding = self._tokenizer.post_process(encoding)
+        return encoding.ids[-tokens:]
 
     def max_bytes(self, tokens: int) -> int:
         """UTF-8 bytes of text that may come to so many tokens. A longer text certainly comes to more, except for runs
@@ -112,6 +135,12 @@ class Tokenizer:
     def text_of(self, token: int) -> str:
         """One token's text by itself."""
         return self.decode([token], special_tokens=True)
+
+
+def _word_after(text: str, start: int) -> int:
+    """Where a word begins, the space before it included, soon after `start`; `start` itself if there is none."""
+    found = _BEFORE_WORD.search(text, start, start + _NEAR)
+    return found.start() if found else start
 
 
 def _utf8(text: str) -> int:

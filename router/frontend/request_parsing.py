@@ -20,6 +20,7 @@ from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
 from router.frontend.detokenizer import DEFAULT_TEXT, TextOptions
 from router.frontend.grammar_parsing import grammar_of
+from router.frontend.prompt_tokens import kept_tokens, tokenized
 from router.frontend.served_model import ServedModel
 
 MAX_STOPS = 16
@@ -34,7 +35,6 @@ _MAX_LENGTH_PENALTY = 10  # an exponent of the output's length
 _MIN_REPETITION, _MAX_REPETITION = 1e-6, 1e6  # beyond these a logit of float32 may become infinite
 _MAX_BIAS, _MAX_BIASES = 100, 1_024
 _MAX_BAD_WORDS = 1_000
-_BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
 _MAX_SEED = 2**63 - 1
 _MAX_ID = 80
 _MAX_SALT, _NOT_IN_SALT = 128, frozenset("@/\\\0")
@@ -147,7 +147,7 @@ def parse_generate_request(
     if bad := [token for token in stop_ids if token >= model.limits.vocab_size]:
         raise InvalidRequest(f"stop_token_ids has {bad[0]}, and the vocabulary ends at {model.limits.vocab_size - 1}")
     sampling, stops = _sampling(request, model, draw_seed), _stops(request, model)
-    prompt = _prompt(request, model)  # the only check that may take long comes last
+    prompt = _prompt(request, model, _kept(request, model))  # the only check that may take long comes last
     _check_prompt_logprobs(sampling, len(prompt))
     n, best_of = _samples(request)
     penalty = _length_penalty(request, sampling)
@@ -231,10 +231,18 @@ def _salt(given: str) -> str:
     return given
 
 
-def _prompt(request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: ServedModel) -> Sequence[int]:
-    """Return its tokens. Raises InvalidRequest. Raises ContextTooLong before any work per token, which would keep
-    the router from other requests for seconds."""
-    tokens = _tokens(request, model)
+def _kept(request: pb.GenerateRequest, model: ServedModel) -> int | None:
+    """Return how many of the prompt's last tokens are kept; None: all. Raises InvalidRequest."""
+    asked = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+    return kept_tokens(asked, request.max_tokens, model.limits.max_context)
+
+
+def _prompt(
+    request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: ServedModel, keep: int | None = None
+) -> Sequence[int]:
+    """Return its last `keep` tokens, or all. Raises InvalidRequest. Raises ContextTooLong before any work per token,
+    which would keep the router from other requests for seconds."""
+    tokens = _tokens(request, model, keep)
     if len(tokens) > model.limits.max_context:
         raise ContextTooLong(
             f"a prompt of {len(tokens)} tokens exceeds the model's context of {model.limits.max_context}"
@@ -242,33 +250,15 @@ def _prompt(request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: Ser
     return tokens
 
 
-def _tokens(request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: ServedModel) -> Sequence[int]:
+def _tokens(
+    request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: ServedModel, keep: int | None
+) -> Sequence[int]:
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("the request has no prompt; set text or token_ids")
     if kind == "token_ids":
-        return request.token_ids.ids
-    return tokenized(request.text, model)
-
-
-def tokenized(text: str, model: ServedModel, *, special_tokens: bool = True) -> Sequence[int]:
-    """Return the tokens of a text. Raises InvalidRequest without a tokenizer, and ContextTooLong before it tokenizes a
-    text that can't fit."""
-    if not text:
-        raise InvalidRequest("the prompt's text is empty; send at least one character")
-    if model.tokenizer is None:
-        raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
-    tokenizer, most = model.tokenizer, model.limits.max_context
-    bound = tokenizer.max_bytes(most)
-    size = len(text.encode())
-    if size > bound:
-        raise ContextTooLong(
-            f"a prompt of {size} bytes exceeds the model's context of {most} tokens, "
-            f"which are at most {bound} bytes; shorten it"
-        )
-    if size > most * _BYTES_PER_TOKEN and tokenizer.exceeds(text, most):
-        raise ContextTooLong(f"a prompt of {size} bytes has more tokens than the model's context of {most}; shorten it")
-    return tokenizer.encode(text, special_tokens=special_tokens)
+        return request.token_ids.ids if keep is None else request.token_ids.ids[-keep:]
+    return tokenized(request.text, model, keep=keep)
 
 
 def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest) -> float | None:

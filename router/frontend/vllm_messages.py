@@ -16,7 +16,7 @@ from baton.errors import ContextTooLong, InvalidRequest, RequestCancelled
 from baton.messages import FinishReason, TokenLogprob
 from baton.v1 import generation_pb2 as pb
 from router.events import Finished, Summary
-from router.frontend.api.parameters import SEEDS, affinity_of, truncated
+from router.frontend.api.parameters import SEEDS, affinity_of
 from router.frontend.api.protocol import unsupported
 from router.frontend.generation import Generation
 from router.frontend.output_stream import Output
@@ -102,24 +102,20 @@ def _set_grammar(params: vllm.SamplingParams, request: pb.GenerateRequest) -> No
 
 
 def _set_prompt(asked: vllm.GenerateRequest, request: pb.GenerateRequest, model: ServedModel) -> None:
-    most = asked.sampling_params.truncate_prompt_tokens if _truncates(asked) else None
-    context = model.limits.max_context
+    params, context = asked.sampling_params, model.limits.max_context
+    truncates = params.HasField("truncate_prompt_tokens")
+    if truncates:
+        request.truncate_prompt_tokens = params.truncate_prompt_tokens
     match asked.WhichOneof("input"):
         case "tokenized":
             ids: Sequence[int] = asked.tokenized.input_ids
-            if most is None and len(ids) > context:  # before any work for each token
+            if not truncates and len(ids) > context:  # before any work for each token
                 raise ContextTooLong(f"a prompt of {len(ids)} tokens exceeds the model's context of {context}")
-            request.token_ids.ids.extend(truncated(ids, most, context))
+            request.token_ids.ids.extend(ids)
         case "text":
-            if most is not None:
-                raise unsupported("truncate_prompt_tokens", most, "send token ids, or a shorter text")
             request.text = asked.text
         case None:
             raise InvalidRequest("the request has no prompt; set tokenized or text")
-
-
-def _truncates(asked: vllm.GenerateRequest) -> bool:
-    return asked.sampling_params.HasField("truncate_prompt_tokens")
 
 
 @dataclass

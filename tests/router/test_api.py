@@ -132,6 +132,11 @@ def test_a_completion_of_each_kind_of_prompt(tmp_path: Path) -> None:
                 assert answer["usage"]["prompt_tokens"] == sum(lengths)
             answer = await client.complete(truncate_prompt_tokens=7, return_token_ids=True)
             assert answer["choices"][0]["prompt_token_ids"] == PROMPT[-7:]
+            long = text * 5_000  # no context here has room for so much
+            for prompt in (long, [long]):
+                answer = await client.complete(prompt=prompt, truncate_prompt_tokens=7, return_token_ids=True)
+                ids = answer["choices"][0]["prompt_token_ids"]
+                assert ids == [*TOKENIZER.encode("x")[:1], *TOKENIZER.encode(text * 3)[-6:]]
 
     run(test)
 

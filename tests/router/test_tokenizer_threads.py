@@ -7,18 +7,20 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
 
-from baton.errors import ContextTooLong, Overloaded
+from baton.errors import ContextTooLong, InvalidRequest, Overloaded
 from baton.messages import SamplingParams
 from baton.v1 import cache_pb2
 from baton.v1 import generation_pb2 as pb
-from router.frontend import detokenizer, request_parsing
+from router.frontend import detokenizer, prompt_tokens, request_parsing
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerLane, TokenizerThreads
@@ -110,10 +112,64 @@ def test_no_prompt_that_fits_is_refused(tokenizer: Tokenizer, data: st.DataObjec
     fits = len(tokenizer.encode(prompt))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(detokenizer, "_WINDOW", 16)  # with windows as small as they may be, and for every prompt
-        patch.setattr(request_parsing, "_BYTES_PER_TOKEN", 0)
+        patch.setattr(prompt_tokens, "_BYTES_PER_TOKEN", 0)
         assert tokens_of(prompt, model(tokenizer, fits)) == tokenizer.encode(prompt)
         with pytest.raises(ContextTooLong):
             tokens_of(prompt, model(tokenizer, fits - 1))
+
+
+@KIND
+@given(data=st.data())
+def test_the_end_of_a_prompt_is_what_transformers_truncates_it_to(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    pieces = st.sampled_from([PROSE, SPACES, " ", "\n", "the", "x", "123", "é", "e\u0301", "\ufb03", "🚀", "stop"])
+    prompt = "".join(data.draw(st.lists(pieces, min_size=1, max_size=40)))
+    keep, special = data.draw(st.integers(1, 2 * len(prompt))), data.draw(st.booleans())
+    peer = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, truncation_side="left")
+    right = peer(prompt, truncation=True, max_length=keep, add_special_tokens=special)["input_ids"]
+    tokenizer._tokenizer.no_truncation()  # both share it
+    assert tokenizer.encode_end(prompt, keep, special_tokens=special) == right
+
+
+@pytest.mark.parametrize("raw", [tokenizers.byte_level(), tokenizers.byte_fallback(), spacious()])
+def test_of_a_long_prompt_only_an_end_is_tokenized(raw: RawTokenizer) -> None:
+    tokenizer = Counting(raw)
+    prompt = "".join(f"{PROSE} {number} " for number in range(50_000))
+    right = raw.encode(prompt[-100_000:], add_special_tokens=False).ids
+    for keep in (1, 2, 500, 9_000):
+        tokenizer.characters = 0
+        assert tokenizer.encode_end(prompt, keep, special_tokens=False) == right[-keep:]
+        assert tokenizer.characters < 400_000 < len(prompt) / 8
+
+
+def test_an_end_of_long_tokens_is_read_far_enough() -> None:
+    tokenizer = KINDS["long token"]
+    end = tokenizer.encode_end("x" * 100_000 + SPACES * 4_000, 3_000)
+    assert end == tokenizer.encode(SPACES * 2_999)
+
+
+def test_a_prompt_that_is_to_be_truncated_may_exceed_the_context() -> None:
+    served = model(KINDS["byte level"], 100)
+
+    def prompt(keep: int, max_tokens: int = 0, **given: Any) -> list[int]:
+        asked = pb.GenerateRequest(truncate_prompt_tokens=keep, **given)
+        if max_tokens:
+            asked.max_tokens = max_tokens
+        return list(request_parsing.parse_generate_request(asked, "r", served, lambda: 1).prompt)
+
+    long = PROSE * 10_000
+    right = KINDS["byte level"].encode(PROSE * 30)
+    assert prompt(7, text=long) == [right[0], *right[-6:]]
+    assert prompt(-1, text=long) == [right[0], *right[-98:]]
+    assert prompt(-1, 30, text=long) == [right[0], *right[-69:]]
+    ids = pb.TokenIds(ids=range(300))
+    assert prompt(7, token_ids=ids) == list(range(293, 300))
+    assert prompt(70, 30, token_ids=ids) == list(range(230, 300))
+    assert prompt(-1, text="hello") == KINDS["byte level"].encode("hello")
+    for keep, most, said in ((0, 0, "at least 1"), (-2, 0, "at least 1"), (100, 0, "room for 99"), (71, 30, "for 70")):
+        with pytest.raises(InvalidRequest, match=said):
+            prompt(keep, most, text="hello")
+    with pytest.raises(InvalidRequest, match="room for 0"):
+        prompt(-1, 100, text="hello")
 
 
 def test_a_prompt_of_the_longest_tokens_fits() -> None:

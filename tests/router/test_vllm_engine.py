@@ -29,6 +29,7 @@ from router.frontend.api.parameters import affinity_of
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.generation import Generation
 from router.frontend.output_stream import Output
+from router.frontend.request_parsing import parse_generate_request
 from router.frontend.served_model import ServedModel
 from router.frontend.vllm_messages import EngineRendering, generate_request
 from router.queueing.admission import ModelLimits
@@ -78,7 +79,7 @@ def test_every_sampling_parameter_arrives():
         "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "frequency_penalty": 0.5,
         "presence_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9, "min_tokens": 2, "stop": ["a"],
         "stop_token_ids": [5], "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1, "seed": 11,
-        "include_stop_str_in_output": True, "logit_bias": {3: 1.5}, "n": 3,
+        "include_stop_str_in_output": True, "logit_bias": {3: 1.5}, "n": 3, "truncate_prompt_tokens": -1,
     }  # fmt: skip
     made = generate_request(asked(**given), MODEL, {"x-smg-routing-key": "session"})
     named = {"include_stop_str_in_output": "include_stop"}
@@ -88,7 +89,6 @@ def test_every_sampling_parameter_arrives():
     assert made.affinity == affinity_of("session", {})
     served_here = {*given, "skip_special_tokens", "grammar_from_first_token", "spaces_between_special_tokens"}
     served_here |= {"json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"}
-    served_here |= {"truncate_prompt_tokens"}
     assert served_here == set(vllm.SamplingParams.DESCRIPTOR.fields_by_name), "neither served nor refused"
 
 
@@ -149,11 +149,11 @@ def test_a_field_that_is_not_served_is_refused_by_its_name(change: dict[str, Any
 def test_prompts():
     assert list(generate_request(asked([1, 2]), MODEL, {}).token_ids.ids) == [1, 2]
     assert generate_request(asked("hello"), MODEL, {}).text == "hello"
-    assert list(generate_request(asked([1] * 90 + [2, 3], truncate_prompt_tokens=2), MODEL, {}).token_ids.ids) == [2, 3]
+    long = generate_request(asked([1] * 90 + [2, 3], truncate_prompt_tokens=2), MODEL, {})
+    assert list(parse_generate_request(long, "r", MODEL, lambda: 1).prompt) == [2, 3]
     with pytest.raises(ContextTooLong):
         generate_request(asked([1] * 65), MODEL, {})
-    with pytest.raises(UnsupportedField, match="truncate_prompt_tokens"):
-        generate_request(asked("hello", truncate_prompt_tokens=2), MODEL, {})
+    assert generate_request(asked("hello", truncate_prompt_tokens=2), MODEL, {}).truncate_prompt_tokens == 2
     with pytest.raises(InvalidRequest, match="no prompt"):
         generate_request(vllm.GenerateRequest(), MODEL, {})
     with pytest.raises(InvalidRequest, match="token -1"):

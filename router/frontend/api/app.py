@@ -128,7 +128,8 @@ class HttpApi:
         self._service.model.check(fields.model)
         if fields.prompt is None:
             raise InvalidRequest("the request has no prompt; send a text, token ids, or a list of either")
-        prompts = await self._prompts.of_completion(fields)
+        most = fields.max_tokens if fields.max_tokens is not None else _DEFAULT_COMPLETION
+        prompts = await self._prompts.of_completion(fields, most)
         echo = None
         if fields.echo:
             if len(prompts) > 1:
@@ -137,7 +138,6 @@ class HttpApi:
         _check_prompt_logprobs(fields)
         wanted = self._wanted("cmpl-", request, fields, logprobs=fields.logprobs is not None, echo=echo)
         answer = Completion(wanted, _samples_of(prompts, samples(fields)))
-        most = fields.max_tokens if fields.max_tokens is not None else _DEFAULT_COMPLETION
         scored = fields.prompt_logprobs
         if fields.echo and scored is None:
             scored = fields.logprobs
@@ -193,10 +193,15 @@ class HttpApi:
             )  # fmt: skip
         answer = kind(wanted, outputs)
         shown_tokens = model.special_tokens(model.chat_format.markers(plan.calls, constrained=plan.constrained))
-        most = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
         _check_prompt_logprobs(fields)
         order = AnswerOrder(
-            answer, fields, most, logprobs, fields.prompt_logprobs, shown_tokens, "tools" if plan.forced else ""
+            answer,
+            fields,
+            fields.output_tokens,
+            logprobs,
+            fields.prompt_logprobs,
+            shown_tokens,
+            "tools" if plan.forced else "",
         )
         return await self._answered(request, order, received)
 

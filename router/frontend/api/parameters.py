@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence, Sized
-from typing import TypeVar
 
 from baton.errors import ContextTooLong, InvalidRequest
 from baton.v1 import generation_pb2 as pb
 from router.frontend.api.protocol import GenerationFields
 from router.frontend.api.structured_outputs import set_structured_output
-
-T = TypeVar("T")
 
 _SESSION_HEADERS = (
     "x-session-id",
@@ -111,15 +108,6 @@ def affinity_of(session: str | None, headers: Mapping[str, str]) -> str:
     if len(name) <= _MAX_KEY and name.isascii() and name.isprintable() and " " not in name:
         return name
     return hashlib.sha256(name.encode()).hexdigest()
-
-
-def truncated(prompt: Sequence[T], most: int | None, context: int) -> Sequence[T]:
-    """The last `most` tokens of a prompt; -1: as many as the context has room for. Raises InvalidRequest."""
-    if most is None:
-        return prompt
-    if most < -1 or most == 0:
-        raise InvalidRequest(f"truncate_prompt_tokens is {most}; it must be -1 or at least 1")
-    return prompt[-(context - 1 if most == -1 else most) :]
 
 
 def token_ids(given: Sequence[object], vocabulary: int, context: int) -> list[int]:

@@ -8,11 +8,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 from baton.errors import InvalidRequest
-from router.frontend.api.parameters import token_ids, truncated
+from router.frontend.api.parameters import token_ids
 from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, text_of
 from router.frontend.generation import Generations
-from router.frontend.request_parsing import tokenized
+from router.frontend.prompt_tokens import kept_tokens, tokenized
 
 MAX_SAMPLES = 2_048  # of one request: prompts times n
 _END = 256  # characters
@@ -42,8 +42,8 @@ class PromptBuilder:
         """End the process that renders templates."""
         await self._templates.close()
 
-    async def of_completion(self, fields: CompletionRequest) -> list[Sequence[int]]:
-        """The tokens of each prompt. Raises InvalidRequest."""
+    async def of_completion(self, fields: CompletionRequest, max_tokens: int) -> list[Sequence[int]]:
+        """The tokens of each prompt, of which `max_tokens` are to be generated. Raises InvalidRequest."""
         given = fields.prompt
         vocabulary = self._model.limits.vocab_size
         if isinstance(given, str):
@@ -56,14 +56,14 @@ class PromptBuilder:
             raise InvalidRequest("the prompt is an empty list; send at least one prompt")
         if len(texts) > MAX_SAMPLES:
             raise InvalidRequest(f"the request has {len(texts)} prompts; at most {MAX_SAMPLES} are allowed")
-        most, context = fields.truncate_prompt_tokens, self._model.limits.max_context
+        context = self._model.limits.max_context
+        keep = kept_tokens(fields.truncate_prompt_tokens, max_tokens, context)
         prompts: list[Sequence[int]] = []
         for text in texts:
             if isinstance(text, str):
-                prompt = await self.encode(text, special=fields.add_special_tokens is not False)
-                prompts.append(truncated(prompt, most, context))
+                prompts.append(await self.encode(text, special=fields.add_special_tokens is not False, keep=keep))
             elif isinstance(text, list):
-                prompts.append(token_ids(truncated(text, most, context), vocabulary, context))
+                prompts.append(token_ids(text if keep is None else text[-keep:], vocabulary, context))
             else:
                 raise InvalidRequest("the prompt mixes texts and token ids; send a list of one kind")
         return prompts
@@ -108,13 +108,16 @@ class PromptBuilder:
             text = cut_at_mark(text)
         elif constrained:
             text = model.chat_format.without_reasoning(text)
-        prompt = await self.encode(text, special=bool(fields.add_special_tokens))
-        most = fields.truncate_prompt_tokens if isinstance(fields, ChatCompletionRequest) else None
-        return ChatPrompt(truncated(prompt, most, model.limits.max_context), text[-_END:], continued)
+        keep = None
+        if isinstance(fields, ChatCompletionRequest):
+            keep = kept_tokens(fields.truncate_prompt_tokens, fields.output_tokens, model.limits.max_context)
+        prompt = await self.encode(text, special=bool(fields.add_special_tokens), keep=keep)
+        return ChatPrompt(prompt, text[-_END:], continued)
 
-    async def encode(self, text: str, *, special: bool) -> Sequence[int]:
-        model = self._model
-        return await self._service.apart(len(text), partial(tokenized, text, model, special_tokens=special))
+    async def encode(self, text: str, *, special: bool, keep: int | None = None) -> Sequence[int]:
+        """The tokens of a text, or the last `keep` of them."""
+        work = partial(tokenized, text, self._model, special_tokens=special, keep=keep)
+        return await self._service.apart(len(text), work)
 
     def decode(self, tokens: Sequence[int]) -> str:
         tokenizer = self._model.tokenizer

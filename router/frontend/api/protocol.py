@@ -77,6 +77,7 @@ class GenerationFields(Struct, kw_only=True):
     structural_tag: Any = None
     spaces_between_special_tokens: bool | None = None
     suffix: str | None = None
+    truncation_side: str | None = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -106,6 +107,11 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
 
+    @property
+    def output_tokens(self) -> int | None:
+        """How many tokens to generate at most; None: as many as the context has room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
 
 class TokenizeRequest(Struct, kw_only=True):
     """The body of POST /tokenize: a prompt, or messages of a chat."""
@@ -133,6 +139,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "structural_tag": (),
+    "truncation_side": ("left",),
 }
 """Fields that change the output and can't be served, with the values that change nothing."""
 

@@ -1,0 +1,57 @@
+"""From a prompt's text to its tokens, and which of a prompt's tokens are kept.
+
+A text that can't fit the context is refused before it is tokenized: that would take seconds. With
+`truncate_prompt_tokens` its end is tokenized instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.errors import ContextTooLong, InvalidRequest
+from router.frontend.served_model import ServedModel
+
+_BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
+
+
+def tokenized(text: str, model: ServedModel, *, special_tokens: bool = True, keep: int | None = None) -> Sequence[int]:
+    """Return the tokens of a text, the last `keep` of them if that is set. Special tokens that the tokenizer adds are
+    among these and stay, as with vLLM.
+
+    Raises InvalidRequest without a tokenizer, and without `keep` ContextTooLong before it tokenizes a text that can't
+    fit."""
+    if not text:
+        raise InvalidRequest("the prompt's text is empty; send at least one character")
+    if model.tokenizer is None:
+        raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
+    tokenizer, most = model.tokenizer, model.limits.max_context
+    if keep is not None:
+        return tokenizer.encode_end(text, keep, special_tokens=special_tokens)
+    bound = tokenizer.max_bytes(most)
+    size = len(text.encode())
+    if size > bound:
+        raise ContextTooLong(
+            f"a prompt of {size} bytes exceeds the model's context of {most} tokens, "
+            f"which are at most {bound} bytes; shorten it"
+        )
+    if size > most * _BYTES_PER_TOKEN and tokenizer.exceeds(text, most):
+        raise ContextTooLong(f"a prompt of {size} bytes has more tokens than the model's context of {most}; shorten it")
+    return tokenizer.encode(text, special_tokens=special_tokens)
+
+
+def kept_tokens(asked: int | None, max_tokens: int | None, context: int) -> int | None:
+    """Return how many of a prompt's last tokens are kept; None: all.
+
+    `asked` is `truncate_prompt_tokens`, and -1 stands for as many as the context has room for beside `max_tokens` of
+    output. Raises InvalidRequest, as vLLM does, if it is more than that."""
+    if asked is None:
+        return None
+    if asked < -1 or asked == 0:
+        raise InvalidRequest(f"truncate_prompt_tokens is {asked}; it must be -1 or at least 1")
+    room = context - max(1, max_tokens or 0)
+    if room < max(1, asked):
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {asked}, and the model's context of {context} has room for {max(0, room)} "
+            f"prompt tokens beside {max(1, max_tokens or 0)} to generate"
+        )
+    return room if asked == -1 else asked
