@@ -1,157 +1,54 @@
-"""Measure what the doors cost: HTTP and vLLM's protocol beside gRPC on one cluster, and the streams of one core.
+"""Measure what the doors cost: beside each other on one cluster, and by themselves beside vLLM's own front.
 
-    bench/frontends.py [--rounds N] [--streams N] [--processes N] [--quick]
+    bench/frontends.py [--rounds N] [--streams N] [--processes N] [--quick] [--only cluster|speed|rate|readers]
+    bench/frontends.py --prepare        # once: vLLM's environment, 5 minutes and 3.4 GB; without it vLLM is left out
 
-First, a colocated cluster serves eight streams at a time, by each door in turns, to clients in another process. The
+`cluster`: a colocated cluster serves eight streams at a time, by each door in turns, to clients in another process. The
 ratios are of medians over the rounds: a door's time to first token and gap between tokens over those of `baton.v1`.
 
-Then each door stands by itself in a process, before an engine that gives every stream a token at a time and computes
-nothing. The engine waits for readers that lag behind. The figure is tokens for each second of the process's CPU time,
-with 64 streams and a client in another process.
+In the other parts each front stands by itself, in a process on one core, before an engine that computes nothing. The
+clients run on another core, and the fronts take turns.
+
+`speed`: as fast as they can. Each of 64 streams gets its next token when the front has taken the one before. The
+figures are tokens for each second of the front's CPU time, and tokens a second as the clients see them.
+
+`rate`: 8 and 64 streams with a token each every 10 ms. The figures are time to first token, gap between tokens, and the
+share of its core that the front takes.
+
+`readers`: half of 16 streams read nothing. The figure is the 99th percentile of the others' gaps over that of streams
+beside others that do read.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import multiprocessing
+import os
 import statistics
 import sys
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
-from multiprocessing.connection import Connection
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any
 
-import aiohttp
-import grpc
-from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
-
-from baton.api_keys import KeyRing
-from baton.config import ModelConfig
-from baton.monotonic_clock import MonotonicClock
-from baton.timeline import Timeline
-from baton.v1 import generation_pb2, generation_pb2_grpc
-from bench import cluster, models, report
-from router.events import Cancelled, Finished, RequestEnded, Summary, Usage
-from router.frontend.api.app import HttpApi
-from router.frontend.api.server import ApiServer
-from router.frontend.detokenizer import TextStream
-from router.frontend.generation import GenerationService
-from router.frontend.grpc_server import GenerationServicer
-from router.frontend.identity import Gatekeeper
-from router.frontend.output_stream import OutputStream
-from router.frontend.request_parsing import ValidatedRequest
-from router.frontend.served_model import ServedModel, load
-from router.frontend.tokenizer_threads import TokenizerThreads
-from router.frontend.vllm_engine import VllmEngineServicer
+from bench import cluster, cores, fronts, models, report
+from bench.figures import percentile
+from bench.front_clients import Client, Order, Stream
+from bench.fronts import Front
+from bench.peers import environments
+from bench.peers.adapter import PeerFailed
+from bench.peers.environments import VLLM, NotPrepared
 
 TARGET = 1.10
 TARGET_TOKENS = 10_000
 _DOORS = {"http": "HTTP", "grpc": "gRPC", "vllm": "VllmEngine"}
-_PROMPT = list(range(10, 43))
-_OUTPUT = 200
-_LAG = 1  # tokens that a reader of the fake engine may be behind, so that each is sent by itself
-
-
-@dataclass(frozen=True)
-class Stream:
-    """One stream, as its client saw it: seconds."""
-
-    first: float
-    gaps: Sequence[float]
-
-
-Ask = Callable[[], Awaitable[Stream]]
-
-
-# --- clients ----------------------------------------------------------------------------------------------------------
-
-
-async def http_stream(session: aiohttp.ClientSession, url: str, count: int) -> Stream:
-    """Read one completion's events."""
-    body = {"prompt": _PROMPT, "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0}
-    began, times = time.perf_counter(), list[float]()
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                times.append(time.perf_counter())
-    return _stream(began, times)
-
-
-async def grpc_stream(stub: Any, count: int) -> Stream:
-    """Read one call's responses. Those without text have no counterpart among the events of HTTP."""
-    request = generation_pb2.GenerateRequest(
-        token_ids=generation_pb2.TokenIds(ids=_PROMPT), max_tokens=count, ignore_eos=True, temperature=0.0
-    )
-    began, times = time.perf_counter(), list[float]()
-    async for response in stub.Generate(request):
-        if response.delta.text:
-            times.append(time.perf_counter())
-    return _stream(began, times)
-
-
-async def vllm_stream(stub: Any, count: int) -> Stream:
-    """Read one call of vLLM's engine protocol."""
-    params = vllm_engine_pb2.SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
-    tokenized = vllm_engine_pb2.TokenizedInput(input_ids=_PROMPT)
-    request = vllm_engine_pb2.GenerateRequest(tokenized=tokenized, sampling_params=params, stream=True)
-    began, times = time.perf_counter(), list[float]()
-    async for response in stub.Generate(request):
-        if response.HasField("chunk"):
-            times.append(time.perf_counter())
-    return _stream(began, times)
-
-
-def _stream(began: float, times: Sequence[float]) -> Stream:
-    return Stream(times[0] - began, [later - at for at, later in pairwise(times)])
-
-
-async def _round(door: str, addresses: tuple[str, str], streams: int, count: int) -> list[Stream]:
-    """So many streams at a time, two after each other."""
-    api, rpc = addresses
-
-    async def several(ask: Ask) -> list[Stream]:
-        async def two() -> list[Stream]:
-            return [await ask() for _ in range(2)]
-
-        return [stream for pair in await asyncio.gather(*(two() for _ in range(streams))) for stream in pair]
-
-    if door == "http":
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            return await several(lambda: http_stream(session, f"http://{api}", count))
-    async with grpc.aio.insecure_channel(rpc) as channel:
-        if door == "vllm":
-            engine = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-            return await several(lambda: vllm_stream(engine, count))
-        stub = generation_pb2_grpc.GenerationStub(channel)
-        return await several(lambda: grpc_stream(stub, count))
-
-
-def _client(orders: Connection) -> None:
-    """Serve orders for rounds in a process of its own, until one is None."""
-    while (order := orders.recv()) is not None:
-        orders.send(asyncio.run(_round(*order)))
-
-
-class Client:
-    """The process of clients."""
-
-    def __init__(self) -> None:
-        self._orders, theirs = multiprocessing.get_context("spawn").Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=_client, args=(theirs,), daemon=True)
-        self._process.start()
-
-    def round(self, door: str, addresses: tuple[str, str], streams: int, count: int) -> list[Stream]:
-        self._orders.send((door, addresses, streams, count))
-        return self._orders.recv()
-
-    def close(self) -> None:
-        self._orders.send(None)
-        self._process.join()
+_PARTS = ("cluster", "speed", "rate", "readers")
+_PEER, _PEER_LOGGING = "vLLM's HTTP", "vLLM's HTTP with its statistics"
+_OUTPUT = 200  # tokens of a stream
+_MANY = 64  # streams
+_INTERVAL = 0.01  # seconds between two tokens of a stream, where they come at one rate
+_SLOW, _SLOW_INTERVAL = 8, 0.002  # readers that don't read, and as many that do; seconds between tokens
+_STALLED = 100  # tokens that at least wait in the front for a reader that does not read
 
 
 # --- a cluster --------------------------------------------------------------------------------------------------------
@@ -163,149 +60,191 @@ def against_grpc(client: Client, model: Path, rounds: int, streams: int, count: 
     gaps: dict[str, list[float]] = {door: [] for door in _DOORS}
     with cluster.local(model, 0, 1, {"decode.kv_cache_bytes": "64MiB", "api.processes": processes}) as running:
         assert running.addresses is not None
-        addresses = (running.addresses.api, running.addresses.grpc)
         for number in range(rounds + 1):
             for door in _DOORS:
-                found = client.round(door, addresses, streams, count)
+                address = running.addresses.api if door == "http" else running.addresses.grpc
+                found = client.round(Order(door, address, streams, count))
                 if number:  # the first round warms up
-                    firsts[door].append(statistics.median(stream.first for stream in found))
-                    gaps[door].append(statistics.median(gap for stream in found for gap in stream.gaps))
+                    firsts[door].append(_first(found))
+                    gaps[door].append(statistics.median(_gaps(found)))
     for door, (case, values) in product(("http", "vllm"), (("TTFT", firsts), ("ITL", gaps))):
-        ratios = [taken / plain for taken, plain in zip(values[door], values["grpc"], strict=True)]
-        result = report.Result(
-            "frontends", f"{_DOORS[door]} {case}, {streams} streams", statistics.median(values[door]) * 1e3, "ms",
-            limit=statistics.median(values["grpc"]) * 1e3, ratio=statistics.median(ratios), runs=tuple(ratios),
-        )  # fmt: skip
-        report.emit(report.judged(result, TARGET, "low"))
+        _compare(f"{_DOORS[door]} {case}, {streams} streams", "ms", values[door], values["grpc"], TARGET, "low", 1e3)
 
 
-# --- a front by itself ------------------------------------------------------------------------------------------------
+# --- fronts by themselves ---------------------------------------------------------------------------------------------
 
 
-class FakeDriver:
-    """Takes every request, and gives each stream a token in every turn of the loop that its readers follow."""
+@dataclass
+class Figures:
+    """A front's figures, one of each round."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self.model = model
-        self.unready = None
-        self.tokens = 0
-        self._open: dict[OutputStream, int] = {}
-        assert model.tokenizer is not None
-        text_of = model.tokenizer.text_of
-        self._words = [token for token in range(model.limits.vocab_size) if text_of(token).strip().isalpha()]
-
-    def draw_seed(self) -> int:
-        return 1
-
-    def submit(
-        self,
-        validated: ValidatedRequest,
-        received: float,
-        deadline: float | None,
-        tenant: str = "",
-        leader: OutputStream | None = None,
-    ) -> OutputStream:
-        text = TextStream(self.model.tokenizer, validated.prompt, (), frozenset())
-        stream = OutputStream("r", text)
-        self._open[stream] = validated.max_tokens or 1
-        return stream
-
-    def abandon(self, stream: OutputStream) -> None:
-        self._open.pop(stream, None)
-        stream.end(RequestEnded("r", Cancelled("the client has gone"), _summary(0)))
-
-    async def run(self) -> None:
-        """The engine."""
-        while True:
-            for stream, left in list(self._open.items()):
-                if stream.unread >= _LAG:
-                    continue
-                stream.emit((self._words[left % len(self._words)],), ())
-                self.tokens += 1
-                self._open[stream] = left - 1
-                if left == 1:
-                    del self._open[stream]
-                    stream.end(RequestEnded("r", Finished("length"), _summary(stream.taken)))
-            await asyncio.sleep(0 if self._open else 0.001)
+    per_cpu_second: list[float] = field(default_factory=list[float])  # tokens
+    per_second: list[float] = field(default_factory=list[float])  # tokens
+    share: list[float] = field(default_factory=list[float])  # of a core
+    first: list[float] = field(default_factory=list[float])  # seconds, median of the streams
+    gap: list[float] = field(default_factory=list[float])  # seconds, median
+    late_gap: list[float] = field(default_factory=list[float])  # seconds, 99th percentile
 
 
-def _summary(completion: int) -> Summary:
-    now = time.monotonic()
-    line = Timeline(received=now, first_token=now, ended=now)
-    return Summary(line, now, Usage(prompt=len(_PROMPT), completion=completion))
-
-
-def _front(door: str, model: Any, orders: Connection) -> None:
-    asyncio.run(_serve_front(door, model, orders))
-
-
-async def _serve_front(door: str, model_config: Any, orders: Connection) -> None:
-    driver: Any = FakeDriver(load(model_config))
-    service = GenerationService(driver, MonotonicClock(), TokenizerThreads())
-    engine = asyncio.create_task(driver.run())
-
-    async def page() -> bytes:
-        return b""
-
-    if door == "http":
-        address = await ApiServer(HttpApi(service, page, Gatekeeper(KeyRing(None))), 4_096).start("127.0.0.1", 0)
-    else:
-        server = grpc.aio.server()
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(service), server)
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(service), server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-    orders.send(address)
-    while await asyncio.to_thread(orders.recv) is not None:
-        orders.send((driver.tokens, time.process_time()))
-    engine.cancel()
-
-
-def alone(client: Client, door: str, model: Path, rounds: int, streams: int, count: int) -> None:
-    """Tokens for each CPU second of a front before the fake engine."""
-    context = multiprocessing.get_context("spawn")
-    orders, theirs = context.Pipe()
-    process = context.Process(target=_front, args=(door, ModelConfig(path=str(model)), theirs), daemon=True)
-    process.start()
-    address = orders.recv()
-    rates: list[float] = []
+def take_turns(client: Client, running: Sequence[Front], rounds: int, order: Order) -> dict[str, Figures]:
+    """The same streams from each front, by name, round by round."""
+    taken = {front.name: Figures() for front in running}
     for number in range(rounds + 1):
-        orders.send("now")
-        tokens, used = orders.recv()
-        found = client.round(door, (address, address), streams, count)
-        assert all(len(stream.gaps) >= count - 1 for stream in found), "tokens came together"
-        orders.send("now")
-        now, later = orders.recv()
-        if number:
-            rates.append((now - tokens) / (later - used))
-    orders.send(None)
-    process.terminate()
-    process.join()
-    rate = statistics.median(rates)
+        for front in running:
+            before = front.cpu_seconds()
+            found = client.round(Order(front.door, front.address, order.streams, order.count, order.stalled))
+            used = front.cpu_seconds() - before
+            tokens = order.count * len(found)
+            seconds = max(stream.times[-1] for stream in found) - min(stream.began for stream in found)
+            if number:  # the first round warms up
+                figures = taken[front.name]
+                figures.per_cpu_second.append(tokens / used)
+                figures.per_second.append(tokens / seconds)
+                figures.share.append(used / seconds)
+                figures.first.append(_first(found))
+                figures.gap.append(statistics.median(_gaps(found)))
+                figures.late_gap.append(percentile(_gaps(found), 99))
+    return taken
+
+
+def at_full_speed(client: Client, running: Sequence[Front], rounds: int, count: int) -> None:
+    """Every front as fast as it can."""
+    for front in running:
+        front.pace(None)
+    taken = take_turns(client, running, rounds, Order("", "", _MANY, count))
+    for name, figures in taken.items():
+        case = f"{name} alone, {_MANY} streams"
+        if name in _DOORS.values():
+            rate = statistics.median(figures.per_cpu_second)
+            result = report.Result(
+                "frontends", case, rate, "tokens/CPU-s", limit=TARGET_TOKENS, ratio=rate / TARGET_TOKENS,
+                runs=tuple(figures.per_cpu_second),
+            )  # fmt: skip
+            report.emit(report.judged(result, 1.0, "high"))
+        else:
+            report.emit(report.median_of("frontends", case, "tokens/CPU-s", figures.per_cpu_second))
+        report.emit(report.median_of("frontends", f"{case}, by the clock", "tokens/s", figures.per_second))
+    ours = taken["HTTP"]
+    for peer in (name for name in (_PEER, _PEER_LOGGING) if name in taken):
+        case = f"HTTP over {peer}, {_MANY} streams"
+        _compare(case, "tokens/CPU-s", ours.per_cpu_second, taken[peer].per_cpu_second, 1.0, "high")
+        _compare(f"{case}, by the clock", "tokens/s", ours.per_second, taken[peer].per_second, 1.0, "high")
+
+
+def at_one_rate(client: Client, running: Sequence[Front], rounds: int, count: int) -> None:
+    """The HTTP fronts at the same rate of tokens."""
+    for front in running:
+        front.pace(_INTERVAL)
+    for streams in (8, _MANY):
+        taken = take_turns(client, running, rounds, Order("", "", streams, count))
+        told = f"{streams} streams, a token every {_INTERVAL * 1e3:g} ms"
+        for name, figures in taken.items():
+            for case, values in (("TTFT", figures.first), ("ITL p50", figures.gap), ("ITL p99", figures.late_gap)):
+                milliseconds = [value * 1e3 for value in values]
+                report.emit(report.median_of("frontends", f"{name} alone {case}, {told}", "ms", milliseconds))
+            report.emit(report.median_of("frontends", f"{name} alone, {told}", "of a core", figures.share))
+        if _PEER in taken:
+            ours, theirs = taken["HTTP"], taken[_PEER]
+            _compare(f"HTTP over {_PEER} TTFT, {told}", "ms", ours.first, theirs.first, 1.0, "low", 1e3)
+            _compare(f"HTTP over {_PEER} ITL p99, {told}", "ms", ours.late_gap, theirs.late_gap, TARGET, "low", 1e3)
+            _compare(f"HTTP over {_PEER}, {told}", "of a core", ours.share, theirs.share, 1.0, "low")
+
+
+def beside_slow_readers(client: Client, front: Front, rounds: int, count: int) -> None:
+    """The gaps of streams beside others that read nothing, over the gaps beside others that read."""
+    beside: list[float] = []
+    alone: list[float] = []
+    for number in range(rounds + 1):
+        for stalled, late_gaps in ((0, alone), (_SLOW, beside)):
+            front.pace(_SLOW_INTERVAL)
+            order = Order(front.door, front.address, 2 * _SLOW - stalled, count, stalled)
+            found = client.round(order)
+            unread = front.pace(_SLOW_INTERVAL)
+            if stalled and unread < _STALLED:
+                raise PeerFailed(f"the slow readers' tokens found room: only {unread} tokens waited in the front")
+            if number:
+                late_gaps.append(percentile(_gaps(found), 99))
+    case = f"{front.name} ITL p99 of {_SLOW} streams beside {_SLOW} that read nothing"
+    _compare(case, "ms", beside, alone, TARGET, "low", 1e3)
+
+
+def alone(client: Client, model: Path, parts: Collection[str], rounds: int, count: int, peers: Path) -> None:
+    """All fronts by themselves. Raises PeerFailed."""
+    available = os.sched_getaffinity(0)
+    cores.pin(client.pid, {min(available)})
+    given = fronts.words(model)
+    with ExitStack() as stack:
+        http, grpc = (fronts.baton(door, model, given, stack) for door in ("http", "grpc"))
+        running = [Front("HTTP", "http", http), Front("gRPC", "grpc", grpc), Front("VllmEngine", "vllm", grpc)]
+        if parts == {"readers"}:
+            pass
+        elif environments.prepared(VLLM, peers):
+            report.say(f"starting {VLLM.partial}")
+            for name, options in ((_PEER, ("--disable-log-stats",)), (_PEER_LOGGING, ())):
+                running.append(Front(name, "http", fronts.vllm(model, given, peers, stack, *options)))
+        else:
+            report.say(f"not beside vLLM: it is not in {VLLM.folder(peers)}; bench/frontends.py --prepare installs it")
+        for front in running:
+            cores.pin(front.pid, {max(available)})
+        if "speed" in parts:
+            at_full_speed(client, running, rounds, count)
+        if "rate" in parts:
+            at_one_rate(client, [front for front in running if front.name in ("HTTP", _PEER)], rounds, count)
+        if "readers" in parts:
+            beside_slow_readers(client, running[0], rounds, count)
+
+
+def _first(found: Sequence[Stream]) -> float:
+    return statistics.median(stream.first for stream in found)
+
+
+def _gaps(found: Sequence[Stream]) -> list[float]:
+    return [gap for stream in found for gap in stream.gaps]
+
+
+def _compare(
+    case: str, unit: str, ours: Sequence[float], theirs: Sequence[float], target: float, better: report.Better,
+    scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Emit our median beside theirs, and the median of each round's ratio."""
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     result = report.Result(
-        "frontends", f"{door} alone, {streams} streams", rate, "tokens/CPU-s", limit=TARGET_TOKENS,
-        ratio=rate / TARGET_TOKENS, runs=tuple(rates),
+        "frontends", case, statistics.median(ours) * scale, unit, limit=statistics.median(theirs) * scale,
+        ratio=statistics.median(ratios), runs=tuple(ratios),
     )  # fmt: skip
-    report.emit(report.judged(result, 1.0, "high"))
+    report.emit(report.judged(result, target, better))
 
 
 def main() -> int:
     """Measure both."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--model", default="100m", help="tiny, 100m or a directory")
+    parser.add_argument("--model", default="100m", help="of the cluster: tiny, 100m or a directory")
     parser.add_argument("--processes", type=int, default=0, help="api.processes of the cluster")
     parser.add_argument("--quick", action="store_true", help="three rounds of short streams")
+    parser.add_argument("--only", action="append", choices=_PARTS, help="may be said several times")
+    parser.add_argument("--peers", type=Path, default=cache / "baton-bench" / "peers", help="of vLLM's environment")
+    parser.add_argument("--prepare", action="store_true", help="make vLLM's environment, no more")
     given = parser.parse_args()
     rounds, count = (3, 50) if given.quick else (given.rounds, _OUTPUT)
-    client = Client()
+    parts = set(given.only or _PARTS)
     try:
-        against_grpc(client, models.directory(given.model), rounds, given.streams, count, given.processes)
-        for door in _DOORS:
-            alone(client, door, models.directory("tiny"), rounds, 64, count)
-    finally:
-        client.close()
+        if given.prepare:
+            environments.prepare(VLLM, given.peers)
+            return 0
+        report.say(report.machine())
+        if "cluster" in parts:
+            with closing(Client()) as client:
+                model = models.directory(given.model)
+                against_grpc(client, model, rounds, given.streams, count, given.processes)
+        if parts - {"cluster"}:
+            with closing(Client()) as client:
+                alone(client, models.directory("tiny"), parts, rounds, count, given.peers)
+    except (NotPrepared, PeerFailed) as error:
+        report.say(f"frontends: {error}")
+        return 1
     return 0
 
 

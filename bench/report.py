@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
+
+Better: TypeAlias = Literal["low", "high"]
 
 _ROOT = Path(__file__).parent.parent
 
@@ -45,7 +47,7 @@ def median_of(bench: str, case: str, unit: str, runs: Sequence[float]) -> Result
     return Result(bench, case, statistics.median(runs), unit, runs=tuple(runs) if len(runs) > 1 else None)
 
 
-def judged(result: Result, target: float, better: Literal["low", "high"]) -> Result:
+def judged(result: Result, target: float, better: Better) -> Result:
     """The result, which has a ratio: `ok` when that is on the better side of the target."""
     assert result.ratio is not None
     return replace(result, target=target, ok=result.ratio <= target if better == "low" else result.ratio >= target)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -41,9 +41,7 @@ class Answer:
 
 def serve(load: Callable[[], Generate]) -> None:
     """A peer's process: load it, then do what comes in on stdin."""
-    # What the peer prints while it loads and works goes to stderr: stdout is for answers only.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    answers = only_answers()
     generate = load()
     print('{"ready": true}', file=answers, flush=True)
     for line in sys.stdin:
@@ -54,8 +52,15 @@ def serve(load: Callable[[], Generate]) -> None:
         print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers, flush=True)
 
 
-class Peer:
-    """The other end of that process, which ends with this object."""
+def only_answers() -> TextIO:
+    """Return this process's stdout for its answers. All else that is printed goes to stderr from now on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+class PeerProcess:
+    """A process that answers each line of JSON with one. It ends with this object."""
 
     def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str]) -> None:
         """`variables` are the whole environment of the process. Raises PeerFailed."""
@@ -63,24 +68,21 @@ class Peer:
         self._process = subprocess.Popen(
             command, cwd=_ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        self.pid = self._process.pid
         try:
-            self._answer()
+            self.hello = self._answer()  # what it says when it can take jobs
         except PeerFailed:
             self.close()
             raise
 
-    def generate(self, prompts: Tokens, count: int) -> Answer:
-        """Raises PeerFailed, also where an answer does not have exactly the tokens that were asked for."""
+    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a job. Raises PeerFailed."""
         assert self._process.stdin is not None
         try:
-            print(json.dumps({"prompts": prompts, "count": count}), file=self._process.stdin, flush=True)
+            print(json.dumps(job), file=self._process.stdin, flush=True)
         except BrokenPipeError as error:
             raise PeerFailed(f"{self.name} ended; its reason stands above") from error
-        said = self._answer()
-        answer = Answer(said["seconds"], said["tokens"])
-        if [len(tokens) for tokens in answer.tokens] != [count] * len(prompts):
-            raise PeerFailed(f"{self.name} did not generate {count} tokens for each of {len(prompts)} prompts")
-        return answer
+        return self._answer()
 
     def close(self) -> None:
         self._process.communicate()  # closes its stdin, which ends it
@@ -97,3 +99,15 @@ class Peer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class Peer(PeerProcess):
+    """The other end of `serve`."""
+
+    def generate(self, prompts: Tokens, count: int) -> Answer:
+        """Raises PeerFailed, also where an answer does not have exactly the tokens that were asked for."""
+        said = self.ask({"prompts": prompts, "count": count})
+        answer = Answer(said["seconds"], said["tokens"])
+        if [len(tokens) for tokens in answer.tokens] != [count] * len(prompts):
+            raise PeerFailed(f"{self.name} did not generate {count} tokens for each of {len(prompts)} prompts")
+        return answer

@@ -60,12 +60,17 @@ OPENVINO = Environment(
 )
 
 
+def prepared(environment: Environment, below: Path) -> bool:
+    """Return whether the environment is there, whole and with these packages."""
+    ready = environment.folder(below) / _READY
+    return ready.exists() and ready.read_text() == environment.contents
+
+
 def prepare(environment: Environment, below: Path) -> None:
     """Make the environment unless it is there. Raises NotPrepared."""
-    folder = environment.folder(below)
-    ready = folder / _READY
-    if ready.exists() and ready.read_text() == environment.contents:
+    if prepared(environment, below):
         return
+    folder = environment.folder(below)
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run([sys.executable, "-m", "venv", str(folder)])
@@ -78,7 +83,7 @@ def prepare(environment: Environment, below: Path) -> None:
         wanted = folder / "dependencies.txt"
         wanted.write_text("\n".join(line for line in said.splitlines() if not _named(line, environment.without)))
         _run([*pip, "-r", str(wanted)])
-    ready.write_text(environment.contents)
+    (folder / _READY).write_text(environment.contents)
 
 
 def _named(requirement: str, names: tuple[str, ...]) -> bool:
