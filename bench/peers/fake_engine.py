@@ -11,17 +11,15 @@ import json
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from threading import Thread
-from typing import Generic, TextIO, TypeVar
+from typing import Generic, NamedTuple, TextIO, TypeVar
 
 Stream = TypeVar("Stream", bound=Hashable)
 
 _UNREAD = 0.000_5  # seconds until readers are looked at again, of which none has read
 
 
-@dataclass(frozen=True)
-class Given(Generic[Stream]):
+class Given(NamedTuple, Generic[Stream]):
     """The next token of a stream. `last`: the stream ends with it."""
 
     stream: Stream
