@@ -30,43 +30,59 @@ class Certificate:
     key: bytes = field(repr=False)
 
 
-class ServerTls:
-    """The certificate that the doors show. `refresh` follows its files, so that it can be renewed without a restart.
+@dataclass(frozen=True)
+class _Loaded:
+    """What the files held when they were read."""
 
-    The authorities of clients' certificates are read once."""
+    context: ssl.SSLContext
+    certificate: Certificate
+    client_ca: bytes | None
+
+
+class ServerTls:
+    """The certificate that the doors show, and the authorities of the certificates that they ask for. `refresh` follows
+    the files of both, so that they can be renewed without a restart."""
 
     def __init__(self, tls: TlsConfig) -> None:
         """Read the files. Raises StartupError if they can't be read or do not belong together."""
         self._tls = tls
         self._seen = self._look()
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.certificate = _load(tls, self.context)
-        self.client_ca: bytes | None = None  # PEM; None: clients need no certificate
-        if tls.client_ca_file:
-            self.client_ca = _read("client_ca_file", tls.client_ca_file)
-            try:
-                self.context.load_verify_locations(tls.client_ca_file)
-            except (ssl.SSLError, OSError) as error:
-                raise StartupError(
-                    f"tls.client_ca_file {tls.client_ca_file} holds no PEM certificates: {error}"
-                ) from None
-            self.context.verify_mode = ssl.CERT_REQUIRED
+        self._loaded = _load(tls)
+        # A server keeps this context. Each handshake switches to the latest one before it reads anything of it.
+        self.context = self._loaded.context
+        self.context.sni_callback = self._switch
+        if self._loaded.client_ca is not None:
+            # A session that goes on later would show no certificate again.
+            self.context.num_tickets = 0
+            self.context.options |= ssl.OP_NO_TICKET
+
+    @property
+    def certificate(self) -> Certificate:
+        return self._loaded.certificate
+
+    @property
+    def client_ca(self) -> bytes | None:
+        """The authorities as PEM. None: clients need no certificate."""
+        return self._loaded.client_ca
 
     def refresh(self) -> None:
-        """Show the certificate that the files have now to new connections. Files that can't be used change nothing."""
+        """Use what the files have now for new connections. Files that can't be used change nothing."""
         if (seen := self._look()) == self._seen:
             return
         self._seen = seen
         try:
-            _load(self._tls, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # a half of a pair would spoil the real one
-            self.certificate = _load(self._tls, self.context)
+            self._loaded = _load(self._tls)
         except StartupError as error:
             log.warning("the certificate stays as it was: %s", error)
         else:
-            log.info("new connections are shown the certificate that %s has now", self._tls.cert_file)
+            log.info("new connections get the certificate and authorities that %s has now", self._tls.cert_file)
 
     def _look(self) -> tuple[tuple[int, ...] | None, ...]:
-        return file_mark(Path(self._tls.cert_file)), file_mark(Path(self._tls.key_file))
+        files = (self._tls.cert_file, self._tls.key_file, self._tls.client_ca_file)
+        return tuple(file_mark(Path(file)) for file in files if file)
+
+    def _switch(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = self._loaded.context
 
 
 def server_tls(tls: TlsConfig) -> ServerTls | None:
@@ -74,7 +90,22 @@ def server_tls(tls: TlsConfig) -> ServerTls | None:
     return ServerTls(tls) if tls.cert_file else None
 
 
-def _load(tls: TlsConfig, context: ssl.SSLContext) -> Certificate:
+def _load(tls: TlsConfig) -> _Loaded:
+    """Read the files into a context of their own. Raises StartupError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate = _load_certificate(tls, context)
+    if not tls.client_ca_file:
+        return _Loaded(context, certificate, None)
+    client_ca = _read("client_ca_file", tls.client_ca_file)
+    try:
+        context.load_verify_locations(cadata=client_ca.decode())
+    except (ssl.SSLError, ValueError) as error:
+        raise StartupError(f"tls.client_ca_file {tls.client_ca_file} holds no PEM certificates: {error}") from None
+    context.verify_mode = ssl.CERT_REQUIRED
+    return _Loaded(context, certificate, client_ca)
+
+
+def _load_certificate(tls: TlsConfig, context: ssl.SSLContext) -> Certificate:
     """Read the certificate and its key into a context. Raises StartupError."""
     chain, key = _read("cert_file", tls.cert_file), _read("key_file", tls.key_file)
     try:

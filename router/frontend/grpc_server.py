@@ -397,7 +397,7 @@ def _vllm_engine(service: GenerationService) -> Callable[[grpc.aio.Server], None
 
 
 def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Return credentials that show the certificate as it is at each handshake."""
+    """Return credentials that use the certificate and the authorities as they are at each handshake."""
     shown = tls.certificate
 
     def configured() -> grpc.ServerCertificateConfiguration:

@@ -1,5 +1,7 @@
 """The router's HTTP port: `/metrics` for Prometheus, `/discovery` to tell it where the others are, `/healthz`.
 
+On loopback it is open. Elsewhere, once clients need API keys, `/metrics` and `/discovery` take an operator's.
+
 Any process that reaches the port may connect, and the loop that serves it also streams the tokens. So connections are
 bounded in number and lifetime, each carries one request, and the page of metrics is rendered on a thread, twice a
 second at most.
@@ -15,15 +17,18 @@ from typing import Any
 
 from aiohttp import web
 
-from baton.errors import PortInUse, StartupError
+from baton.errors import PermissionDenied, PortInUse, StartupError, Unauthenticated
+from baton.hosts import is_loopback
 from baton.metrics import PAGE_TYPE
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.identity import Gatekeeper, note_refusal
 
 log = logging.getLogger(__name__)
 
 _ACCESS_LOG = None  # a line per scrape has no reader
 MAX_CONNECTIONS = 64  # at a time
 DEADLINE = 5.0  # seconds from the start of a connection to its end, however it is used
+_FOR_ALL = ("/healthz",)
 _BACKLOG = 16  # connections that the kernel keeps, and that asyncio accepts in one turn of the loop
 _MAX_LINE = 2_048  # bytes of the request line, and of a header
 
@@ -36,8 +41,10 @@ _OF_STRANGERS.disabled = True
 class HttpServer:
     """The server; it reads the relay and changes nothing."""
 
-    def __init__(self, driver: RouterDriver) -> None:
+    def __init__(self, driver: RouterDriver, gate: Gatekeeper) -> None:
         self._driver = driver
+        self._gate = gate
+        self._open = True  # on loopback
         self._routes: dict[str, Callable[[], Awaitable[web.Response]]] = {
             "/metrics": self._metrics,
             "/discovery": self._discovery,
@@ -57,6 +64,7 @@ class HttpServer:
             max_line_size=_MAX_LINE,
             max_field_size=_MAX_LINE,
         )
+        self._open = is_loopback(host)
         runner = self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, host, port, reuse_port=False, backlog=_BACKLOG)
@@ -84,7 +92,15 @@ class HttpServer:
             response = web.Response(status=405, headers={"Allow": "GET, HEAD"})
         else:
             try:
+                if not self._open and request.path not in _FOR_ALL:
+                    self._gate.identify({name.lower(): text for name, text in request.headers.items()}, operator=True)
                 response = await route()
+            except Unauthenticated as error:
+                note_refusal(request.path, request.remote or "", error)
+                response = web.Response(status=401, text=f"{error}\n", headers={"WWW-Authenticate": "Bearer"})
+            except PermissionDenied as error:
+                note_refusal(request.path, request.remote or "", error)
+                response = web.Response(status=403, text=f"{error}\n")
             except Exception:
                 log.exception("failed to answer %s", request.path)
                 response = web.Response(status=500, text="failed in the router\n")

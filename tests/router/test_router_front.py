@@ -15,11 +15,14 @@ from typing import Any
 
 import aiohttp
 import grpc
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from baton import api_keys
 from baton import config as settings
+from baton.api_keys import Identity
 from baton.errors import BatonError, ModelNotFound, Overloaded, PortInUse, all_errors
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, explain_pb2, generation_pb2, generation_pb2_grpc
 from router.frontend import grpc_answers
@@ -336,6 +339,43 @@ def test_the_http_port(tmp_path: Path) -> None:
             assert 'baton_request_success_total{finished_reason="length"} 1.0' in page
             assert "baton_generation_tokens_total 12.0" in page
             assert "baton_time_to_first_token_seconds_count 1.0" in page
+
+    run(test)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_off_loopback_the_http_port_asks_for_an_operators_key(tmp_path: Path, processes: int) -> None:
+    config = settings_for(tmp_path, host="0.0.0.0")
+    config = msgspec.structs.replace(config, api=msgspec.structs.replace(config.api, processes=processes))
+
+    async def test() -> None:
+        async with cluster(config) as client, aiohttp.ClientSession() as http:
+            port = client.router.addresses.http.rpartition(":")[2]
+
+            async def status(path: str, key: str = "", address: str = f"127.0.0.1:{port}") -> int:
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                async with http.get(f"http://{address}{path}", headers=headers) as answer:
+                    return answer.status
+
+            assert await status("/metrics") == 200  # there are no keys yet
+            path = tmp_path / "api-keys.json"
+            plain = api_keys.add(path, Identity(name="one", tenant="acme"), "")
+            operator = api_keys.add(path, Identity(name="ops", operator=True), "")
+
+            async def asked_for() -> bool:
+                return await status("/metrics") == 401
+
+            await eventually_async(asked_for)
+            for page in ("/metrics", "/discovery"):
+                assert await status(page) == 401
+                assert await status(page, plain) == 403
+                assert await status(page, operator) == 200
+            assert await status("/healthz") in (200, 503)
+
+            async def whole_page() -> bool:
+                return await status("/metrics", operator, client.router.addresses.api) == 200
+
+            await eventually_async(whole_page)
 
     run(test)
 

@@ -213,6 +213,66 @@ def test_clients_show_a_certificate_where_one_is_asked_for(
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+def test_the_authorities_of_clients_are_changed_while_the_router_serves(
+    tmp_path: Path, tls: TlsConfig, authority: trustme.CA, caplog: pytest.LogCaptureFixture
+) -> None:
+    trusted, file = (tmp_path / "ca.pem").read_bytes(), tmp_path / "clients.pem"
+    other = trustme.CA()
+    file.write_bytes(trusted)
+    mutual = msgspec.structs.replace(tls, client_ca_file=str(file))
+    own = [each.issue_cert("client.example") for each in (authority, other)]
+
+    def https(cert: trustme.LeafCert) -> ssl.SSLContext:
+        context = ssl.create_default_context(cadata=trusted.decode())
+        cert.configure_cert(context)
+        return context
+
+    async def test() -> None:
+        async with served(over_tls(tmp_path, mutual)) as router:
+            router.start("decode", "decode-0")
+            contexts = [https(cert) for cert in own]
+
+            async def accepted() -> list[tuple[bool, bool]]:
+                """Of each certificate: whether HTTP takes it, and gRPC."""
+                found = list[tuple[bool, bool]]()
+                for cert, context in zip(own, contexts, strict=True):
+                    try:
+                        async with aiohttp.ClientSession() as http:
+                            await http.get(f"https://{router.addresses.api}/live", ssl=context)
+                            over_http = True
+                    except (aiohttp.ClientError, ssl.SSLError):
+                        over_http = False
+                    chain = b"".join(part.bytes() for part in cert.cert_chain_pems)
+                    shown = grpc.ssl_channel_credentials(trusted, cert.private_key_pem.bytes(), chain)
+                    async with grpc.aio.secure_channel(router.addresses.grpc, shown) as channel:
+                        stub: Any = generation_pb2_grpc.GenerationStub(channel)
+                        try:
+                            await collect(stub.Generate(request(), timeout=5))
+                            over_grpc = True
+                        except grpc.aio.AioRpcError as error:
+                            over_grpc = error.code() is not grpc.StatusCode.UNAVAILABLE
+                    found.append((over_http, over_grpc))
+                return found
+
+            first, second = [(True, True), (False, False)], [(False, False), (True, True)]
+            assert await accepted() == first
+            file.write_text("no certificate\n")
+
+            async def noticed() -> bool:
+                return "holds no PEM certificates" in caplog.text
+
+            await eventually_async(noticed)
+            assert await accepted() == first
+            other.cert_pem.write_to_path(file)
+
+            async def changed() -> bool:
+                return await accepted() == second
+
+            await eventually_async(changed)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 def test_files_that_can_not_be_used_are_named(tmp_path: Path, tls: TlsConfig, authority: trustme.CA) -> None:
     assert server_tls(TlsConfig()) is None
     assert server_tls(tls) is not None

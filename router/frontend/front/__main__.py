@@ -56,7 +56,9 @@ async def _serve(order: FrontOrder, settings: config.Config) -> None:
         from router.tracing.headers import trace_headers  # OpenTelemetry, which takes a while to import
 
         names = trace_headers()
-    router = RemoteRouter(model, MonotonicClock(), tokenizing, order.router, order.pages, trace_headers=names)
+    router = RemoteRouter(
+        model, MonotonicClock(), tokenizing, order.router, order.pages, pages_key=order.pages_key, trace_headers=names
+    )
     keys = KeyRing(settings.api_keys_path, required=settings.api.require_keys)
     tls = server_tls(settings.tls)
     api = HttpApi(router, router.metrics, Gatekeeper(keys), trust_templates=settings.api.trust_request_chat_template)

@@ -35,14 +35,16 @@ class FrontOrder(msgspec.Struct, frozen=True):
     listener: int  # descriptor of the listening socket
     router: str  # gRPC target of the router's link for fronts
     pages: str  # host:port of the router's metrics and health
+    pages_key: str | None  # an operator's, to show there
 
 
 class FrontProcesses:
     """The fronts of one router."""
 
-    def __init__(self, config: Config, router: str, link: str, pages: str) -> None:
-        """`router`: its name. `link`: the gRPC target that fronts ask. `pages`: host:port of its HTTP port."""
-        self._config, self._router, self._link, self._pages = config, router, link, pages
+    def __init__(self, config: Config, router: str, link: str, pages: str, pages_key: str | None) -> None:
+        """`router`: its name. `link`: the gRPC target that fronts ask. `pages`: host:port of its HTTP port, and
+        `pages_key` the operator's key that is shown there, if there is one."""
+        self._config, self._router, self._link, self._pages, self._pages_key = config, router, link, pages, pages_key
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -83,7 +85,7 @@ class FrontProcesses:
         self._processes[number] = process
         assert process.stdin is not None
         assert process.stdout is not None
-        order = FrontOrder(name, dump(self._config), descriptor, self._link, self._pages)
+        order = FrontOrder(name, dump(self._config), descriptor, self._link, self._pages, self._pages_key)
         process.stdin.write(msgspec.json.encode(order) + b"\n")
         try:
             said = await asyncio.wait_for(process.stdout.readline(), _START)

@@ -57,15 +57,18 @@ class RemoteRouter:
         link: str,
         pages: str,
         *,
+        pages_key: str | None = None,
         trace_headers: Sequence[str] | None = None,
     ) -> None:
-        """`link`: the router's gRPC target for fronts. `pages`: host:port of its metrics and health. `trace_headers`
-        name the trace that a call belongs to, and are passed on; none: the router makes no spans."""
+        """`link`: the router's gRPC target for fronts. `pages`: host:port of its metrics and health, to which
+        `pages_key` is shown if it is set. `trace_headers` name the trace that a call belongs to, and are passed on;
+        none: the router makes no spans."""
         self.model = model
         self.clock = clock
         self._tokenizing = tokenizing
         self._checker = RequestChecker(model, self.apart)
         self._link, self._pages, self._trace_headers = link, pages, trace_headers
+        self._pages_key = pages_key
         self._channel = grpc.aio.insecure_channel(link, _OPTIONS)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._session: aiohttp.ClientSession | None = None
@@ -112,7 +115,8 @@ class RemoteRouter:
 
     async def _page(self, path: str) -> tuple[int, bytes]:
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PAGE_SECONDS))
+            headers = {"Authorization": f"Bearer {self._pages_key}"} if self._pages_key else {}
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PAGE_SECONDS), headers=headers)
         try:
             async with self._session.get(f"http://{self._pages}{path}") as answer:
                 return answer.status, await answer.read()
