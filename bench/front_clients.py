@@ -11,7 +11,7 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -29,6 +29,10 @@ _SEGMENT, _WINDOW = 536, 4_096  # bytes: small, or the kernel would hold megabyt
 _LAST = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 _TIMEOUT = 120.0  # seconds that a stream may take
 _STALLING = 2.0  # seconds until what kernel and server hold of such a stream is full
+
+
+class StreamFailed(Exception):
+    """A front refused a request, or did not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -210,12 +214,15 @@ class Client:
         return self._process.pid
 
     def round(self, order: Order) -> list[Stream]:
-        """Raises EOFError if a stream failed; the process has said why."""
-        self._orders.send(order)
-        return self._orders.recv()
+        """Raises StreamFailed; the process has said why."""
+        try:
+            self._orders.send(order)
+            return self._orders.recv()
+        except (EOFError, BrokenPipeError) as error:
+            raise StreamFailed(f"a stream from {order.address} failed; its reason stands above") from error
 
     def close(self) -> None:
         """End the process, which may have ended."""
-        if self._process.is_alive():
+        with suppress(BrokenPipeError):
             self._orders.send(None)
         self._process.join()

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from bench import cluster, cores, fronts, models, report
 from bench.figures import percentile
-from bench.front_clients import Client, Order, Stream
+from bench.front_clients import Client, Order, Stream, StreamFailed
 from bench.fronts import Front
 from bench.peers import environments
 from bench.peers.adapter import PeerFailed
@@ -242,7 +242,7 @@ def main() -> int:
         if parts - {"cluster"}:
             with closing(Client()) as client:
                 alone(client, models.directory("tiny"), parts, rounds, count, given.peers)
-    except (NotPrepared, PeerFailed) as error:
+    except (NotPrepared, PeerFailed, StreamFailed) as error:
         report.say(f"frontends: {error}")
         return 1
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench import fronts
-from bench.front_clients import Client, HttpClient, Order
+from bench.front_clients import Client, HttpClient, Order, StreamFailed
 from bench.fronts import Front
 from bench.peers import environments
 from bench.peers.adapter import PeerFailed
@@ -128,6 +129,14 @@ def test_the_doors_serve_all_tokens_of_the_fake_engine(tmp_path: Path) -> None:
                 counts = {len(stream.times) for stream in streams}
                 assert counts == {5} if interval is None else max(counts) <= 5
             assert front.cpu_seconds() > before
+
+
+@pytest.mark.slow
+def test_a_front_that_is_not_there_fails_the_round() -> None:
+    with socket.socket() as taken, closing(Client()) as client:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(StreamFailed, match="failed"):
+            client.round(Order("http", f"127.0.0.1:{taken.getsockname()[1]}", 1, 1))
 
 
 def test_vllm_is_left_out_where_it_is_not_installed(tmp_path: Path) -> None:
