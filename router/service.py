@@ -35,6 +35,7 @@ from router.events import KvEvents, KvSnapshot, MessageReceived
 from router.frontend.api.app import HttpApi
 from router.frontend.api.server import ApiServer, listen
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.dashboard_feed import DashboardFeed
 from router.frontend.front.fleet import FrontProcesses
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_server import ClientServer, FrontLink, OperatorServer
@@ -102,7 +103,8 @@ async def serve(
         cleanup.push_async_callback(_stop, client_server, operator)
         grpc_address = await client_server.start(config.api.host, router.grpc_port, tls)
         operator_address = await operator.start(router.operator, config.cluster.name, name)
-        api_address = await _start_api(cleanup, config, service, http, gate, tls, http_address)
+        feed = DashboardFeed(driver, clock)
+        api_address = await _start_api(cleanup, config, service, http, gate, tls, http_address, feed)
         cleanup.callback(driver.stop)  # before the front stops: its streams still say why they end
         driver.address = _reachable(http_address, router.host)
         settle()
@@ -118,6 +120,7 @@ async def serve(
             _listen(driver, listener),
             _follow(driver, sockets),
             _follow_files(keys, tls),
+            feed.run(),
             _watch(driver, (client_server, operator), listener, clock),
         )
         await _until_stopped(_drained(driver, stop), *loops)
@@ -153,11 +156,12 @@ async def _start_api(
     gate: Gatekeeper,
     tls: ServerTls | None,
     http_address: str,
+    feed: DashboardFeed,
 ) -> str:
     """Serve the HTTP APIs, here or in processes of their own. Returns "host:port". Raises PortInUse or StartupError."""
     if config.api.processes:
         name = service.driver.me.name
-        link = FrontLink(service, gate)
+        link = FrontLink(service, gate, feed)
         cleanup.push_async_callback(link.stop)
         target = await link.start(config.router.operator, config.cluster.name, name)
         pages = f"{hosts.LOOPBACK}:{http_address.rpartition(':')[2]}"
@@ -166,7 +170,7 @@ async def _start_api(
         cleanup.push_async_callback(fronts.stop)
         return await fronts.start(listen(config.api.host, config.api.port))
     trust = config.api.trust_request_chat_template
-    api = HttpApi(service, http.page, gate, trust_templates=trust)
+    api = HttpApi(service, http.page, gate, feed, trust_templates=trust)
     server = ApiServer(api, config.router.max_concurrent_rpcs, tls)
     cleanup.push_async_callback(server.stop)
     return await server.start(config.api.host, config.api.port)

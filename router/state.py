@@ -75,7 +75,7 @@ from router.prefix_pinning.worker_messages import PinMessageHandler
 from router.queueing.admission import AdmissionControl, ModelLimits
 from router.request import Attempt, Request, RequestPhase
 from router.requests.explain import Explanations, RequestRecord
-from router.requests.lifecycle import RequestCounts, RequestManager
+from router.requests.lifecycle import PageCounts, RequestCounts, RequestManager
 from router.requests.slo_attainment import Objective, SloAttainment
 from router.requests.worker_messages import WorkerMessageHandler
 from router.role_changes import RoleChanges
@@ -120,6 +120,7 @@ class RouterStats:
     generated_tokens: int
     attainment: Mapping[tuple[int, Objective, bool], int]  # requests by level of priority and whether they met it
     reuse_ceiling: Mapping[str, float]  # by window
+    pages: Mapping[str, PageCounts]  # by the name of the worker that reported them
     kv_index: KvIndexStats
     pins: Mapping[str, int]  # prefixes that are kept pinned, or are to be, by phase
     waiting: Mapping[int, int]  # in the queue, by level of priority
@@ -586,6 +587,11 @@ class RouterState:
             for member in self._members.listed(now)
         ]
 
+    @property
+    def kv_index(self) -> KvIndex:
+        """The router's knowledge of cached pages, to be read."""
+        return self._kv_index
+
     def pins(self, tenant: str | None, now: float) -> list[PinView]:
         """The prefixes that are kept pinned for a tenant. None: for all tenants."""
         return self._pinner.pins(tenant, now)
@@ -621,6 +627,7 @@ class RouterState:
             generated_tokens=counts.generated_tokens,
             attainment=self._attainment.counts,
             reuse_ceiling=self._reuse_ceiling.shares,
+            pages=dict(counts.pages),
             kv_index=self._kv_index.stats(),
             pins={phase.value: self._pinner.count()[phase] for phase in PinPhase},
             waiting=queue.levels(),

@@ -79,7 +79,9 @@ def up(
     flag = "" if state.name == "baton" else f" --name {state.name}"
     out.print(f"[bold green]{state.name} serves {escape(state.model)}[/]")
     for router in state.routers.values():
-        out.print(escape(f"  HTTP API {'https' if state.tls else 'http'}://{router.api}/v1"))
+        api = f"{'https' if state.tls else 'http'}://{router.api}"
+        out.print(escape(f"  HTTP API {api}/v1"))
+        out.print(escape(f"  watch    {api}/dashboard"))
         out.print(escape(f"  gRPC     {router.grpc}"))
         out.print(escape(f"  operator {router.operator}"))
         out.print(escape(f"  metrics  http://{router.http.removeprefix('http://')}/metrics"))

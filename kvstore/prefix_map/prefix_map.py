@@ -25,6 +25,7 @@ from baton.messages import Medium, PageSegment
 from kvstore.events.changes import digest
 from kvstore.keys import START, split_keys
 from kvstore.prefix_map.key_runs import KeyRun, KeyRuns
+from kvstore.prefix_map.survey import Survey
 
 MEDIA: tuple[Medium, ...] = ("GPU", "CPU", "DISK")
 """Every tier, fastest first."""
@@ -199,6 +200,18 @@ class PrefixMap:
             runs=sum(len(group.runs) for group in self._runs.groups.values()),
             gaps=self._gaps,
         )
+
+    def survey(self) -> Survey:
+        """Begin a look at the whole tree of prefixes."""
+        return Survey(self._runs)
+
+    def holders_of(self, mask: int) -> dict[str, tuple[Medium, ...]]:
+        """The holders that a mask names, each with its tiers, the fastest first. A holder that has gone is left out."""
+        return {
+            me.name: tuple(medium for medium, bit in _BITS.items() if mask >> me.shift & bit)
+            for me in self._holders.values()
+            if mask & me.field
+        }
 
     def validate(self) -> None:
         """Check every invariant; for tests."""

@@ -25,6 +25,7 @@ from baton.messages import LoadReport, Message, Peer, WorkerRole
 from baton.metrics import Metrics
 from baton.samples import Labels
 from baton.trace import new_mark, trace_path
+from router.dashboard.monitor import DashboardMonitor
 from router.events import (
     PIN,
     AskSnapshot,
@@ -107,6 +108,7 @@ class RouterDriver:
         self.state = RouterState(me, config, model.limits)
         self.metrics = metrics
         self.tracer = tracer
+        self.monitor = DashboardMonitor(me, config, model.name, self.state)
         self.address = ""  # host:port of our own metrics
         self.stopping = False  # no request is taken any more; those that run may end
         self.draw_seed: Callable[[], int] = partial(secrets.randbits, 63)
@@ -304,6 +306,7 @@ class RouterDriver:
                     answer.set_result(outcome)
             case Log() as note:
                 _write(note)
+                self.monitor.logged(note, self._clock.now())
             case ForgetPeer(incarnation=incarnation):
                 self._sockets.forget(incarnation)
             case Subscribe(incarnation=incarnation, endpoint=endpoint, replay=replay):
@@ -327,6 +330,7 @@ class RouterDriver:
         if (last := self._last_token.get(name)) is not None:
             self.metrics.observe("inter_token_latency_seconds", now - last)
             self.vllm_metrics.gap(now - last)
+            self.monitor.gap(now - last)
         self._last_token[name] = now
         match stream.emit(command.tokens, command.logprobs):
             case StopVerdict.STOPPED:
@@ -349,6 +353,7 @@ class RouterDriver:
         if (spans := self._spans.pop(end.request, None)) is not None:
             spans.ended(end, self._record(end.request))
         self._observe(end)
+        self.monitor.ended(end)
         self.vllm_metrics.ended(end, self._max_tokens.pop(end.request, None))
 
     def _record(self, name: str) -> RequestRecord | None:

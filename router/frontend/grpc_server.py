@@ -24,8 +24,9 @@ from grpc_reflection.v1alpha import reflection
 from baton import operator_port
 from baton.api_keys import ANONYMOUS, Identity
 from baton.doors import ServerTls
-from baton.errors import PortInUse, RequestCancelled, Unauthenticated
+from baton.errors import InvalidRequest, PortInUse, RequestCancelled, Unauthenticated
 from baton.hosts import bracketed
+from baton.messages import UNREADABLE
 from baton.operator_address import Loopback, parse_operator
 from baton.v1 import (
     cache_pb2,
@@ -39,6 +40,7 @@ from baton.v1 import (
 from router.events import Finished, Summary
 from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.dashboard_feed import DASHBOARD, DashboardAsk, DashboardSource
 from router.frontend.generation import Generation, GenerationService, text_bytes
 from router.frontend.grpc_answers import LINGER, StreamedAnswer, abort, typed
 from router.frontend.identity import IDENTITY, THIS_USER, Gatekeeper, caller
@@ -303,13 +305,28 @@ class ClientServer:
 
 
 class FrontLink:
-    """Where the router's front processes hand it their requests: `Generation` on a Unix socket of this user's. A front
-    has identified its clients, and says which one each request comes from."""
+    """Where the router's front processes hand it their requests: `Generation` on a Unix socket of this user's, and the
+    data of the page at /dashboard. A front has identified its clients, and says which one each request comes from."""
 
-    def __init__(self, service: GenerationService, gate: Gatekeeper) -> None:
+    def __init__(self, service: GenerationService, gate: Gatekeeper, dashboard: DashboardSource) -> None:
         max_rpcs = service.driver.config.router.max_concurrent_rpcs
+        self._dashboard = dashboard
         self._server = _GrpcServer((GENERATION,), service.driver, max_rpcs, partial(_admit_front, gate))
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(service), self._server.grpc)
+        read = grpc.unary_unary_rpc_method_handler(self._read, request_deserializer=bytes)
+        service_name, _, method = DASHBOARD.strip("/").partition("/")
+        handlers = grpc.method_handlers_generic_handler(service_name, {method: read})
+        self._server.grpc.add_generic_rpc_handlers((handlers,))
+
+    async def _read(self, asked: bytes, context: Any) -> bytes:
+        """A part of the dashboard's data, as JSON. `asked` is a DashboardAsk as JSON."""
+        async with typed(context):
+            try:
+                ask = msgspec.json.decode(asked, type=DashboardAsk)
+            except UNREADABLE:
+                raise InvalidRequest("this is no request of a front") from None
+            return await self._dashboard.read(ask)
+        raise AssertionError("abort returned")
 
     async def start(self, setting: str, cluster: str, router: str) -> str:
         """Listen beside the operator's socket, which `router.operator` may name; returns the gRPC target. Raises

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.messages import Snapshot
+from baton.messages import Medium, Snapshot
 from kvstore.events.wire_format import KvEventBatch
 from kvstore.prefix_map.event_tracker import (
     ApplyEvents,
@@ -18,6 +18,7 @@ from kvstore.prefix_map.event_tracker import (
     apply_events,
 )
 from kvstore.prefix_map.prefix_map import PrefixMap, PrefixMatch
+from kvstore.prefix_map.survey import Survey
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,14 @@ class KvIndex:
 
     def stats(self) -> KvIndexStats:
         return KvIndexStats(self._map.stats().pages, self._tracker.gaps, self._tracker.divergences)
+
+    def survey(self) -> Survey:
+        """Begin a look at the whole tree of prefixes."""
+        return self._map.survey()
+
+    def holders_of(self, mask: int) -> dict[str, tuple[Medium, ...]]:
+        """The holders that a mask of a survey names, by incarnation, each with its tiers."""
+        return self._map.holders_of(mask)
 
     def _carry_out(self, actions: Sequence[TrackerAction], now: float) -> list[str]:
         asks: list[str] = []

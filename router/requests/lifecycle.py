@@ -45,6 +45,21 @@ from router.requests.explain import ConsideredPlacements, Explanations
 from router.requests.slo_attainment import SloAttainment
 
 
+@dataclass(frozen=True)
+class PageCounts:
+    """Pages that one worker reported since the start. A prefill worker stores and finds them. A decode worker fetches
+    them from its node's store, or finds them on its device."""
+
+    stored: int = 0
+    found: int = 0
+    fetched: int = 0
+    fetched_across: int = 0  # of the fetched ones, at most so many came from the store of another node
+    on_device: int = 0
+
+
+_PAGE_COUNTS = 1_024  # workers, by name; those that reported first are forgotten first
+
+
 @dataclass
 class RequestCounts:
     """What has happened since the start."""
@@ -59,6 +74,24 @@ class RequestCounts:
     prompt_tokens: int = 0  # of requests that finished
     cached_tokens: int = 0  # of requests that finished
     generated_tokens: int = 0
+    pages: dict[str, PageCounts] = field(default_factory=dict[str, PageCounts])  # by the worker's name
+
+    def count_pages(
+        self, worker: str, *, stored: int = 0, found: int = 0, fetched: int = 0, across: int = 0, on_device: int = 0
+    ) -> None:
+        """A worker reports what it did for one attempt."""
+        old = self.pages.get(worker)
+        if old is None:
+            old = PageCounts()
+            if len(self.pages) >= _PAGE_COUNTS:
+                del self.pages[next(iter(self.pages))]
+        self.pages[worker] = PageCounts(
+            old.stored + stored,
+            old.found + found,
+            old.fetched + fetched,
+            old.fetched_across + across,
+            old.on_device + on_device,
+        )
 
 
 class RequestManager:

@@ -90,6 +90,9 @@ class WorkerMessageHandler:
 
     def started(self, request: Request, attempt: Attempt, event: messages.Started, now: float) -> None:
         attempt.progressed_at = now
+        fetched, across = event.fetched_pages, sum(source.pages for source in attempt.placement.sources)
+        name = self._members.require_live(attempt.decode).peer.name
+        self._counts.count_pages(name, fetched=fetched, across=min(fetched, across), on_device=event.device_pages)
         if attempt.phase is not RequestPhase.RUNNING:  # a preempted sequence says it again when it resumes
             request.account.pages_on_device, request.account.pages_fetched = event.device_pages, event.fetched_pages
             self._loaded(request, event)
@@ -219,6 +222,9 @@ class WorkerMessageHandler:
         attempt.prefill_unreported = 0
         request.account.prefill_computed += event.computed
         self._explanations.prefilled(request, event.computed)
+        if attempt.prefill is not None:
+            worker = self._members.require_live(attempt.prefill).peer.name
+            self._counts.count_pages(worker, stored=event.stored, found=event.hit)
         request.account.pages_hit += event.hit
         request.account.pages_shipped += event.stored
         request.account.prefill_queue_ms, request.account.prefill_compute_ms = event.queue_ms, event.compute_ms

@@ -36,6 +36,7 @@ from router.frontend.api import errors, openapi
 from router.frontend.api.answers import Answer, AnswerOptions, Completion, Sample
 from router.frontend.api.bodies import BodyReader
 from router.frontend.api.chat_answers import ChatCompletion
+from router.frontend.api.dashboard.routes import DashboardRoutes
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.gate import KeyGate
 from router.frontend.api.http_responses import AnswerOrder, EventStream, WholeAnswer, error_response, json_response
@@ -57,6 +58,7 @@ from router.frontend.api.responses import ModelResponse
 from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
 from router.frontend.api.structured_outputs import name_field
 from router.frontend.api.tools import checked, planned
+from router.frontend.dashboard_feed import DashboardSource
 from router.frontend.generation import Generation, Generations
 from router.frontend.identity import Gatekeeper
 
@@ -78,11 +80,13 @@ class HttpApi:
         service: Generations,
         metrics_page: Callable[[], Awaitable[bytes]],
         gate: Gatekeeper,
+        dashboard: DashboardSource | None = None,
         *,
         trust_templates: bool = False,
         linger: float = LINGER,
     ) -> None:
-        """`trust_templates`: requests may bring chat templates of their own."""
+        """`dashboard`: the data of the page at /dashboard; none: there is no such page. `trust_templates`: requests may
+        bring chat templates of their own."""
         self._service = service
         self._metrics_page = metrics_page
         self._linger = linger
@@ -110,6 +114,7 @@ class HttpApi:
                 *(get(path, self._ready) for path in ("/health", "/ready", "/health/ready")),
                 get("/metrics", self._metrics),
                 get("/openapi.json", self._openapi),
+                *(DashboardRoutes(dashboard, service.clock).routes if dashboard is not None else ()),
             ],
             exception_handlers={HTTPException: _no_route},
         )

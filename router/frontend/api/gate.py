@@ -14,8 +14,13 @@ from router.frontend.api.model_cards import is_anthropic
 from router.frontend.identity import Gatekeeper, caller, note_refusal
 from router.tracing.origin import http_origin, origin
 
-_OPEN = frozenset({"/health", "/ready", "/health/ready", "/live", "/version", "/openapi.json"})
+DASHBOARD = "/dashboard"  # the page itself says nothing of the cluster; its data is for operators
+_OPEN = frozenset(
+    {"/health", "/ready", "/health/ready", "/live", "/version", "/openapi.json", DASHBOARD, f"{DASHBOARD}/"}
+)
+_OPEN_BELOW = f"{DASHBOARD}/static/"
 _FOR_OPERATORS = frozenset({"/metrics"})
+_FOR_OPERATORS_BELOW = f"{DASHBOARD}/api/"
 _ANTHROPIC = "/v1/messages"
 
 
@@ -28,12 +33,13 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
-        if path in _OPEN:
+        if path in _OPEN or path.startswith(_OPEN_BELOW):
             await self._routes(scope, receive, send)
             return
         request = Request(scope)
+        operator = path in _FOR_OPERATORS or path.startswith(_FOR_OPERATORS_BELOW)
         try:
-            identity = self._gate.identify(request.headers, operator=path in _FOR_OPERATORS)
+            identity = self._gate.identify(request.headers, operator=operator)
             leave = self._gate.enter(identity) if request.method == "POST" else None
         except BatonError as error:
             if not isinstance(error, Overloaded):

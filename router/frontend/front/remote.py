@@ -25,8 +25,9 @@ from baton.timeline import Timeline
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.events import Failed, Finished, RequestEnded, Summary, Usage
+from router.frontend.dashboard_feed import DASHBOARD, PERIOD, DashboardAsk
 from router.frontend.generation import Generation, RequestChecker
-from router.frontend.identity import IDENTITY, caller
+from router.frontend.identity import IDENTITY, THIS_USER, caller
 from router.frontend.message_guard import looked_at
 from router.frontend.output_stream import Output
 from router.frontend.served_model import ServedModel
@@ -72,6 +73,7 @@ class RemoteRouter:
         self._channel = grpc.aio.insecure_channel(link, _OPTIONS)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._session: aiohttp.ClientSession | None = None
+        self.dashboard = RemoteDashboard(self._channel, link)
 
     async def close(self) -> None:
         """End every call."""
@@ -122,6 +124,33 @@ class RemoteRouter:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError):
             raise Unavailable(f"the router does not answer at {self._pages}") from None
+
+
+class RemoteDashboard:
+    """The data of the page at /dashboard, which the router makes. Viewers of one front share a snapshot."""
+
+    def __init__(self, channel: grpc.aio.Channel, link: str) -> None:
+        self._read = channel.unary_unary(DASHBOARD)
+        self._link = link
+        self._snapshot: asyncio.Task[bytes] | None = None  # that is being read, or was read last
+        self._fresh_until = float("-inf")
+
+    async def read(self, ask: DashboardAsk) -> bytes:
+        """Raises BatonError."""
+        if ask.part != "snapshot":
+            return await self._ask(ask)
+        now = asyncio.get_running_loop().time()
+        if self._snapshot is None or (self._snapshot.done() and now >= self._fresh_until):
+            self._snapshot, self._fresh_until = asyncio.create_task(self._ask(ask)), now + PERIOD / 2
+            self._snapshot.add_done_callback(looked_at)
+        return await asyncio.shield(self._snapshot)
+
+    async def _ask(self, ask: DashboardAsk) -> bytes:
+        identity = msgspec.json.encode(THIS_USER).decode()  # the front has checked that it is an operator
+        try:
+            return await self._read(msgspec.json.encode(ask), metadata=((IDENTITY, identity),), timeout=_PAGE_SECONDS)
+        except grpc.aio.AioRpcError as failure:
+            raise typed(failure, self._link) from None
 
 
 class RemoteStream:

@@ -1,0 +1,129 @@
+"""One sample for each of the last seconds: rates, queues and latencies, from which the page draws its charts."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from router.dashboard.latency_sketch import LatencySketch
+from router.events import Finished, RequestEnded
+from router.state import RouterStats
+
+KEPT = 300
+"""Samples; a sample is of about a second."""
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """One second. Rates are per second, latencies milliseconds over the last five seconds (none: there was no such
+    request). `COLUMNS` names the fields for the page."""
+
+    sequence: int
+    at_ms: int  # Unix time
+    finished: float
+    failed: float
+    cancelled: float
+    generated_tokens: float
+    prompt_tokens: float  # of requests that finished
+    cached_tokens: float  # of these
+    queued: int
+    running: int
+    ttft_p50: float | None
+    ttft_p95: float | None
+    ttft_p99: float | None
+    itl_p50: float | None
+    itl_p95: float | None
+    itl_p99: float | None
+    pages_stored: float  # by prefill workers
+    pages_fetched: float  # by decode workers
+    pages_found: float  # by prefill workers, in a cache
+    pages_on_device: float  # found there by decode workers
+
+
+COLUMNS: Sequence[str] = Sample.__struct_fields__
+
+
+class Samples:
+    """The samples of the last minutes."""
+
+    def __init__(self) -> None:
+        self.kept = deque[Sample](maxlen=KEPT)
+        self._ttft, self._itl = LatencySketch(), LatencySketch()
+        self._before: tuple[float, tuple[int, ...]] | None = None  # time, totals
+        self._count = 0
+
+    @property
+    def sequence(self) -> int:
+        """Of the last sample; 0 before the first."""
+        return self._count
+
+    def gap(self, seconds: float) -> None:
+        """Two tokens came so far apart."""
+        self._itl.add(seconds)
+
+    def ended(self, end: RequestEnded) -> None:
+        """A request has ended."""
+        if isinstance(end.outcome, Finished) and (ttft := end.summary.timeline.ttft) is not None:
+            self._ttft.add(ttft)
+
+    def take(self, stats: RouterStats, now: float, at_ms: int) -> None:
+        """Add the sample of the second that ends now. `at_ms`: the same instant as Unix time."""
+        self._ttft.turn()
+        self._itl.turn()
+        totals = _totals(stats)
+        then, before = self._before or (now - 1, totals)
+        elapsed = max(now - then, 1e-3)
+        self._before = (now, totals)
+        self._count += 1
+        finished, failed, cancelled, generated, prompt, cached, stored, fetched, found, on_device = (
+            max(0.0, round((new - old) / elapsed, 2)) for new, old in zip(totals, before, strict=True)
+        )
+        ttft, itl = (list(map(_ms, sketch.quantiles(0.5, 0.95, 0.99))) for sketch in (self._ttft, self._itl))
+        self.kept.append(
+            Sample(
+                sequence=self._count,
+                at_ms=at_ms,
+                finished=finished,
+                failed=failed,
+                cancelled=cancelled,
+                generated_tokens=generated,
+                prompt_tokens=prompt,
+                cached_tokens=cached,
+                queued=stats.queued,
+                running=stats.running,
+                ttft_p50=ttft[0],
+                ttft_p95=ttft[1],
+                ttft_p99=ttft[2],
+                itl_p50=itl[0],
+                itl_p95=itl[1],
+                itl_p99=itl[2],
+                pages_stored=stored,
+                pages_fetched=fetched,
+                pages_found=found,
+                pages_on_device=on_device,
+            )
+        )
+
+
+def _totals(stats: RouterStats) -> tuple[int, ...]:
+    """What only grows, in the order of the fields of `Sample`."""
+    pages = stats.pages.values()
+    return (
+        sum(stats.finished.values()),
+        sum(stats.failed.values()),
+        stats.cancelled,
+        stats.generated_tokens,
+        stats.prompt_tokens,
+        stats.cached_tokens,
+        sum(each.stored for each in pages),
+        sum(each.fetched for each in pages),
+        sum(each.found for each in pages),
+        sum(each.on_device for each in pages),
+    )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1_000, 2)

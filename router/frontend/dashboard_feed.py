@@ -1,0 +1,129 @@
+"""The page's data as JSON: one snapshot a second, however many viewers there are.
+
+Owns the second hand of `DashboardMonitor`, the surveys of the prefix map, and the bytes of the last snapshot. The first
+viewer that asks has the second's snapshot made. So a router without viewers makes none, and looks at no prefix map.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import msgspec
+from google.protobuf import json_format
+from msgspec import Struct
+
+from baton.clock import Clock
+from baton.errors import InvalidRequest
+from router.frontend import responses
+from router.frontend.client_sessions import RouterDriver
+
+log = logging.getLogger(__name__)
+
+DASHBOARD = "/baton.router.Front/Dashboard"
+"""The gRPC method by which a front process reads: a DashboardAsk as JSON goes in, JSON comes out."""
+PERIOD = 1.0  # seconds between two snapshots
+_VIEWED = 5.0  # seconds for which an answer counts as a viewer
+_SLICE = 256  # runs of the prefix map that are looked at in one turn of the loop: about 0.3 ms
+_REST = 0.01  # seconds between two slices
+_SURVEY_EVERY = 2.0  # seconds from the end of one look at the prefix map to the next
+
+
+class DashboardAsk(Struct, frozen=True):
+    """What a page asks for: the snapshot, the history of all samples, or how one request was served."""
+
+    part: Literal["snapshot", "history", "request"]
+    request: str = ""  # a request's name, in the cluster or by its client
+
+
+class DashboardSource(Protocol):
+    """Where a door gets the page's data."""
+
+    async def read(self, ask: DashboardAsk) -> bytes:
+        """Return JSON. Raises RequestNotFound for a request that is not remembered, Unavailable without a router."""
+        ...
+
+
+class DashboardFeed:
+    """The source within the router's own process."""
+
+    def __init__(self, driver: RouterDriver, clock: Clock) -> None:
+        self._driver, self._clock = driver, clock
+        self._snapshot: tuple[int, bytes] = (-1, b"")  # its sequence, JSON
+        self._seen = float("-inf")  # when a viewer last asked
+        self._surveyed = float("-inf")
+        self.snapshots = 0  # made so far
+
+    async def read(self, ask: DashboardAsk) -> bytes:
+        match ask.part:
+            case "snapshot":
+                return self._read_snapshot()
+            case "history":
+                return msgspec.json.encode(self._driver.monitor.history())
+            case "request":
+                return self._explain(ask.request)
+
+    async def run(self) -> None:
+        """Take a sample each second, and look at the prefix map while there are viewers. A picture is not worth a
+        router: whatever fails here is logged, and the router goes on."""
+        due = self._clock.now()
+        surveying: asyncio.Task[None] | None = None
+        try:
+            while True:
+                now = self._clock.now()
+                if now >= due:
+                    due = max(due + PERIOD, now)
+                    with _logged("sample"):
+                        self._driver.monitor.sample(now, _unix_ms())
+                viewed = now - self._seen < _VIEWED and now - self._surveyed > _SURVEY_EVERY
+                if viewed and (surveying is None or surveying.done()):
+                    surveying = asyncio.create_task(self._survey())
+                await asyncio.sleep(max(0.0, due - self._clock.now()))
+        finally:
+            if surveying is not None:
+                surveying.cancel()
+
+    def _read_snapshot(self) -> bytes:
+        self._seen = self._clock.now()
+        monitor = self._driver.monitor
+        if self._snapshot[0] != monitor.sequence:
+            made = monitor.snapshot(self._seen, _unix_ms(), self._driver.unready)
+            self._snapshot = (made.sequence, msgspec.json.encode(made))
+            self.snapshots += 1
+        return self._snapshot[1]
+
+    def _explain(self, request: str) -> bytes:
+        if not request:
+            raise InvalidRequest("no request is named")
+        found = responses.explained(*self._driver.explain(request))
+        told = json_format.MessageToDict(
+            found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return msgspec.json.encode(told)
+
+    async def _survey(self) -> None:
+        """Look at the whole prefix map in slices, and draw it on a thread."""
+        monitor = self._driver.monitor
+        with _logged("survey of the prefix map"):
+            survey = monitor.survey()
+            while not survey.step(_SLICE):  # noqa: ASYNC110 - other tasks get their turns
+                await asyncio.sleep(_REST)
+            picture = await asyncio.to_thread(survey.draw)
+            monitor.surveyed(survey, picture, self._clock.now())
+        self._surveyed = self._clock.now()
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        log.exception("the dashboard's %s failed", what)
+
+
+def _unix_ms() -> int:
+    return int(time.time() * 1_000)
