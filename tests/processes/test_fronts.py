@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +81,25 @@ def test_answers_are_those_of_the_router(cluster: LocalCluster, client: openai.O
     for chunk in streamed:
         tokens[chunk.choices[0].index] += getattr(chunk.choices[0], "token_ids", None) or []
     assert tokens == {0: right, 1: right}
+
+
+def test_the_dashboard_comes_through_a_front(cluster: LocalCluster, client: openai.OpenAI) -> None:
+    client.completions.create(model="", prompt=PROMPT, max_tokens=2, extra_headers={"x-request-id": "mine"})
+    with urllib.request.urlopen(f"{base(cluster)}/dashboard", timeout=DEADLINE) as page:
+        assert "text/html" in page.headers["content-type"]
+
+    def read(part: str) -> Any:
+        with urllib.request.urlopen(f"{base(cluster)}/dashboard/api/{part}", timeout=DEADLINE) as answer:
+            return json.load(answer)
+
+    def rows() -> list[Any]:
+        return [row for row in read("snapshot")["requests"] if row["request_id"] == "mine"]
+
+    eventually(rows, "the request is listed")
+    assert read("history")["samples"]
+    assert read(f"request?name={rows()[0]['name']}")["request"]["request_id"] == "mine"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        read("request?name=nothing")
 
 
 def test_what_is_wrong_is_refused_and_health_is_the_routers(cluster: LocalCluster, client: openai.OpenAI) -> None:
