@@ -8,9 +8,11 @@ PYTEST := $(BIN)/python -m pytest
 # On a machine without an NVIDIA GPU pip also looks at torch's own index, where the CPU build is the newest of its version.
 TORCH_INDEX := $(if $(wildcard /proc/driver/nvidia/version),,--extra-index-url https://download.pytorch.org/whl/cpu)
 
+PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/baton-prometheus
+
 PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator tests/baton tests/kvstore
 
-.PHONY: setup demo test test-fast check soak interop interop-quick stubs
+.PHONY: setup demo test test-fast check soak interop interop-quick prometheus stubs
 
 setup: $(VENV)/.ready
 
@@ -56,6 +58,16 @@ interop: setup
 # Those that fit into five minutes. A suite for which no package index answers is printed as NOT RUN.
 interop-quick: setup
 	$(BIN)/python -m tests.interop --quick
+
+# Prometheus and promtool for the tests of metrics, dashboards and alerts: Debian's, unpacked and not installed. Needs the
+# network once. Tests that need them are skipped without.
+prometheus: $(PROMETHEUS)/usr/bin/prometheus
+
+$(PROMETHEUS)/usr/bin/prometheus:
+	rm -rf $(PROMETHEUS) && mkdir -p $(PROMETHEUS)
+	cd $(PROMETHEUS) && (apt-get download prometheus || (apt-get update && apt-get download prometheus))
+	dpkg-deb -x $(PROMETHEUS)/prometheus_*.deb $(PROMETHEUS)
+	rm $(PROMETHEUS)/prometheus_*.deb
 
 stubs: setup
 	PYTHON=$(CURDIR)/$(BIN)/python sh proto/generate.sh

@@ -27,7 +27,10 @@ from baton.samples import Sample
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One row of the table. A counter's name gets `_total` from Prometheus."""
+    """One row of the table. A counter's name gets `_total` from Prometheus.
+
+    No label is called `role`, `node` or `name`: /discovery gives these to the process that tells the metric, and
+    Prometheus would rename ours."""
 
     kind: Literal["gauge", "counter", "seconds", "sizes"]  # the last two are histograms
     help: str
@@ -63,8 +66,8 @@ TABLE: Mapping[str, MetricSpec] = {
         "counter", "Tokens of requests that ended; late tenants are other.", ("tenant", "kind")
     ),
     "prediction_error": MetricSpec("gauge", "|ln(actual / predicted)| of the last predictions.", ("kind", "quantile")),
-    "predicted_utilization": MetricSpec("gauge", "Work lately over what the workers of a role can do.", ("role",)),
-    "role_advised": MetricSpec("gauge", "1 where one worker of the other kind should have this role.", ("role",)),
+    "predicted_utilization": MetricSpec("gauge", "Work lately over what the workers of a role can do.", ("peer_role",)),
+    "role_advised": MetricSpec("gauge", "1 where one worker of the other kind should have this role.", ("peer_role",)),
     "prompt_tokens": MetricSpec("counter", "Prompt tokens of finished requests."),
     "generation_tokens": MetricSpec("counter", "Tokens generated."),
     "prefix_cache_queries": MetricSpec("counter", "Prompt tokens looked up."),
@@ -77,10 +80,10 @@ TABLE: Mapping[str, MetricSpec] = {
         "counter", "Holders whose pages were found known wrongly and asked for.", ("found_by",)
     ),
     "pins": MetricSpec("gauge", "Prefixes that are kept pinned, or are on their way to it.", ("phase",)),
-    "peers": MetricSpec("gauge", "Live processes.", ("role",)),
+    "peers": MetricSpec("gauge", "Live processes.", ("peer_role",)),
     "spans": MetricSpec("counter", "OpenTelemetry spans, by what became of them.", ("outcome",)),
-    "peers_lost": MetricSpec("counter", "Processes that went, by why.", ("role", "reason")),
-    "heartbeat_age_seconds": MetricSpec("gauge", "Age of the oldest last heartbeat of live processes.", ("role",)),
+    "peers_lost": MetricSpec("counter", "Processes that went, by why.", ("peer_role", "reason")),
+    "heartbeat_age_seconds": MetricSpec("gauge", "Age of the oldest last heartbeat of live processes.", ("peer_role",)),
     # every process
     "loop_age_seconds": MetricSpec("gauge", "Since the main loop last turned; it grows while a step runs."),
     # workers and stores, about their KV events

@@ -61,7 +61,10 @@ def metric_samples(stats: RouterStats) -> Mapping[str, Sample]:
         "prefix_cache_ceiling": _by(stats.reuse_ceiling),
         "prefix_map_pages": stats.kv_index.pages,
         "prefix_map_repairs": {("gap",): stats.kv_index.gaps, ("digest",): stats.kv_index.divergences},
-        "requests_waiting": {(str(level),): count for level, count in stats.waiting.items()},
+        "requests_waiting": {
+            **{(str(level),): 0.0 for level, _, _ in stats.attainment},
+            **{(str(level),): float(count) for level, count in stats.waiting.items()},
+        },
         "requests_rejected": {**_REJECTED, **_by(stats.rejected)},
         "prediction_error": {
             (kind, quantile): error
