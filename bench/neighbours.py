@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import psutil
@@ -13,6 +14,7 @@ class Neighbours:
     def __init__(self) -> None:
         me = psutil.Process()
         self._ours = [me, *me.children(recursive=True)]
+        self._spent: dict[int, float] = {}  # by process id, seconds as last read: one may end meanwhile
         self._last = self._read()
 
     def lap(self) -> float:
@@ -25,8 +27,8 @@ class Neighbours:
         """The time, and the CPU seconds of others."""
         machine = psutil.cpu_times()
         busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
-        own = 0.0
         for process in self._ours:
-            spent = process.cpu_times()
-            own += spent.user + spent.system
-        return time.perf_counter(), busy - own
+            with contextlib.suppress(psutil.NoSuchProcess):
+                spent = process.cpu_times()
+                self._spent[process.pid] = spent.user + spent.system
+        return time.perf_counter(), busy - sum(self._spent.values())

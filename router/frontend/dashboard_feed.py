@@ -28,7 +28,8 @@ DASHBOARD = "/baton.router.Front/Dashboard"
 """The gRPC method by which a front process reads: a DashboardAsk as JSON goes in, JSON comes out."""
 PERIOD = 1.0  # seconds between two snapshots
 _VIEWED = 5.0  # seconds for which an answer counts as a viewer
-_SLICE = 256  # runs of the prefix map that are looked at in one turn of the loop: about 0.3 ms
+SLICE = 256
+"""Runs of the prefix map that are looked at in one turn of the loop."""
 _REST = 0.01  # seconds between two slices
 _SURVEY_EVERY = 2.0  # seconds from the end of one look at the prefix map to the next
 
@@ -110,7 +111,7 @@ class DashboardFeed:
         monitor = self._driver.monitor
         with _logged("survey of the prefix map"):
             survey = monitor.survey()
-            while not survey.step(_SLICE):  # noqa: ASYNC110 - other tasks get their turns
+            while not survey.step(SLICE):  # noqa: ASYNC110 - other tasks get their turns
                 await asyncio.sleep(_REST)
             picture = await asyncio.to_thread(survey.draw)
             monitor.surveyed(survey, picture, self._clock.now())

@@ -361,6 +361,31 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_no_inline_script() -> No
                 assert name in static_files(), f"{path.name} imports {name}"
 
 
+def luminance(colour: str) -> float:
+    """Of a colour such as #12ab34, by WCAG 2."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_stands_out_from_what_is_behind_it(dark: bool) -> None:
+    pairs = re.findall(r"--([a-z]+): light-dark\((#\w{6}), (#\w{6})\)", (STATIC / "dashboard.css").read_text())
+    colours = {name: luminance(shades[dark]) for name, *shades in pairs}
+
+    def contrast(name: str, behind: str) -> float:
+        darker, lighter = sorted((colours[name], colours[behind]))
+        return (lighter + 0.05) / (darker + 0.05)
+
+    for behind in ("panel", "raised", "ground"):
+        for name in ("text", "muted"):
+            assert contrast(name, behind) >= 4.5, f"{name} on {behind}"
+    for name in ("prefill", "store", "decode", "disk", "good", "warn", "bad"):  # headings, badges, tiers
+        assert contrast(name, "panel") >= 4.5, name
+    for name in ("queue", "offer", "step"):  # parts of a bar
+        assert contrast(name, "panel") >= 3, name
+
+
 JS = """
 import { age, bytes, count, duration, hops, icicle, niceCeiling } from "MODULE";
 const say = (value) => console.log(JSON.stringify(value));
