@@ -3,9 +3,10 @@
     bench/dashboard.py [--quick] [--rounds N] [--seconds S] [--rate R] [--no-browser]
 
 One cluster, 1P+1D of the tiny model, serves the same load in turns of some seconds. The turns are closed, one viewer,
-closed, 32 viewers, closed, Chromium, and so on. A viewer asks what the page asks, once a second, and draws nothing. Chromium shows
-the page, with the lowest priority: on a real desk it runs on another machine. A turn is compared with the mean of the
-two closed turns around it. Only the third of the turns in which other processes used the least CPU counts.
+closed, 32 viewers, closed, Chromium, and so on. A viewer asks what the page asks, once a second, and draws nothing.
+Chromium shows the page, with the lowest priority: on a real desk it runs on another machine. A turn is compared with
+the mean of the two closed turns around it. Only the third of the turns in which other processes used the least CPU
+counts.
 
 The router's CPU time hardly depends on what else the machine does, so its difference is what the page costs the router.
 """
