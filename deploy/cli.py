@@ -10,7 +10,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from deploy.commands.terminal import new_app
+from deploy.commands.terminal import EXIT_STATUSES, as_epilog, new_app
 
 _COMMANDS = (
     "up", "status", "generate", "pin", "profile", "explain", "advise", "drain", "role", "scale", "down", "doctor",
@@ -30,7 +30,9 @@ class _Subcommands(TyperGroup):
         return getattr(import_module(f"deploy.commands.{cmd_name}"), cmd_name) if cmd_name in self.commands else None
 
 
-app = new_app(name="baton", cls=_Subcommands)
+_EPILOG = as_epilog("Exit status", (f"{status:>3}  {meaning}" for status, meaning in EXIT_STATUSES.items()))
+
+app = new_app(name="baton", cls=_Subcommands, add_completion=True, epilog=_EPILOG)
 
 
 @app.callback()

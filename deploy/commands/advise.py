@@ -12,7 +12,10 @@ from deploy.commands.progress import Progress
 from deploy.commands.terminal import Json, command, err, out, print_json
 
 
-@command
+@command(
+    "baton advise trace.jsonl --gpus 32 --slo-ttft 2 --slo-tpot 0.05",
+    "baton advise --poisson 4 --prompt lognormal:4000:1.0:32000 --output 300 --plot advice.svg",
+)
 def advise(
     trace: Annotated[str, typer.Argument(help="JSON lines in Mooncake's format; empty: a load from --poisson.")] = "",
     slo_ttft: Annotated[float, typer.Option(help="Objective: seconds until the first token.")] = 30.0,

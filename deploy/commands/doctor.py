@@ -27,7 +27,7 @@ _LITTLE_MEMORY = 4 * 2**30
 _FEW_FILES = 4_096
 
 
-@command
+@command("baton doctor", "baton doctor --config cluster.yaml --json")
 def doctor(config: ConfigFile = None, settings: Settings = None, as_json: Json = False) -> None:
     """Check Ray, memory, ports, torch and cores, and advise on each problem."""
     findings = examine(load(config, settings, {}))

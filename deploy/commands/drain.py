@@ -17,7 +17,7 @@ from deploy.commands.terminal import Json, Name, Operator, command, out, print_j
 _POLL = 0.1
 
 
-@command
+@command("baton drain decode-0 --wait 60", "baton drain decode-0 --now", "baton drain decode-0 --undo")
 def drain(
     worker: Annotated[str, typer.Argument(help="A worker, such as decode-0; baton status lists them.")],
     now: Annotated[bool, typer.Option("--now", help="Move its requests now; they keep their tokens so far.")] = False,

@@ -29,7 +29,7 @@ _OUTLOOK = {
 }
 
 
-@command
+@command("baton explain 5f1c2d9a70b3e846-1a2b3c4d.17", "baton explain --last 20", "baton explain --last 1 --json")
 def explain(
     request_id: Annotated[str, typer.Argument(help="From `baton generate --json` or the logs.")] = "",
     last: Annotated[int, typer.Option(min=0, help="List the last requests instead.")] = 0,

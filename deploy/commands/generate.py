@@ -14,7 +14,11 @@ from deploy.commands.running_cluster import find
 from deploy.commands.terminal import Json, Name, command, err, print_json, state_folder
 
 
-@command
+@command(
+    'baton generate "Once upon a time" --max-tokens 32',
+    'baton generate "Once upon a time" --temperature 0 --json',
+    "baton generate --token-ids 1,15,27 --address 127.0.0.1:50051",
+)
 def generate(
     text: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
     token_ids: Annotated[str, typer.Option(help="The prompt as token ids: 1,2,3.")] = "",

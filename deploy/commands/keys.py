@@ -20,7 +20,7 @@ from baton import config as configuration
 from baton.api_keys import Identity
 from baton.errors import ConfigError
 from baton.wire import ClusterKeys
-from deploy.commands.terminal import Json, Name, err, new_app, out, print_json, reported
+from deploy.commands.terminal import Json, Name, as_examples, err, new_app, out, print_json, reported
 from deploy.control_plane import state_file
 
 _LIMITS = {"max_body_bytes": "bytes", "max_prompt_tokens": "prompt tokens", "max_streams": "requests at a time"}
@@ -31,7 +31,16 @@ KeysFile = Annotated[
 ]
 
 
-@app.command("add")
+@app.command(
+    "add",
+    epilog=as_examples(
+        [
+            "baton keys add alice --tenant research",
+            "baton keys add watcher --operator",
+            "baton keys add batch --tenant batch --max-streams 32",
+        ]
+    ),
+)
 @reported
 def keys_add(
     key: Annotated[str, typer.Argument(metavar="NAME", help="The key's name, in lists and logs.")],
@@ -55,7 +64,7 @@ def keys_add(
         sys.stdout.write(secret + "\n")
 
 
-@app.command("list")
+@app.command("list", epilog=as_examples(["baton keys list"]))
 @reported
 def keys_list(file: KeysFile = None, name: Name = "baton", as_json: Json = False) -> None:
     """Show the names, tenants and limits of all API keys."""
@@ -67,7 +76,7 @@ def keys_list(file: KeysFile = None, name: Name = "baton", as_json: Json = False
         show(out, path, found)
 
 
-@app.command("remove")
+@app.command("remove", epilog=as_examples(["baton keys remove alice"]))
 @reported
 def keys_remove(
     key: Annotated[str, typer.Argument(metavar="NAME", help="The key's name.")],
@@ -86,7 +95,7 @@ def keys_remove(
         out.print(escape(f"every client is refused now; to serve clients without keys, remove {path} and restart"))
 
 
-@app.command("cluster")
+@app.command("cluster", epilog=as_examples(["baton keys cluster /etc/baton/cluster.key"]))
 @reported
 def keys_cluster(
     file: Annotated[Path, typer.Argument(help="The file to make; an existing file is never overwritten.")],

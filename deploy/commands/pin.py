@@ -31,7 +31,10 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)", re.IGNORECASE)
 _FIELDS = {"text", "token_ids", "id", "ttl", "tenant", "cache_salt"}
 
 
-@command
+@command(
+    "baton pin prefixes.jsonl --ttl 12h", "baton pin system-prompt.txt --tenant research", "baton pin --list",
+    "baton pin --remove support",
+)  # fmt: skip
 def pin(
     file: Annotated[str, typer.Argument(help="Prefixes, a JSON object per line; *.txt: one prefix; -: stdin.")] = "",
     ttl: Annotated[str, typer.Option(help="How long to keep them: 90s, 15m, 1h, 2d.")] = "",

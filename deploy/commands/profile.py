@@ -11,7 +11,7 @@ from deploy.commands.running_cluster import operator_client
 from deploy.commands.terminal import Json, Name, Operator, command, out, print_json
 
 
-@command
+@command("baton profile decode-0 --steps 200", "baton profile decode-0 --stop")
 def profile(
     process: Annotated[str, typer.Argument(help="A worker or store, such as decode-0; baton status lists them.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps to trace.")] = 100,

@@ -26,7 +26,7 @@ class WorkerKind(StrEnum):
     DECODE = "decode"
 
 
-@command
+@command("baton role prefill-1 decode")
 def role(
     worker: Annotated[str, typer.Argument(help="A worker, such as decode-0; baton status lists them.")],
     wanted: Annotated[WorkerKind, typer.Argument(metavar="prefill|decode", help="Its new role.")],

@@ -1,4 +1,4 @@
-"""Print the state of a cluster as tables, from plain data."""
+"""Print the state of a cluster as tables of at most 80 columns, from plain data."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ def cluster(console: Console, found: dict[str, Any]) -> None:
     console.print(f"logs {escape(found['log_dir'])}")
     if found["key_file"]:
         console.print(f"keys {escape(found['key_file'])}")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("process")
-    table.add_column("state")
-    for column in ("pid", "running", "waiting", "pages", "restarts"):
-        table.add_column(column, justify="right")
-    table.add_column("node")
+    nodes = sorted({row["node"] for row in found["processes"]})
+    if len(nodes) == 1:
+        console.print(f"node {escape(nodes[0])}")
+    table = _table("process", "state", "pid", "run", "wait", "pages used", "restarts", *["node"] * (len(nodes) > 1))
     for row in found["processes"]:
         load = row.get("load", {})
         total = load.get("pages_total", 0)
-        table.add_row(
-            _named(row),
-            coloured(row["state"]) + _more(row),
+        cells = [
+            row["name"],
+            coloured(row["state"]),
             str(row["pid"] or ""),
-            str(load.get("running", "")),
-            str(load.get("waiting", "")),
-            f"{total - load['pages_free']}/{total}" if total else "",
-            str(row["restarts"] or ""),
-            row["node"],
-        )
+            _count(load.get("running")),
+            _count(load.get("waiting")),
+            f"{_count(total - load['pages_free'])}/{_count(total)}" if total else "",
+            _count(row["restarts"] or None),
+        ]
+        table.add_row(*cells, *[row["node"]] * (len(nodes) > 1))
     console.print(table)
+    for row in found["processes"]:
+        if notes := _notes(row):
+            console.print(f"[yellow]{row['name']}:[/] {notes}")
     _tiers(console, [row for row in found["processes"] if "tiers" in row])
     for row in found["processes"]:
         if row["last_failure"]:
@@ -54,70 +55,86 @@ def cluster(console: Console, found: dict[str, Any]) -> None:
     if counts := found["counts"]:
         console.print(
             f"requests: {counts['running']} running, {counts['queued']} queued, {counts['finished']} finished, "
-            f"{counts['failed']} failed, {counts['cancelled']} cancelled; tokens: {counts['prompt_tokens']} of prompts "
-            f"({counts['cached_tokens']} cached), {counts['generated_tokens']} generated"
+            f"{counts['failed']} failed, {counts['cancelled']} cancelled"
+        )
+        console.print(
+            f"tokens: {counts['prompt_tokens']} of prompts ({counts['cached_tokens']} cached), "
+            f"{counts['generated_tokens']} generated"
         )
     if busy := found["bottleneck"]:
-        said = f"predicted utilisation: prefill {busy['prefill']:.0%}, decode {busy['decode']:.0%}"
+        console.print(f"predicted utilisation: prefill {busy['prefill']:.0%}, decode {busy['decode']:.0%}")
         if busy["advised"]:
-            said += (
-                f"; one {busy['advised']} worker more would make that {busy['prefill_then']:.0%} and "
-                f"{busy['decode_then']:.0%} (baton role)"
+            console.print(
+                f"  with one {busy['advised']} worker more: {busy['prefill_then']:.0%} and {busy['decode_then']:.0%} "
+                "(baton role)"
             )
-        console.print(said)
     if found["problem"]:
         console.print(f"[red]{escape(found['problem'])}[/]")
 
 
-def _named(row: dict[str, Any]) -> str:
-    """Return the name, with the role if the name implies another one."""
-    fits = row["name"].startswith(row["role"])
-    return row["name"] if fits else f"{row['name']} [yellow]({row['role']})[/]"
-
-
-def _more(row: dict[str, Any]) -> str:
+def _notes(row: dict[str, Any]) -> str:
+    """Return what the table has no column for: another role than the name says, the next start, a drain."""
+    notes = [] if row["name"].startswith(row["role"]) else [f"serves as {row['role']} worker"]
     if row["retry_in_s"]:
-        return f", again in {row['retry_in_s']:.0f} s"
-    if row["state"] == "draining":
-        left = f", {row['attempts']} left" if row["attempts"] else ", empty"
-        return left + (f", then {row['becoming']}" if row["becoming"] else "")
-    return ""
+        notes.append(f"starts again in {row['retry_in_s']:.0f} s")
+    elif row["state"] == "draining":
+        notes.append(f"draining, {row['attempts']} left" if row["attempts"] else "draining, empty")
+        notes += [f"then {row['becoming']}"] if row["becoming"] else []
+    return ", ".join(notes)
 
 
 def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:
     """Print the pages, hits and loads of each store by tier, then its pins and long-held resources."""
     if not stores:
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("store")
-    table.add_column("tier")
-    for column in ("pages", "size", "hits", "loads", "ms each", "evicted", "regret", "damaged"):
-        table.add_column(column, justify="right")
+    table = _table("store", "tier", "pages", "size", "hits", "loads", "ms each", "evicted", "regret")
     for row in stores:
         for tier, found in row["tiers"].items():
             loads = found.get("loads", 0)
             table.add_row(
                 row["name"] if tier == "host" else "",
-                tier if tier != "disk" or row["disk_up"] else "disk [dim](off)[/]",
+                tier if tier != "disk" or row["disk_up"] else "[dim]disk, off[/]",
                 _count(found.get("pages")),
                 size(found.get("bytes")),
                 _count(found.get("hits")),
                 _count(found.get("loads")),
-                f"{found['load_seconds'] / loads * 1_000:.1f}" if loads else "",
+                f"{found['load_seconds'] / loads * 1_000:.4g}" if loads else "",
                 _count(found.get("evictions")),
-                f"{found['regret_seconds']:.2f} s" if found["regret_seconds"] else "",
-                _count(found.get("checksum_failures")),
+                _seconds(found["regret_seconds"]),
             )
     console.print(table)
     for row in stores:
         said = [f"oldest lease {row['oldest_lease_seconds']:.0f} s"] if row.get("oldest_lease_seconds", 0) >= 1 else []
+        for tier, figures in row["tiers"].items():
+            if damaged := figures.get("checksum_failures"):
+                said.append(f"[red]{damaged:.0f} pages found damaged on {tier}[/]")
         if pinned := row.get("pinned_bytes"):
             said.append(f"{size(pinned)} pinned")
         if unproven := row.get("unproven_reservations"):
             said.append(f"[yellow]{unproven:.0f} slots reserved by writers that may still write[/]")
-        if said:
-            console.print(f"{row['name']}: {', '.join(said)}")
+        for each in said:
+            console.print(f"{row['name']}: {each}")
+
+
+def _table(*columns: str) -> Table:
+    """Return an empty table. The first two columns and the node are words, the others numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < 2 or column == "node" else "right")
+    return table
+
+
+def _seconds(number: float) -> str:
+    return "" if not number else f"{number:.2f} s" if number < 100 else f"{_count(number)} s"
 
 
 def _count(number: float | None) -> str:
-    return "" if number is None else f"{number:.0f}"
+    """Return a number in at most six characters: 12345, 123.5k, 12.3M."""
+    if number is None:
+        return ""
+    if number < 100_000:
+        return f"{number:.0f}"
+    return next(
+        (f"{number / unit:.1f}{name}" for unit, name in ((1e3, "k"), (1e6, "M")) if number < 1e3 * unit),
+        f"{number:.2g}",
+    )

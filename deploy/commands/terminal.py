@@ -1,7 +1,7 @@
 """What all commands share: options, output and errors.
 
-Results go to stdout, progress and errors go to stderr. With --json, stdout holds exactly one JSON object. Exit status:
-0, or 1 with the message of a typed error, or 2 for wrong flags, or 130 after Ctrl-C.
+Results go to stdout, progress and errors go to stderr. With --json, stdout holds exactly one JSON object.
+`EXIT_STATUSES` has the meaning of each exit status.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -37,21 +37,44 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML configuration; flags override it.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="One setting.")]
 
+EXIT_STATUSES: Mapping[int, str] = {
+    0: "Done.",
+    1: "An error, with its reason on stderr; or the answer is no (not serving, not healthy, not within --wait).",
+    2: "Wrong flags or arguments.",
+    130: "Interrupted by Ctrl-C.",
+}
+
 _COLOURS = {"live": "green", "ok": "green", "warn": "yellow", "bad": "red"}
 
 
 def new_app(**options: Any) -> typer.Typer:
     """Return a Typer application that shows Baton's errors itself. `options` are those of Typer."""
-    return typer.Typer(
-        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True, **options
-    )
+    settings: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "no_args_is_help": True}
+    return typer.Typer(rich_markup_mode="rich", **settings | options)
 
 
-def command(function: Callable[..., None]) -> Any:
-    """Turn a function into a subcommand: its parameters are the flags, and its errors are `reported`."""
-    app = new_app()
-    app.command()(reported(function))
-    return get_command(app)
+def command(*examples: str) -> Callable[[Callable[..., None]], Any]:
+    """Turn a function into a subcommand: its parameters are the flags, and its errors are `reported`.
+
+    `examples` are command lines for the end of its help.
+    """
+
+    def turn(function: Callable[..., None]) -> Any:
+        app = new_app(no_args_is_help=False)
+        app.command(epilog=as_examples(examples))(reported(function))
+        return get_command(app)
+
+    return turn
+
+
+def as_examples(lines: Iterable[str]) -> str:
+    """Return the end of a command's help: its examples."""
+    return as_epilog("Examples", (f"[dim]$[/] {escape(line)}" for line in lines))
+
+
+def as_epilog(title: str, lines: Iterable[str]) -> str:
+    """Return the end of a command's help: a title, and lines in rich's markup, each of which stays a line."""
+    return "\n\n".join([f"[bold]{title}[/]", *lines])
 
 
 def reported(command: Callable[P, R]) -> Callable[P, R]:
@@ -111,7 +134,7 @@ def size(number: float | None) -> str:
     """Return a number of bytes in its unit, empty if there is none."""
     if number is None:
         return ""
-    units = ["B", "KiB", "MiB", "GiB"]
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while number >= 1_024 and len(units) > 1:
         number /= 1_024
         del units[0]

@@ -36,7 +36,11 @@ class RayOption(StrEnum):
     JOIN = "join"
 
 
-@command
+@command(
+    "baton up --model ./model",
+    "baton up --model Qwen/Qwen3-0.6B --prefill 1 --decode 2",
+    "baton up --config cluster.yaml --set store.host_cache_bytes=8GiB",
+)
 def up(
     model: Annotated[str, typer.Option(help="Directory of a Hugging Face checkpoint, or a hub id.")] = "",
     dtype: Annotated[Dtype | None, typer.Option(help="Number format; auto is the checkpoint's own.")] = None,

@@ -6,7 +6,7 @@ from baton import __version__
 from deploy.commands.terminal import Json, command, out, print_json
 
 
-@command
+@command("baton version")
 def version(as_json: Json = False) -> None:
     """Show the version."""
     if as_json:

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -80,9 +81,9 @@ def test_settled_means_everything_is_live():
     assert not overview().settled
 
 
-def test_the_table_fits_a_screen_and_tells_failures():
+def shown(**changes: Any) -> str:
+    """What `baton status` prints of a cluster that is in trouble, but for the `changes`."""
     process = {"name": "decode-0", "role": "prefill", "state": "waiting", "node": "here", "pid": None, "restarts": 3}
-    process |= {"retry_in_s": 4.0}
     found = {
         "cluster": "baton",
         "model": "m[odel]",
@@ -92,18 +93,47 @@ def test_the_table_fits_a_screen_and_tells_failures():
         "log_dir": "/logs",
         "key_file": "",
         "ray": {"address": "127.0.0.1:6379", "mode": "disabled", "started_by_baton": False},
-        "processes": [process | {"last_failure": "cut [short]"}],
+        "processes": [process | {"retry_in_s": 4.0, "last_failure": "cut [short]"}],
         "counts": {},
         "bottleneck": {"prefill": 0.9, "decode": 0.4, "advised": "prefill", "prefill_then": 0.45, "decode_then": 0.6},
     }
-    console = Console(file=io.StringIO(), width=100)
-    show.cluster(console, found)
-    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    for part in ("does not serve", "m[odel]", "/logs", "no token", "again in 4 s", "cut [short]", "it is broken"):
+    console = Console(file=io.StringIO(), width=300, soft_wrap=True)
+    show.cluster(console, found | changes)
+    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_status_tells_failures():
+    text = shown()
+    for part in ("does not serve", "m[odel]", "/logs", "no token", "cut [short]", "it is broken"):
         assert part in text
-    assert "decode-0 (prefill)" in text
-    assert "prefill 90%, decode 40%; one prefill worker more would make that 45% and 60%" in text
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "decode-0: serves as prefill worker, starts again in 4 s" in text
+    assert "prefill 90%, decode 40%" in text
+    assert "one prefill worker more: 45% and 60%" in text
+
+
+def test_status_fits_80_columns_on_a_busy_cluster():
+    load = {"running": 128, "waiting": 2_048, "pages_total": 1_048_576, "pages_free": 123_456}
+    tier = {"pages": 1_048_576.0, "bytes": 1.1e12, "hits": 1e7, "loads": 1e7, "load_seconds": 1e7}
+    tier |= {"evictions": 123_456_789.0, "regret_seconds": 12_345.67, "checksum_failures": 3.0}
+    worker = {
+        "state": "draining",
+        "pid": 4_194_304,
+        "restarts": 12,
+        "retry_in_s": 0.0,
+        "last_failure": "",
+        "load": load,
+    }
+    worker |= {"attempts": 128, "becoming": "prefill"}
+    workers = [worker | {"name": f"decode-{n}", "role": "prefill", "node": f"gpu-node-{n:03}"} for n in range(12)]
+    store = worker | {"name": "store-10", "role": "store", "node": "gpu-node-000", "disk_up": False}
+    counts = {"running": 128, "queued": 2_048, "finished": 12_345_678, "failed": 123, "cancelled": 234}
+    counts |= dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens"), 123_456_789_012)
+    text = shown(
+        processes=[*workers, store | {"tiers": dict.fromkeys(("host", "disk", "remote"), tier)}], counts=counts
+    )
+    assert "decode-11: serves as prefill worker, draining, 128 left, then prefill" in text
+    assert "store-10: 3 pages found damaged on host" in text
+    assert [line for line in text.splitlines() if len(line) > 80] == []
 
 
 def test_progress_tells_each_change_once():

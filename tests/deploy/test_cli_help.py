@@ -1,0 +1,61 @@
+"""What `--help` shows of every command, and that what it shows can be typed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from deploy.commands.terminal import EXIT_STATUSES
+
+BATON = get_command(app)
+
+
+def commands(group: Any = BATON, name: str = "baton") -> Iterator[tuple[str, Any]]:
+    """Each command that does something, under its whole name."""
+    if not isinstance(group, TyperGroup):
+        yield name, group
+        return
+    context: Any = None
+    for each in group.list_commands(context):
+        yield from commands(group.get_command(context, each), f"{name} {each}")
+
+
+def examples(command: Any) -> list[str]:
+    lines = (command.epilog or "").split("\n\n")
+    return [line.removeprefix("[dim]$[/] ").replace("\\[", "[") for line in lines if line.startswith("[dim]$[/] ")]
+
+
+@pytest.mark.parametrize(("name", "command"), [pytest.param(*each, id=each[0]) for each in commands()])
+def test_every_command_has_examples_that_parse(name: str, command: Any):
+    assert command.help
+    shown = examples(command)
+    assert shown
+    for line in shown:
+        assert line.startswith(name), line
+        words = shlex.split(line)[len(name.split()) :]
+        command.make_context(name, [word for word in words if word != "|"])
+
+
+def test_the_help_has_a_table_of_exit_statuses():
+    shown = CliRunner().invoke(app, ["--help"]).output
+    for status in EXIT_STATUSES:
+        assert f" {status} " in shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_commands(shell: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("_BATON_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", "baton expl")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "baton expl")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    shown = CliRunner().invoke(app, [], prog_name="baton").output
+    assert "explain" in shown
+    assert "status" not in shown
