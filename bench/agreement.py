@@ -25,9 +25,10 @@ from unittest.mock import patch
 from baton.client import Client
 from baton.config import parse_override
 from baton.errors import BatonError
-from bench import cluster, cores, load, models, report, sleeping
-from bench.figures import Outcome
-from bench.workload import Lengths, Planned, Workload, poisson
+from bench import cluster, cores, models, report, sleeping
+from deploy.load import sender
+from deploy.load.figures import Outcome
+from deploy.load.workload import Lengths, Planned, Workload, poisson
 from simulator import timing
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.workloads import Arrival
@@ -71,7 +72,7 @@ def _start(layout: Layout, asked: argparse.Namespace, stack: ExitStack) -> tuple
     with Client(operator=made.operator) as client:
         vocab = client.status(timeout=10).model.vocab_size
     warm = Workload(Lengths.parse(asked.prompt), Lengths("fixed", 8), vocab).plan(6, seed=1_000)
-    asyncio.run(load.open_loop(made.address, warm, 120.0))
+    asyncio.run(sender.open_loop(made.address, warm, 120.0))
     return made.address, vocab
 
 
@@ -90,7 +91,7 @@ def _compare(address: str, vocab: int, layout: Layout, rate: float, seed: int, a
     prompt, output = Lengths.parse(asked.prompt), Lengths.parse(asked.output)
     workload = Workload(prompt, output, vocab, arrivals=poisson(rate, asked.requests, seed))
     planned = workload.plan(asked.requests, seed)
-    real = asyncio.run(load.open_loop(address, planned, 300.0))
+    real = asyncio.run(sender.open_loop(address, planned, 300.0))
     ours = _simulate(planned, layout, asked)
     agree = True
     for name, values in (("ttft", [o.ttft for o in real]), ("tpot", [o.tpot for o in real])):
@@ -138,7 +139,7 @@ def _parse() -> argparse.Namespace:
     add("--timing", help="of the simulated one (default cpu_100m, or sleeping)")
     add("--rates", type=float, nargs="+", default=[0.5, 1.0, 1.5], help="requests a second")
     add("--requests", type=int, default=40, help="at each rate")
-    add("--prompt", default="256", help="tokens, as for bench/load.py")
+    add("--prompt", default="256", help="tokens, as for bench/serve.py")
     add("--output", default="64", help="tokens")
     add("--set", action="append", default=[], metavar="SECTION.SETTING=VALUE", help="configuration of both")
     asked = parser.parse_args()

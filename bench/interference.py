@@ -29,10 +29,10 @@ from baton.config import parse_override
 from baton.errors import BatonError
 from baton.messages import MAX_TRACE_STEPS
 from bench import cluster, cores, models, report, vllm_server
-from bench.figures import percentile
 from bench.memory import Memory
 from bench.neighbours import Neighbours
 from bench.streams import Completions, Prompts, Router, Server, Streams, every
+from deploy.load.figures import percentile
 from deploy.local import LocalCluster
 
 STREAMS, PROMPT, OUTPUT = 8, 64, 256

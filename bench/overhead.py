@@ -31,10 +31,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.client import Client
 from baton.errors import BatonError
 from baton.v1 import cluster_pb2
-from bench import cluster, load, models, report
+from bench import cluster, models, report
 from bench.bare import BareEngine
 from bench.neighbours import Neighbours
-from bench.workload import Lengths, Planned, Workload
+from deploy.load import sender
+from deploy.load.workload import Lengths, Planned, Workload
 from deploy.local import LocalCluster
 
 TARGET = 1.15
@@ -95,7 +96,7 @@ class Through:
         self._before = self._read()
 
     def generate(self, request: Planned) -> Turn:
-        (outcome,) = asyncio.run(load.closed_loop(self._address, [request], concurrency=1, timeout=120.0))
+        (outcome,) = asyncio.run(sender.closed_loop(self._address, [request], concurrency=1, timeout=120.0))
         if outcome.failed:
             raise BatonError(f"a request failed: {outcome.failed}")
         before, self._before = self._before, self._read()

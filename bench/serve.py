@@ -21,9 +21,10 @@ from pathlib import Path
 from baton.client import Client
 from baton.config import parse_override
 from baton.errors import BatonError
-from bench import cluster, load, models, report
-from bench.figures import Figure, Objectives, Outcome, errors, figures
-from bench.workload import Planned, Workload, from_trace, poisson
+from bench import cluster, models, report
+from deploy.load import sender
+from deploy.load.figures import Figure, Objectives, Outcome, errors, figures
+from deploy.load.workload import Planned, Workload, from_trace, poisson
 from simulator import mooncake
 from simulator.lengths import Lengths
 
@@ -80,8 +81,8 @@ def plan(asked: argparse.Namespace, vocab: int, seed: int) -> list[Planned]:
 
 async def _run(address: str, planned: Sequence[Planned], asked: argparse.Namespace) -> list[Outcome]:
     if asked.concurrency is not None:
-        return await load.closed_loop(address, planned, asked.concurrency, asked.timeout)
-    return await load.open_loop(address, planned, asked.timeout)
+        return await sender.closed_loop(address, planned, asked.concurrency, asked.timeout)
+    return await sender.open_loop(address, planned, asked.timeout)
 
 
 def _warmup(asked: argparse.Namespace, vocab: int) -> list[Planned]:

@@ -214,7 +214,7 @@ def _arguments() -> argparse.Namespace:
     add("--page-size", type=_count, default=512, help="tokens")
     add("--trace", help="a file of JSON lines in Mooncake's format")
     add("--poisson", type=_above_0, default=1.0, metavar="RATE", help="without a trace: requests a second on average")
-    add("--prompt", default="lognormal:4000:1.0:60000", help="tokens, as for bench/load.py")
+    add("--prompt", default="lognormal:4000:1.0:60000", help="tokens, as for bench/serve.py")
     add("--output", default="lognormal:250:0.8:2000", help="tokens")
     add("--groups", type=int, default=0, help="groups of prompts that begin alike")
     add("--prefix", type=int, default=2_048, help="tokens that a group shares")

@@ -25,8 +25,9 @@ from pathlib import Path
 
 from baton import config
 from baton.errors import BatonError
-from bench import load, models, report
-from bench.workload import Planned
+from bench import models, report
+from deploy.load import sender
+from deploy.load.workload import Planned
 from deploy.local import LocalCluster, LocalNode
 from engine.engine import layout_of
 from engine.models.config import ModelSpec
@@ -108,7 +109,7 @@ class _Prompts:
 
 def _ask(address: str, plan: Sequence[Planned]) -> float:
     """Seconds to the first token, summed, one request after the other."""
-    outcomes = asyncio.run(load.closed_loop(address, plan, 1, timeout=120))
+    outcomes = asyncio.run(sender.closed_loop(address, plan, 1, timeout=120))
     failed = [outcome.failed for outcome in outcomes if outcome.ttft is None]
     if failed:
         raise BatonError(f"{len(failed)} requests failed, the first with {failed[0]}")

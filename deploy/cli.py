@@ -13,8 +13,8 @@ from typer.core import TyperGroup
 from deploy.commands.terminal import EXIT_STATUSES, as_epilog, new_app
 
 _COMMANDS = (
-    "up", "status", "generate", "pin", "profile", "explain", "advise", "drain", "role", "scale", "down", "doctor",
-    "keys", "version",
+    "up", "status", "top", "chat", "generate", "bench", "logs", "explain", "scale", "drain", "role", "down", "pin",
+    "profile", "advise", "size", "config", "keys", "doctor", "collect-env", "version",
 )  # fmt: skip
 
 
@@ -27,7 +27,10 @@ class _Subcommands(TyperGroup):
         self.commands = names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return getattr(import_module(f"deploy.commands.{cmd_name}"), cmd_name) if cmd_name in self.commands else None
+        if cmd_name not in self.commands:
+            return None
+        module = cmd_name.replace("-", "_")
+        return getattr(import_module(f"deploy.commands.{module}"), module)
 
 
 _EPILOG = as_epilog("Exit status", (f"{status:>3}  {meaning}" for status, meaning in EXIT_STATUSES.items()))

@@ -19,7 +19,7 @@ import grpc.aio
 
 from bench.memory import Memory
 from bench.streams import Router, Server
-from bench.workload import Lengths, Planned, Workload
+from deploy.load.workload import Lengths, Planned, Workload
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.support import workload

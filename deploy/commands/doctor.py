@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from baton.config import Config
 from baton.errors import BatonError
 from baton.hosts import is_loopback
 from baton.system_memory import available_memory
+from deploy.commands.collect_env import version_of
 from deploy.commands.terminal import ConfigFile, Json, Settings, coloured, command, load, out, print_json
 from deploy.control_plane import preflight, probe, state_file
 
@@ -73,7 +73,7 @@ def examine(config: Config) -> list[Finding]:
 
 
 def _ray() -> Finding:
-    version = _version("ray")
+    version = version_of("ray")
     if version is None:
         return Finding("bad", "Ray", "not installed", "pip install 'ray[default]'")
     try:
@@ -161,7 +161,7 @@ def _keys(config: Config) -> Finding:
 
 
 def _torch() -> Finding:
-    version = _version("torch")
+    version = version_of("torch")
     if version is None:
         return Finding("bad", "torch", "not installed", "pip install torch")
     import torch
@@ -212,10 +212,3 @@ def _clusters(config: Config) -> list[Finding]:
                 Finding("warn", "cluster", f"{name} has died", f"baton down --name {name} clears away what is left")
             )
     return findings
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -113,6 +113,17 @@ def print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
+def out_line(text: str) -> None:
+    """Write a line to stdout at once; without control characters if that is a terminal."""
+    sys.stdout.write((printable(text) if sys.stdout.isatty() else text) + "\n")
+    sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    """Return text from elsewhere without control characters: it may not move a terminal's cursor or set its title."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
 def load(file: Path | None, settings: list[str] | None, flags: dict[str, Any]) -> Config:
     """Return the configuration: the file, overridden by --set, overridden by given flags. Raises ConfigError."""
     overrides: dict[str, object] = dict(configuration.parse_override(text) for text in settings or ())

@@ -27,6 +27,7 @@ class Linear:
         """`weight` is [out, in], `bias` [out]."""
         self.bias = bias
         self.out_size, self.in_size = weight.shape
+        self.dtype = weight.dtype
         self._packed = _packs(weight)
         self._weight: torch.Tensor | None = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
         self._tiles: torch.Tensor | None = None

@@ -82,6 +82,12 @@ def load(path: Path, config: ModelSpec, dtype: torch.dtype, device: torch.device
         return LoadedCheckpoint(weights, files.fingerprint(config.canonical))
 
 
+def outline(config: ModelSpec, dtype: torch.dtype, head: bool) -> ModelWeights:
+    """Return weights of the shapes and dtype that `load` would return, without memory of their own (device "meta")."""
+    expected = expected_tensors(config)
+    return _assemble(lambda name: torch.empty(expected[name], dtype=dtype, device="meta"), config, head)
+
+
 def expected_tensors(config: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint with this config must hold."""
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}

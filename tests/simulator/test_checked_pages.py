@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import ConfigError
-from bench.workload import Lengths
+from deploy.load.workload import Lengths
 from simulator.cluster import SimulatedCluster
 from simulator.faults import Faults
 from simulator.timing import DiskTimes

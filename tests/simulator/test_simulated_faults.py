@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.workload import Lengths
+from deploy.load.workload import Lengths
 from simulator.cluster import SimulatedCluster
 from simulator.faults import Faults
 from simulator.timing import DiskTimes

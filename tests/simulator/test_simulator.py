@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from bench.workload import Lengths
+from deploy.load.workload import Lengths
 from simulator import timing
 from simulator.clock import Agenda, Body, VirtualProcess
 from simulator.cluster import Layout

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError
-from bench.workload import Workload, expand, from_trace, poisson
+from deploy.load.workload import Workload, expand, from_trace, poisson
 from simulator import mooncake
 from simulator.lengths import Lengths
 from simulator.workloads import Wishes, trace

@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from bench.figures import Outcome
-from bench.workload import Planned
+from deploy.load.figures import Outcome
+from deploy.load.workload import Planned
 
 
 async def open_loop(address: str, plan: Sequence[Planned], timeout: float) -> list[Outcome]:

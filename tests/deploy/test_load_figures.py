@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 
 from bench import overhead
-from bench.figures import Objectives, Outcome, errors, figures, percentile
 from bench.overhead import Round, Turn
 from bench.report import Result, judged, median_of
-from bench.workload import Lengths, Planned, Workload
+from deploy.load.figures import Objectives, Outcome, errors, figures, percentile
+from deploy.load.workload import Lengths, Planned, Workload
 
 
 def outcome(sent: float = 0.0, *tokens: float, failed: str = "", cached: int = 0) -> Outcome:

@@ -1,0 +1,143 @@
+"""`baton logs`: the log lines of a cluster's processes on this node, in order of time."""
+
+from __future__ import annotations
+
+import heapq
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.errors import InvalidRequest
+from deploy.commands.terminal import Name, command, out_line, state_folder
+from deploy.control_plane import state_file
+
+_POLL = 0.2
+_RECORD = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)[.,](\d{3})(?: \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) )?")
+
+
+class Level(IntEnum):
+    """The levels of log records, lowest first."""
+
+    DEBUG = 10
+    INFO = 20
+    WARNING = 30
+    ERROR = 40
+    CRITICAL = 50
+
+
+@command(
+    "baton logs", "baton logs decode-0 --follow", "baton logs --level WARNING --lines 20", "baton logs -r 5f1c2d9a"
+)
+def logs(
+    processes: Annotated[list[str] | None, typer.Argument(help="Of these processes; by default of all.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new records until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Begin with the last N records.")] = 100,
+    request: Annotated[str, typer.Option("--request", "-r", help="Records with this text, such as an id.")] = "",
+    level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING, ERROR or CRITICAL: the lowest shown.")] = "DEBUG",
+    name: Name = "baton",
+) -> None:
+    """Show the logs of the cluster's processes on this node, in order of time.
+
+    Logs stay after `baton down`. The processes of other nodes log there."""
+    if level.upper() not in Level.__members__:
+        raise InvalidRequest(f"{level!r} is no level; there are {', '.join(Level.__members__)}")
+    wanted = Filter(request, Level[level.upper()])
+    files = [LogFile(path) for path in _paths(_folder(name), processes or ())]
+    for record in last(files, lines, wanted):
+        out_line(record.text)
+    while follow:
+        time.sleep(_POLL)
+        for record in heapq.merge(*(file.new() for file in files)):
+            if wanted.matches(record):
+                out_line(record.text)
+
+
+@dataclass(frozen=True, order=True)
+class Record:
+    """One log record with its traceback. Ordered by time."""
+
+    time: str  # in ISO form; of a line without a time, that of the record before it
+    text: str
+    level: Level = Level.INFO
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which records are shown: those with `text`, of `level` or above."""
+
+    text: str = ""
+    level: Level = Level.DEBUG
+
+    def matches(self, record: Record) -> bool:
+        """Whether a record is shown."""
+        return record.level >= self.level and self.text in record.text
+
+
+class LogFile:
+    """One file that grows and is replaced when it is rotated. A record's traceback belongs to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._offset = 0
+        self._rest = b""  # of a line whose end is not written yet
+        self._time = ""  # of the last record
+
+    def new(self) -> list[Record]:
+        """Return the records since the last call, and all records of a new file; empty if there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                found = self._path.stat()
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._inode, self._offset, self._rest = found.st_ino, 0, b""
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return self._records(line.decode(errors="replace") for line in lines)
+
+    def _records(self, lines: Iterable[str]) -> list[Record]:
+        """Join the lines of each record."""
+        records: list[Record] = []
+        for line in lines:
+            if found := _RECORD.match(line):
+                date, clock, fraction, level = found.groups()
+                self._time = f"{date}T{clock}.{fraction}"
+                records.append(Record(self._time, line, Level[level] if level else Level.INFO))
+            elif records:
+                records[-1] = replace(records[-1], text=f"{records[-1].text}\n{line}")
+            else:
+                records.append(Record(self._time, line))
+        return records
+
+
+def last(files: Sequence[LogFile], count: int, wanted: Filter) -> list[Record]:
+    """Return the last `count` records of all files in order of time."""
+    kept = [deque(filter(wanted.matches, file.new()), maxlen=count) for file in files]
+    return list(heapq.merge(*kept))[-count:] if count else []
+
+
+def _folder(name: str) -> Path:
+    folder = state_folder(name)
+    state = state_file.read(folder)
+    return Path(state.log_dir) if state is not None else folder / "logs"
+
+
+def _paths(folder: Path, processes: Sequence[str]) -> list[Path]:
+    """Return the log files of these processes, of all if none is named. Raises InvalidRequest."""
+    there = sorted(folder.glob("*.log"))
+    if not there:
+        raise InvalidRequest(f"there are no logs in {folder}; `baton up` starts a cluster")
+    names = [path.stem for path in there]
+    if strange := sorted(set(processes) - set(names)):
+        raise InvalidRequest(f"no log of {', '.join(strange)} in {folder}; there are {', '.join(names)}")
+    return [path for path in there if not processes or path.stem in processes]

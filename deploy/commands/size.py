@@ -1,0 +1,191 @@
+"""`baton size`: the memory that a model needs, and what fits into the memory there is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from baton.config import Bytes, Config
+from baton.errors import ConfigError, InvalidRequest, ModelNotFound
+from baton.system_memory import available_memory
+from deploy.commands.terminal import Json, command, out, print_json
+from deploy.commands.terminal import size as shown
+
+if TYPE_CHECKING:
+    from engine.models.config import ModelSpec
+    from engine.models.memory import WorkerMemory
+
+_DEFAULTS = Config()
+
+
+class Device(StrEnum):
+    """The devices of a worker."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@command(
+    "baton size ./model",
+    "baton size Qwen/Qwen3-0.6B --context 8192 --concurrency 16",
+    "baton size ./model --context 32768 --concurrency 64 --device cuda --memory 80GiB",
+)
+def size(
+    model: Annotated[str, typer.Argument(help="Directory of a checkpoint, or a hub id: only its config is read.")],
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, prompt and output together.")] = 2_048,
+    concurrency: Annotated[int, typer.Option(min=1, help="Sequences on one decode worker at a time.")] = 8,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.AUTO,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = _DEFAULTS.pages.page_size,
+    memory: Annotated[
+        str, typer.Option(help="Memory of one worker, such as 80GiB; by default what is free here.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Compute the memory of a worker: weights, KV cache, activations; and what fits. Reads no weights."""
+    try:
+        room = Bytes.parse(memory) if memory else None
+    except ValueError as error:
+        raise ConfigError(f"--memory: {error}") from None
+    answer = compute(_spec(model), context, concurrency, dtype, device.value, page_size, room)
+    if as_json:
+        print_json(answer.as_json())
+    else:
+        _show(model, answer)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The answer. Bytes, unless a name says something else; `fits` is the number of sequences of `context` tokens."""
+
+    parameters: int
+    dtype: str
+    device: str
+    context: int
+    concurrency: int
+    kv_bytes_per_token: int
+    page_bytes: int
+    pages: int
+    decode: WorkerMemory
+    prefill: WorkerMemory
+    room: int
+    bound: str
+    fits: int
+    longest: int  # tokens of one sequence alone
+
+    def as_json(self) -> dict[str, Any]:
+        workers = {role: asdict(each) | {"total": each.total} for role, each in self._workers.items()}
+        return asdict(self) | workers
+
+    @property
+    def _workers(self) -> dict[str, WorkerMemory]:
+        return {"decode": self.decode, "prefill": self.prefill}
+
+
+def compute(
+    spec: ModelSpec, context: int, concurrency: int, dtype: str, device: str, page_size: int, room: int | None
+) -> Sizes:
+    """Compute all sizes; `room` is the memory of one worker, None for what is free here.
+
+    The prefill worker's pages are those of one step. Raises ModelError for a dtype, InvalidRequest for a context that
+    the model does not have.
+    """
+    import torch
+
+    from engine.engine import layout_of
+    from engine.models.memory import WorkerMemory, activation_bytes, weight_bytes
+    from engine.models.weights import TORCH_DTYPES
+
+    if context > spec.max_positions:
+        raise InvalidRequest(f"a context of {context} tokens is more than the model's {spec.max_positions}")
+    layout = layout_of(spec, dtype, page_size)
+    kind = TORCH_DTYPES[layout.dtype]
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    weights = weight_bytes(spec, kind, on_cpu)
+    per_sequence = -(-context // page_size)
+
+    def worker(pages: int, tokens: int, rows: int) -> WorkerMemory:
+        return WorkerMemory(weights, pages * layout.page_bytes, activation_bytes(spec, kind, tokens, rows))
+
+    decode = worker(per_sequence * concurrency, _DEFAULTS.decode.max_num_batched_tokens, concurrency)
+    step = _DEFAULTS.prefill.max_num_batched_tokens
+    prefill = worker(per_sequence * _DEFAULTS.prefill.max_num_seqs, step, _DEFAULTS.prefill.max_num_seqs)
+    bound = "--memory"
+    if room is None:
+        room, bound = _free(on_cpu)
+    pages = max(0, room - (decode.total - decode.pages)) // layout.page_bytes
+    return Sizes(
+        _parameters(spec), layout.dtype, "cpu" if on_cpu else "cuda", context, concurrency, layout.token_bytes,
+        layout.page_bytes, per_sequence * concurrency, decode, prefill, room, bound, pages // per_sequence,
+        min(pages * page_size, spec.max_positions),
+    )  # fmt: skip
+
+
+def _free(on_cpu: bool) -> tuple[int, str]:
+    """Return the free memory of this machine or its first GPU, and what bounds it."""
+    if on_cpu:
+        room = available_memory()
+        return room.available, room.bound
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InvalidRequest("there is no GPU here: say how much memory one has, such as --memory 80GiB")
+    return torch.cuda.mem_get_info(0)[0], torch.cuda.get_device_name(0)
+
+
+def _parameters(spec: ModelSpec) -> int:
+    from math import prod
+
+    from engine.models.weights import expected_tensors
+
+    return sum(map(prod, expected_tensors(spec).values()))
+
+
+def _spec(model: str) -> ModelSpec:
+    """Read the config of a checkpoint; of one on the hub, only that file is fetched. Raises ModelError."""
+    from engine.models.config import ModelSpec
+
+    path = Path(model).expanduser()
+    if path.is_dir() or "/" not in model or model.startswith((".", "/", "~")):
+        return ModelSpec.from_directory(path)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return ModelSpec.from_dict(json.loads(Path(hf_hub_download(model, "config.json")).read_bytes()))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelNotFound(f"{model!r} is no directory here, and its config can't be fetched: {reason}") from error
+
+
+def _show(model: str, found: Sizes) -> None:
+    out.print(
+        f"[bold]{escape(model)}[/]: {found.parameters / 1e6:,.1f} M parameters in {found.dtype} on {found.device}; KV "
+        f"{shown(found.kv_bytes_per_token)} a token, {shown(found.page_bytes)} a page"
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("one worker")
+    for column in ("decode", "prefill"):
+        table.add_column(column, justify="right")
+    for row in ("weights", "pages", "activations", "process", "total"):
+        name = f"KV of {found.concurrency} × {found.context} tokens" if row == "pages" else row
+        table.add_row(name, *(shown(getattr(each, row)) for each in (found.decode, found.prefill)))
+    out.print(table)
+    out.print(f"{shown(found.room)} are free ({escape(found.bound)}). A decode worker has room there for:")
+    out.print(f"  {found.fits:>9,} sequences of {found.context} tokens at a time")
+    out.print(f"  {found.longest:>9,} tokens in one sequence")
+    if found.fits < found.concurrency:
+        out.print(
+            f"[yellow]{found.concurrency} sequences don't fit[/]: lower --context or --concurrency, or a smaller dtype"
+        )
+    else:
+        pool = -(-found.decode.pages // 2**20)
+        out.print(f"to have that: baton up --model {escape(model)} --set decode.kv_cache_bytes={pool}MiB")
