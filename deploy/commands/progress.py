@@ -50,4 +50,5 @@ class Progress:
             self.say(f"{name} has ended")
         self._tell = True
         waiting = [view.name for view in overview.processes if view.condition != "live"]
-        self._status.update(f"waiting for {', '.join(waiting)}" if waiting else "waiting for the router to serve")
+        awaited = ", ".join(waiting) or "the router to serve"
+        self._status.update(f"waiting for {awaited}, {time.monotonic() - self._begin:.0f} s so far")

@@ -44,6 +44,7 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
     named = bool(config.cluster.key_file)
     made_keys = not named and not config.cluster.key_path.exists()
     config = _settle(config, say)
+    _compile_kernels(config, say)
     try:
         state = _on_ray(config, folder, choice, dashboard, made_keys, say)
         # The processes get the keys from memory: their nodes need no copy of the file.
@@ -93,6 +94,17 @@ def _settle(config: Config, say: Say) -> Config:
         config.tls, **{name: _absolute(path) for name, path in msgspec.structs.asdict(config.tls).items()}
     )
     return msgspec.structs.replace(config, model=model, cluster=cluster, disk=disk, api=api, tls=tls)
+
+
+def _compile_kernels(config: Config, say: Say) -> None:
+    """Compile the CPU kernels before the workers start, if they will need them and this user has not compiled them.
+
+    Several workers would wait for one of them without a word. On other nodes the first worker compiles."""
+    from engine.cpu import build
+
+    if config.model.native and preflight.runs_on_cpu(config) and build.must_compile():
+        say("compiling kernels for this processor, which takes about half a minute, once")
+        build.library()
 
 
 def _absolute(path: str) -> str:

@@ -93,7 +93,7 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     if not is_loopback(config.router.host):
         prefill, decode = 0, 1
     workers = prefill + decode
-    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not Path("/dev/nvidiactl").exists())
+    on_cpu = runs_on_cpu(config)
     pools = prefill * config.prefill.kv_cache_bytes + decode * config.decode.kv_cache_bytes if on_cpu else 0
     weights = _weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
     needed = config.store.host_cache_bytes + pools + workers * (weights + _PROCESS_BYTES)
@@ -104,6 +104,11 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
             f"are left ({room.bound}). Lower store.host_cache_bytes, prefill.kv_cache_bytes or decode.kv_cache_bytes, "
             "or start fewer workers"
         )
+
+
+def runs_on_cpu(config: Config) -> bool:
+    """Whether workers on this machine will compute on its CPU."""
+    return config.model.device == "cpu" or (config.model.device == "auto" and not Path("/dev/nvidiactl").exists())
 
 
 def check_name_free(folder: Path) -> None:

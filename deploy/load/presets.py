@@ -157,7 +157,7 @@ def _seconds(gap: Lengths | None, rng: np.random.Generator) -> float:
     """Draw a pause. Unlike lengths, pauses may be below 1."""
     if gap is None:
         return 0.0
-    return gap.first if gap.kind == "fixed" else float(rng.lognormal(math.log(gap.first), gap.second))
+    return gap.first if gap.kind == "fixed" else gap.first * float(rng.lognormal(0.0, gap.second))
 
 
 def _draw(rng: np.random.Generator, count: int, vocab: int) -> list[int]:

@@ -56,6 +56,15 @@ def can_compile() -> bool:
     return set(cpu_description().split()) >= NEEDED
 
 
+def must_compile() -> bool:
+    """Whether `library` would first compile, for about half a minute. False where there can be none."""
+    try:
+        cpu, compiler = cpu_description(), find_compiler()
+        return set(cpu.split()) >= NEEDED and not _target(SOURCES, cache_root(), compiler, cpu).exists()
+    except LibraryUnavailable:
+        return False
+
+
 @functools.cache
 def library() -> Library | None:
     """The loaded library, compiled if it has not been; None where that can't be, which one log line explains."""
@@ -90,20 +99,25 @@ def load(sources: Path, root: Path) -> Library:
     if missing := NEEDED - set(cpu.split()):
         raise LibraryUnavailable(f"this CPU lacks {', '.join(sorted(missing))}")
     compiler = find_compiler()
-    files = sorted([*sources.glob("*.cpp"), *sources.glob("*.h")])
-    directory = root / _digest(files, compiler, cpu)
-    target = directory / "library.so"
+    target = _target(sources, root, compiler, cpu)
+    directory = target.parent
     try:
         _make(directory)
         _refuse_strangers(directory)
         if not target.exists():
             with _alone(directory):
                 if not target.exists():
-                    _compile(compiler, [file for file in files if file.suffix == ".cpp"], target)
+                    _compile(compiler, sorted(sources.glob("*.cpp")), target)
         _refuse_strangers(target)
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise LibraryUnavailable(f"{target}: {error}") from error
+
+
+def _target(sources: Path, root: Path, compiler: list[str], cpu: str) -> Path:
+    """Return where the library of these sources lies, or will lie."""
+    files = sorted([*sources.glob("*.cpp"), *sources.glob("*.h")])
+    return root / _digest(files, compiler, cpu) / "library.so"
 
 
 def cpu_description() -> str:

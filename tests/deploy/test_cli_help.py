@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.core import TyperGroup
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from deploy.cli import app
+from deploy.commands import reference
+from deploy.commands.reference import commands, examples
 from deploy.commands.terminal import EXIT_STATUSES
 
-BATON = get_command(app)
-
-
-def commands(group: Any = BATON, name: str = "baton") -> Iterator[tuple[str, Any]]:
-    """Each command that does something, under its whole name."""
-    if not isinstance(group, TyperGroup):
-        yield name, group
-        return
-    context: Any = None
-    for each in group.list_commands(context):
-        yield from commands(group.get_command(context, each), f"{name} {each}")
-
-
-def examples(command: Any) -> list[str]:
-    lines = (command.epilog or "").split("\n\n")
-    return [line.removeprefix("[dim]$[/] ").replace("\\[", "[") for line in lines if line.startswith("[dim]$[/] ")]
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(("name", "command"), [pytest.param(*each, id=each[0]) for each in commands()])
@@ -58,3 +43,8 @@ def test_the_shell_completes_commands(shell: str, monkeypatch: pytest.MonkeyPatc
     shown = CliRunner().invoke(app, [], prog_name="baton").output
     assert "explain" in shown
     assert "status" not in shown
+
+
+def test_the_page_of_all_commands_is_what_they_say():
+    written = (DOCS / "cli.md").read_text()
+    assert written == reference.page(), "run python -m deploy.commands.reference docs/cli.md"

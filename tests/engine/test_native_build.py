@@ -190,3 +190,13 @@ def test_the_size_of_the_first_cache_is_what_the_kernel_tells(told: dict[str, st
     for name, content in told.items():
         (tmp_path / name).write_text(content)
     assert build.first_level_cache(tmp_path) == expected
+
+
+@pytest.mark.skipif(not build.can_compile(), reason="no compiler, or a CPU without kernels")
+def test_a_user_is_told_of_the_first_compilation_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.must_compile()
+    target = build._target(build.SOURCES, build.cache_root(), build.find_compiler(), build.cpu_description())
+    target.parent.mkdir(parents=True)
+    target.touch()
+    assert not build.must_compile()

@@ -1,0 +1,72 @@
+"""Write docs/cli.md from the commands themselves: `python -m deploy.commands.reference docs/cli.md`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from deploy.cli import app
+from deploy.commands.terminal import EXIT_STATUSES
+
+_HEAD = """# The command line
+
+`baton --help` and `baton COMMAND --help` print the same. Results go to stdout, progress and errors to stderr. With
+`--json`, stdout holds exactly one JSON object. `baton --install-completion` teaches the shell to complete commands and
+flags. `python -m deploy.commands.reference docs/cli.md` writes this page.
+
+| exit status | meaning |
+|---|---|
+"""
+
+
+def commands(group: Any = None, name: str = "baton") -> Iterator[tuple[str, Any]]:
+    """Yield every command that does something, under its whole name."""
+    group = group or get_command(app)
+    if not isinstance(group, TyperGroup):
+        yield name, group
+        return
+    context: Any = None
+    for each in group.list_commands(context):
+        yield from commands(group.get_command(context, each), f"{name} {each}")
+
+
+def examples(command: Any) -> list[str]:
+    """Return the command lines at the end of a command's help."""
+    lines = (command.epilog or "").split("\n\n")
+    return [line.removeprefix("[dim]$[/] ").replace("\\[", "[") for line in lines if line.startswith("[dim]$[/] ")]
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    statuses = "".join(f"| {status} | {meaning} |\n" for status, meaning in EXIT_STATUSES.items())
+    return f"{_HEAD}{statuses}{''.join(_section(name, command) for name, command in commands())}"
+
+
+def _section(name: str, command: Any) -> str:
+    shown = "\n".join(f"$ {line}" for line in examples(command))
+    rows = "".join(_row(parameter) for parameter in command.params if parameter.name != "help")
+    about = re.sub(r"\n(?!\n)\s*", " ", command.help).replace("\n ", "\n\n")
+    table = f"\n| flag | what it says |\n|---|---|\n{rows}" if rows else ""
+    return f"\n## {name}\n\n{about}\n\n```console\n{shown}\n```\n{table}"
+
+
+def _row(parameter: Any) -> str:
+    names = ", ".join(f"`{name}`" for name in parameter.opts)
+    if parameter.param_type_name == "argument":
+        names = f"`{parameter.metavar or parameter.name.upper()}`"
+    default = "" if parameter.default in (None, "", False) else f" Default: {_plain(parameter.default)}."
+    return f"| {names} | {(parameter.help or '').replace('|', chr(92) + '|')}{default} |\n"
+
+
+def _plain(default: Any) -> str:
+    return str(getattr(default, "value", default))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page())

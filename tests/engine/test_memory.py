@@ -1,0 +1,100 @@
+"""`baton size` against the memory that loading a model really takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from engine.models.config import ModelSpec
+from engine.models.memory import weight_bytes
+from engine.models.weights import expected_tensors
+
+BASE: dict[str, Any] = {
+    "vocab_size": 4_000, "hidden_size": 512, "intermediate_size": 1_400, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4_096, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "torch_dtype": "float32",
+}  # fmt: skip
+MODELS = [
+    ("LlamaForCausalLM", False, "float32"), ("MistralForCausalLM", False, "bfloat16"),
+    ("Qwen2ForCausalLM", True, "bfloat16"), ("Qwen3ForCausalLM", True, "float32"),
+]  # fmt: skip
+LOADS = """
+import sys
+from pathlib import Path
+import psutil
+from engine.engine import Engine
+loaded, sizes = [], []
+for path in sys.argv[2:]:
+    loaded.append(Engine.load(Path(path), sys.argv[1], "cpu", 1, 16, True, 1))
+    sizes.append(psutil.Process().memory_full_info().uss)
+print(sizes[2] - sizes[1] - (sizes[1] - sizes[0]))
+"""
+
+
+def write(folder: Path, architecture: str, tied: bool, layers: int) -> ModelSpec:
+    config = BASE | {"architectures": [architecture], "tie_word_embeddings": tied, "num_hidden_layers": layers}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = ModelSpec.from_dict(config)
+    save_file({name: torch.ones(shape) for name, shape in expected_tensors(spec).items()}, folder / "model.safetensors")
+    return spec
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "tied", "dtype"), MODELS)
+def test_the_size_of_weights_is_what_a_process_takes_for_them(
+    architecture: str, tied: bool, dtype: str, tmp_path: Path
+) -> None:
+    """Two models that differ in the number of layers: what else a process takes for a model cancels out."""
+    small = write(tmp_path / "small", architecture, tied, 2)
+    large = write(tmp_path / "large", architecture, tied, 14)
+    argv = [sys.executable, "-c", LOADS, dtype, *(str(tmp_path / name) for name in ("small", "small", "large"))]
+    taken = int(subprocess.run(argv, capture_output=True, text=True, timeout=250, check=True).stdout)
+    kind = getattr(torch, dtype)
+    computed = weight_bytes(large, kind, on_cpu=True) - weight_bytes(small, kind, on_cpu=True)
+    assert taken == pytest.approx(computed, rel=0.02)
+
+
+def test_on_a_gpu_nothing_is_padded_and_a_tied_head_is_shared():
+    spec = ModelSpec.from_dict(
+        BASE | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "num_hidden_layers": 2}
+    )
+    padded = 2 * 3 * 512 * (-1_400 % 64) * 4  # down, gate and up of both layers
+    parameters = sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values())
+    # The engine rounds the intermediate size up to whole tiles on every device.
+    assert weight_bytes(spec, torch.float32, on_cpu=False) == parameters * 4 + padded
+    head = (4_000 + -4_000 % 64) * 512 * 4
+    assert weight_bytes(spec, torch.float32, on_cpu=True) >= parameters * 4 + padded + head
+
+
+def test_a_prefill_worker_without_a_head_is_smaller():
+    spec = ModelSpec.from_dict(
+        BASE | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "num_hidden_layers": 2}
+    )
+    whole, without = (weight_bytes(spec, torch.float32, on_cpu=False, head=head) for head in (True, False))
+    assert whole - without > 4_000 * 512 * 4
+
+
+def test_what_fits(tmp_path: Path) -> None:
+    write(tmp_path / "model", "LlamaForCausalLM", False, 2)
+    argv = ["size", str(tmp_path / "model"), "--context", "1024", "--concurrency", "4", "--device", "cpu", "--json"]
+    found = json.loads(CliRunner().invoke(app, [*argv, "--memory", "1GiB"]).stdout)
+    assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4
+    assert found["decode"]["pages"] == 4 * 1_024 * found["kv_bytes_per_token"]
+    assert found["decode"]["total"] == sum(
+        found["decode"][part] for part in ("weights", "pages", "activations", "process")
+    )
+    room = 2**30 - (found["decode"]["total"] - found["decode"]["pages"])
+    assert found["fits"] == room // found["page_bytes"] // 64
+    result = CliRunner().invoke(app, ["size", str(tmp_path / "model"), "--context", "5000"])
+    assert result.exit_code == 1
+    assert "more than the model's 4096" in result.output
