@@ -1,4 +1,4 @@
-"""Write docs/cli.md from the commands themselves: `python -m deploy.commands.reference docs/cli.md`."""
+"""Write docs/cli.md from the commands themselves: `python .ci/cli_reference.py docs/cli.md`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEAD = """# The command line
 
 `baton --help` and `baton COMMAND --help` print the same. Results go to stdout, progress and errors to stderr. With
 `--json`, stdout holds exactly one JSON object. `baton --install-completion` teaches the shell to complete commands and
-flags. `python -m deploy.commands.reference docs/cli.md` writes this page.
+flags. `python .ci/cli_reference.py docs/cli.md` writes this page.
 
 | exit status | meaning |
 |---|---|
