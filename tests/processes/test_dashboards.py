@@ -31,7 +31,7 @@ from tests.deploy.test_grafana import PROMETHEUS, VARIABLES, alerts, expressions
 from tests.store_deaths import PAGE_BYTES
 from tests.support import workload
 from tests.support.eventually import DEADLINE, eventually
-from tests.support.metrics_page import metric, page, parsed
+from tests.support.metrics_page import metric, page, parsed, samples, total
 from tests.support.prometheus import find, program, query, scraping
 from tests.support.promql import filled, selectors
 
@@ -42,6 +42,7 @@ VICTIM = "decode-1"
 TWICE = ("127.0.0.1", "localhost")  # two names of the router, so that every process is discovered twice
 
 SMALL: Mapping[str, object] = {
+    **workload.SLOW_ENGINE,  # so that loading a page is worth it
     "cluster.heartbeat_ms": 100,
     "cluster.heartbeat_timeout_ms": 1_000,
     "store.host_cache_bytes": 96 * PAGE_BYTES,
@@ -97,7 +98,7 @@ def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
         **SMALL,
         "disk.path": str(folder / "disk"),
         "api.keys_file": str(file),
-        "router.slo_classes": {0: {"ttft_ms": 2_000, "tpot_ms": 500}},
+        "router.slo_classes": {0: {"ttft_ms": 600_000, "tpot_ms": 60_000}},  # kept on any machine, however busy
     }
     with LocalCluster(workload.settings(checkpoint("llama"), 1, 2, **more), folder) as cluster:
         yield Site(cluster, keys)
@@ -186,7 +187,7 @@ def test_every_panel_shows_something(prometheus: str) -> None:
         return not missing
 
     with suppress(AssertionError):
-        eventually(all_show, "every panel shows something", seconds=20)
+        eventually(all_show, "every panel shows something")
     assert not missing
 
 
@@ -210,11 +211,11 @@ def test_a_process_that_two_discoveries_list_is_scraped_once(prometheus: str) ->
 
 
 def test_the_hops_add_up_to_the_time_to_first_token(site: Site, pages: object) -> None:
-    """Of all requests, but those whose last attempt began after their first token."""
-    hops = metric(site.cluster, "router", "request_hop_seconds_sum")
-    whole = metric(site.cluster, "router", "time_to_first_token_seconds_sum")
-    assert hops == pytest.approx(whole, rel=0.25)
-    assert metric(site.cluster, "router", "handoff_bytes_total") > 0
+    """Exactly: no request of this load has moved to another worker after its first token."""
+    here = samples(site.cluster, "router")
+    assert total(here, "request_hop_seconds_sum") == pytest.approx(total(here, "time_to_first_token_seconds_sum"))
+    assert total(here, "handoff_seconds_count") > 0
+    assert total(here, "handoff_bytes_total") > 0
 
 
 def test_a_refused_request_is_no_goodput(site: Site, pages: object) -> None:
