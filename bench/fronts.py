@@ -32,13 +32,13 @@ from router.frontend.api.app import HttpApi
 from router.frontend.api.server import ApiServer
 from router.frontend.detokenizer import TextStream
 from router.frontend.generation import GenerationService
-from router.frontend.grpc_server import GenerationServicer
+from router.frontend.grpc_api.grpc_server import GenerationServicer
+from router.frontend.grpc_api.vllm_engine import VllmEngineServicer
 from router.frontend.identity import Gatekeeper
 from router.frontend.output_stream import OutputStream, StopVerdict
 from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel, load
 from router.frontend.tokenizer_threads import TokenizerThreads
-from router.frontend.vllm_engine import VllmEngineServicer
 
 _PROCESS_CLOCK = 2  # CPUCLOCK_SCHED, of <linux/posix-timers.h>
 

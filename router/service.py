@@ -38,7 +38,7 @@ from router.frontend.client_sessions import RouterDriver
 from router.frontend.dashboard_feed import DashboardFeed
 from router.frontend.front.fleet import FrontProcesses
 from router.frontend.generation import GenerationService
-from router.frontend.grpc_server import ClientServer, FrontLink, OperatorServer
+from router.frontend.grpc_api.grpc_server import ClientServer, FrontLink, OperatorServer
 from router.frontend.http_server import HttpServer
 from router.frontend.identity import Gatekeeper
 from router.frontend.served_model import load

@@ -13,6 +13,7 @@ from baton.client.chat_results import ChatAnswer, ChatCollector, ChatDelta, Even
 from baton.client.connection import ClientConnection, expired, typed
 from baton.client.results import Generated, OutputCollector, OutputDelta
 from baton.errors import DeadlineExpired, RequestCancelled, Unavailable
+from baton.futures import looked_at
 
 if TYPE_CHECKING:
     from baton.v1 import generation_pb2
@@ -114,7 +115,7 @@ class AsyncChatStream(AsyncStream[ChatDelta, ChatAnswer]):
         self._events = EventDecoder()
         self._response: Any = None
         self._opening = asyncio.ensure_future(self._open(body))
-        self._opening.add_done_callback(_looked_at)
+        self._opening.add_done_callback(looked_at)
 
     async def read(self) -> ChatDelta | None:
         import aiohttp
@@ -168,9 +169,3 @@ def raise_if_ours() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-def _looked_at(task: asyncio.Future[Any]) -> None:
-    """Keep asyncio from logging the error of a request that no reader waits for."""
-    if not task.cancelled():
-        task.exception()

@@ -18,7 +18,7 @@ from baton.errors import BatonError, ContextTooLong
 from baton.v1 import cache_pb2, generation_pb2
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.detokenizer import TextStream
-from router.frontend.grammar_checker import GrammarChecker
+from router.frontend.grammars.grammar_checker import GrammarChecker
 from router.frontend.identity import caller
 from router.frontend.output_stream import OutputStream
 from router.frontend.parallel_sampling.beam_search import TextOf, beam_search

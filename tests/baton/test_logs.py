@@ -95,7 +95,7 @@ def test_a_log_is_rotated_and_only_its_user_reads_it(tmp_path: Path, root: loggi
 
 def test_tracebacks_and_lines_of_libraries_are_limited(tmp_path: Path, root: logging.Logger) -> None:
     path = logs.configure("router", ClusterConfig(log_dir=str(tmp_path)))
-    ours, library = logging.getLogger("router.frontend.grpc_server"), logging.getLogger("asyncio")
+    ours, library = logging.getLogger("router.frontend.grpc_api.grpc_server"), logging.getLogger("asyncio")
     for number in range(500):
         library.error("no more descriptors %d", number)
         try:

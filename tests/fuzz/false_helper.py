@@ -1,4 +1,4 @@
-"""A helper process (`router.frontend.helper_process`) that says what each order wants it to say.
+"""A helper process (`router.frontend.helpers.helper_process`) that says what each order wants it to say.
 
 An order is {"say": the bytes in base64, "end": whether the process ends then}.
 """

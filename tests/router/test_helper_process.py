@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
+from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
 from tests.fuzz.false_helper import answer, order
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import BatonError
 from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
-from router.frontend import grpc_answers
-from router.frontend.message_guard import MessageGuard
+from router.frontend.grpc_api import grpc_answers
+from router.frontend.grpc_api.message_guard import MessageGuard
 from tests.router.model import CONTEXT
 from tests.router.served import Served, served, settings_for
 from tests.router.test_router_front import Client, cluster, request

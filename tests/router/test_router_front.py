@@ -25,8 +25,8 @@ from baton import config as settings
 from baton.api_keys import Identity
 from baton.errors import BatonError, ModelNotFound, Overloaded, PortInUse, all_errors
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, explain_pb2, generation_pb2, generation_pb2_grpc
-from router.frontend import grpc_answers
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.grpc_api import grpc_answers
 from tests.router import tokenizers
 from tests.router.model import expected, token_at
 from tests.router.served import Served, collect, served, settings_for

@@ -18,7 +18,7 @@ from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.events import Cancelled, Finished, RequestEnded, RequestOutcome, Summary, Usage
 from router.frontend.detokenizer import TextStream
 from router.frontend.generation import GenerationService
-from router.frontend.grpc_server import GenerationServicer
+from router.frontend.grpc_api.grpc_server import GenerationServicer
 from router.frontend.output_stream import MAX_UNREAD, MAX_UNREAD_BYTES, Output, OutputStream, StopVerdict
 from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel

@@ -28,10 +28,10 @@ from router.events import Finished, Summary
 from router.frontend.api.parameters import affinity_of
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.generation import Generation
+from router.frontend.grpc_api.vllm_messages import EngineRendering, generate_request
 from router.frontend.output_stream import Output
 from router.frontend.request_parsing import parse_generate_request
 from router.frontend.served_model import ServedModel
-from router.frontend.vllm_messages import EngineRendering, generate_request
 from router.queueing.admission import ModelLimits
 from tests.router import tokenizers
 from tests.router.model import CONTEXT, EOS, VOCAB, expected
@@ -57,7 +57,7 @@ def asked(prompt: list[int] | str = PROMPT, *, stream: bool = True, name: str = 
 
 def test_the_stubs_load_beside_everything_else_in_a_routers_process():
     code = "import ray, torch, opentelemetry.proto.common.v1.common_pb2, router.service, baton.v1.cluster_pb2"
-    code += ", smg_grpc_proto.generated.vllm_engine_pb2_grpc, router.frontend.vllm_engine; print('loaded')"
+    code += ", smg_grpc_proto.generated.vllm_engine_pb2_grpc, router.frontend.grpc_api.vllm_engine; print('loaded')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "loaded\n", done.stderr
 

@@ -17,13 +17,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, RequestCancelled
+from baton.futures import looked_at
 from router.events import Cancelled, Failed, Finished, RequestEnded
 from router.frontend.api import errors
 from router.frontend.api.answers import Answer, Sample
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.protocol import GenerationFields
 from router.frontend.generation import Generation
-from router.frontend.message_guard import looked_at
 from router.frontend.output_stream import Output
 from router.frontend.parallel_sampling.merge import merged
 

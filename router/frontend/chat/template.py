@@ -15,7 +15,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest, ModelError, shown
 from baton.logs import RateLimitedLog
-from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
+from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 

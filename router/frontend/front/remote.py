@@ -20,6 +20,7 @@ import msgspec
 from baton.client.connection import typed
 from baton.clock import Clock
 from baton.errors import BatonError, Unavailable
+from baton.futures import looked_at
 from baton.messages import FinishReason, PromptTokenLogprob, TokenLogprob
 from baton.timeline import Timeline
 from baton.v1 import generation_pb2 as pb
@@ -28,7 +29,6 @@ from router.events import Failed, Finished, RequestEnded, Summary, Usage
 from router.frontend.dashboard_feed import DASHBOARD, PERIOD, DashboardAsk
 from router.frontend.generation import Generation, RequestChecker
 from router.frontend.identity import IDENTITY, THIS_USER, caller
-from router.frontend.message_guard import looked_at
 from router.frontend.output_stream import Output
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads

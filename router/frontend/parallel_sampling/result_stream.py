@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.errors import BatonError, RequestCancelled
+from baton.futures import looked_at
 from baton.timeline import Timeline
 from router.events import Cancelled, Failed, RequestEnded, Summary
-from router.frontend.message_guard import looked_at
 from router.frontend.output_stream import Output, OutputStream
 
 log = logging.getLogger(__name__)

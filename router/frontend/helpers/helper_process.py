@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from baton.futures import looked_at
 from baton.messages import UNREADABLE
-from router.frontend.message_guard import looked_at
 
 _START = 30.0  # seconds for the first order of a new process, which imports its libraries
 _BESIDE = 2**16  # bytes of an answer beside its text

@@ -24,10 +24,10 @@ import baton
 from baton.errors import ModelError, UnsupportedCall
 from baton.messages import SamplingParams
 from router.frontend.generation import GenerationService
-from router.frontend.grpc_answers import LINGER, StreamedAnswer, typed
+from router.frontend.grpc_api.grpc_answers import LINGER, StreamedAnswer, typed
+from router.frontend.grpc_api.vllm_messages import EngineRendering, model_info
 from router.frontend.identity import caller
 from router.frontend.request_parsing import checked_name
-from router.frontend.vllm_messages import EngineRendering, model_info
 
 _TOKENIZER = (
     "tokenizer.json",

@@ -15,11 +15,12 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from baton.errors import BatonError, Overloaded, RequestCancelled, shown
+from baton.futures import looked_at
 from baton.logs import RequestLog
 from baton.v1 import generation_pb2
 from router.events import Cancelled, Failed, Finished, RequestEnded, Summary
 from router.frontend.generation import Generation, GenerationService
-from router.frontend.message_guard import connected, looked_at
+from router.frontend.grpc_api.message_guard import connected
 from router.frontend.output_stream import Output
 from router.frontend.parallel_sampling.merge import merged
 from router.frontend.parallel_sampling.result_stream import ReadableStream

@@ -1,8 +1,8 @@
 """A process that compiles clients' grammars, to find out whether decode workers can.
 
-`python -m router.frontend.grammar_process TOKENIZER VOCABULARY EOS` is a helper process (`helper_process`). It works on
-a thread with a smaller stack than those of decode workers, so a grammar that is nested too deeply ends this process and
-no worker.
+`python -m router.frontend.grammars.grammar_process TOKENIZER VOCABULARY EOS` is a helper process (`helper_process`). It
+works on a thread with a smaller stack than those of decode workers, so a grammar that is nested too deeply ends this
+process and no worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from baton import grammars
 from baton.errors import BatonError, InvalidGrammar
 from baton.messages import MAX_GRAMMAR, Grammar
-from router.frontend.helper_main import serve
+from router.frontend.helpers.helper_main import serve
 
 _MEMORY = 2 << 30  # bytes of address space: a tokenizer of 256,000 tokens takes a quarter of it
 _STACK = 1 << 20

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from baton.errors import BatonError, InvalidGrammar, Overloaded, from_reason
 from baton.logs import RateLimitedLog
 from baton.messages import MAX_GRAMMAR, Grammar
-from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
+from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
 from router.frontend.served_model import ServedModel
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
@@ -41,7 +41,7 @@ class GrammarChecker:
         self._helper = None
         if file is not None and eos:
             self._helper = HelperProcess(
-                "router.frontend.grammar_process", str(file), str(model.limits.vocab_size), str(eos[0]),
+                "router.frontend.grammars.grammar_process", str(file), str(model.limits.vocab_size), str(eos[0]),
                 deadline=_DEADLINE, most=MAX_GRAMMAR,
             )  # fmt: skip
         self._lanes: dict[str, _Lane] = {}  # by tenant

@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from baton.errors import BatonError, DeadlineExpired, InvalidRequest, Overloaded, PayloadTooLarge
+from baton.futures import looked_at
 from router.frontend.identity import caller, note_refusal
 
 _HEALTH = "/grpc.health.v1.Health/"
@@ -242,9 +243,3 @@ def connected() -> Iterator[None]:
         raise
     except grpc.aio.BaseError:
         raise asyncio.CancelledError from None
-
-
-def looked_at(future: asyncio.Future[Any]) -> None:
-    """Keep asyncio from logging an error that no task waits for any more."""
-    if not future.cancelled():
-        future.exception()

@@ -42,9 +42,9 @@ from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.dashboard_feed import DASHBOARD, DashboardAsk, DashboardSource
 from router.frontend.generation import Generation, GenerationService, text_bytes
-from router.frontend.grpc_answers import LINGER, StreamedAnswer, abort, typed
+from router.frontend.grpc_api.grpc_answers import LINGER, StreamedAnswer, abort, typed
+from router.frontend.grpc_api.message_guard import Admit, MessageGuard
 from router.frontend.identity import IDENTITY, THIS_USER, Gatekeeper, caller
-from router.frontend.message_guard import Admit, MessageGuard
 from router.frontend.output_stream import Output
 from router.frontend.request_parsing import (
     ValidatedPin,
@@ -406,7 +406,7 @@ def _vllm_engine(service: GenerationService) -> Callable[[grpc.aio.Server], None
     try:
         from smg_grpc_proto import vllm_engine_pb2_grpc
 
-        from router.frontend.vllm_engine import VllmEngineServicer
+        from router.frontend.grpc_api.vllm_engine import VllmEngineServicer
     except (ImportError, TypeError, RuntimeError) as error:
         log.warning("%s is not served: %s", VLLM_ENGINE, error)
         return None
