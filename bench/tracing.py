@@ -2,9 +2,9 @@
 
     bench/tracing.py [--rounds N] [--requests N] [--streams N] [--model tiny|100m|DIR]
 
-Three clusters of one decode worker each serve the same requests in turns, and each round reverses their order: one
-without tracing, one whose spans go to a collector, and one whose collector does not exist. The collector is a process of
-its own that reads OTLP over HTTP and keeps nothing. CPU time is that of the router's process, the exporter's thread
+Three clusters of one decode worker each serve the same requests in turns, and each round reverses their order. One is
+without tracing, the spans of one go to a collector, and the collector of one does not exist. The collector is a process
+of its own that reads OTLP over HTTP and keeps nothing. CPU time is that of the router's process, the exporter's thread
 included. Beside busy neighbours it grows less than the latencies do.
 """
 
