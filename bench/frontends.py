@@ -32,12 +32,12 @@ from itertools import product
 from pathlib import Path
 
 from bench import cluster, cores, fronts, models, report
-from bench.figures import percentile
 from bench.front_clients import Client, Order, Stream, StreamFailed
 from bench.fronts import Front
 from bench.peers import environments
 from bench.peers.adapter import PeerFailed
 from bench.peers.environments import VLLM, NotPrepared
+from deploy.load.figures import percentile
 
 TARGET = 1.10
 TARGET_TOKENS = 10_000

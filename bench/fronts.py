@@ -39,6 +39,7 @@ from router.frontend.output_stream import OutputStream, StopVerdict
 from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel, load
 from router.frontend.tokenizer_threads import TokenizerThreads
+from router.tracing.request_spans import RequestSpans
 
 _PROCESS_CLOCK = 2  # CPUCLOCK_SCHED, of <linux/posix-timers.h>
 
@@ -105,7 +106,10 @@ class FakeDriver:
         received: float,
         deadline: float | None,
         tenant: str = "",
+        *,
+        cached_on: str = "",
         leader: OutputStream | None = None,
+        spans: RequestSpans | None = None,
     ) -> OutputStream:
         stream = OutputStream("r", TextStream(self.model.tokenizer, validated.prompt, (), frozenset()))
         self._engine.add(stream, validated.max_tokens or 1)

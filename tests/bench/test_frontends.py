@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import fronts
+from bench import frontends, fronts
 from bench.front_clients import Client, HttpClient, Order, StreamFailed
 from bench.fronts import Front
 from bench.peers import environments
@@ -129,6 +129,8 @@ def test_the_doors_serve_all_tokens_of_the_fake_engine(tmp_path: Path) -> None:
                 counts = {len(stream.times) for stream in streams}
                 assert counts == {5} if interval is None else max(counts) <= 5
             assert front.cpu_seconds() > before
+        taken = frontends.take_turns(client, [Front("HTTP", "http", http)], 1, Order("", "", 2, 5))
+        assert [len(values) for values in vars(taken["HTTP"]).values()] == [1] * 6, "the first round is not counted"
 
 
 @pytest.mark.slow
