@@ -26,6 +26,7 @@ from tests.support.promql import filled, grouping, selectors
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy" / "grafana" / "prometheus"
+RULE_TESTS = [Path(__file__).parent / name for name in ("alerts.test.yml", "alerts-of-days.test.yml")]
 RUNBOOKS = ROOT / "docs" / "operations.md"
 
 VARIABLES = {"job": ".*", "name": ".*", "__rate_interval": "1m"}
@@ -169,7 +170,7 @@ def test_an_alert_is_about_baton_alone_and_tells_of_which_cluster() -> None:
 
 
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
-    tests = yaml.safe_load((Path(__file__).parent / "alerts.test.yml").read_text())["tests"]
+    tests = [test for file in RULE_TESTS for test in yaml.safe_load(file.read_text())["tests"]]
     cases = [(case["alertname"], bool(case.get("exp_alerts"))) for test in tests for case in test["alert_rule_test"]]
     assert set(cases) == {(rule["alert"], fires) for rule in alerts() for fires in (True, False)}
 
@@ -186,13 +187,15 @@ def test_provisioning_names_what_is_here() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["check rules", "check config", "test rules"])
-def test_promtool_finds_no_fault(what: str) -> None:
-    file = {
-        "check rules": PROMETHEUS / "alerts.yml",
-        "check config": PROMETHEUS / "prometheus.yml",
-        "test rules": Path(__file__).parent / "alerts.test.yml",
-    }[what]
-    command = [str(program("promtool")), *what.split(), str(file)]
+@pytest.mark.parametrize(
+    ("what", "files"),
+    [
+        ("check rules", [PROMETHEUS / "alerts.yml"]),
+        ("check config", [PROMETHEUS / "prometheus.yml"]),
+        ("test rules", RULE_TESTS),
+    ],
+)
+def test_promtool_finds_no_fault(what: str, files: list[Path]) -> None:
+    command = [str(program("promtool")), *what.split(), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
