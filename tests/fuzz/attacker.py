@@ -2,8 +2,9 @@
 
     python -m tests.fuzz.attacker TARGET ARGUMENTS       arguments as JSON
 
-It goes on until its stdin closes or some cases have found something. Then it prints one line of JSON: its counts by
-kind, and what was found. It runs at a low priority, because an attacker has a machine of its own.
+It prints `READY` once it makes cases. It goes on until its stdin closes or some cases have found something. Then it
+prints one line of JSON: its counts by kind, and what was found. It runs at a low priority, because an attacker has a
+machine of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import select
 import sys
 from contextlib import suppress
 
-from tests.fuzz.case import fuzz
+from tests.fuzz.case import SlowStarter, fuzz
 from tests.fuzz.targets import TARGETS
+
+READY = b"ready\n"
 
 _NICENESS = 10
 
@@ -28,7 +31,12 @@ def main() -> None:
     os.nice(_NICENESS)
     name, given = sys.argv[1], json.loads(sys.argv[2])
     seed, first, most = given.pop("seed"), given.pop("first", 0), given.pop("most", 2**62)
-    ended = fuzz(name, TARGETS[name](**given), seed, first, most, _stdin_open)
+    target = TARGETS[name](**given)
+    if isinstance(target, SlowStarter):
+        target.start()
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    ended = fuzz(name, target, seed, first, most, _stdin_open)
     print(json.dumps({"counts": ended.counts, "findings": ended.findings}), flush=True)
     with suppress(BrokenPipeError):
         sys.stdout.flush()

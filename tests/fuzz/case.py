@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 _KEPT = 64 * 2**10  # bytes of each piece that a finding shows
 _PIECES = 32  # the last pieces that a finding shows
@@ -51,6 +51,15 @@ class Target(Protocol):
         ...
 
 
+@runtime_checkable
+class SlowStarter(Protocol):
+    """A target that can't make a case at once."""
+
+    def start(self) -> None:
+        """Wait until a case can be made. Raises AssertionError if none ever can."""
+        ...
+
+
 @dataclass(frozen=True)
 class Told:
     """What a fuzzing process says at its end."""
@@ -59,7 +68,7 @@ class Told:
     findings: Sequence[Mapping[str, Any]]
 
 
-def told(line: str) -> Told:
+def told(line: bytes) -> Told:
     read = json.loads(line)
     return Told(read["counts"], read["findings"])
 

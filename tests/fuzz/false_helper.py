@@ -1,6 +1,6 @@
 """A helper process (`router.frontend.helpers.helper_process`) that says what each order wants it to say.
 
-An order is {"say": the bytes in base64, "end": whether the process ends then}.
+An order is {"say": the bytes in base64, "end": whether the process ends then}. `NUMBER` in it becomes the order's.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ import os
 import sys
 from typing import Any
 
+NUMBER = b" " * 7 + b"#"
+
 
 def order(said: bytes, *, end: bool = False) -> dict[str, Any]:
     """Have exactly these bytes said."""
     return {"say": base64.b64encode(said).decode(), "end": end}
+
+
+GOOD = b'{"number":' + NUMBER + b', "text": "x"}'
+"""The body of a good answer."""
 
 
 def answer(body: bytes) -> bytes:
@@ -25,8 +31,10 @@ def answer(body: bytes) -> bytes:
 def main() -> None:
     given, taken = sys.stdin.buffer, sys.stdout.buffer
     while len(head := given.read(4)) == 4:
-        wanted = json.loads(given.read(int.from_bytes(head, "big")))
-        taken.write(base64.b64decode(wanted["say"]))
+        said = json.loads(given.read(int.from_bytes(head, "big")))
+        wanted = said["order"]
+        number = str(said["number"]).encode().rjust(len(NUMBER))
+        taken.write(base64.b64decode(wanted["say"]).replace(NUMBER, number))
         taken.flush()
         if wanted["end"]:
             os._exit(3)

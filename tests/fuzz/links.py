@@ -14,7 +14,7 @@ from baton.wire import ClusterKeys
 from tests import cluster_keys
 from tests.fuzz.case import Case
 
-PATIENCE = 30.0  # seconds in which a live process must answer
+PATIENCE = 60.0  # seconds in which a live process must answer
 
 PART = 64  # bytes of a part of several: libzmq aborts a process that closes a socket in the middle of a message
 
@@ -26,6 +26,15 @@ _context = zmq.Context()
 @contextmanager
 def opened(kind: int, endpoint: str, keys: ClusterKeys, identity: bytes = b"") -> Iterator[Any]:
     """A socket that is connected to an endpoint. What it could not send is dropped at the end."""
+    socket = client(kind, endpoint, keys, identity)
+    try:
+        yield socket
+    finally:
+        socket.close(0)
+
+
+def client(kind: int, endpoint: str, keys: ClusterKeys, identity: bytes = b"") -> Any:
+    """A socket that is connected to an endpoint."""
     socket = _context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE * 1_000))
@@ -33,10 +42,7 @@ def opened(kind: int, endpoint: str, keys: ClusterKeys, identity: bytes = b"") -
         socket.setsockopt(zmq.IDENTITY, identity)
     cluster_keys.client(socket, keys)
     socket.connect(endpoint)
-    try:
-        yield socket
-    finally:
-        socket.close(0)
+    return socket
 
 
 def listening(kind: int, keys: ClusterKeys, endpoint: str = "tcp://127.0.0.1:*") -> tuple[Any, str]:
@@ -56,6 +62,7 @@ class RouterLink:
         self._socket, self._heart = socket, heart
         self.me = me
         self.router = ""  # its incarnation, once it has said anything
+        self.heard = 0  # the number of its last message
         self._sequence = 0
 
     def next_sequence(self) -> int:
@@ -65,15 +72,24 @@ class RouterLink:
     def send(self, case: Case, *frames: bytes, heart: bool = False) -> None:
         for frame in frames:
             case.sending(frame)
+        self.say(*frames, heart=heart)
+
+    def say(self, *frames: bytes, heart: bool = False) -> None:
+        """Send what no case need tell of."""
         with suppress(zmq.Again):
             (self._heart if heart else self._socket).send_multipart(frames)
+
+    def close(self) -> None:
+        for socket in (self._socket, self._heart):
+            if socket is not None:
+                socket.close(0)
 
     def receive(self, seconds: float) -> Iterator[dict[str, Any]]:
         """Messages that come within so long, decoded only as MessagePack."""
         until = time.monotonic() + seconds
         while self._socket.poll(max(0, int((until - time.monotonic()) * 1_000))):
             *_, body = self._socket.recv_multipart()
-            sender, _, _, message = msgspec.msgpack.decode(body)
+            sender, _, self.heard, message = msgspec.msgpack.decode(body)
             self.router = sender
             yield message
 

@@ -21,16 +21,19 @@ import msgspec
 import psutil
 
 from baton.client import Client
+from baton.config import Config
 from baton.messages import ModelCard, Namespace
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from engine.models.llama import NUMERICS_VERSION
 from kvstore.client.connection import store_address
 from kvstore.layout import PageLayout
+from tests import checkpoints
+from tests.fuzz.attacker import READY
 from tests.fuzz.case import Told, told
 from tests.fuzz.honest import Honest
 from tests.fuzz.targets import TARGETS
-from tests.fuzz.victims import Victims
+from tests.fuzz.victims import Victims, started
 from tests.soak_hostile import Size, grown, log_lines, references, sizes
 from tests.support import workload
 from tests.support.cluster import at_rest, process
@@ -41,6 +44,7 @@ EACH = 3  # honest clients of each API
 LONGEST_GAP = 10.0  # seconds between two tokens of an honest stream; the fuzzers share its cores
 THREADS = 12  # that a process may have more: its pools grow up to their bounds
 _IDLE = 150.0  # seconds; a store closes a link to another store when it was not used for 60 s
+_START = 300.0  # seconds in which a fuzzer must have started; some wait for processes that load a model
 WARM = 3.0  # seconds of honest streams before the fuzzers
 SLOPE = 48 * 2**20  # bytes that a process may grow by in the second half of a long run
 LONG = 240.0  # seconds from which on a run is long
@@ -57,7 +61,14 @@ class Fuzzer:
     def __init__(self, name: str, arguments: Mapping[str, object]) -> None:
         self.name = name
         command = [sys.executable, "-m", "tests.fuzz.attacker", name, json.dumps(arguments)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+
+    def started(self) -> None:
+        """Wait until it makes cases. Raises AssertionError if it does not."""
+        assert self.process.stdout is not None
+        heard = select.select([self.process.stdout], [], [], _START)[0]
+        line = self.process.stdout.readline() if heard else b""
+        assert line == READY, f"the fuzzer of {self.name} does not start"
 
     def ended(self) -> bool:
         """Whether it has found something, or made all its cases."""
@@ -67,7 +78,7 @@ class Fuzzer:
     def end(self) -> Told:
         """End it, and return what it says."""
         try:
-            said, _ = self.process.communicate("", timeout=180)
+            said, _ = self.process.communicate(b"", timeout=300)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the fuzzer of {self.name} did not end") from None
@@ -93,16 +104,20 @@ def fuzz(
         honest = Honest(cluster.address, cluster.api_of("router"), expected, seed, EACH)
         stack.callback(honest.stop)
         time.sleep(WARM)
-        victims = Victims(cluster.config, folder)
-        plans = {name: told for name, told in plan(cluster, victims).items() if not only or name in only}
-        if "orders" in plans:
-            stack.enter_context(victims)
-        orderly = dict(victims.pids)
+        groups = victims_of(cluster.config, folder)
+        needed = {name: group for name, group in groups.items() if not only or name in only}
+        stack.enter_context(started(list(needed.values())))
+        plans = {name: told for name, told in plan(cluster, groups, path).items() if not only or name in only}
+        if "workers" in needed:
+            plans["workers"] |= addresses_of(groups["workers"])
+        orderly = [(group, name) for group in needed.values() for name in group.pids]
         which: dict[str, object] = {"seed": seed} if case is None else {"seed": seed, "first": case, "most": 1}
         before = sizes(cluster)
         fuzzers = {name: Fuzzer(name, {**which, **told}) for name, told in plans.items()}
         for fuzzer in fuzzers.values():
             stack.callback(fuzzer.kill)
+        for fuzzer in fuzzers.values():
+            fuzzer.started()
         halves = _watch(cluster, fuzzers, honest, seconds, endless=case is None)
         until = time.monotonic() + (_LAST_WORDS if honest.failures else 0.0)
         while cluster.pids.keys() == processes.keys() and time.monotonic() < until:
@@ -110,7 +125,7 @@ def fuzz(
         ended = [name for name in processes if name not in cluster.pids]
         assert not ended, f"{ended} ended:\n{tails(cluster, ended)}\n{last(fuzzers)}"
         assert not honest.failures, f"{honest.said}\n{tails(cluster, list(processes))}\n{last(fuzzers)}"
-        died = [name for name in orderly if name not in victims.pids]
+        died = [name for group, name in orderly if name not in group.pids]
         assert not died, f"{died} ended:\n{tails(cluster, died)}\n{last(fuzzers)}"
         ends = {name: fuzzer.end() for name, fuzzer in fuzzers.items()}
         findings = [finding for end in ends.values() for finding in end.findings]
@@ -216,7 +231,22 @@ def report(findings: list[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plan(cluster: LocalCluster, victims: Victims) -> dict[str, dict[str, object]]:
+def victims_of(config: Config, folder: Path) -> dict[str, Victims]:
+    """The processes beside the cluster, by the target that needs them."""
+    return {
+        "orders": Victims(config, folder, "orders", ("store-9", "prefill-9", "decode-9")),
+        "replies": Victims(config, folder, "replies", ("prefill-8", "decode-8")),
+        "workers": Victims(config, folder, "workers", ("router-9",)),
+    }
+
+
+def addresses_of(group: Victims) -> dict[str, object]:
+    """Where the router of a group serves."""
+    served = group.addresses("router-9")
+    return {"grpc_address": served.grpc, "operator": served.operator, "endpoint": served.endpoint}
+
+
+def plan(cluster: LocalCluster, victims: Mapping[str, Victims], path: Path) -> dict[str, dict[str, object]]:
     """Every target with its arguments."""
     with Client(cluster.address, cluster.operator) as client:
         status = client.status(timeout=30)
@@ -239,7 +269,16 @@ def plan(cluster: LocalCluster, victims: Victims) -> dict[str, dict[str, object]
             "endpoint": router, "keys": keys, "card": msgspec.json.encode(card).decode(), "operator": operator,
             "incarnations": incarnations,
         },
-        "orders": {"endpoint": victims.endpoint, "keys": keys, "processes": 3},
+        "holders": {
+            "endpoint": router, "keys": keys, "card": msgspec.json.encode(card).decode(), "operator": operator,
+        },
+        "workers": {"keys": keys, "card": msgspec.json.encode(card).decode()},
+        "orders": {"endpoint": victims["orders"].endpoint, "keys": keys, "processes": 3},
+        "replies": {
+            "endpoint": victims["replies"].endpoint, "keys": keys, "processes": 2,
+            "address": victims["replies"].store_address,
+        },
+        "helpers": {"tokenizer": str(path / "tokenizer.json"), "vocab_size": card.vocab_size, "eos": checkpoints.EOS},
         "store": {
             "address": store_address(config.cluster.name, cluster.node), "namespace": namespace,
             "page_bytes": card.page_bytes, "keys": keys, "node": cluster.node,

@@ -11,7 +11,7 @@ from tests.fuzz.run import fuzz
 from tests.fuzz.targets import TARGETS
 from tests.support.thorough import cases
 
-SECONDS = 40.0
+SECONDS = 60.0
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
-from tests.fuzz.false_helper import answer, order
+from tests.fuzz import false_helper
+from tests.fuzz.false_helper import NUMBER, answer, order
 
 pytestmark = pytest.mark.slow
 
-GOOD = answer(b'{"text": "x"}')
+GOOD = answer(false_helper.GOOD)
+NUMBERED = b'{"number":' + NUMBER
 MOST = 100  # characters
 
 
@@ -33,8 +35,10 @@ def run(test: Callable[[HelperProcess], Awaitable[None]], deadline: float = 30.0
     "said",
     [
         answer(b""), answer(b"{"), answer(b"\xff"), answer(b"[]"), answer(b"null"), answer(b"{}"),
-        answer(b'{"text": 1}'), answer(b'{"text": null}'), answer(b'{"text": "\\ud800"}'), answer(b'{"error": ""}'),
-        answer(b"[" * 10_000), answer(b'{"text": ["x"]}'), (2**32 - 1).to_bytes(4, "big"), (2**20).to_bytes(4, "big"),
+        answer(NUMBERED + b"}"), answer(NUMBERED + b', "text": 1}'), answer(NUMBERED + b', "text": null}'),
+        answer(NUMBERED + b', "text": "\\ud800"}'), answer(NUMBERED + b', "error": ""}'), answer(b"[" * 10_000),
+        answer(NUMBERED + b', "text": ["x"]}'), answer(b'{"text": "x"}'),
+        answer(b'{"number": 1, "text": "of another"}'), (2**32 - 1).to_bytes(4, "big"), (2**20).to_bytes(4, "big"),
     ],
     ids=lambda said: str(said[:30]),
 )  # fmt: skip
@@ -64,9 +68,18 @@ def test_a_helper_that_stops_in_the_middle(said: bytes) -> None:
     run(test, deadline=0.2)
 
 
+def test_no_order_gets_the_answer_of_another() -> None:
+    async def test(helper: HelperProcess) -> None:
+        assert (await helper.ask(order(GOOD + GOOD))).text == "x"
+        with pytest.raises(HelperDied):
+            await helper.ask(order(b""))  # the second answer was said too much
+
+    run(test)
+
+
 def test_the_longest_text_is_taken_however_it_is_escaped() -> None:
     async def test(helper: HelperProcess) -> None:
-        said = answer(b'{"text": "' + b"\\ud83d\\udc4d" * MOST + b'"}')
+        said = answer(NUMBERED + b', "text": "' + b"\\ud83d\\udc4d" * MOST + b'"}')
         assert (await helper.ask(order(said))).text == "👍" * MOST
 
     run(test)

@@ -2,6 +2,7 @@
 
     router ──order──▶ helper ──answer──▶ router        each is four bytes of length, and JSON
 
+An answer names its order's number, so no request ever gets the answer of another one.
 Work that hangs or takes too much memory costs its own request and a restart of the helper. `helper_main` is the
 helper's side.
 """
@@ -35,6 +36,7 @@ class HelperDied(Exception):
 class HelperAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What a helper says: the text that was asked for, or else an error and the label of its kind."""
 
+    number: int
     text: str | None = None
     error: str = ""
     reason: str = ""
@@ -53,10 +55,13 @@ class HelperProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._patience = _START
         self._turn = asyncio.Lock()
+        self._number = 0
 
     async def ask(self, order: Any) -> HelperAnswer:
         """Return the answer to an order. Raises HelperLate and HelperDied."""
-        asking = asyncio.create_task(self._in_turn(msgspec.json.encode(order)))
+        self._number += 1
+        number, said = self._number, msgspec.json.encode({"number": self._number, "order": order})
+        asking = asyncio.create_task(self._in_turn(number, said))
         asking.add_done_callback(looked_at)
         return await asyncio.shield(asking)  # if the client goes, its answer must still be read
 
@@ -69,10 +74,10 @@ class HelperProcess:
             process.kill()
         await process.wait()
 
-    async def _in_turn(self, order: bytes) -> HelperAnswer:
+    async def _in_turn(self, number: int, order: bytes) -> HelperAnswer:
         async with self._turn:
             try:
-                answer = await asyncio.wait_for(self._exchange(order), self._patience)
+                answer = await asyncio.wait_for(self._exchange(number, order), self._patience)
                 self._patience = self.deadline
                 return answer
             except TimeoutError:
@@ -82,7 +87,7 @@ class HelperProcess:
                 await self.close()
                 raise HelperDied from None
 
-    async def _exchange(self, order: bytes) -> HelperAnswer:
+    async def _exchange(self, number: int, order: bytes) -> HelperAnswer:
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
@@ -96,6 +101,6 @@ class HelperProcess:
         if size > self._most_bytes:
             raise ValueError(f"an answer of {size} bytes; at most {self._most_bytes} are taken")
         answer = self._decoder.decode(await taken.readexactly(size))
-        if answer.text is None and not answer.error:
-            raise ValueError("an answer with neither a text nor an error")
+        if answer.number != number or (answer.text is None and not answer.error):
+            raise ValueError("the answer to another order, or one with neither a text nor an error")
         return answer

@@ -1,0 +1,187 @@
+"""Holders of pages that a router follows: they join with sockets of their own for KV events and snapshots, and send
+anything there.
+
+The router joins them as it joins stores of other nodes and workers without room, so it places nothing on them. What
+they hold is of keys of their own. At the end of a case the router must still follow a holder that does as it should.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from baton.client import Client
+from baton.messages import (
+    KEY_BYTES,
+    Heartbeat,
+    Hello,
+    LoadReport,
+    ModelCard,
+    PageSegment,
+    Peer,
+    Role,
+    Snapshot,
+)
+from baton.wire import ClusterKeys
+from kvstore.events.changes import packed_digest
+from tests.fuzz import links, values, wire_messages
+from tests.fuzz.case import Case
+from tests.fuzz.links import RouterLink
+
+_HOLDERS = 6  # names, so that a new holder replaces an old one
+_MOST = 2**16  # bytes of one message
+_MEDIA = ("GPU", "CPU", "DISK", "TAPE")
+
+
+class PageHolders:
+    """Stores and workers that tell of pages."""
+
+    threads = 2
+
+    def __init__(self, endpoint: str, keys: str, card: str, operator: str) -> None:
+        self._endpoint, self._keys = endpoint, ClusterKeys.read(Path(keys))
+        self._card = msgspec.structs.replace(msgspec.json.decode(card, type=ModelCard), pool_pages=0)
+        self._client = Client(operator=operator)
+        drawn = random.Random(2)
+        self._chain = b"".join(drawn.randbytes(KEY_BYTES) for _ in range(200))
+
+    def run(self, case: Case) -> str:
+        rng = case.rng
+        name = f"holder-{case.number % 2}-{rng.randrange(_HOLDERS)}"  # of one thread at a time
+        me = f"{name}.{secrets.token_hex(8)}"
+        events, events_at = links.listening(zmq.PUB, self._keys)
+        replay, replay_at = links.listening(zmq.ROUTER, self._keys)
+        try:
+            with links.opened(zmq.DEALER, self._endpoint, self._keys, me.encode()) as socket:
+                link = RouterLink(socket, me)
+                role: Role = rng.choice(["store", "decode", "prefill"])
+                peer = Peer(role, name, f"node-{name}", me, 1)
+                hello = Hello(peer, model=None if role == "store" else self._card, events=events_at, replay=replay_at)
+                link.ask(
+                    case,
+                    lambda: wire_messages.sealed(me, "", link.next_sequence(), hello),
+                    lambda message: message["type"] == "Welcome",
+                )
+                asked = self._talk(case, link, events, replay)
+                return f"{role} {self._honestly(case, link, replay, name)}" if asked else role
+        finally:
+            events.close(0)
+            replay.close(0)
+
+    def _talk(self, case: Case, link: RouterLink, events: Any, replay: Any) -> bool:
+        """Publish, and answer the router's questions, in any way. Return whether it has asked."""
+        rng, asked = case.rng, False
+        until = time.monotonic() + rng.choice([0.1, 0.3])
+        while time.monotonic() < until:
+            for _ in range(rng.choice([1, 5, 40])):
+                events.send_multipart(self._batch(case, link.me), zmq.NOBLOCK)
+            with suppress(zmq.ZMQError):
+                while replay.poll(10):
+                    identity, *_ = replay.recv_multipart(zmq.NOBLOCK)
+                    asked = True
+                    for frames in self._snapshot(case, link.me):
+                        replay.send_multipart([identity, *frames], zmq.NOBLOCK)
+            self._beat(link, rng.choice([0, 1, 2, 5, 2**40, 2**63 - 1]), rng.randrange(2**64))
+        return asked
+
+    def _beat(self, link: RouterLink, sequence: int, digest: int) -> None:
+        beat = Heartbeat(link.heard, LoadReport(), events=sequence, digest=digest)
+        link.say(wire_messages.sealed(link.me, link.router, link.next_sequence(), beat))
+
+    # --- anything ----------------------------------------------------------------------------------------------------
+
+    def _keys_of(self, rng: random.Random) -> bytes:
+        """Packed keys: a stretch of a chain that all share, or of another one."""
+        first, count = rng.randrange(190), rng.choice([0, 1, 2, 10, 100, 1_024])
+        if rng.random() < 0.7:
+            return self._chain[first * KEY_BYTES : (first + count) * KEY_BYTES]
+        return rng.randbytes(count * KEY_BYTES)
+
+    def _parent(self, rng: random.Random) -> bytes:
+        first = rng.randrange(200) * KEY_BYTES
+        return rng.choice([b"", b"", self._chain[first : first + KEY_BYTES], b"k" * 15, rng.randbytes(KEY_BYTES)])
+
+    def _batch(self, case: Case, me: str) -> list[bytes]:
+        """Topic, sequence and payload of a batch, or of what is none."""
+        rng = case.rng
+        events = [self._event(rng) for _ in range(rng.choice([0, 1, 3, 20]))]
+        payload = _packed([1.0, events, 0])
+        if rng.random() < 0.1:
+            payload = values.damaged(rng, payload)
+        topic = f"kv@{me}@m".encode() if rng.random() < 0.9 else values.data(rng, 90)
+        sequence = rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 2**32, 2**63, 2**64 - 1]).to_bytes(8, "big")
+        frames = [topic, sequence, payload[:_MOST]]
+        if rng.random() < 0.05:
+            frames = [values.data(rng, 90)[: links.PART] for _ in range(rng.randrange(1, 6))]
+        return [case.sending(frame) for frame in frames]
+
+    def _event(self, rng: random.Random) -> Any:
+        packed = self._keys_of(rng)
+        keys: list[Any] = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+        if rng.random() < 0.05:
+            keys = [values.anything(rng), *keys]
+        match rng.randrange(5):
+            case 0:
+                return {"type": "AllBlocksCleared"}
+            case 1:
+                return {"type": "BlockRemoved", "block_hashes": keys, "medium": rng.choice(_MEDIA)}
+            case 2 if rng.random() < 0.2:
+                return values.anything(rng)
+            case _:
+                return {
+                    "type": "BlockStored", "block_hashes": keys, "parent_block_hash": self._parent(rng) or None,
+                    "token_ids": [], "block_size": 16, "lora_id": None, "medium": rng.choice(_MEDIA), "lora_name": None,
+                }  # fmt: skip
+
+    def _snapshot(self, case: Case, me: str) -> Sequence[list[bytes]]:
+        """The parts of a snapshot, in order or not, each with the frames around it."""
+        rng = case.rng
+        topic, found = f"kv@{me}@m".encode(), list[list[bytes]]()
+        for part in range(rng.choice([1, 1, 2, 5])):
+            runs = tuple(
+                PageSegment(self._parent(rng), self._keys_of(rng), rng.choice(["GPU", "CPU", "DISK"]))
+                for _ in range(rng.choice([0, 1, 5]))
+            )
+            hints = {"runs": [runs, runs], "part": [part, part, 0], "sequence": [0, 0, 2**63 - 1], "last": [True]}
+            raw = wire_messages.encoded(rng, Snapshot, hints)[:_MOST]
+            found.append([case.sending(raw) for raw in ([b"", topic, raw] if rng.random() < 0.95 else [topic, raw])])
+        if rng.random() < 0.2:
+            rng.shuffle(found)
+        return found
+
+    # --- as it should ------------------------------------------------------------------------------------------------
+
+    def _honestly(self, case: Case, link: RouterLink, replay: Any, name: str) -> str:
+        """Tell of as many pages as no case before has. The router must come to know of just these."""
+        keys = case.rng.randbytes(3 * KEY_BYTES)
+        digest = packed_digest(keys, "CPU")
+        raw = msgspec.msgpack.encode(Snapshot(2**40, (PageSegment(b"", keys, "CPU"),)))
+        until, look_at = time.monotonic() + links.PATIENCE, 0.0
+        while time.monotonic() < until:
+            self._beat(link, 2**40, digest)
+            with suppress(zmq.ZMQError):
+                while replay.poll(20):
+                    identity, *_ = replay.recv_multipart(zmq.NOBLOCK)
+                    replay.send_multipart([identity, b"", f"kv@{link.me}@m".encode(), raw], zmq.NOBLOCK)
+            list(link.receive(0.0))
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + 0.3
+                status = self._client.status(timeout=links.PATIENCE)
+                if any(each.name == name and each.pages_known == 3 for each in status.processes):
+                    return "followed"
+        raise AssertionError(f"the router does not follow {name} within {links.PATIENCE} s")
+
+
+def _packed(tree: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(tree)
+    except (OverflowError, UnicodeEncodeError, ValueError):  # MessagePack has no such number or text
+        return b"\xc1"
