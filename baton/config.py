@@ -267,7 +267,7 @@ class DecodeConfig(_Section, frozen=True):
     ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
     copy_share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # of a decoding step's time, at most for copies before it
-    fetch_timeout_ms: Positive = 10_000  # a fetch without progress for longer ends with what is here
+    fetch_timeout_ms: Positive = 10_000  # a fetch or write without progress for longer ends with what is here
     threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 
 

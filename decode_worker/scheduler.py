@@ -335,7 +335,7 @@ class DecodeScheduler:
             if fetch.undecided:
                 commands += self._decide(sequence, fetch, now)
             return commands + (self._end_fetch(sequence, "the store has no more", now) if fetch.ended else [])
-        return [*self._write_through.handle(lease, event)]
+        return [*self._write_through.handle(lease, event, now)]
 
     def _decide(self, sequence: Sequence, fetch: PageFetch, now: float) -> list[DecodeCommand]:
         """How much of a cached prefix that lower tiers have is worth loading."""
@@ -486,7 +486,8 @@ class DecodeScheduler:
         if self._only_short_prompts(done.plan):
             self._step_budget.observe_step(sample)
         scored = self._take_scores(done)
-        return scored + self._take_tokens(done.plan, [() if drawn is None else (drawn,) for drawn in done.sampled])
+        drawn = [() if each is None else (each,) for each in done.sampled]
+        return scored + self._take_tokens(done.plan, drawn, now)
 
     def _take_scores(self, done: StepDone) -> list[DecodeCommand]:
         """Tell the log-probabilities of prompt tokens that the step has computed."""
@@ -515,7 +516,7 @@ class DecodeScheduler:
         """Whether the plan's partial prefills are short ones."""
         return all(len(chunk.tokens) <= self._alignment for chunk in plan.values())
 
-    def _take_tokens(self, plan: ScheduledBatch, sampled: Items[Items[Sampled]]) -> list[DecodeCommand]:
+    def _take_tokens(self, plan: ScheduledBatch, sampled: Items[Items[Sampled]], now: float) -> list[DecodeCommand]:
         """The plan has been run. `sampled`: for each chunk the tokens that were drawn after it."""
         deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[DecodeCommand] = []
@@ -542,7 +543,7 @@ class DecodeScheduler:
                 sequence.computed = len(sequence.tokens) - 1
             self._cache_full_pages(sequence)
             if self._store_up:
-                commands += self._write_through.store(sequence)
+                commands += self._write_through.store(sequence, now)
             if sequence.finish is not None:
                 self._admission.ended(sequence, cut=sequence.finish == "length")
                 sequence.phase = SequencePhase.ENDED
@@ -618,14 +619,15 @@ class DecodeScheduler:
 
     def _tick(self, now: float, paused: float) -> list[DecodeCommand]:
         self._copying = now
-        commands: list[DecodeCommand] = []
+        most = self._config.fetch_timeout_ms / 1_000
+        commands: list[DecodeCommand] = [*self._write_through.tick(now, paused, most)]
         for sequence in list(self._sequences.values()):
             sequence.progressed_at += paused
             if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not SequencePhase.ENDED:
                 commands += self._drop_sequence(sequence, cut=False)
                 failed = AttemptFailed(*_named(sequence.name), "deadline", "the request's deadline has passed")
                 commands.append(SendToRouter(failed, sequence.owner))
-            elif sequence.fetch is not None and now - sequence.progressed_at > self._config.fetch_timeout_ms / 1_000:
+            elif sequence.fetch is not None and now - sequence.progressed_at > most:
                 commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_timeout_ms} ms", now)
         return commands
 

@@ -2,7 +2,7 @@
 
 A write-through never waits for space, and no request waits for it. While a page is on its way it stays referenced, also
 when its sequence has gone. Where pages run out, pages with no other reference are given up before any sequence is
-preempted.
+preempted. So is a write whose store says nothing about it for too long.
 """
 
 # pyright: strict
@@ -26,6 +26,7 @@ class _PageWrite:
     store: StorePages
     pages: list[int]
     sequence: Sequence
+    progressed_at: float  # seconds
 
 
 class WriteThrough:
@@ -47,7 +48,7 @@ class WriteThrough:
         """Copies wait to be made."""
         return bool(self._copies)
 
-    def store(self, sequence: Sequence) -> list[CallStore]:
+    def store(self, sequence: Sequence, now: float) -> list[CallStore]:
         """Write the pages of `sequence` that have filled up since the last time."""
         full = sequence.computed // self._page_size
         first, sequence.stored_pages = sequence.stored_pages, max(sequence.stored_pages, full)
@@ -59,17 +60,18 @@ class WriteThrough:
             store = StorePages(next(self._numbers), sequence.parent_of(start), sequence.keys[start:end], hold=False)
             pages = sequence.pages[start:end]
             self._blocks.incref(pages)
-            self._under_way[store.lease] = _PageWrite(store, pages, sequence)
+            self._under_way[store.lease] = _PageWrite(store, pages, sequence, now)
             calls += self._copies.add(store.start())
             for index, page in enumerate(pages):
                 calls += self._copies.add(store.offer(index, page))
         return calls
 
-    def handle(self, lease: int, event: TransferEvent) -> list[CallStore]:
+    def handle(self, lease: int, event: TransferEvent, now: float) -> list[CallStore]:
         """Something about a write; one that has ended means nothing any more."""
         page_write = self._under_way.get(lease)
         if page_write is None:
             return []
+        page_write.progressed_at = now
         calls = self._copies.add(page_write.store.handle(event))
         if page_write.store.refused:
             self.refused += 1
@@ -95,6 +97,16 @@ class WriteThrough:
             if not page_write.sequence.pages:
                 return self._end(lease)
         return None
+
+    def tick(self, now: float, paused: float, most: float) -> list[CallStore]:
+        """End the writes of which the store has said nothing for `most` seconds. While this worker has not made their
+        copies, or was paused, the store is not to blame."""
+        for lease in self._copies.leases:
+            self._under_way[lease].progressed_at = now
+        for page_write in self._under_way.values():
+            page_write.progressed_at += paused
+        late = [lease for lease, each in self._under_way.items() if now - each.progressed_at > most]
+        return [call for lease in late for call in self._end(lease)]
 
     def end_all(self) -> list[CallStore]:
         """The store is gone."""

@@ -90,7 +90,7 @@ class RunDecodeScheduler(DecodeScheduler):
         self._step_costs.add([sample] * done.steps)
         if self._only_short_prompts(done.plan):
             self._step_budget.observe_step(sample, weight=1 - (1 - STEP_WEIGHT) ** done.steps)
-        return self._take_tokens(done.plan, done.sampled)
+        return self._take_tokens(done.plan, done.sampled, now)
 
 
 class ReadPrefillScheduler(PrefillScheduler):

@@ -25,10 +25,11 @@ from baton.messages import (
     StepSample,
     Tokens,
 )
+from baton.store_protocol import EndLease, Reserved
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Chunk, Sampled
 from engine.step import StepDone, StepFailed
-from kvstore.client.transfer import StoreUp
+from kvstore.client.transfer import CallStore, CopiedOut, StoreUp
 from kvstore.keys import pack_tokens
 from tests.decode_worker.load import OnePageEach
 from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
@@ -474,3 +475,45 @@ def test_the_beginning_of_a_page_is_forgotten_when_the_page_is_handed_out() -> N
     one.handle(order(PROMPT, 5, "second"))
     one.rig.settle()
     assert tokens_of(one.said, "second") == reference(PROMPT, 5)
+
+
+def test_a_write_of_which_the_store_says_nothing_keeps_its_pages_no_longer_than_a_fetch() -> None:
+    """A silent store is alive as long as it sends heartbeats."""
+    state, now = DecodeScheduler(DecodeConfig(fetch_timeout_ms=10_000), PAGE, 32), 0.0
+    state.handle(StoreUp(64, PAGE_BYTES), now)
+    state.handle(order([3] * (2 * PAGE), 1), now)
+    called = list[Any]()
+    while not finishes([command.message for command in called if isinstance(command, SendToRouter)]):
+        plan = state.schedule(now := now + 0.01)
+        drawn = [None if chunk.sample is None else Sampled(7) for chunk in plan.values()]
+        called += state.handle(StepDone(plan, drawn), now)
+    (lease,) = state.leases
+    state.handle(Tick(0.0), now := now + 9.0)
+    state.handle(Tick(5.0), now := now + 5.0)  # this worker itself was paused
+    state.handle(Reserved(lease, (1, 2)), now)
+    (first, last) = state.take_copies()
+    state.handle(Tick(0.0), now := now + 9.0)
+    state.handle(CopiedOut(lease, first.index, (8, 9)), now)
+    assert last.index == first.index + 1
+    state.handle(Tick(0.0), now := now + 9.0)
+    assert state.leases == (lease,)
+    assert state.blocks.available < 32
+    assert CallStore(EndLease(lease)) in state.handle(Tick(0.0), now + 2.0)
+    assert state.leases == ()
+    assert state.blocks.available == 32
+    state.validate()
+
+
+def test_a_write_that_waits_for_its_own_worker_is_not_given_up() -> None:
+    state, now = DecodeScheduler(DecodeConfig(fetch_timeout_ms=10_000), PAGE, 32), 0.0
+    state.handle(StoreUp(64, PAGE_BYTES), now)
+    state.handle(order([3] * (2 * PAGE), 1), now)
+    while not state.leases:
+        plan = state.schedule(now := now + 0.01)
+        state.handle(StepDone(plan, [None if each.sample is None else Sampled(7) for each in plan.values()]), now)
+    (lease,) = state.leases
+    state.handle(Reserved(lease, (1, 2)), now)
+    for _ in range(9):
+        state.handle(Tick(0.0), now := now + 9.0)  # no copy has been made
+    assert state.leases == (lease,)
+    assert len(state.take_copies()) == 2
