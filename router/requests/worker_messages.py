@@ -8,10 +8,13 @@ do. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import isnan
+
 from baton import messages
 from baton.config import Config
 from baton.errors import ContextTooLong, DeadlineExpired, InvalidRequest, NonFiniteLogits, from_reason
-from baton.messages import Delta, Prefill, Resend
+from baton.messages import Delta, Prefill, PromptTokenLogprob, Resend, TokenLogprob
 from router.events import Emit, Failed, Finished
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
@@ -22,6 +25,7 @@ from router.request import Attempt, Request, RequestPhase
 from router.requests.explain import Explanations
 from router.requests.lifecycle import RequestCounts, RequestManager
 
+_MOST_MS = 86_400_000  # that a worker's account tells of anything
 _TURNED_AWAY = 32  # times that busy prefill workers refuse a prompt before those that still do are not asked again
 
 
@@ -90,11 +94,13 @@ class WorkerMessageHandler:
 
     def started(self, request: Request, attempt: Attempt, event: messages.Started, now: float) -> None:
         attempt.progressed_at = now
-        fetched, across = event.fetched_pages, sum(source.pages for source in attempt.placement.sources)
+        pages = self._pages(request)
+        on_device, fetched = min(event.device_pages, pages), min(event.fetched_pages, pages)
+        across = sum(source.pages for source in attempt.placement.sources)
         name = self._members.require_live(attempt.decode).peer.name
-        self._counts.count_pages(name, fetched=fetched, across=min(fetched, across), on_device=event.device_pages)
+        self._counts.count_pages(name, fetched=fetched, across=min(fetched, across), on_device=on_device)
         if attempt.phase is not RequestPhase.RUNNING:  # a preempted sequence says it again when it resumes
-            request.account.pages_on_device, request.account.pages_fetched = event.device_pages, event.fetched_pages
+            request.account.pages_on_device, request.account.pages_fetched = on_device, fetched
             self._loaded(request, event)
         self._run(request, attempt, now)
 
@@ -135,8 +141,13 @@ class WorkerMessageHandler:
         self._out.log(f"attempt {attempt.name.attempt} {text}", request.name, detail=True)
 
     def _loaded(self, request: Request, event: messages.Started | messages.Prefilled) -> None:
-        request.account.loaded(event.predicted_ms, event.load_ms)
-        self._scores.add("fetch", event.predicted_ms / 1_000, event.load_ms / 1_000)
+        predicted, took = min(event.predicted_ms, _MOST_MS), min(event.load_ms, _MOST_MS)
+        request.account.loaded(predicted, took)
+        self._scores.add("fetch", predicted / 1_000, took / 1_000)
+
+    def _pages(self, request: Request) -> int:
+        """Return the pages of all tokens of a request: a worker's account never tells of more."""
+        return -(-request.known // self._config.pages.page_size)
 
     def delta(self, request: Request, attempt: Attempt, delta: Delta, now: float) -> None:
         """Emit what is new of it, once and in order."""
@@ -153,12 +164,13 @@ class WorkerMessageHandler:
             )
             return
         self._run(request, attempt, now)
+        computed = min(delta.computed, attempt.start)
         if request.account.decode_computed is None and delta.position == attempt.start:
-            request.account.decode_computed = delta.computed
+            request.account.decode_computed = computed
         if new:
             if request.known == attempt.start:
                 self._members.require_live(attempt.decode).prefill_done(attempt.name, now)
-                self._explanations.first_token(request, delta.computed, now)
+                self._explanations.first_token(request, computed, now)
             request.extend(new)
             attempt.progressed_at = now
             request.history.failures = 0
@@ -186,23 +198,40 @@ class WorkerMessageHandler:
             return
         if not (new := event.logprobs[skip:]):
             return
+        problem = self._wrong_scores(new)
         if request.prompt_scored + len(new) > request.prompt:
+            problem = "more log-probabilities than prompt tokens"
+        if problem:
             name = self._members.require_live(attempt.decode).peer.name
-            self._manager.retry(request, f"{name} sent more log-probabilities than prompt tokens", now, blame=True)
+            self._manager.retry(request, f"{name} sent {problem}", now, blame=True)
             return
         self._run(request, attempt, now)
         attempt.progressed_at = now
         request.prompt_scored += len(new)
         self._out.put(Emit(request.name, attempt.decode, prompt_logprobs=new))
 
-    def _problem(self, request: Request, tokens: tuple[int, ...], logprobs: tuple[object, ...]) -> str:
+    def _problem(self, request: Request, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> str:
         """What no worker in its right mind says; empty: all is well."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._limits.vocab_size:
             return "tokens that are not in the vocabulary"
         if request.max_tokens is not None and request.generated + len(tokens) > request.max_tokens:
             return f"more than {request.max_tokens} tokens"
-        if logprobs and len(logprobs) != len(tokens):
+        if len(logprobs) != (len(tokens) if request.sampling.logprobs is not None else 0):
             return f"{len(logprobs)} log-probabilities for {len(tokens)} tokens"
+        if any(each.token != token for each, token in zip(logprobs, tokens, strict=bool(logprobs))):
+            return "log-probabilities of other tokens"
+        return self._wrong_scores(logprobs)
+
+    def _wrong_scores(self, logprobs: Sequence[TokenLogprob]) -> str:
+        """What is wrong with log-probabilities; empty: nothing."""
+        most = self._limits.vocab_size
+        for each in logprobs:
+            named = (each.token, *(token for token, _ in each.top))
+            rank = each.rank if isinstance(each, PromptTokenLogprob) else 1
+            if not 0 <= min(named) <= max(named) < most or rank > most:
+                return "log-probabilities of tokens that are not in the vocabulary"
+            if isnan(each.logprob) or any(isnan(logprob) for _, logprob in each.top):
+                return "log-probabilities that are no numbers"
         return ""
 
     def _gap(self, request: Request, attempt: Attempt) -> None:
@@ -220,14 +249,17 @@ class WorkerMessageHandler:
         if attempt.prefilled:
             return
         attempt.prefill_unreported = 0
-        request.account.prefill_computed += event.computed
-        self._explanations.prefilled(request, event.computed)
+        account, pages, computed = request.account, self._pages(request), min(event.computed, attempt.start)
+        hit, stored = min(event.hit, pages), min(event.stored, pages)
+        account.prefill_computed += computed
+        self._explanations.prefilled(request, computed)
         if attempt.prefill is not None:
             worker = self._members.require_live(attempt.prefill).peer.name
-            self._counts.count_pages(worker, stored=event.stored, found=event.hit)
-        request.account.pages_hit += event.hit
-        request.account.pages_shipped += event.stored
-        request.account.prefill_queue_ms, request.account.prefill_compute_ms = event.queue_ms, event.compute_ms
+            self._counts.count_pages(worker, stored=stored, found=hit)
+        account.pages_hit += hit
+        account.pages_shipped += stored
+        account.prefill_queue_ms = min(event.queue_ms, _MOST_MS)
+        account.prefill_compute_ms = min(event.compute_ms, _MOST_MS)
         self._loaded(request, event)
         self.prefill_ended(request, attempt, now)
 
