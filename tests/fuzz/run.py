@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,7 @@ def fuzz(
             stack.callback(fuzzer.kill)
         for fuzzer in fuzzers.values():
             fuzzer.started()
+        before |= sizes_of(needed.values())  # victims have loaded their models now
         halves = _watch(cluster, fuzzers, honest, seconds, endless=case is None)
         until = time.monotonic() + (_LAST_WORDS if honest.failures else 0.0)
         while cluster.pids.keys() == processes.keys() and time.monotonic() < until:
@@ -138,8 +139,9 @@ def fuzz(
         eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")
         eventually(lambda: idle(cluster), what="no request in the router")
         assert not (lines := log_lines(cluster, *FAILURES)), f"logs tell of failures: {lines[:20]}"
+        larger = f"{grown(before, sizes(cluster) | sizes_of(needed.values()), THREADS)}: sizes as before"
         eventually(
-            lambda: not larger(cluster, before), what=f"{larger(cluster, before)}: sizes as before", seconds=_IDLE
+            lambda: not grown(before, sizes(cluster) | sizes_of(needed.values()), THREADS), what=larger, seconds=_IDLE
         )
         assert honest.requests
         assert honest.longest_gap <= LONGEST_GAP, f"an honest stream stood still for {honest.longest_gap:.2f} s"
@@ -153,7 +155,12 @@ def fuzz(
             "honest_longest_gap_s": round(honest.longest_gap, 3),
             "cases": {name: sum(end.counts.values()) for name, end in ends.items()},
             "endings": {name: dict(sorted(end.counts.items())) for name, end in ends.items()},
-            "grown_mib": _mib({name: now.anonymous - before[name].anonymous for name, now in sizes(cluster).items()}),
+            "grown_mib": _mib(
+                {
+                    name: now.anonymous - before[name].anonymous
+                    for name, now in (sizes(cluster) | sizes_of(needed.values())).items()
+                }
+            ),
             "second_half_mib": _mib(slope(halves)),
         }
 
@@ -195,9 +202,9 @@ def last(fuzzers: Mapping[str, Fuzzer]) -> str:
     return f"cases {cases}\n{report([finding for each in said.values() for finding in each.findings])}"
 
 
-def larger(cluster: LocalCluster, before: Mapping[str, Size]) -> list[str]:
-    """Processes that take more than before."""
-    return grown(before, sizes(cluster), THREADS)
+def sizes_of(groups: Iterable[Victims]) -> dict[str, Size]:
+    """What each process of these groups takes."""
+    return {name: Size.of(pid) for group in groups for name, pid in group.pids.items()}
 
 
 def slope(halves: list[dict[str, Size]]) -> dict[str, int]:
