@@ -29,6 +29,7 @@ from baton.messages import (
     Prefilled,
     Refused,
     Resend,
+    SamplingParams,
     Started,
     TierSpeed,
     TokenLogprob,
@@ -501,9 +502,9 @@ def test_a_duplicate_prefix_is_skipped_and_a_gap_is_asked_for_once() -> None:
 def test_log_probabilities_are_cut_with_their_tokens() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
-    lab.submit(prompt=10)
-    lab.tokens(decode, "r", 1, 10, 50)
+    lab.submit(prompt=10, sampling=SamplingParams(logprobs=0))
     both = (TokenLogprob(50, -1.0), TokenLogprob(51, -2.0))
+    lab.tokens(decode, "r", 1, 10, 50, logprobs=both[:1])
     commands = lab.tokens(decode, "r", 1, 10, 50, 51, logprobs=both)
     assert [c for c in commands if isinstance(c, Emit)] == [Emit("r", decode, (51,), both[1:])]
 
