@@ -198,6 +198,8 @@ class DecodeScheduler:
         rules = order.sampling.rules
         if rules is not None and (message := rules.wrong(self._vocab_size)):
             return [*commands, SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
+        # A tokenizer may have more tokens than the model, which never draws them.
+        stops = [each for each in order.stop_token_ids if self._vocab_size is None or 0 <= each < self._vocab_size]
         sequence = Sequence(
             name=name,
             owner=router,
@@ -206,7 +208,7 @@ class DecodeScheduler:
             prompt=order.prompt,
             max_tokens=order.max_tokens,
             sampling=order.sampling,
-            stop_token_ids=frozenset(order.stop_token_ids),
+            stop_token_ids=frozenset(stops),
             priority_time=urgency,
             priority=priority,
             arrival=next(self._arrivals),
@@ -218,7 +220,7 @@ class DecodeScheduler:
         )
         sequence.first_new = len(sequence.tokens)
         if rules is not None:
-            sequence.logits_editor = LogitsEditor(rules, tokens[: order.prompt], order.stop_token_ids)
+            sequence.logits_editor = LogitsEditor(rules, tokens[: order.prompt], stops)
         if (grammar := order.sampling.grammar) is not None and self._grammars is None:
             failed = AttemptFailed(*_named(name), InvalidGrammar.reason, "this worker follows no grammars")
             return [*commands, SendToRouter(failed, router)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.clock import Tick
@@ -16,6 +17,7 @@ from baton.messages import (
     Cancel,
     Decode,
     FetchIncomplete,
+    LogitsRules,
     Message,
     Refused,
     Resend,
@@ -421,6 +423,18 @@ def test_a_token_that_the_model_lacks_fails_its_own_request_alone() -> None:
         ]
         assert failed == ([] if request == "fine" else ["malformed_message"])
     assert state.stats().running == 1
+
+
+def test_a_stop_token_that_the_model_lacks_is_never_forbidden() -> None:
+    """A tokenizer may have more tokens than the model; to forbid one of these would fail the whole step."""
+    state = DecodeScheduler(DecodeConfig(), PAGE, 64, vocab_size=100)
+    rules = LogitsRules(min_tokens=3)
+    asked = order([1, 2], 4, stop_token_ids=(7, 100, 2**63 - 1, -1))
+    state.handle(msgspec.structs.replace(asked, sampling=SamplingParams(temperature=0, rules=rules)), 0.0)
+    (chunk,) = state.schedule(0.0).values()
+    assert chunk.sample is not None
+    assert chunk.sample.edits is not None
+    assert list(chunk.sample.edits.forbidden) == [7]
 
 
 def test_tokens_that_make_no_sense_are_refused() -> None:

@@ -175,11 +175,14 @@ class GrpcApi:
 
     def _served(self, case: Case, name: str) -> None:
         """Check that a call without a word until now was one that the router knew and that was queued or running."""
+        until, state = time.monotonic() + _LIMIT, explain_pb2.REQUEST_STATE_UNSPECIFIED
         with Client(operator=self._operator) as client:
-            try:
-                state = client.explain(name, timeout=30).request.state
-            except BatonError as error:
-                raise AssertionError(f"a call had no answer in {_PATIENCE} s, and the router says {error}") from None
+            while state == explain_pb2.REQUEST_STATE_UNSPECIFIED and time.monotonic() < until:
+                try:
+                    state = client.explain(name, timeout=30).request.state
+                except BatonError as error:  # on a busy machine the call has not been read yet
+                    case.notes.append(f"a call had no answer, and the router says {error}")
+                    time.sleep(0.5)
         case.notes.append(f"{name} is {state}")
         assert state != explain_pb2.REQUEST_STATE_UNSPECIFIED
 

@@ -71,7 +71,17 @@ class PageHolders:
                     lambda message: message["type"] == "Welcome",
                 )
                 asked = self._talk(case, link, events, replay)
-                return f"{role} {self._honestly(case, link, replay, name)}" if asked else role
+            # What it has said of its last sequence can't be taken back, so it starts anew.
+            me = f"{name}.{secrets.token_hex(8)}"
+            with links.opened(zmq.DEALER, self._endpoint, self._keys, me.encode()) as socket:
+                link = RouterLink(socket, me)
+                hello = msgspec.structs.replace(hello, peer=Peer(role, name, f"node-{name}", me, 1))
+                link.ask(
+                    case,
+                    lambda: wire_messages.sealed(me, "", link.next_sequence(), hello),
+                    lambda message: message["type"] == "Welcome",
+                )
+                return f"{role} {self._honestly(case, link, replay, name)}" + ("" if asked else ", not asked before")
         finally:
             events.close(0)
             replay.close(0)
