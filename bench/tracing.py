@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection
 import psutil
 
 from bench import cluster, models, report
-from bench.load import closed_loop
-from bench.workload import Planned
+from deploy.load.sender import closed_loop
+from deploy.load.workload import Planned
 from deploy.local import LocalCluster
 
 TARGET = 1.03
