@@ -6,6 +6,10 @@ of just these bytes. Nothing happens by itself. Each thread of a store (transpor
 each store's loop does one thing when it is told to, in any legal order, and reads or writes the arena only then. Bytes
 that were damaged on purpose begin with `SPOILT`. Any other bytes that differ from their checksum come from a slot that
 was reused too early.
+
+Workers stop, wake and scribble, lose connections with calls under way, come back, die, and let leases expire. A worker
+may write to a slot from the moment the store reserves it until it has said Seal or EndLease itself. What may be written
+is never readable and never another's. What is read counts once `Released` says so. Then it is what the key names.
 """
 
 from __future__ import annotations
@@ -166,7 +170,7 @@ class Node(StoreShell):
         self.disk = FakeDisk(room=disk_room)
         self.files: dict[bytes, bytes] = {}  # on disk, by key
         self.namespace = NAMESPACE
-        self.workers = [Worker(self, world.number()) for _ in range(2)]
+        self.workers = [Worker(self, world.number()) for _ in range(world.workers)]
         self.dead: list[Worker] = []  # whose death the kernel has not told of yet
         self.orphans: list[int] = []  # connections whose end the store has not seen yet
         self.start()
@@ -431,6 +435,7 @@ class Node(StoreShell):
     def _check_numbers(self) -> None:
         stats = self.state.stats(self.world.now)
         assert stats.free + stats.sealed + stats.reserved + stats.unlisted == stats.slots
+        assert stats.slots in (0, SLOTS)
         assert stats.evictable <= stats.sealed
         assert stats.pinned_bytes <= QUOTA * 2
         snapshot: dict[Medium, dict[bytes, bytes]] = {"CPU": {}, "DISK": {}}
@@ -468,6 +473,13 @@ class Node(StoreShell):
         assert fetch.slots.keys() <= serving.waits, "a fetch waits for what will not be sent"
         assert fetch.slots or fetch.credit < len(fetch.keys), "a fetch that has all it wants goes on"
 
+    def check_left(self) -> None:
+        """Check that workers that have just died hold nothing: a page is held for another store, the disk, or a pin."""
+        stats, tiers = self.state.stats(self.world.now), self.state._tiers
+        assert stats.leases == stats.connections == stats.unproven == 0
+        held = [*tiers.server.held, *tiers.pins.held, *tiers._demoting.values()]
+        assert stats.held == len({id(page) for page in held})
+
     def check_empty(self) -> None:
         """Check that nothing is held: every worker and peer has gone."""
         stats, tiers = self.state.stats(self.world.now), self.state._tiers
@@ -484,9 +496,9 @@ class Node(StoreShell):
 class World:
     """The machines, the wires between them, and time."""
 
-    def __init__(self, nodes: int, admit_after: int, disk_room: int) -> None:
+    def __init__(self, nodes: int, admit_after: int, disk_room: int, workers: int = 2) -> None:
         self.now = 0.0
-        self.admit_after = admit_after
+        self.admit_after, self.workers = admit_after, workers
         self.numbers = 0
         self.wires = Wires(self._transport, lambda contents: SPOILT + contents)
         self.nodes = [Node(self, "ABC"[place], disk_room) for place in range(nodes)]
@@ -666,6 +678,8 @@ class World:
             Promote(number, 2), Promote(number, 99), Promote(0, 1), in_use,
             Seal(number, 3, (1, 2, 3)), Release(number, (-1,)), Reserve(self.number(), b"", key("ab")),
             Acquire(self.number(), key("a") * 2), Acquire(self.number(), key("ab"), False, b"short"),
+            Reserve(self.number(), b"", bytes(17)), Reserve(self.number(), b"short", key("a")), Seal(number, 0, ()),
+            Reserve(number, parent(lease.word, lease.start), b"".join(keys(lease.word, lease.start))),
         ]  # fmt: skip
         worker.say(calls[kind % len(calls)])
 
@@ -688,22 +702,28 @@ class World:
         node.workers[node.workers.index(worker)] = new = Worker(node, self.number())
         return new
 
-    def tell_of_deaths(self, node: Node) -> None:
-        while node.dead:
+    def tell_of_death(self, node: Node) -> None:
+        """The kernel tells a store of a worker's death."""
+        if node.dead:
             pid = node.dead.pop(0).pid
             node.take(WriterDied(pid))
             assert not node.state.needs_proof(pid)
 
-    def close_orphans(self, node: Node) -> None:
-        while node.orphans:
-            node.take(Disconnected(node.orphans.pop()))
+    def close_orphan(self, node: Node, pick: int = 0) -> None:
+        """A store sees the end of a connection."""
+        if node.orphans:
+            node.take(Disconnected(node.orphans.pop(pick % len(node.orphans))))
+
+    def _all_die(self, node: Node) -> None:
+        for worker in list(node.workers):
+            self.die(worker)
+        while node.dead or node.orphans:
+            self.tell_of_death(node)
+            self.close_orphan(node)
 
     def move_in(self, node: Node, other: bool) -> None:
         """All workers of a node die, and the next ones have perhaps another model."""
-        for worker in list(node.workers):
-            self.die(worker)
-        self.tell_of_deaths(node)
-        self.close_orphans(node)
+        self._all_die(node)
         before = node.namespace
         if other:
             model = bytes(16) if before != NAMESPACE else bytes([1] * 16)
@@ -779,10 +799,8 @@ class World:
 
     def everybody_goes(self) -> None:
         for node in self.nodes:
-            for worker in list(node.workers):
-                self.die(worker)
-            self.tell_of_deaths(node)
-            self.close_orphans(node)
+            self._all_die(node)
+            node.check_left()
         for _ in range(8):
             self.flow()
             self.pass_time(SILENCE / 2)
