@@ -1,77 +1,51 @@
-"""Wires between stores, on which nothing moves by itself: the adversary of `simulator.network`.
+"""Connections between stores, on which nothing moves by itself: the adversary of `SimulatedNetwork.pages`.
 
-A caller picks the wire that delivers next, and what goes wrong. Each wire keeps its order, as a connection does, and
-there is none between two of them: neither of two pairs of stores, nor of what a store asks and what it serves.
+Each direction of a connection is a lane of a held agenda. What a store asks another one and what it serves to it travel
+on different connections.
 """
 
 # pyright: strict
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from baton.peer_protocol import PageRequest
+from simulator.held_agenda import HeldAgenda, Lane
 from simulator.transport import Parcel, SimulatedTransport
 
 Mishap: TypeAlias = Literal["", "damaged", "twice", "later"]
 """What becomes of a parcel beside its arrival: its first page is damaged, or it comes twice, at once or much later."""
 
 
-class Wire(NamedTuple):
-    """One direction of a connection, and the store that it leads to, by incarnation."""
-
-    to: str
-    parcels: deque[Parcel]
-
-
-class Connection(NamedTuple):
-    """The connection that a store has opened to another one."""
-
-    requests: deque[Parcel]
-    replies: deque[Parcel]
-
-
 class Wires:
     """All parcels on their way."""
 
-    def __init__(self, living: Callable[[str], SimulatedTransport | None], damage: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, agenda: HeldAgenda, living: Callable[[str], SimulatedTransport | None], damage: Callable[[Any], Any]
+    ) -> None:
         """`living` returns a store's transport, by incarnation. `damage` returns the contents of a page, damaged."""
-        self._living, self._damage = living, damage
-        self._connections: dict[tuple[str, str], Connection] = {}  # by the asking store and the one that has the pages
-        self._ghosts: list[tuple[str, Parcel]] = []  # that come once more
+        self._agenda, self._living, self._damage = agenda, living, damage
+        self._ghosts: list[tuple[Parcel, str]] = []  # that come once more
 
     def post(self, to: str, parcel: Parcel) -> None:
         """Send a parcel. Its pages are read from the sender's arena when it is delivered."""
         sender = parcel.sender.incarnation
         asks = isinstance(parcel.message, PageRequest)
-        connection = self._connections.setdefault((sender, to) if asks else (to, sender), Connection(deque(), deque()))
-        connection[not asks].append(parcel)
+        connection = (sender, to) if asks else (to, sender)
+        self._agenda.hold(("wire", *connection, asks), self._deliver, parcel, to)
 
-    def loaded(self) -> list[Wire]:
-        """Return the wires with something on them, in order of their first use."""
-        both = [
-            wire
-            for (asking, serving), (requests, replies) in self._connections.items()
-            for wire in (Wire(serving, requests), Wire(asking, replies))
-        ]
-        return [wire for wire in both if wire.parcels]
+    def lanes_from(self, *senders: str) -> list[Lane]:
+        """Return the lanes with parcels of these stores, by incarnation."""
+        return [lane for lane in self._agenda.loaded("wire") if lane[1 if lane[3] else 2] in senders]
 
-    def deliver(self, wire: Wire, mishap: Mishap = "") -> None:
-        """Deliver the next parcel of a wire."""
-        parcel = wire.parcels.popleft()
-        if self._living(parcel.sender.incarnation) is parcel.sender:
-            parcel.leave()
-        elif parcel.orders:
-            return  # its arena has gone with it
-        if mishap == "damaged" and parcel.contents:
-            parcel.contents[0] = self._damage(parcel.contents[0])
-        if self._arrive(wire.to, parcel):
-            if mishap == "twice":
-                self._arrive(wire.to, parcel)
-            if mishap == "later" and not parcel.orders:
-                self._ghosts.append((wire.to, parcel))
+    def deliver(self, pick: int, mishap: Mishap = "") -> bool:
+        """Deliver a parcel. A damaged one has pages, if there is one. Return whether there was a parcel."""
+        lanes = self._agenda.loaded("wire")
+        if mishap == "damaged":
+            lanes = [lane for lane in lanes if self._agenda.waiting(*lane)[0].orders] or lanes
+        return bool(lanes) and self._agenda.go(*lanes[pick % len(lanes)], mishap=mishap)
 
     def haunt(self) -> None:
         """Deliver a message once more, long after it was said."""
@@ -80,27 +54,33 @@ class Wires:
 
     def cut(self, pick: int) -> None:
         """Cut a connection, most likely one that carries pages. What is on it is lost, both ways."""
-        loaded = [each for each in self._connections.values() if any(each)]
+        loaded = list(dict.fromkeys(lane[:3] for lane in self._agenda.loaded("wire")))
         if pick % 2 == 0:
-            loaded = [each for each in loaded if any(parcel.orders for parcel in each.replies)] or loaded
+            waiting = self._agenda.waiting
+            loaded = [each for each in loaded if any(parcel.orders for parcel in waiting(*each, False))] or loaded
         if loaded:
-            for parcels in loaded[pick % len(loaded)]:
-                _lose(parcels)
+            self.lose(loaded[pick % len(loaded)])
 
-    def lose(self, sender: str) -> None:
-        """Lose all that is on its way from a store."""
-        for wire in self.loaded():
-            if wire.parcels[0].sender.incarnation == sender:
-                _lose(wire.parcels)
+    def lose(self, lane: Lane) -> None:
+        """Lose all that is on these lanes."""
+        for parcel in self._agenda.drop(*lane):
+            parcel.release()
 
-    def _arrive(self, to: str, parcel: Parcel) -> bool:
+    def _deliver(self, parcel: Parcel, to: str, mishap: Mishap = "") -> None:
+        if self._living(parcel.sender.incarnation) is parcel.sender:
+            parcel.leave()
+        elif parcel.orders:
+            return  # its arena has gone with it
+        if mishap == "damaged" and parcel.contents:
+            parcel.contents[0] = self._damage(parcel.contents[0])
+        if self._arrive(parcel, to):
+            if mishap == "twice":
+                self._arrive(parcel, to)
+            if mishap == "later" and not parcel.orders:
+                self._ghosts.append((parcel, to))
+
+    def _arrive(self, parcel: Parcel, to: str) -> bool:
         if (receiver := self._living(to)) is None:
             return False
         receiver.arrive(parcel)
         return True
-
-
-def _lose(parcels: deque[Parcel]) -> None:
-    for parcel in parcels:
-        parcel.release()
-    parcels.clear()

@@ -22,13 +22,10 @@ from engine.batch import Chunk, Sampled
 from engine.step import ScheduledBatch, StepDone
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost, StoreUp
-from kvstore.disk.interface import DiskOrder
 from kvstore.server.events import (
     CallReceived,
     Connected,
     Disconnected,
-    StoreCommand,
-    StoreEvent,
     TellRouter,
     WriterDied,
 )
@@ -37,11 +34,12 @@ from kvstore.transport.interface import PeerOrder, SlotVerified, VerifySlot
 from prefill_worker.scheduler import PrefillScheduler
 from simulator.clock import Body
 from simulator.device import CheckingDevice, PageMemory, digests
-from simulator.store_shell import StoreShell
+from simulator.held_agenda import HeldAgenda
 from simulator.transport import SimulatedTransport
 from simulator.wires import Wires
 from simulator.worker_shell import WorkerShell, at_once, copied
-from tests.support.fake_disk import DiskThreads, FakeDisk, Read, Write
+from tests.support.fake_disk import FakeDisk
+from tests.support.held_store import HeldStore
 
 PAGE = 4
 PAGE_BYTES = 64
@@ -178,47 +176,28 @@ class RigWorker(WorkerShell):
             self.rig.call(self, LeaseHeartbeat(self.state.leases))
 
 
-class RigStore(StoreShell):
-    """One node's store: its state, what lies in its arena and on its disk, and what its threads have not done yet."""
+class RigStore(HeldStore):
+    """One node's store. It checks a slot for another store when its disk's threads go on."""
 
     def __init__(self, rig: Rig, name: str) -> None:
+        super().__init__(rig, rig.wires, name, FakeDisk())
         self.rig = rig
-        self.name = name
-        self.disk = FakeDisk()
-        self.files: dict[bytes, list[int]] = {}  # on disk, by key
         self.incarnations: set[str] = set()  # dead ones, too: what they said may still arrive
-        self.start()
+        self.restart()
 
-    def start(self) -> None:
+    def restart(self) -> None:
         """A new process, with an empty arena, on the same disk."""
-        self.incarnation = f"store-{self.name}-{next(self.rig.ids)}"
-        self.incarnations.add(self.incarnation)
-        me = Peer("store", f"store-{self.name}", self.name, self.incarnation, 0)
+        rig = self.rig
         config = StoreConfig(
-            host_cache_bytes=Bytes(self.rig.slots * PAGE_BYTES), lease_ms=int(self.rig.hold * 1_000), writer_share=0.5,
-            load_share=self.rig.load_share,
+            host_cache_bytes=Bytes(rig.slots * PAGE_BYTES), lease_ms=int(rig.lease * 1_000), writer_share=0.5,
+            load_share=rig.load_share,
         )  # fmt: skip
-        self.disk.restart()
-        memory = PageMemory(PAGE)
-        self.threads = DiskThreads(self.files, memory)
         self.told: list[TellRouter] = []  # to routers
-        self.checks: deque[VerifySlot] = deque()
-        transport = SimulatedTransport(self.incarnation, memory, self.handle, self.rig.wires.post)
-        self.begin(StoreState(me, config, self.disk, self.rig.admit_after, 0.25, 3.0), transport)
+        self.start(f"store-{self.name}-{next(rig.ids)}", config, rig.admit_after, PageMemory(PAGE))
+        self.incarnations.add(self.incarnation)
 
     def source(self, pages: int) -> PageSource:
         return PageSource(self.incarnation, "inproc", pages)
-
-    # --- its loop ---------------------------------------------------------------------------------------------------
-
-    @property
-    def now(self) -> float:
-        return self.rig.now
-
-    def decide(self, event: StoreEvent) -> Sequence[StoreCommand]:
-        commands = super().decide(event)
-        self.state.validate()
-        return commands
 
     def reply(self, connection: int, reply: StoreReply) -> None:
         if (worker := self.rig.workers.get(connection)) is not None:
@@ -227,52 +206,44 @@ class RigStore(StoreShell):
     def tell_router(self, message: FromStore, router: str) -> None:
         self.told.append(TellRouter(message, router))
 
-    def order_disk(self, order: DiskOrder) -> None:
-        assert isinstance(order, Write | Read)
-        self.threads.orders.append(order)
-
     def order_transport(self, order: PeerOrder) -> None:
         if isinstance(order, VerifySlot):
-            self.checks.append(order)
+            self.agenda.hold(("disk", self.incarnation, "checks"), self._verify, order)
         else:
             super().order_transport(order)
 
+    def _verify(self, order: VerifySlot, ok: bool = True) -> None:
+        self.handle(SlotVerified(order.number, ok))
+
     # --- what a test lets happen ------------------------------------------------------------------------------------
 
-    def deliver(self, damage: bool = False) -> bool:
-        """One parcel of each wire arrives, if the receiver still lives; with `damage` its first page is not what was
-        sent."""
-        wires = [w for w in self.rig.wires.loaded() if w.parcels[0].sender.incarnation in self.incarnations]
-        for wire in wires:
-            self.rig.wires.deliver(wire, "damaged" if damage else "")
-        return bool(wires)
+    def deliver(self, damage: bool = False) -> None:
+        """One parcel of each of its wires arrives; with `damage` its first page is not what was sent."""
+        for lane in self.wires.lanes_from(*self.incarnations):
+            self.agenda.go(*lane, mishap="damaged" if damage else "")
 
     def lose(self) -> None:
         """A connection breaks: what is on its way is lost."""
-        self.rig.wires.lose(self.incarnation)
+        for lane in self.wires.lanes_from(self.incarnation):
+            self.wires.lose(lane)
 
-    def work(self, ok: bool = True) -> bool:
+    def work(self, ok: bool = True) -> None:
         """The threads carry out one order, or (`ok` False) fail to."""
-        if self.checks:
-            self.handle(SlotVerified(self.checks.popleft().number, ok))
-            return True
-        if (finished := self.threads.work(ok=ok)) is not None:
-            self.handle(finished)
-        return finished is not None
+        self.agenda.go("disk", self.incarnation, ok=ok)
 
 
-class Rig:
+class Rig(HeldAgenda):
     """Stores, and the workers around them. Without further words there is one store, and it keeps nothing on disk."""
 
     def __init__(
         self, slots: int, hold: float = 30.0, nodes: Sequence[str] = ("n0",), admit_after: int = 1_000,
         load_share: float = 0.25,
     ) -> None:  # fmt: skip
-        self.now = 0.0
+        super().__init__()
         self.ids = itertools.count(1)
-        self.slots, self.hold, self.admit_after, self.load_share = slots, hold, admit_after, load_share
+        self.slots, self.lease, self.admit_after, self.load_share = slots, hold, admit_after, load_share
         self.workers: dict[int, RigWorker] = {}
-        self.wires = Wires(self._transport, lambda _: [-1] * PAGE)
+        self.wires = Wires(self, self._transport, lambda _: [-1] * PAGE)
         self.stores = {name: RigStore(self, name) for name in nodes}
 
     def _transport(self, incarnation: str) -> SimulatedTransport | None:
@@ -290,7 +261,7 @@ class Rig:
             if worker.node.name == node:
                 worker.lose_store()
                 del self.workers[connection]
-        self.stores[node].start()
+        self.stores[node].restart()
 
     def worker(
         self, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: str = "n0"
@@ -323,10 +294,9 @@ class Rig:
             store.handle(Tick())
 
     def settle(self, limit: int = 2_000) -> None:
-        """Run workers and stores in turns until none has work left."""
+        """Run workers, wires and threads in turns until none has work left."""
         for _ in range(limit):
             going_on = [worker.turn() or worker.inbox or worker.state.busy for worker in list(self.workers.values())]
-            going_on += [store.deliver() or store.work() for store in self.stores.values()]
-            if not any(going_on):
+            if not (self.turn() or any(going_on)):
                 return
         raise AssertionError("the workers never came to rest")

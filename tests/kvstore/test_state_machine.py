@@ -153,17 +153,12 @@ class StoreMachine(RuleBasedStateMachine):
         """One node or worker does a few pending steps of its work, late."""
         node = self.where(who)
         for _ in range(times):
-            match what:
-                case "transport":
-                    node.carry_out()
-                case "loop":
-                    node.hear()
-                case "disk" | "fails":
-                    node.work_on_disk(pick, ok=what == "disk")
-                case "calls":
-                    self.world.travel(self.who(who), 1, 0)
-                case _:
-                    self.world.travel(self.who(who), 0, 1)
+            if what in ("calls", "replies"):
+                self.world.go(what, self.who(who).pid)
+            elif what == "fails":
+                node.work_on_some(pick, ok=False)
+            else:
+                self.world.go(what, node.incarnation, pick=pick)
 
     @rule(who=WHO, what=st.sampled_from(["restart", "same", "other"]), sure=SELDOM)
     def upheaval(self, who: int, what: str, sure: bool) -> None:

@@ -28,7 +28,7 @@ class TiersMachine(StoreMachine):
         for turn in range(times):
             if prompt:
                 self.world.hear()
-            self.world.deliver(pick, mishap if turn == times - 1 else "")
+            self.world.wires.deliver(pick, mishap if turn == times - 1 else "")
         if mishap == "cut":
             self.world.wires.cut(pick)
         elif mishap == "haunt":
@@ -47,7 +47,7 @@ class TiersMachine(StoreMachine):
         self.world.travel(worker)
         for _ in range(times):
             self.world.hear()
-            self.world.deliver(0)
+            self.world.wires.deliver(0)
         self.world.hear()
         return worker, source
 
@@ -68,7 +68,7 @@ class TiersMachine(StoreMachine):
         worker, source = self.begin_load(who, word, wait, times, slept)
         match then:
             case "damaged":
-                self.world.deliver(0, "damaged")
+                self.world.wires.deliver(0, "damaged")
             case "spoil":
                 source.spoil(pick)
             case "pressure":
@@ -102,7 +102,7 @@ class TiersMachine(StoreMachine):
         self.world.travel(self.who(who))
         match then:
             case "fails":
-                node.work_on_disk(pick, ok=False)
+                node.work_on_some(pick, ok=False)
             case "spoil":
                 node.spoil_disk(pick)
             case "pressure":

@@ -93,8 +93,8 @@ def test_a_hand_off_whose_disk_fails_gets_its_pages_from_its_source() -> None:
     world.write(a.workers[0], CHAIN, hold=False)
     handed = world.acquire(b.workers[0], CHAIN, 0, True, source(a))
     world.travel(b.workers[0])
-    while b.threads.orders:
-        b.work_on_disk(0, ok=False)
+    while b.disk_orders:
+        b.work_on_some(0, ok=False)
     world.flow()
     assert arrived(b.workers[0], handed) == [0, 1, 2]
     assert b.state.stats(world.now).loads.remote_pages == 3

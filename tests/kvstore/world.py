@@ -14,7 +14,6 @@ is never readable and never another's. What is read counts once `Released` says 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -47,7 +46,6 @@ from baton.store_protocol import (
 from baton.waits import WaitEdge
 from kvstore.arena.host_page_pool import HostPage
 from kvstore.client.reply_check import ReplyCheck
-from kvstore.disk.interface import DiskOrder
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from kvstore.server.events import (
     CallReceived,
@@ -61,25 +59,23 @@ from kvstore.server.events import (
 )
 from kvstore.server.inbound_transfers import STORE, RemoteFetch
 from kvstore.server.leases import Lease, PageWaiter
-from kvstore.server.state import StoreState
 from kvstore.transport.interface import (
     PeerEvent,
     PeerOrder,
     SendPages,
     VerifySlot,
 )
-from simulator.store_shell import StoreShell
+from simulator.held_agenda import HeldAgenda
 from simulator.transport import SimulatedTransport
-from simulator.wires import Mishap, Wires
+from simulator.wires import Wires
 from tests.kvstore.chains import key, keys, parent, partial
 from tests.kvstore.store_fixtures import NAMESPACE, store_config
-from tests.support.fake_disk import DiskThreads, FakeDisk, Finished, Read, Write
+from tests.support.fake_disk import FakeDisk, Finished, Read, Write
+from tests.support.held_store import HEARTBEAT, SILENCE, HeldStore
 
 SLOTS = 6
 SHARE = 0.75
 HOLD = 1.0
-SILENCE = 3.0
-HEARTBEAT = 0.25
 WINDOW = 2  # pages of one fetch on their way, so that credits matter
 QUOTA = 400  # bytes that one tenant may pin
 WORDS = ("a", "ab", "abc", "abcd", "abcde", "abx", "abxy", "c", "cd", "cde", "g")
@@ -141,68 +137,58 @@ class WorkerLease:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker's process. Calls wait in `calls` until the store hears them, replies in `replies`."""
+    """A worker's process. What it says and is told waits in the lanes "calls" and "replies"."""
 
     node: Node
     pid: int
     connection: int | None = None
-    calls: deque[StoreCall] = field(default_factory=deque)
-    replies: deque[StoreReply] = field(default_factory=deque)
     leases: dict[int, WorkerLease] = field(default_factory=dict)
-    check: ReplyCheck = field(default_factory=lambda: ReplyCheck(SLOTS))  # of its connection
+    check: ReplyCheck | None = None  # of its connection, while it behaves
 
     def say(self, call: StoreCall) -> None:
         if self.connection is not None:
-            self.calls.append(call)
-            self.check.called(call)
+            self.node.world.hold(("calls", self.pid), self.node.take, CallReceived(self.connection, call))
+            if self.check is not None:
+                self.check.called(call)
+
+    def disconnect(self) -> None:
+        """Its connection has ended. Calls on their way are lost, replies are still read."""
+        self.connection = None
+        self.node.world.drop("calls", self.pid)
 
     @property
     def writable(self) -> list[int]:
         return [slot for lease in self.leases.values() for slot in lease.writable.values()]
 
 
-class Node(StoreShell):
+class Node(HeldStore):
     """One store with its threads, and the workers of its machine."""
 
     def __init__(self, world: World, name: str, disk_room: int) -> None:
+        super().__init__(world, world.wires, name, FakeDisk(room=disk_room))
         self.world = world
-        self.name = name
-        self.disk = FakeDisk(room=disk_room)
-        self.files: dict[bytes, bytes] = {}  # on disk, by key
         self.namespace = NAMESPACE
         self.workers = [Worker(self, world.number()) for _ in range(world.workers)]
         self.dead: list[Worker] = []  # whose death the kernel has not told of yet
         self.orphans: list[int] = []  # connections whose end the store has not seen yet
-        self.start()
+        self.begin_anew()
 
-    def start(self) -> None:
+    def begin_anew(self) -> None:
         """A new process with an empty arena, on the same disk."""
-        self.incarnation = f"{self.name}{self.world.number()}"
-        me = Peer("store", self.name, self.name, self.incarnation, 1)
-        config = msgspec.structs.replace(store_config(SLOTS, HOLD, SHARE), load_share=0.5, pin_bytes=QUOTA)
-        self.disk.restart()
         self.memory = Memory()
-        self.threads = DiskThreads(self.files, self.memory)
-        self.orders: deque[PeerOrder] = deque()  # that the transport has not carried out
-        self.events: deque[PeerEvent | Finished] = deque()  # that the loop has not heard of
-        self.begin(
-            StoreState(me, config, self.disk, self.world.admit_after, HEARTBEAT, SILENCE),
-            SimulatedTransport(self.incarnation, self.memory, self.events.append, self.world.wires.post),
-        )
+        for kind in ("transport", "loop"):
+            self.world.drop(kind, self.incarnation)
+        config = msgspec.structs.replace(store_config(SLOTS, HOLD, SHARE), load_share=0.5, pin_bytes=QUOTA)
+        self.start(f"{self.name}{self.world.number()}", config, self.world.admit_after, self.memory)
         self.bad: dict[int, bytes] = {}  # slot → bytes that a VerifySlot has found to be wrong
         self.told: dict[Medium, dict[bytes, bytes]] = {"CPU": {}, "DISK": {}}
         self.refusable: set[int] = set()  # connections that may be refused
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
-    @property
-    def now(self) -> float:
-        return self.world.now
-
     def decide(self, event: StoreEvent) -> Sequence[StoreCommand]:
         made, waited = self.made, self.waits()
         commands = super().decide(event)
-        self.state.validate()
         for name in made - self.made:
             stuck = self.waits().get(name, set()) & waited.get(name, set())
             assert not stuck or self.coming(name), "somebody waits for what nobody makes any more"
@@ -217,12 +203,11 @@ class Node(StoreShell):
         assert not isinstance(reply, AttachRefused) or connection in self.refusable, reply
         if (worker := self._worker(connection)) is not None:
             self._note(worker, reply)
-            worker.replies.append(reply)
+            self.world.hold(("replies", worker.pid), self.world.learn, reply, worker)
 
     def close_connection(self, connection: int) -> None:
         if (worker := self._worker(connection)) is not None:
-            worker.connection = None
-            worker.calls.clear()
+            worker.disconnect()
 
     def tell_router(self, message: FromStore, router: str) -> None:
         pass
@@ -231,12 +216,11 @@ class Node(StoreShell):
         assert not self.touched, "the arena is cut anew under somebody's hands"
         self.state._tiers.loads._window = WINDOW
 
-    def order_disk(self, order: DiskOrder) -> None:
-        assert isinstance(order, Write | Read)
-        self.threads.orders.append(order)
-
     def order_transport(self, order: PeerOrder) -> None:
-        self.orders.append(order)
+        self.world.hold(("transport", self.incarnation), self._carry_out_late, order)
+
+    def hear_thread(self, event: PeerEvent | Finished) -> None:
+        self.world.hold(("loop", self.incarnation), self.take, event)
 
     def _worker(self, connection: int) -> Worker | None:
         return next((worker for worker in self.workers if worker.connection == connection), None)
@@ -266,31 +250,18 @@ class Node(StoreShell):
                         self.told = {"CPU": {}, "DISK": {}}
                         told = self.told[medium]
 
-    def hear(self) -> bool:
-        """The loop takes one event of its threads."""
-        if self.events:
-            self.take(self.events.popleft())
-            return True
-        return False
-
     # --- threads ----------------------------------------------------------------------------------------------------
 
-    def carry_out(self) -> bool:
-        """The transport takes one order."""
-        if not self.orders:
-            return False
-        order = self.orders.popleft()
+    def _carry_out_late(self, order: PeerOrder) -> None:
+        """The transport takes an order."""
         if isinstance(order, VerifySlot) and self.memory.spoilt(self.memory.slots[order.slot]):
             self.bad[order.slot] = self.memory.slots[order.slot]
         self.transport.carry_out(order)
         self.transport.flush()
-        return True
 
-    def work_on_disk(self, pick: int, ok: bool = True) -> bool:
+    def work_on_some(self, pick: int, ok: bool = True) -> None:
         """The disk's threads carry out one order, any of them, or fail to."""
-        if (finished := self.threads.work(pick, ok)) is not None:
-            self.events.append(finished)
-        return finished is not None
+        self.world.go("disk", self.incarnation, pick=pick, ok=ok)
 
     def scribble_below(self, pick: int) -> None:
         """A thread is half-way through writing a page that it brings in."""
@@ -302,12 +273,11 @@ class Node(StoreShell):
 
     def restart(self) -> None:
         for worker in self.workers:
-            worker.connection = None
-            worker.calls.clear()
+            worker.disconnect()
             worker.leases.clear()
         self.dead.clear()
         self.orphans.clear()
-        self.start()
+        self.begin_anew()
 
     def spoil(self, pick: int) -> None:
         """A bit flips in a page of the arena."""
@@ -342,9 +312,14 @@ class Node(StoreShell):
         return list({id(page): page for page in everything}.values())
 
     @property
+    def disk_orders(self) -> list[Write | Read]:
+        """Return what the disk's threads have not done."""
+        return self.world.waiting("disk", self.incarnation)
+
+    @property
     def written(self) -> Slots:
         """Slots that threads may write to."""
-        reading = [order.slot for order in self.threads.orders if isinstance(order, Read)]
+        reading = [order.slot for order in self.disk_orders if isinstance(order, Read)]
         slots = reading + [slot for slots in self.transport.expected.values() for slot in slots.values()]
         assert len(slots) == len(set(slots)), "two pages are brought into one slot"
         return set(slots)
@@ -352,9 +327,9 @@ class Node(StoreShell):
     @property
     def being_read(self) -> Slots:
         """Slots that threads may read from."""
-        slots = {order.page.slot for order in self.threads.orders if isinstance(order, Write)}
+        slots = {order.page.slot for order in self.disk_orders if isinstance(order, Write)}
         slots |= {slot for slots in self.transport.sending.values() for slot in slots}
-        for order in self.orders:
+        for order in self.world.waiting("transport", self.incarnation):
             match order:
                 case SendPages(slots=serving):
                     slots |= set(serving)
@@ -493,14 +468,14 @@ class Node(StoreShell):
         assert not self.transport.sending
 
 
-class World:
+class World(HeldAgenda):
     """The machines, the wires between them, and time."""
 
     def __init__(self, nodes: int, admit_after: int, disk_room: int, workers: int = 2) -> None:
-        self.now = 0.0
+        super().__init__()
         self.admit_after, self.workers = admit_after, workers
         self.numbers = 0
-        self.wires = Wires(self._transport, lambda contents: SPOILT + contents)
+        self.wires = Wires(self, self._transport, lambda contents: SPOILT + contents)
         self.nodes = [Node(self, "ABC"[place], disk_room) for place in range(nodes)]
 
     def number(self) -> int:
@@ -515,15 +490,6 @@ class World:
     def _transport(self, incarnation: str) -> SimulatedTransport | None:
         return node.transport if (node := self.node(incarnation)) is not None else None
 
-    def deliver(self, pick: int, mishap: Mishap = "") -> bool:
-        """One parcel of some wire arrives, perhaps with a mishap. A damaged one has pages, if there is one."""
-        wires = self.wires.loaded()
-        if mishap == "damaged":
-            wires = [wire for wire in wires if wire.parcels[0].orders] or wires
-        if wires:
-            self.wires.deliver(wires[pick % len(wires)], mishap)
-        return bool(wires)
-
     # --- workers ----------------------------------------------------------------------------------------------------
 
     def attach(self, worker: Worker, refusable: bool = False) -> None:
@@ -531,36 +497,31 @@ class World:
         node = worker.node
         if worker.connection is not None:
             node.orphans.append(worker.connection)
+        worker.disconnect()
+        self.drop("replies", worker.pid)
         worker.connection = self.number()
-        worker.calls.clear()
-        worker.replies.clear()
         worker.check = ReplyCheck(SLOTS)
         if refusable:
             node.refusable.add(worker.connection)
         node.take(Connected(worker.connection, worker.pid))
         peer = Peer("prefill", "w", "node", f"w{worker.pid}", worker.pid)
-        worker.calls.append(Attach(peer, node.namespace, 100))
+        worker.say(Attach(peer, node.namespace, 100))
         # What it read under an older connection no longer counts, but what it wrote may go on.
         worker.leases = {n: lease for n, lease in worker.leases.items() if lease.writable}
         for lease in worker.leases.values():
             lease.arrived.clear()
             lease.read.clear()
-        worker.calls.append(LeaseHeartbeat(tuple(worker.leases)))
+        worker.say(LeaseHeartbeat(tuple(worker.leases)))
         self.travel(worker)
 
-    def travel(self, worker: Worker, calls: int = 100, replies: int = 100) -> bool:
+    def travel(self, worker: Worker) -> None:
         """What a worker says is heard, and the worker hears what the store says."""
-        moved = False
-        while calls and worker.connection is not None and worker.calls:
-            worker.node.take(CallReceived(worker.connection, worker.calls.popleft()))
-            calls, moved = calls - 1, True
-        while replies and worker.replies:
-            self._learn(worker, worker.replies.popleft())
-            replies, moved = replies - 1, True
-        return moved
+        self.flow("calls", worker.pid)
+        self.flow("replies", worker.pid)
 
-    def _learn(self, worker: Worker, reply: StoreReply) -> None:
-        if not isinstance(reply, Attached | AttachRefused):
+    def learn(self, reply: StoreReply, worker: Worker) -> None:
+        """A worker hears what the store has said."""
+        if worker.check is not None and not isinstance(reply, Attached | AttachRefused):
             worker.check.heard(reply)
         lease = worker.leases.get(getattr(reply, "lease", -1))
         if lease is None:
@@ -672,6 +633,7 @@ class World:
         if worker.connection is None:
             return
         worker.node.refusable.add(worker.connection)
+        worker.check = None
         lease = worker.leases[number]
         in_use = Acquire(number, b"".join(keys(lease.word, lease.start)), False, parent(lease.word, lease.start))
         calls: list[StoreCall] = [
@@ -692,12 +654,12 @@ class World:
     def lose_connection(self, worker: Worker) -> None:
         if worker.connection is not None:
             worker.node.orphans.append(worker.connection)
-            worker.connection = None
-            worker.calls.clear()
+            worker.disconnect()
 
     def die(self, worker: Worker) -> Worker:
         node = worker.node
         self.lose_connection(worker)
+        self.drop("replies", worker.pid)
         node.dead.append(worker)
         node.workers[node.workers.index(worker)] = new = Worker(node, self.number())
         return new
@@ -757,19 +719,9 @@ class World:
 
     def hear(self) -> None:
         """Every loop hears its threads, and they carry out what it says; but nothing arrives from wires or disks."""
-        for node in self.nodes:
-            while node.hear() or node.carry_out():
-                pass
-
-    def flow(self) -> None:
-        """Everything that is under way arrives, nothing more goes wrong."""
-        for _ in range(1_000):
-            moved = [self.travel(worker) for node in self.nodes for worker in node.workers]
-            moved += [node.carry_out() or node.hear() or node.work_on_disk(0) for node in self.nodes]
-            moved += [self.deliver(0)]
-            if not any(moved):
-                return
-        raise AssertionError("the stores never come to rest")
+        while self.loaded("loop") or self.loaded("transport"):
+            self.flow("loop")
+            self.flow("transport")
 
     def settle(self) -> None:
         """All goes well for a while."""

@@ -11,8 +11,7 @@ waits for them for ever: the router must notice.
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +62,8 @@ from router.events import (
 )
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
-from simulator.held_messages import mishaps
+from simulator.held_agenda import HeldAgenda
+from simulator.held_messages import HeldMessages
 from tests.router.checked import CheckedRouter
 from tests.router.stores import PAGE, Stores, chain_of
 
@@ -149,13 +149,11 @@ class Job:
 
 @dataclass
 class Process:
-    """One process and its three one-way links. Links keep their order; between them there is none."""
+    """One process."""
 
     peer: Peer
     hello: Hello
-    inbox: deque[Envelope[Any]] = field(default_factory=deque)
-    outbox: deque[Envelope[Any]] = field(default_factory=deque)
-    heart: deque[Envelope[Any]] = field(default_factory=deque)
+    send: Callable[[Envelope[Any]], object]
     stopped: bool = False
     full: bool = False
     slots: int = 100
@@ -174,7 +172,7 @@ class Process:
     def say(self, message: Message) -> None:
         addressee = "" if isinstance(message, Hello) else (self.membership.router or "")
         self.sent += 1
-        self.outbox.append(Envelope(self.peer.incarnation, addressee, self.sent, message))
+        self.send(Envelope(self.peer.incarnation, addressee, self.sent, message))
 
     def forget_all(self) -> None:
         self.sequences.clear()
@@ -198,6 +196,8 @@ class Cluster(CheckedRouter):
         self.accepted: set[AttemptName] = set()
         self.births = 0
         self.random = random.Random(0)
+        self.agenda = HeldAgenda()
+        self.messages = HeldMessages(self.agenda, self.random)
 
     # --- processes ----------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Cluster(CheckedRouter):
             data = "" if node in self.serves_none else f"tcp://{peer.incarnation}"
             hello = Hello(peer, events=f"kv://{peer.incarnation}", data=data)
             self.endpoints[peer.incarnation] = data
-        process = self.processes[peer.incarnation] = Process(peer, hello, slots=slots)
+        process = self.processes[peer.incarnation] = Process(peer, hello, self.send, slots=slots)
         return process
 
     def named(self, name: str) -> list[Process]:
@@ -217,6 +217,7 @@ class Cluster(CheckedRouter):
 
     def kill(self, process: Process) -> None:
         del self.processes[process.peer.incarnation]
+        self.messages.leave(process.peer.incarnation)
         if process.peer.role == "store":
             self.stores.lose(process.peer.incarnation)
 
@@ -224,7 +225,7 @@ class Cluster(CheckedRouter):
 
     def post(self, envelope: Envelope[Any]) -> None:
         if (process := self.processes.get(envelope.addressee)) is not None:
-            process.inbox.append(envelope)
+            self.messages.message(self.incarnation, envelope.addressee, self.take, envelope, process)
 
     def ask_snapshot(self, holder: str) -> None:
         self.asked.append(holder)
@@ -242,15 +243,16 @@ class Cluster(CheckedRouter):
         self.now += seconds
         self.tell(Tick(seconds if paused else 0.0))
 
-    def hear(self, process: Process, link: deque[Envelope[Any]]) -> None:
-        """The router reads the next message of one of a process's links."""
-        self.tell(MessageReceived(link.popleft()))
+    def send(self, envelope: Envelope[Any]) -> None:
+        """Send a process's message to the router."""
+        self.messages.message(envelope.sender, self.incarnation, self.hear, envelope)
 
-    def receive(self, process: Process) -> None:
-        """A process reads its next message."""
-        self.take(process, process.inbox.popleft())
+    def hear(self, envelope: Envelope[Any]) -> None:
+        """The router reads a message."""
+        self.tell(MessageReceived(envelope))
 
-    def take(self, process: Process, envelope: Envelope[Any]) -> None:
+    def take(self, envelope: Envelope[Any], process: Process) -> None:
+        """A process reads a message."""
         verdict = process.membership.handle(envelope, self.now)
         for message in verdict.send:
             process.say(message)
@@ -280,7 +282,7 @@ class Cluster(CheckedRouter):
         load = load_of(process.peer)
         beat = Heartbeat(process.membership.heard, load, step_age_ms=process.step_age_ms, attempts=tuple(held))
         process.latest = Envelope(process.peer.incarnation, process.membership.router or "", 0, beat)
-        process.heart.append(process.latest)
+        self.send(process.latest)
 
     def repeat(self, process: Process) -> None:
         """The heart of a process whose main loop hangs."""
@@ -289,7 +291,7 @@ class Cluster(CheckedRouter):
         process.beat_at = self.now + process.membership.heartbeat
         age = int((self.now - process.hung_since) * 1_000)
         beat = msgspec.structs.replace(process.latest.message, loop_age_ms=age)
-        process.heart.append(msgspec.structs.replace(process.latest, message=beat))
+        self.send(msgspec.structs.replace(process.latest, message=beat))
 
     # --- stores ----------------------------------------------------------------------------------------
 
@@ -470,10 +472,6 @@ class Cluster(CheckedRouter):
 
     # --- many turns ----------------------------------------------------------------------------------------
 
-    def links(self) -> Iterator[deque[Envelope[Any]]]:
-        for process in self.processes.values():
-            yield from (process.inbox, process.outbox, process.heart)
-
     def round(self, seconds: float = 0.02, loss: float = 0.0, lag: float = 0.0) -> None:
         """Run each process once. `loss`: probability that a message is lost (and, as likely, that it comes twice);
         `lag`: that a link delivers nothing more in this round."""
@@ -484,18 +482,12 @@ class Cluster(CheckedRouter):
                 self.repeat(process)
                 continue
             self.turn(process)
-            for envelope in mishaps(process.inbox, self.random, loss, lag):
-                self.take(process, envelope)
+            self.messages.arrive(process.peer.incarnation, loss, lag)
             self.step(process)
             if process.becomes is not None:
                 self.kill(process)
                 self.start(process.becomes, process.peer.name, process.peer.node, slots=process.slots)
-        for process in list(self.processes.values()):
-            links = [process.outbox, process.heart]
-            self.random.shuffle(links)
-            for link in links:
-                for envelope in mishaps(link, self.random, loss, lag):
-                    self.tell(MessageReceived(envelope))
+        self.messages.arrive(self.incarnation, loss, lag)
         self.answer_snapshots()
         self.advance(seconds)
 

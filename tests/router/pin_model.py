@@ -149,7 +149,7 @@ class PinCluster(Cluster):
             held.append(AttemptHeld(pin, 1, here))
         beat = Heartbeat(process.membership.heard, LoadReport(), step_age_ms=process.step_age_ms, attempts=tuple(held))
         process.latest = Envelope(process.peer.incarnation, process.membership.router or "", 0, beat)
-        process.heart.append(process.latest)
+        self.send(process.latest)
 
     # --- prefill workers ---
 

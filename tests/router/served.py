@@ -19,7 +19,7 @@ from baton.wire import RouterSocket
 from router.service import RouterAddresses, serve
 from tests import cluster_keys
 from tests.router import tokenizers
-from tests.router.model import CONFIG, CONTEXT, EOS, VOCAB, Cluster, Process
+from tests.router.model import CONFIG, CONTEXT, EOS, ROUTER, VOCAB, Cluster, Process
 
 
 def model_folder(folder: Path) -> Path:
@@ -73,15 +73,12 @@ class Served:
             await asyncio.sleep(self.step_seconds)
 
     def _turn(self, process: Process, link: RouterSocket[Any]) -> None:
-        process.inbox.extend(link.receive())
-        while process.inbox:
-            self.cluster.receive(process)
+        for envelope in link.receive():
+            self.cluster.take(envelope, process)
         self.cluster.turn(process)
         self.cluster.step(process)
-        for queue in (process.outbox, process.heart):
-            while queue:
-                envelope = queue.popleft()
-                link.send(envelope.addressee, envelope.message)
+        for envelope in self.cluster.agenda.drop("message", ROUTER.incarnation, process.peer.incarnation):
+            link.send(envelope.addressee, envelope.message)
 
     def close(self) -> None:
         for link in self._links.values():

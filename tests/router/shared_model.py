@@ -166,7 +166,7 @@ class World:
         self.processes: dict[str, Process] = {}  # by incarnation
         self.routers: dict[str, Router] = {}
         self.dead: list[Router] = []
-        self.messages = HeldMessages(self.random)
+        self.messages = HeldMessages(self.rig, self.random)
         self.births = 0
         for name in NAMES:
             self.start_router(name)
@@ -254,9 +254,8 @@ class World:
         for process in list(self.processes.values()):
             self.messages.arrive(process.peer.incarnation, loss, lag)
             process.turn()
-        for store in self.rig.stores.values():
-            store.deliver()
-            store.work()
+        self.rig.turn("wire")
+        self.rig.turn("disk")
         for name in NAMES:
             self.messages.arrive(name, loss, lag)
         self.rig.tick(seconds)

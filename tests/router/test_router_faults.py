@@ -168,12 +168,9 @@ class Faults(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 30), repeated=st.booleans())
     def loses_or_repeats(self, index: int, repeated: bool) -> None:
-        if links := [link for link in self.cluster.links() if link]:
-            link = links[index % len(links)]
-            if repeated:
-                link.appendleft(link[0])
-            else:
-                link.popleft()
+        agenda = self.cluster.agenda
+        if lanes := agenda.loaded("message"):
+            (agenda.repeat if repeated else agenda.pop)(lanes[index % len(lanes)])
 
     @rule(rounds=st.integers(1, 40), loss=st.sampled_from([0.0, 0.05, 0.3]), lag=st.sampled_from([0.0, 0.3, 0.7]))
     def goes_on(self, rounds: int, loss: float, lag: float) -> None:
@@ -207,8 +204,7 @@ class Faults(RuleBasedStateMachine):
                     cluster.beat(process)
                 else:
                     cluster.repeat(process)
-                if process.heart:
-                    cluster.hear(process, process.heart)
+                cluster.agenda.go("message", cluster.incarnation, process.peer.incarnation, True)
             cluster.advance(0.2)
 
     @invariant()

@@ -164,20 +164,16 @@ class DiskMemory(Protocol):
 
 
 class DiskThreads:
-    """The files, by key, and the orders that the threads of one store process have not carried out. Both directions
-    are slow: a slot is read or written when the order is carried out."""
+    """The files, by key, and what the threads of one store process do with them. A slot is read or written when an
+    order is carried out."""
 
     def __init__(self, files: dict[bytes, Any], memory: DiskMemory) -> None:
         """`files` outlive the process."""
         self.files, self._memory = files, memory
-        self.orders: list[Write | Read] = []
 
-    def work(self, pick: int = 0, ok: bool = True) -> Finished | None:
-        """Carry out one order, any of them, or fail to. Return the event for the index; None if there is no order."""
-        if not self.orders:
-            return None
-        order, memory = self.orders.pop(pick % len(self.orders)), self._memory
-        intact = True
+    def carry_out(self, order: Write | Read, ok: bool) -> Finished:
+        """Carry out an order, or fail to. Return the event for the index."""
+        memory, intact = self._memory, True
         match order:
             case Write(page=page):
                 contents = memory.read(page.slot, page.checksum)
