@@ -571,6 +571,10 @@ class DecodeScheduler:
         return Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
 
     def _cache_full_pages(self, sequence: Sequence) -> None:
+        if sequence.unscored:
+            # A page of the same tokens may have other low bits, if kernels for few rows or another worker made it. In
+            # exchange for it, the rest of the prompt would be scored by what happened to be cached.
+            return
         for page in range(sequence.cached_pages, sequence.computed // self._page_size):
             tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
             key = sequence.keys[page]

@@ -11,7 +11,7 @@ from baton.config import DecodeConfig
 from baton.messages import Accepted, Decode, PromptLogprobs, PromptTokenLogprob, Resend, SamplingParams, Tokens
 from engine.step import ScheduledBatch, StepDone
 from kvstore.keys import pack_tokens
-from tests.rig import ROOT, Rig, RigWorker, digests, reference
+from tests.rig import PAGE, ROOT, Rig, RigWorker, digests, reference
 
 PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1, 3, 3, 9, 7, 5, 2, 6, 8]
 SCORED = SamplingParams(temperature=0, prompt_logprobs=2)
@@ -20,10 +20,16 @@ SCORED = SamplingParams(temperature=0, prompt_logprobs=2)
 class ScoringWorker(RigWorker):
     """A worker whose device also scores prompt tokens. A score says which tokens it was computed from."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pages_of: dict[tuple[str, bool], set[int]] = {}  # by request, and whether the chunk scored
+
     def _done(self, plan: ScheduledBatch) -> StepDone:
         done = super()._done(plan)
         scores: dict[int, list[PromptTokenLogprob]] = {}
         for number, (name, chunk) in enumerate(plan.items()):
+            pages = self.pages_of.setdefault((name.request, chunk.scoring is not None), set())
+            pages |= set(chunk.pages[: chunk.end // PAGE])
             if chunk.scoring is not None:
                 known = digests(self.state._sequences[name.request].tokens)
                 first = chunk.start + chunk.scoring.first
@@ -84,6 +90,21 @@ def test_cached_pages_are_not_used_by_a_request_that_scores_but_kept_once() -> N
     cached = one.state.blocks.stats().cached
     one.handle(order(PROMPT, 1, "r"))
     one.rig.settle()
+    assert scores_of(one, "r") == expected(PROMPT)
+    assert one.state.blocks.stats().cached == cached
+
+
+def test_a_prompt_is_scored_from_no_page_that_another_request_has_made() -> None:
+    """Such a page may have other low bits, and which pages are cached is chance."""
+    one = worker(max_num_batched_tokens=8)
+    one.handle(order(PROMPT, 1, "plain", SamplingParams(temperature=0)))
+    one.rig.settle()
+    cached = one.state.blocks.stats().cached
+    one.handle(order(PROMPT, 1, "r"))
+    one.rig.settle()
+    made = one.pages_of["plain", False]
+    assert len(made) == len(PROMPT) // PAGE
+    assert not made & one.pages_of["r", True]
     assert scores_of(one, "r") == expected(PROMPT)
     assert one.state.blocks.stats().cached == cached
 

@@ -89,12 +89,17 @@ def run(target: Target, environment: Environment) -> SuiteResult:
             Case.failed(f"{task}: 1P+1D and colocated", differing[0])
             if differing
             else Case(f"{task}: 1P+1D and colocated", "passed")
+            if widest == 0
+            else Case.failed(f"{task}: 1P+1D and colocated", exact)
         )
         notes.append(f"{task}: 1P+1D and colocated: {exact}.")
     accuracy = sum(one["acc"] for one in right["endings"]) / SAMPLES
     notes += [
         f"{SAMPLES} samples of each task; accuracy {accuracy:g}; {_greedy(right['endings'])} endings are greedy.",
-        f"Prompts, answers, greedy flags, texts and metrics must be equal, and log-likelihoods to {TOLERANCE:g}.",
+        "Prompts, answers, greedy flags, texts and metrics must be equal, and log-likelihoods to the last bit between "
+        f"1P+1D and colocated, to {TOLERANCE:g} with transformers.",
+        "transformers multiplies matrices with torch's library and Baton with kernels of its own, which add the same "
+        "float32 products in another order. A log-likelihood is a sum over a few tokens, so its last bits differ.",
     ]
     return SuiteResult(cases, notes)
 
