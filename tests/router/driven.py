@@ -17,6 +17,7 @@ from baton.messages import (
     Message,
     Peer,
     SamplingParams,
+    TokenLogprob,
     Tokens,
 )
 from baton.metrics import Metrics
@@ -74,11 +75,19 @@ class Bench:
     def orders(self) -> list[tuple[str, Decode]]:
         return [(to, message) for to, message in self.sent if isinstance(message, Decode)]
 
-    def answer(self, order: tuple[str, Decode], *tokens: int, finish: Any = None, at: int = len(PROMPT)) -> None:
+    def answer(
+        self,
+        order: tuple[str, Decode],
+        *tokens: int,
+        finish: Any = None,
+        at: int = len(PROMPT),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
         """The worker accepts, if it has not yet, and sends tokens from position `at`."""
         to, decode = order
         self.say(to, Accepted(decode.request, decode.attempt))
-        self.say(to, Tokens(1, (Delta(decode.request, decode.attempt, at, tokens, finish=finish),)))
+        delta = Delta(decode.request, decode.attempt, at, tokens, logprobs, finish=finish)
+        self.say(to, Tokens(1, (delta,)))
 
     def beat(self, worker: str) -> None:
         """A worker lives and has nothing."""

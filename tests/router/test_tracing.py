@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_tra
 from baton.clock import VirtualClock
 from baton.config import TracingConfig
 from baton.errors import InvalidRequest, StartupError
-from baton.messages import Accepted, Refused
+from baton.messages import Accepted, Refused, TokenLogprob
 from baton.timeline import Timeline
 from baton.v1 import generation_pb2 as pb
 from router.events import Finished, RequestEnded, ServingAccount, Shutdown, Summary, Usage
@@ -264,12 +264,14 @@ def test_a_beam_search_is_one_span_with_the_hops_of_its_first_step() -> None:
     async def test(bench: Bench, spans: Traced) -> None:
         (output,) = await bench.start(n=1, best_of=2, beam_search=pb.BeamSearch())
         await eventually_async(lambda: bench.orders)
-        bench.answer(bench.orders[0], 9)
+        likeliest = tuple((token, -0.1 * token) for token in range(10, 18))
+        bench.answer(bench.orders[0], 10, finish="length", logprobs=(TokenLogprob(10, -1.0, likeliest),))
+        await eventually_async(lambda: len(bench.orders) == 3)  # two beams go on
         output.close()
-        await eventually_async(lambda: not bench.driver._streams)
-        await asyncio.sleep(0)  # what the search's task calls at its end
+        await eventually_async(lambda: "llm_request" in spans.names())
         assert spans.names().count("llm_request") == 1
         assert spans.names().count("decode") == 1
+        assert (spans.root().attributes or {})["gen_ai.usage.num_sequences"] == 3
 
     traced(test)
 
