@@ -80,7 +80,7 @@ def prepare(suite: Suite, scratch: Path, until: float | None) -> Environment:
     else:
         made = environments.make(suite.name, suite.requirements, scratch, _left(until), patience=_left(until))
     if suite.fetch is not None:
-        suite.fetch(made)
+        suite.fetch(made if until is None else replace(made, seconds=_left(until)))
     return made
 
 

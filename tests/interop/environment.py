@@ -128,8 +128,9 @@ def make(
     needs_torch: bool = False,
     patience: float = _INSTALL_SECONDS,
 ) -> Environment:
-    """Return the environment of a suite, made if it is not there as required. `patience`: seconds of each of its
-    installations. Raises InstallError."""
+    """Return the environment of a suite, made if it is not there as required. `patience`: seconds of all
+    installations together. Raises InstallError."""
+    until = time.monotonic() + patience
     environment = Environment(cache() / name, scratch, seconds)
     scratch.mkdir(parents=True, exist_ok=True)
     stamp, wanted = environment.folder / "requirements.txt", "\n".join(requirements) + "\n"
@@ -147,7 +148,7 @@ def make(
         steps.append([*pip, "--no-deps", "--extra-index-url", _TORCH_INDEX, "-c", str(constraints), "torch"])
         pip += ["-c", str(constraints)]
     for argv in (*steps, [*pip, *requirements]):
-        _install(argv, scratch, environment, patience)
+        _install(argv, scratch, environment, until)
     stamp.write_text(wanted)
     return environment
 
@@ -169,18 +170,19 @@ def fetch_sdist(environment: Environment, package: str) -> Path:
             ":all:",
             package,
         ]
-        _install(argv, folder.parent, environment, environment.seconds)
+        _install(argv, folder.parent, environment, time.monotonic() + environment.seconds)
         archive = folder.parent / f"{folder.name}.tar.gz"
         shutil.unpack_archive(archive, folder.parent, filter="data")
     return folder
 
 
-def _install(argv: Sequence[str], cwd: Path, environment: Environment, seconds: float) -> None:
-    """Run pip, a second time if it fails although an index answers. Raises InstallError."""
+def _install(argv: Sequence[str], cwd: Path, environment: Environment, until: float) -> None:
+    """Run pip, a second time if it fails although an index answers; `until` is a time of the monotonic clock. Raises
+    InstallError."""
     said = ""
     for _ in range(2):
         try:
-            ran = run_bounded(argv, seconds, cwd, environment.variables({}))
+            ran = run_bounded(argv, max(0.0, until - time.monotonic()), cwd, environment.variables({}))
         except SuiteTimeout as error:
             raise IndexUnreachable(str(error)) from None
         if not ran.code:
