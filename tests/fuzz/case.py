@@ -102,7 +102,7 @@ def fuzz(name: str, target: Target, seed: int, first: int, most: int, going_on: 
         thread.start()
     while any(thread.is_alive() for thread in threads) and going_on():
         time.sleep(0.05)
-    until = time.monotonic() + 120.0  # what runs may end; every exchange has a deadline of its own
+    until = time.monotonic() + 240.0  # what runs may end; every exchange has a deadline of its own
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
