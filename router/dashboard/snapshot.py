@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
+from itertools import islice
 
 from msgspec import Struct
 
@@ -20,7 +21,7 @@ from router.requests.explain import RequestRecord
 from router.requests.lifecycle import PageCounts
 from router.state import ProcessView, RouterState, RouterStats
 
-RECORDS = 200
+RECORDS = 1_000
 """Records of requests that a snapshot looks through."""
 
 _NEWEST, _TROUBLED, _SLOWEST = 24, 12, 12  # of these, that it has
@@ -245,10 +246,14 @@ def request_rows(records: Sequence[RequestRecord], now: float) -> list[RequestRo
     """The newest of these records, which come newest first, those that had trouble, and those whose first token came
     last."""
     tags: dict[str, list[str]] = {}
-    with_token = [record for record in records if record.timeline.ttft is not None]
+    timed = [
+        (line.first_token - line.received, at)
+        for at, record in enumerate(records)
+        if (line := record.timeline).first_token is not None
+    ]
     _tag(tags, "newest", records[:_NEWEST])
-    _tag(tags, "troubled", [record for record in records if _troubled(record)][:_TROUBLED])
-    _tag(tags, "slowest", nlargest(_SLOWEST, with_token, key=lambda record: record.timeline.ttft or 0.0))
+    _tag(tags, "troubled", islice(filter(_troubled, records), _TROUBLED))
+    _tag(tags, "slowest", (records[at] for _, at in nlargest(_SLOWEST, timed)))
     return [_row(record, tags[record.name], now) for record in records if record.name in tags]
 
 
@@ -257,8 +262,11 @@ def _tag(tags: dict[str, list[str]], tag: str, records: Iterable[RequestRecord])
         tags.setdefault(record.name, []).append(tag)
 
 
+_TROUBLE = (Failed, Cancelled)
+
+
 def _troubled(record: RequestRecord) -> bool:
-    return record.attempts_begun > 1 or isinstance(record.outcome, Failed | Cancelled)
+    return record.attempts_begun > 1 or isinstance(record.outcome, _TROUBLE)
 
 
 def _row(record: RequestRecord, tags: Sequence[str], now: float) -> RequestRow:

@@ -171,9 +171,9 @@ export class Tile {
     text(this.number, number);
     text(this.unit, unit);
     text(this.note, note || " ");
-    const known = values.map((value) => value ?? 0);
-    const most = Math.max(...known, 1e-9);
-    const points = known.map((value, index) => [(index / Math.max(1, known.length - 1)) * 120, 34 - (value / most) * 32]);
-    this.path.setAttribute("d", known.some(Boolean) ? line(points) : "");
+    const most = Math.max(...values.map((value) => value ?? 0), 1e-9);
+    const step = 120 / Math.max(1, values.length - 1);
+    const points = values.map((value, index) => [index * step, value === null ? null : 34 - (value / most) * 32]);
+    this.path.setAttribute("d", values.some(Boolean) ? line(points) : "");
   }
 }

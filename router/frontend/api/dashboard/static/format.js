@@ -18,7 +18,7 @@ export function rate(value) {
 /** Milliseconds as [number, unit]: 0.42 ms, 18 ms, 1.8 s, 3.1 min. */
 export function duration(ms) {
   if (ms === null || ms === undefined) return ["–", ""];
-  if (ms < 10) return [ms.toFixed(ms < 1 ? 2 : 1), "ms"];
+  if (ms < 9.95) return [ms.toFixed(ms < 0.995 ? 2 : 1), "ms"];
   if (ms < 1_000) return [ms.toFixed(0), "ms"];
   if (ms < 60_000) return [(ms / 1_000).toFixed(ms < 10_000 ? 2 : 1), "s"];
   return [(ms / 60_000).toFixed(1), "min"];

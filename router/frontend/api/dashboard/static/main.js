@@ -55,6 +55,7 @@ class Dashboard {
       new Chart($("chart-queue"), {
         title: "In the router",
         format: count,
+        axis: (value) => (Number.isInteger(value) ? count(value) : value.toFixed(1)),
         empty: "nothing ran or waited",
         series: [
           { column: "running", title: "running", className: "running", area: true, least: 4 },
@@ -103,7 +104,8 @@ class Dashboard {
     for (const [tile, name] of [[tiles.ttft, "ttft"], [tiles.itl, "itl"]])
       tile.show(...duration(now?.[`${name}_p50`]), now?.[`${name}_p95`] == null ? "p50" : `p50 · p95 ${durationText(now[`${name}_p95`])}`, column(`${name}_p50`));
     const asked = sum("prompt_tokens", 60);
-    tiles.cached.show(asked ? percent(sum("cached_tokens", 60) / asked) : "–", asked ? "%" : "", "of prompt tokens, 1 min", column("cached_tokens"));
+    const shares = samples.slice(-120).map((sample) => (sample.prompt_tokens ? sample.cached_tokens / sample.prompt_tokens : null));
+    tiles.cached.show(asked ? percent(sum("cached_tokens", 60) / asked) : "–", asked ? "%" : "", "of prompt tokens, 1 min", shares);
     const failed = Math.round(sum("failed", 300));
     tiles.failed.show(count(failed), "", failed ? "in five minutes" : "none in five minutes", column("failed"));
     tiles.failed.element.classList.toggle("calm", !failed);

@@ -8,7 +8,7 @@ const SHOWN = { newest: 24, slowest: 12, troubled: 12 };
 const NONE = {
   newest: "No request has come yet. The first one appears here within a second.",
   slowest: "No request has had its first token yet.",
-  troubled: "None of the last 200 requests failed, was cancelled, or needed a second attempt.",
+  troubled: "None of the last 1,000 requests failed, was cancelled, or needed a second attempt.",
 };
 
 const ttft = (row) => row.hops.first_token;

@@ -23,7 +23,7 @@ export class Topology {
 
   show(snapshot, sample) {
     this.measure(snapshot);
-    this.snapshot = snapshot;
+    this.snapshot = snapshot; // before the cards: their tooltips read it
     this.sample = sample;
     const columns = { prefill: [], store: [], decode: [] };
     for (const process of snapshot.processes) columns[process.role]?.push(process);
@@ -118,7 +118,7 @@ export class Topology {
 
   facts(process, used, gone) {
     const lines = [`${process.name} on node ${process.node}`, ["state", process.state]];
-    if (process.role === "router") return lines;
+    if (process.role === "router") return [...lines, ...this.queueFacts()];
     lines.push(["process id", String(process.pid)], ["last heard of", `${durationText(process.heartbeat_age_ms)} ago`]);
     if (gone) return lines;
     if (process.pages_total)
@@ -128,6 +128,15 @@ export class Topology {
     if (process.step) lines.push(["last step", durationText(process.step[4] * 1_000)]);
     if (process.pages)
       for (const [tier, held] of Object.entries(process.pages)) lines.push([`cached, ${TIER_NAMES[tier]}`, `${count(held)} pages`]);
+    return lines;
+  }
+
+  queueFacts() {
+    const { waiting, prefill_utilization: prefill, decode_utilization: decode, advised } = this.snapshot.queue;
+    const lines = Object.entries(waiting).map(([level, requests]) => [`queued with priority ${level}`, count(requests)]);
+    if (prefill !== null) lines.push(["use of prefill workers", `${percent(prefill)}%`]);
+    if (decode !== null) lines.push(["use of decode workers", `${percent(decode)}%`]);
+    if (advised) lines.push(["role of one more worker", advised]);
     return lines;
   }
 
