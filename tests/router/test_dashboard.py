@@ -387,7 +387,7 @@ def test_text_stands_out_from_what_is_behind_it(dark: bool) -> None:
 
 
 JS = """
-import { age, bytes, count, duration, hops, icicle, niceCeiling } from "MODULE";
+import { age, bytes, count, duration, extent, hops, icicle, niceCeiling } from "MODULE";
 const say = (value) => console.log(JSON.stringify(value));
 say([count(950), count(1284), count(12345), count(null)]);
 say([duration(0.42), duration(18.2), duration(1800), duration(186000), duration(null)]);
@@ -398,6 +398,8 @@ say(apart.map((one) => [one.hop, one.from, one.to]));
 say(hops({ placed: 1, accepted: 3, started: 22, first_token: 30 }).map((one) => one.hop));
 say(hops({ placed: 1 }).map((one) => one.hop));
 const nodes = [[-1, 0, 4, 3, 10, 0, 0], [0, 4, 4, 2, 5, 1, 0], [0, 4, 2, 1, 2, 1, 0], [-1, 0, 8, 1, 8, 0, 0]];
+const long = [[-1, 0, 1000, 1, 1000, 0, 0]];
+say([extent(nodes), extent([]), extent([...nodes.map((node) => node.with(3, node[3] * 20)), ...long])]);
 say(icicle(nodes).map((one) => [one.x, one.width, one.y, one.height]));
 """
 
@@ -408,7 +410,7 @@ def test_numbers_hops_and_the_picture_of_prefixes_are_laid_out_as_they_should() 
     out = subprocess.run(
         [node, "--input-type=module", "-e", script], capture_output=True, text=True, timeout=60, check=True
     ).stdout
-    counts, durations, others, ceilings, apart, alone, queued, boxes = map(json.loads, out.splitlines())
+    counts, durations, others, ceilings, apart, alone, queued, extents, boxes = map(json.loads, out.splitlines())
     assert counts == ["950", "1,284", "12.3K", "–"]
     assert durations == [["0.42", "ms"], ["18", "ms"], ["1.80", "s"], ["3.1", "min"], ["–", ""]]
     assert others == ["now", "3 s", "2 min", "16.0 KiB", "1.5 GiB"]
@@ -416,4 +418,5 @@ def test_numbers_hops_and_the_picture_of_prefixes_are_laid_out_as_they_should() 
     assert apart == [["queue", 0, 1], ["offer", 1, 3], ["prefill", 3, 20], ["handoff", 20, 22], ["step", 22, 30]]
     assert alone == ["queue", "offer", "prefill", "step"]
     assert queued == ["queue"]
+    assert extents == [8, 1, 10]  # one long chain among 81 does not squeeze the others
     assert boxes == [[0, 0.5, 0, 0.75], [0.5, 0.5, 0, 0.5], [0.5, 0.25, 0.5, 0.25], [0, 1, 0.75, 0.25]]

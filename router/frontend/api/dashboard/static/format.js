@@ -85,11 +85,23 @@ export function hops(times) {
 }
 
 /**
- * Rectangles of the prefix picture within 0 to 1: x and width by depth in pages, y and height by chains.
+ * How many pages wide the picture is: so that 97 of 100 chains fit, and a few very long ones do not squeeze the others.
  * `nodes` are [parent, depth, length, chains, pages, holding, merged], parents first.
  */
+export function extent(nodes) {
+  const ending = nodes.map((node) => node[3]); // chains that end in each node
+  for (const [parent, , , chains] of nodes) if (parent >= 0) ending[parent] -= chains;
+  const ends = nodes.map(([, depth, length], index) => [depth + length, Math.max(0, ending[index])]);
+  ends.sort((a, b) => a[0] - b[0]);
+  const total = ends.reduce((sum, [, chains]) => sum + chains, 0);
+  let seen = 0;
+  const most = ends.find(([, chains]) => (seen += chains) >= 0.97 * total)?.[0] ?? 1;
+  return Math.max(1, Math.min(ends.at(-1)?.[0] ?? 1, Math.ceil(1.15 * most)));
+}
+
+/** Rectangles of the prefix picture within 0 to 1: x and width by depth in pages, y and height by chains. */
 export function icicle(nodes) {
-  const deepest = nodes.reduce((most, [, depth, length]) => Math.max(most, depth + length), 1);
+  const deepest = extent(nodes);
   const roots = nodes.filter(([parent]) => parent < 0);
   const total = roots.reduce((sum, node) => sum + node[3], 0) || 1;
   const next = new Map([[-1, 0]]);
@@ -101,6 +113,7 @@ export function icicle(nodes) {
     next.set(parent, y + height);
     next.set(index, y);
     scale.set(index, height / chains);
-    return { index, x: depth / deepest, width: length / deepest, y, height, node };
+    const x = Math.min(1, depth / deepest);
+    return { index, x, width: Math.min(1, (depth + length) / deepest) - x, y, height, node };
   });
 }

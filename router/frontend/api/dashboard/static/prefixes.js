@@ -1,7 +1,7 @@
 // The prefix map as a picture: every cached chain of pages from left to right, as wide as it is long.
 
 import { $, h, s, showTip, hideTip, text } from "./dom.js";
-import { count, icicle } from "./format.js";
+import { count, extent, icicle } from "./format.js";
 
 const TIERS = { GPU: "device", CPU: "host", DISK: "disk" };
 const AXIS = 18;
@@ -39,7 +39,7 @@ export class PrefixMap {
     if (!width) return;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const boxes = icicle(view.nodes);
-    const parts = boxes.map((box) => {
+    const parts = boxes.filter((box) => box.width > 0).map((box) => {
       const holding = view.holdings[box.node[5]];
       const copies = Object.keys(holding.holders).length;
       const [w, t] = [Math.max(1, box.width * width - 1), box.height * (height - AXIS)];
@@ -50,7 +50,8 @@ export class PrefixMap {
         "data-index": box.index,
       });
     });
-    const deepest = Math.max(...view.nodes.map((node) => node[1] + node[2]));
+    const deepest = extent(view.nodes);
+    const longest = Math.max(...view.nodes.map((node) => node[1] + node[2]));
     const step = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048].find((pages) => deepest / pages <= width / 90) ?? 4096;
     for (let at = 0; at <= deepest; at += step) {
       const x = (at / deepest) * width;
@@ -61,7 +62,7 @@ export class PrefixMap {
     this.svg.replaceChildren(...parts);
     const chains = view.nodes.filter((node) => node[0] < 0).reduce((sum, node) => sum + node[3], 0);
     const shared = view.nodes.filter((node) => node[3] > 1).length;
-    this.svg.setAttribute("aria-label", `${count(chains)} cached chains of pages; ${count(shared)} stretches are shared by more than one; the longest has ${count(deepest * this.pageSize)} tokens`);
+    this.svg.setAttribute("aria-label", `${count(chains)} cached chains of pages; ${count(shared)} stretches are shared by more than one; the longest has ${count(longest * this.pageSize)} tokens`);
   }
 
   point(event) {
