@@ -50,9 +50,10 @@ from baton.messages import (
     WorkerRole,
 )
 from baton.process import settle
-from bench import cluster, load, models, report
+from bench import cluster, models, report
 from bench.neighbours import Neighbours
-from bench.workload import Lengths, Planned, Workload, poisson
+from deploy.load import sender
+from deploy.load.workload import Lengths, Planned, Workload, poisson
 from deploy.local import LocalCluster
 from kvstore.keys import pack_tokens
 from kvstore.prefix_map.prefix_map import PrefixMap
@@ -106,7 +107,7 @@ def measure(running: LocalCluster, plan: Sequence[Planned]) -> Turn:
     """Serve a plan. Raises BatonError if a request fails."""
     router, neighbours = psutil.Process(running.pids["router"]), Neighbours()
     before = router.cpu_times()
-    outcomes = asyncio.run(load.open_loop(running.address, plan, _TIMEOUT))
+    outcomes = asyncio.run(sender.open_loop(running.address, plan, _TIMEOUT))
     after, others = router.cpu_times(), neighbours.lap()
     if failed := next((outcome.failed for outcome in outcomes if outcome.failed), ""):
         raise BatonError(f"a request failed: {failed}")
@@ -348,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if asked.browser:
                 openings["Chromium"] = stack.enter_context(chromium(base))
             turns = iter(range(1, 1_000_000))
-            asyncio.run(load.closed_loop(running.address, plans.plan(100, seed=0), 2, _TIMEOUT))  # a cold start
+            asyncio.run(sender.closed_loop(running.address, plans.plan(100, seed=0), 2, _TIMEOUT))  # a cold start
 
             def side() -> Turn:
                 return measure(running, plans.plan(len(plans.arrivals), seed=next(turns)))
