@@ -68,6 +68,12 @@ _QUICK, _FULL = (6, 3.0), (30, 3.0)  # rounds, seconds of a turn
 _VIEWERS = 32
 _TIMEOUT = 60.0
 _NICE = 19
+_FIGURES = (  # of a turn: its field, what it is, its unit, and whether the target is for it
+    ("e2e", "a request p50", "ms", True),
+    ("first", "TTFT p50", "ms", False),
+    ("gap", "ITL p99", "ms", False),
+    ("cpu", "router's CPU", "ms/s", True),
+)
 _VOCABULARY = 512
 _WORKERS, _RECORDS = 32, 1_000  # of each role, and requests, whose router a snapshot is made of
 _CHAINS, _CHAIN = 10_000, 120  # chains of so many pages, whose first 20 pages are those of 50 prefixes
@@ -233,18 +239,15 @@ def results(paired: Mapping[str, Sequence[Paired]]) -> list[report.Result]:
     """Every figure with the page open beside that with it closed."""
     found: list[report.Result] = []
     for name, turns in paired.items():
-        for figure, title in (("e2e", "a request p50"), ("first", "TTFT p50"), ("gap", "ITL p99")):
+        for figure, title, unit, judged in _FIGURES:
             runs = [getattr(turn.open, figure) * 1_000 for turn in turns]
             ratio = statistics.median(getattr(turn.open, figure) / turn.closed(figure) for turn in turns)
             limit = statistics.median(turn.closed(figure) * 1_000 for turn in turns)
             made = report.Result(
-                "dashboard", f"{name}: {title}", statistics.median(runs), "ms",
+                "dashboard", f"{name}: {title}", statistics.median(runs), unit,
                 limit=limit, ratio=ratio, runs=tuple(runs),
             )  # fmt: skip
-            found.append(report.judged(made, TARGET, "low") if figure == "e2e" else made)
-        for figure, title in (("open", "router's CPU"), ("closed", "router's CPU without")):
-            cpu = [(turn.open.cpu if figure == "open" else turn.closed("cpu")) * 1_000 for turn in turns]
-            found.append(report.median_of("dashboard", f"{name}: {title}", "ms/s", cpu))
+            found.append(report.judged(made, TARGET, "low") if judged else made)
         others = [turn.others for turn in turns]
         found.append(report.median_of("dashboard", f"{name}: used by others meanwhile", "cores", others))
     return found
