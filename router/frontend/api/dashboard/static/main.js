@@ -2,7 +2,7 @@
 
 import { hasKey, read, setKey } from "./api.js";
 import { Chart, Tile } from "./charts.js";
-import { $, h, text } from "./dom.js";
+import { $, text } from "./dom.js";
 import { Events } from "./events.js";
 import { age, count, duration, durationText, percent, rate } from "./format.js";
 import { PrefixMap } from "./prefixes.js";
