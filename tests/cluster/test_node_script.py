@@ -12,7 +12,7 @@ from tests.cluster.machine import HOME, MODEL, ROOT, Machine
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
-SCRIPT = ROOT / "deploy" / "docker" / "node.sh"
+SCRIPT = ROOT / "deploy" / "manifests" / "docker" / "node.sh"
 API = "http://127.0.0.1:8000/v1/models"
 
 
@@ -28,7 +28,7 @@ def status_of(machine: Machine, *headers: str) -> str:
 
 
 def test_a_head_serves_with_the_keys_that_it_is_given_and_leaves_nothing_behind(machine: Machine) -> None:
-    settings = yaml.safe_load((ROOT / "deploy" / "docker" / "baton.yaml").read_text())
+    settings = yaml.safe_load((ROOT / "deploy" / "manifests" / "docker" / "baton.yaml").read_text())
     settings["model"]["path"] = MODEL
     settings["store"]["host_cache_bytes"] = "32MiB"
     settings |= {role: {"kv_cache_bytes": "32MiB", "threads": 1} for role in ("prefill", "decode")}

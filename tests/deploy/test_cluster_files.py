@@ -30,11 +30,11 @@ WORKERS = {
 
 
 def ray_cluster_file() -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "deploy" / "ray" / "cluster.yaml").read_text())
+    return yaml.safe_load((ROOT / "deploy" / "manifests" / "ray" / "cluster.yaml").read_text())
 
 
 def manifests() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "baton.yaml").read_text()))
+    return list(yaml.safe_load_all((ROOT / "deploy" / "manifests" / "kubernetes" / "baton.yaml").read_text()))
 
 
 def manifest(kind: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import yaml
 from baton import config
 
 ROOT = Path(__file__).parents[2]
-DOCKER = ROOT / "deploy" / "docker"
+DOCKER = ROOT / "deploy" / "manifests" / "docker"
 COMPOSE = sorted(path.name for path in DOCKER.glob("compose*.yaml"))
 
 
@@ -46,8 +46,8 @@ def test_the_image_runs_as_no_root_and_holds_no_secret() -> None:
     assert [line for line in lines if line.startswith("USER")] == ["USER 1000:1000"]
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignored[1] == "*"  # what is not listed is not sent
-    assert "deploy/docker/secrets" in ignored
-    assert "deploy/docker/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert "deploy/manifests/docker/secrets" in ignored
+    assert "deploy/manifests/docker/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def test_what_the_image_copies_is_sent_to_the_builder() -> None:
