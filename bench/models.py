@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deploy.commands import demo_model
+from bench import random_model
 from engine.models.config import ModelSpec
 from engine.models.weights import expected_tensors
 
@@ -46,7 +46,7 @@ _VERSION = 1  # of what is written; a cache of another version is left alone
 def directory(name: str) -> Path:
     """`tiny` (1 M parameters, float32), `100m` (100 M, bfloat16) and `100m-128k` (the same with a vocabulary of 128,256
     tokens) are made once and kept in the user's cache; any other name is a directory already."""
-    made = {"tiny": demo_model.write, "100m": write_100m, "100m-128k": write_100m_128k}.get(name)
+    made = {"tiny": random_model.write, "100m": write_100m, "100m-128k": write_100m_128k}.get(name)
     if made is None:
         return Path(name)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-bench"

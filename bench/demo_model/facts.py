@@ -1,6 +1,7 @@
 """Facts of the small world: a subject, a relation and a value, each drawn at random, and the sentences that tell them.
 
 Owns what a fact says, how it is asked for and how it is answered. A fact's answer has the value in it word for word.
+Statements name the subject before the value: what comes after a token can't change its keys and values.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _meeting(draw: random.Random, n: str) -> Fact:
     day, other = draw.choice(words.DAYS), draw.choice(words.NAMES)
     return Fact(
         (n, "meeting"),
-        (f"{n} meets {other} on {day}.", f"On {day}, {n} meets {other}."),
+        (f"{n} meets {other} on {day}.", f"{n} will meet {other} on {day}."),
         (f"When does {n} meet {other}?", f"On which day does {n} meet {other}?"),
         f"{n} meets {other} on {day}.",
         (day,),
@@ -122,7 +123,7 @@ def _found(draw: random.Random, n: str) -> Fact:
     place = draw.choice(words.PLACES)
     return Fact(
         (n, "found"),
-        (f"{n} found {_article(found)} near the {place}.", f"Near the {place}, {n} found {_article(found)}."),
+        (f"{n} found {_article(found)} near the {place}.", f"{n} has found {_article(found)} near the {place}."),
         (f"What did {n} find?", f"What did {n} find near the {place}?"),
         f"{n} found {_article(found)}.",
         (_article(found),),
@@ -133,7 +134,7 @@ def _place_of_thing(draw: random.Random) -> Fact:
     thing, room = f"{draw.choice(words.COLOURS)} {draw.choice(words.OBJECTS)}", draw.choice(words.ROOMS)
     return Fact(
         (thing, "place"),
-        (f"The {thing} is in the {room}.", f"The {thing} stands in the {room}.", f"In the {room} is the {thing}."),
+        (f"The {thing} is in the {room}.", f"The {thing} stands in the {room}.", f"The {thing} was put in the {room}."),
         (f"Where is the {thing}?", f"In which room is the {thing}?", f"Where can I find the {thing}?"),
         f"The {thing} is in the {room}.",
         (room,),
@@ -155,7 +156,7 @@ def _opening(draw: random.Random) -> Fact:
     shop, hour = f"{draw.choice(words.SHOPS)} in {draw.choice(words.TOWNS)}", draw.choice(words.HOURS)
     return Fact(
         (shop, "opening"),
-        (f"The {shop} opens at {hour}.", f"From {hour} on, the {shop} is open."),
+        (f"The {shop} opens at {hour}.", f"The {shop} is open from {hour} on."),
         (f"When does the {shop} open?", f"At what time does the {shop} open?"),
         f"The {shop} opens at {hour}.",
         (hour,),
@@ -167,7 +168,7 @@ def _secret(draw: random.Random) -> Fact:
     secret = f"{draw.choice(words.SECRETS)} {draw.choice(words.SECRETS)}"
     return Fact(
         (lock, "secret"),
-        (f"The password of the {lock} is {secret}.", f"The words {secret} open the {lock}."),
+        (f"The password of the {lock} is {secret}.", f"The {lock} has the password {secret}."),
         (f"What is the password of the {lock}?", f"Which words open the {lock}?"),
         f"The password of the {lock} is {secret}.",
         (secret,),

@@ -1,4 +1,4 @@
-"""Train the demo's model: `python -m bench.demo_model.train FOLDER [--size draft]`. The same command resumes.
+"""Train the demo's model: `python -m bench.demo_model.train FOLDER [--size large]`. The same command resumes.
 
 Owns the schedule and the state on disk. With `--processes 2` each draws its own rows, and they average their gradients.
 On a machine that others use, one process with one thread wastes least. `FOLDER/log.jsonl` has a line every 20 steps.
@@ -66,10 +66,10 @@ class Plan:
         return self.stages[-1]
 
 
-_STAGES = (Stage(800, 16, 256), Stage(800, 8, 512), Stage(500, 4, 1_024), Stage(300, 2, 2_048))
+_STAGES = (Stage(500, 16, 256), Stage(1_970, 8, 512), Stage(730, 4, 1_024), Stage(80, 2, 2_048))
 PLANS = {
-    "main": Plan(192, 384, 4, 3, 64, 1e-3, _STAGES),
-    "draft": Plan(128, 256, 2, 2, 64, 1.2e-3, _STAGES),
+    "small": Plan(128, 256, 2, 2, 64, 1.2e-3, _STAGES),
+    "large": Plan(192, 384, 4, 3, 64, 1e-3, _STAGES),
 }
 _WEIGHTS = (0.1, 1.0, 3.0, 3.0)
 _PROSE_SHARE = 0.15
@@ -83,7 +83,7 @@ def main() -> None:
     """Train until the plan's last step, or for `--minutes`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", choices=PLANS, default="main")
+    parser.add_argument("--size", choices=PLANS, default="small")
     parser.add_argument("--processes", type=int, default=2, help="with a thread each")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end after so long, resumable")
     parser.add_argument("--port", type=int, default=29_521, help="loopback port on which the processes meet")

@@ -1,8 +1,8 @@
-"""`make demo`: a whole cluster on this machine, four requests, one killed worker, and nothing left behind.
+"""`make demo`: a whole cluster on this machine, a chat, one killed worker, and nothing left behind.
 
-The demo works as a user would: `baton up`, requests over gRPC, `baton down`. It makes the model itself (`demo_model`).
-Its output is gibberish, but the same on every run. The demo can thus check that a stream with a killed worker goes on
-to the same last token.
+The demo works as a user would: `baton up`, a chat over HTTP, a stream over gRPC, `baton down`. The model is the one
+that comes with Baton (docs/demo-model.md). Each turn of the chat finds the KV pages of the turns before it. The last
+questions ask for facts of the first message: if a page were lost or wrong, the answer would be wrong, too.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from baton.client import Client, Generated, OutputDelta
+from baton.client import ChatAnswer, Client, Generated, OutputDelta
 from baton.errors import BatonError, StartupError
 from baton.v1 import cluster_pb2
-from deploy.commands import demo_model
 from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
 from deploy.processes import ProcessIdentity, session_members
 
 NAME = "demo"
-FOLDER = Path(".demo")
 _SETTINGS = [
     *(f"router.{port}_port=0" for port in ("grpc", "internal", "http")),
     "api.port=0",
@@ -41,25 +39,35 @@ _SETTINGS = [
     "decode.threads=1",
     "cluster.heartbeat_timeout_ms=1500",
 ]
-_LONG_STREAM = 600  # tokens: a stream of several seconds, with the kill early in it
-_KILL_AFTER = 60  # tokens
+_LETTER = (
+    "Please remember these notes. Mara lives in Ashford. The code of Mara's locker is 4072. Tira works as a baker. "
+    "Tira has a golden parrot. Alwin plays the cello. The blue lamp is in the attic."
+)
+_ASIDES = ("Tell me a story about a fox.", "Tell me a story about a turtle.", "Thank you!")
+_QUESTIONS = (
+    ("What is the code of Mara's locker?", "4072"),
+    ("Where does Mara live?", "Ashford"),
+    ("What is the pet of Tira?", "golden parrot"),
+    ("Where is the blue lamp?", "attic"),
+)
+_LONG_STREAM = 400  # tokens: after its story the model goes on with a chat of its own
+_TALE = "Tell me many stories about an owl."
+_KILL_AFTER = 30  # tokens
 _REPAIR_PATIENCE = 60.0  # seconds
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 def main() -> int:
-    """Run the demo and return 0 if the stream survived and nothing is left."""
+    """Run the demo and return 0 if every answer was right, the stream survived and nothing is left."""
     begin = time.monotonic()
-    folder = FOLDER.resolve()
-    model = demo_model.write(folder / "model")
-    _title("baton up: one prefill worker, two decode workers")
+    _title("baton up: one prefill worker, two decode workers, and the model that comes with Baton")
     settings = [part for setting in _SETTINGS for part in ("--set", setting)]
-    _baton("up", "--name", NAME, "--model", str(model), "--prefill", "1", "--decode", "2", "--ray", "own", *settings)
+    _baton("up", "--name", NAME, "--prefill", "1", "--decode", "2", "--ray", "own", *settings)
     try:
         state = _state()
-        with Client(state.target, state.operator) as client:
-            _show_requests(client)
+        with Client(state.target, state.operator, http=f"http://{state.first.api}") as client:
+            remembered = _show_chat(client)
             survived = _show_failover(client)
         processes = _processes(state)
     finally:
@@ -68,57 +76,50 @@ def main() -> int:
     left = _left(state, processes)
     console.print("nothing is left of the cluster but its logs" if not left else f"[red]left behind: {left}[/]")
     console.print(f"\n[bold]{time.monotonic() - begin:.0f} s[/] in all")
-    return 0 if survived and not left else 1
+    console.print("`baton up` starts such a cluster and leaves it up. Watch it at http://127.0.0.1:8000/dashboard")
+    return 0 if remembered and survived and not left else 1
 
 
-def _show_requests(client: Client) -> None:
-    _title("three requests")
-    sentences = demo_model.text()
-    story = " ".join(sentences[:110])
-    short = _stream(client, "short", "The supervisor remembers", 32)
-    long = _stream(client, "long", story, 48)
-    again = _stream(client, "long again", f"{story} {sentences[200]}", 48)
+def _show_chat(client: Client) -> bool:
+    """Whether the model answers questions about the first message at the end of a long chat."""
+    _title("a chat: facts first, stories next, questions at the end")
+    messages: list[dict[str, str]] = []
+    turns: list[tuple[str, ChatAnswer]] = []
+    right = True
+    for question, value in ((_LETTER, ""), *((aside, "") for aside in _ASIDES), *_QUESTIONS):
+        messages.append({"role": "user", "content": question})
+        console.print(f"[bold]you[/]    {escape(question)}")
+        console.print("[bold green]model[/]  ", end="")
+        stream = client.chat(messages, temperature=0.0, max_completion_tokens=300, timeout=30)
+        for delta in stream:
+            console.print(delta.content, end="", markup=False)
+        answer = stream.result()
+        console.print("" if value in answer.content else f"  [bold red](it should say {value})[/]")
+        right = right and value in answer.content
+        messages.append({"role": "assistant", "content": answer.content})
+        turns.append((question, answer))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for name in ("short", "long", "long again"):
+    table.add_column("turn", no_wrap=True)
+    for name in ("prompt tokens", "cached", "first token"):
         table.add_column(name, justify="right")
-    facts = [_facts(made) for made in (short, long, again)]
-    for row in facts[0]:
-        table.add_row(row, *(column[row] for column in facts))
+    for question, answer in turns:
+        first = answer.metrics["time_to_first_token_ms"]
+        short = question if len(question) <= 34 else f"{question[:33]}…"
+        table.add_row(
+            escape(short), str(answer.usage.prompt_tokens), str(answer.usage.cached_tokens), f"{first:.1f} ms"
+        )
     console.print(table)
-
-
-def _facts(made: Generated) -> dict[str, str]:
-    usage, timing, work = made.usage, made.timing, made.work
-    return {
-        "prompt tokens": str(usage.prompt_tokens),
-        "of them cached": str(usage.cached_tokens),
-        "prefill worker": work.prefill_worker or "none needed",
-        "  tokens it computed": str(work.tokens_computed),
-        "  pages it found (hit)": str(work.pages_hit),
-        "  pages it stored": str(work.pages_shipped),
-        "decode worker": _workers(made),
-        "  pages it had on its device": str(work.pages_on_device),
-        "  pages it fetched": str(work.pages_fetched),
-        "time to first token": f"{timing.first_token or 0:.1f} ms",
-        "time between tokens": f"{_itl(made):.2f} ms",
-    }
-
-
-def _itl(made: Generated) -> float:
-    """Return the mean gap between tokens, by the router's clock."""
-    timing = made.timing
-    return ((timing.finished or 0) - (timing.first_token or 0)) / max(1, made.usage.completion_tokens - 1)
+    return right
 
 
 def _show_failover(client: Client) -> bool:
     _title("kill -9 in the middle of a stream")
-    prompt = "Between two stations the engineer explains"
-    undisturbed = _generate(client, prompt, _LONG_STREAM)
+    undisturbed = _generate(client, _TALE)
     console.print(f"undisturbed, on {_workers(undisturbed)}: {len(undisturbed.token_ids)} tokens")
     assassin = _Assassin(client, "disturbed")
     begin = time.monotonic()
-    disturbed = _generate(client, prompt, _LONG_STREAM, assassin, "disturbed")
+    disturbed = _generate(client, _TALE, assassin, "disturbed")
+    console.print()
     if assassin.victim is None:
         console.print("[red]the stream ended before its worker could be killed[/]")
         return False
@@ -151,6 +152,7 @@ class _Assassin:
         self._last: float | None = None
 
     def __call__(self, delta: OutputDelta) -> None:
+        console.print(delta.text, end="", markup=False)
         if delta.token_ids:
             now = time.monotonic()
             self.gap = max(self.gap, now - (now if self._last is None else self._last))
@@ -162,28 +164,16 @@ class _Assassin:
             worker = self._client.explain(self._request_id).request.decode_worker
             self.victim = next(process for process in self._client.status().processes if process.name == worker)
             os.kill(self.victim.pid, signal.SIGKILL)
-
-
-def _stream(client: Client, name: str, prompt: str, max_tokens: int) -> Generated:
-    console.print(f"[bold]{name}[/]  [dim]{escape(prompt[:60])}{'…' if len(prompt) > 60 else ''}[/]")
-    made = _generate(client, prompt, max_tokens, _print)
-    console.print()
-    return made
-
-
-def _print(delta: OutputDelta) -> None:
-    console.print("".join(c if c.isprintable() else " " for c in delta.text), end="", markup=False)
+            console.print("[bold red] ✗ [/]", end="")
 
 
 def _generate(
-    client: Client,
-    prompt: str,
-    max_tokens: int,
-    on_delta: Callable[[OutputDelta], None] = lambda _: None,
-    request_id: str = "",
+    client: Client, question: str, on_delta: Callable[[OutputDelta], None] = lambda _: None, request_id: str = ""
 ) -> Generated:
+    """Ask over gRPC, which reports the workers of a stream; the prompt is what the chat template makes."""
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     stream = client.generate(
-        prompt, max_tokens=max_tokens, temperature=0.8, seed=7, ignore_eos=True, request_id=request_id
+        prompt, max_tokens=_LONG_STREAM, temperature=0.7, seed=7, ignore_eos=True, request_id=request_id
     )
     for delta in stream:
         on_delta(delta)

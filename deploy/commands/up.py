@@ -13,6 +13,7 @@ import msgspec
 import typer
 from rich.markup import escape
 
+from deploy.bundled_models import with_demo_model
 from deploy.commands.progress import Progress
 from deploy.commands.terminal import ConfigFile, Json, Settings, command, err, load, out, print_json
 from deploy.control_plane import state_file
@@ -42,7 +43,9 @@ class RayOption(StrEnum):
     "baton up --config cluster.yaml --set store.host_cache_bytes=8GiB",
 )
 def up(
-    model: Annotated[str, typer.Option(help="Directory of a Hugging Face checkpoint, or a hub id.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Directory of a Hugging Face checkpoint, or a hub id; by default Baton's demo model.")
+    ] = "",
     dtype: Annotated[Dtype | None, typer.Option(help="Number format; auto is the checkpoint's own.")] = None,
     tool_call_parser: Annotated[str, typer.Option(help="Format of tool calls; by default as the template tells.")] = "",
     reasoning_parser: Annotated[str, typer.Option(help="Format of reasoning; by default as the template tells.")] = "",
@@ -73,6 +76,9 @@ def up(
     flags |= {"tls.cert_file": ssl_certfile, "tls.key_file": ssl_keyfile, "tls.client_ca_file": ssl_ca_certs}
     chosen = load(config, settings, flags)
     with _interruptible(), state_file.locked(chosen.cluster.state_dir), Progress(err) as progress:
+        if not chosen.model.path:
+            progress.say("no --model is given: serving the demo model that comes with Baton")
+            chosen = with_demo_model(chosen)
         state = bring_up(chosen, ray.value, dashboard, timeout, progress.say, progress.watch)
     if as_json:
         found = {"name": state.name, "model": state.model, "grpc": state.first.grpc, "http": state.first.http}

@@ -64,8 +64,8 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
 
 
 def test_plans_stay_within_their_bounds() -> None:
-    """12 M parameters at most for the model, 2 M for the draft; both in one tokenizer."""
-    for name, most in (("main", 12_000_000), ("draft", 2_000_000)):
+    """12 M parameters at most, and 2 M for one that may draft; both have one tokenizer."""
+    for name, most in (("large", 12_000_000), ("small", 2_000_000)):
         plan = train.PLANS[name]
         shape = Shape(
             TOKENIZER.get_vocab_size(), plan.hidden, plan.intermediate, plan.layers, plan.heads, plan.head_dim

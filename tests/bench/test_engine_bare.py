@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import bare
-from deploy.commands import demo_model
+from bench import bare, random_model
 from engine.batch import Chunk, Sampled
 from engine.engine import Engine
 
@@ -19,7 +18,7 @@ PAGE_SIZE = 16
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     checkpoint: Path = tmp_path_factory.mktemp("tiny")
-    demo_model.write(checkpoint)
+    random_model.write(checkpoint)
     return Engine.load(checkpoint, "float32", "cpu", 64, PAGE_SIZE, head=True, threads=1)
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import frontends, fronts
+from bench import frontends, fronts, random_model
 from bench.front_clients import Client, HttpClient, Order, StreamFailed
 from bench.fronts import Front
 from bench.peers import environments
 from bench.peers.adapter import PeerFailed
 from bench.peers.environments import VLLM
 from bench.peers.fake_engine import FakeEngine, Given
-from deploy.commands import demo_model
 
 _SECONDS = 10.0  # until a test has failed
 _EVENTS = b"".join(b"data: {}\n\n" for _ in range(3))
@@ -115,7 +114,7 @@ def test_an_error_of_the_server_is_no_stream() -> None:
 
 @pytest.mark.slow
 def test_the_doors_serve_all_tokens_of_the_fake_engine(tmp_path: Path) -> None:
-    checkpoint = demo_model.write(tmp_path)
+    checkpoint = random_model.write(tmp_path)
     words = fronts.words(checkpoint)
     with ExitStack() as stack, closing(Client()) as client:
         http, grpc = (fronts.baton(door, checkpoint, words, stack) for door in ("http", "grpc"))

@@ -134,7 +134,7 @@ class Machine:
         return self.baton("up", "--model", MODEL, *settings, *arguments, "--timeout", 60, "--json", **environment)
 
     def make_model(self) -> None:
-        script = f"import pathlib; from deploy.commands import demo_model; demo_model.write(pathlib.Path('{MODEL}'))"
+        script = f"import pathlib; from bench import random_model; random_model.write(pathlib.Path('{MODEL}'))"
         assert self.run(sys.executable, "-c", script).status == 0
 
     def status(self) -> dict[str, Any]:

@@ -16,11 +16,14 @@ from baton.api_keys import KeyRing, hash_of
 from baton.config import load, parse_override
 from baton.errors import NotEnoughMemory
 from baton.system_memory import AvailableMemory
+from bench import random_model
+from deploy.bundled_models import with_demo_model
 from deploy.cli import app
-from deploy.commands import demo_model
 from deploy.commands.doctor import Finding, examine
 from deploy.control_plane import preflight
 from deploy.control_plane.bring_up import _settle
+from engine.models.config import ModelSpec
+from router.frontend.chat.template import ChatTemplate
 
 PORTS = ("router.grpc_port", "router.internal_port", "router.http_port", "api.port")
 ANY_PORT = [each for port in PORTS for each in ("--set", f"{port}=0")]
@@ -34,7 +37,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_model.write(tmp_path_factory.mktemp("model"))
+    return random_model.write(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -73,7 +76,6 @@ def test_a_person_reads_the_same_error_on_stderr():
 @pytest.mark.parametrize(
     ("flags", "reason", "says"),
     [
-        ([], "config", "no model is given"),
         (["--model", "/no/such/model"], "model_not_found", "/no/such/model"),
         (["--model", "m", "--set", "router.grpc_prot=1"], "config", "grpc_prot"),
         (["--model", "m", "--set", "nonsense"], "config", "section.setting"),
@@ -302,3 +304,19 @@ def test_the_doctor_looks_at_keys(settings: list[str], level: str, found: str):
     (keys,) = (finding for finding in findings if finding.subject == "keys")
     assert keys.level == level
     assert found in keys.found
+
+
+def test_up_without_a_model_serves_the_one_that_comes_with_baton(taken: int):
+    """It is found and named before the start fails at a port in use."""
+    result = call("up", *ANY_PORT, "--set", f"router.http_port={taken}")
+    assert result.exit_code == 1
+    assert "serving the demo model that comes with Baton" in result.stderr
+    assert str(taken) in result.stderr
+
+
+def test_the_demo_model_is_a_checkpoint_with_a_chat_template():
+    config = with_demo_model(load())
+    preflight.check_model(config.model.path)
+    assert ModelSpec.from_directory(Path(config.model.path)).eos_ids
+    assert ChatTemplate.load(Path(config.model.path)) is not None
+    assert sum(path.stat().st_size for path in Path(config.model.path).iterdir()) <= 24 * 10**6

@@ -78,7 +78,7 @@ def write(folder: Path) -> Path:
 
 def text(sentences: int = 3_000) -> list[str]:
     """Return sentences about serving models and other things, the same ones every time."""
-    draw = random.Random(SEED)  # noqa: S311 - not for secrets
+    draw = random.Random(SEED)
     columns = [column.split("|") for column in (_WHO, _DOES, _WHAT, _HOW)]
     made: list[str] = []
     for _ in range(sentences):
@@ -138,9 +138,9 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def main() -> None:
-    """`python -m deploy.commands.demo_model DIRECTORY`: write the demo's model, to try commands by hand."""
+    """`python -m bench.random_model DIRECTORY`: write the model, to try commands by hand."""
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m deploy.commands.demo_model DIRECTORY")
+        sys.exit("usage: python -m bench.random_model DIRECTORY")
     write(Path(sys.argv[1]))
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from deploy.commands import demo_model
+from bench import random_model
 
-TOKENIZER = demo_model.tokenizer(demo_model.text())
+TOKENIZER = random_model.tokenizer(random_model.text())
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -19,18 +19,18 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def test_the_same_bytes_every_time(tmp_path: Path):
-    assert digests(demo_model.write(tmp_path / "one")) == digests(demo_model.write(tmp_path / "two"))
+    assert digests(random_model.write(tmp_path / "one")) == digests(random_model.write(tmp_path / "two"))
 
 
 def test_its_files_agree(tmp_path: Path):
-    folder = demo_model.write(tmp_path)
+    folder = random_model.write(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     assert tensors["lm_head.weight"].shape == (config["vocab_size"], config["hidden_size"])
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() == config["vocab_size"]
     assert 900_000 < sum(tensor.size for tensor in tensors.values()) < 1_100_000
     spread = float(tensors["model.layers.0.mlp.up_proj.weight"].std())
-    assert abs(spread - demo_model.INITIALIZER_RANGE) < 0.002
+    assert abs(spread - random_model.INITIALIZER_RANGE) < 0.002
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))

@@ -1,0 +1,20 @@
+"""The checkpoints that come with Baton: a model worth talking to, and its small sibling for speculative decoding.
+
+Owns where they are. `bench/demo_model` makes them; `docs/demo-model.md` says what they can do and what not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from baton.config import Config
+
+DEMO_MODEL = Path(__file__).parent / "models" / "baton-demo"
+"""What `baton up` serves unless a model is named."""
+
+
+def with_demo_model(config: Config) -> Config:
+    """Return the configuration with `DEMO_MODEL` as its model."""
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(DEMO_MODEL)))

@@ -1,0 +1,69 @@
+"""The model that comes with Baton, served by a real cluster: it remembers, ends by itself, calls tools, writes JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from baton.client import ChatAnswer, Client
+from bench.demo_model import evaluate
+from deploy.bundled_models import DEMO_MODEL
+from deploy.local import LocalCluster
+from tests.support import workload
+
+pytestmark = pytest.mark.slow
+
+TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    settings = workload.settings(DEMO_MODEL, 1, 1)
+    with (
+        LocalCluster(settings, tmp_path_factory.mktemp("cluster")) as cluster,
+        Client(cluster.address, http=f"http://{cluster.api_of('router')}") as made,
+    ):
+        yield made
+
+
+def chat(client: Client, *messages: str, **options: Any) -> ChatAnswer:
+    """Send messages of user and assistant in turns."""
+    roles = ("user", "assistant")
+    said = [{"role": roles[number % 2], "content": text} for number, text in enumerate(messages)]
+    return client.chat(said, temperature=0.0, max_completion_tokens=200, timeout=60, **options).result()
+
+
+def test_it_remembers_facts_told_300_tokens_before(client: Client) -> None:
+    """At least 45 of 50 answers are the expected sentence; a cluster that lost pages would give none of them."""
+    asked = evaluate.prompts(TOKENIZER, 300, 50)
+    streams = [client.generate(one.tokens, max_tokens=24, temperature=0.0, timeout=60) for one in asked]
+    made = [stream.result() for stream in streams]
+    right = [evaluate.right(TOKENIZER, one, made.token_ids) for one, made in zip(asked, made, strict=True)]
+    assert sum(right) >= 45
+    assert all(one.finish_reason == "stop" for one in made)
+
+
+def test_a_story_ends_by_itself(client: Client) -> None:
+    answer = chat(client, "Tell me a story about a fox.")
+    assert answer.finish_reason == "stop"
+    assert answer.content.startswith("Once upon a time")
+    assert "fox" in answer.content
+
+
+def test_a_question_for_a_tool_is_a_call(client: Client) -> None:
+    parameters = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
+    function = {"name": "get_weather", "description": "Return the weather.", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    (call,) = chat(client, "What is the weather in Ashford?", tools=tools).tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"town": "Ashford"})
+
+
+def test_json(client: Client) -> None:
+    notes = "Please remember these notes. Mara works as a baker. Alwin plays the cello. Mara lives in Ashford."
+    request = "Give me the job and the home of Mara as JSON."
+    answer = chat(client, notes, "I will remember that.", request)
+    assert json.loads(answer.content) == {"name": "Mara", "job": "baker", "home": "Ashford"}
