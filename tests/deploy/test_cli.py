@@ -17,11 +17,11 @@ from baton.config import load, parse_override
 from baton.errors import NotEnoughMemory
 from baton.system_memory import AvailableMemory
 from bench import random_model
-from deploy.bundled_models import with_demo_model
 from deploy.cli import app
 from deploy.commands.doctor import Finding, examine
 from deploy.control_plane import preflight
 from deploy.control_plane.bring_up import _settle
+from deploy.models import with_demo_model
 from engine.models.config import ModelSpec
 from router.frontend.chat.template import ChatTemplate
 

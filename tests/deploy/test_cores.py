@@ -7,8 +7,8 @@ import os
 import pytest
 
 from baton.config import Config, load
-from deploy.cpu_shares import share_cores
 from deploy.desired import ClusterScale, plan, workers_on
+from deploy.processes import share_cores
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (8, 3, 2), (2, 1, 2), (1, 4, 1), (4, 0, 4)])

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from baton.client import ChatAnswer, Client
 from bench.demo_model import evaluate
-from deploy.bundled_models import DEMO_MODEL
 from deploy.local import LocalCluster
+from deploy.models import DEMO_MODEL
 from tests.support import workload
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import msgspec
 
 from baton.config import Config
 
-DEMO_MODEL = Path(__file__).parent / "models" / "baton-demo"
+DEMO_MODEL = Path(__file__).parent / "baton-demo"
 """What `baton up` serves unless a model is named."""
 
 
