@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from baton.config import Bytes, DiskConfig
 from kvstore.checksum import page_checksum
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.interface import DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 from kvstore.disk.io_threads import DiskTier
+from kvstore.disk.orders import DiskOrder, Read, Write
 from kvstore.disk.record_format import RecordLayout
 from tests.kvstore.chains import key, keys, parent
 
@@ -23,6 +24,22 @@ NAMESPACE = b"namespace 16 byt"
 SMALL = 1_000  # bytes of a page whose records are packed
 LARGE = 65_536  # whose records are aligned
 _PATIENCE = 20.0
+
+
+class CountingTier(DiskTier):
+    """Counts the orders that end without a word, such as Invalidate, and how many of them are done."""
+
+    def __init__(self, directory: Path, arena: Callable[[int], memoryview]) -> None:
+        self.orders = self.done = 0
+        super().__init__(directory, arena)
+
+    def submit(self, order: DiskOrder) -> None:
+        self.orders += not isinstance(order, Read | Write)
+        super().submit(order)
+
+    def _append(self, order: Any) -> None:
+        super()._append(order)
+        self.done += isinstance(order, DiskOrder)
 
 
 class Rig:
@@ -41,7 +58,7 @@ class Rig:
         self._slots = slots
         self._memory = memoryview(mmap.mmap(-1, slots * page_bytes))
         self.index = DiskIndex(self.settings)
-        self.tier = DiskTier(self.path, self.slot)
+        self.tier = CountingTier(self.path, self.slot)
         self.ended: list[DiskOutcome] = []
 
     def __enter__(self) -> Self:
@@ -84,7 +101,8 @@ class Rig:
         self.index.validate()
 
     def settle(self) -> None:
-        """Until nothing has happened for a moment."""
+        """Until the threads have carried out every order, and nothing has happened for a moment after that."""
+        self.until(lambda: self.tier.done == self.tier.orders)
         quiet = time.monotonic()
         while time.monotonic() - quiet < 0.04:
             if select.select([self.tier.fileno()], [], [], 0.02)[0]:
