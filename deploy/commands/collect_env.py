@@ -24,6 +24,7 @@ _PACKAGES = (
 )  # fmt: skip
 _VARIABLES = re.compile(r"(OMP|MKL|KMP|CUDA|NCCL|TORCH|PYTORCH|HF|RAY|OTEL|LD|PYTHON)_\w+|PATH|BATON_\w+")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|HEADERS|AUTH", re.IGNORECASE)
+_LOGIN = re.compile(r"//[^/@\s]+@")  # the user and password of a URL
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 _PATIENCE = 10.0  # seconds, for each program that is asked
 
@@ -54,9 +55,9 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change how a cluster runs. The value of a secret is replaced."""
+    """Return the variables that change how a cluster runs. A secret and the login of a URL are replaced."""
     kept = {name: value for name, value in sorted(variables.items()) if _VARIABLES.fullmatch(name)}
-    return {name: "(left out)" if _SECRET.search(name) else value for name, value in kept.items()}
+    return {name: "(left out)" if _SECRET.search(name) else _LOGIN.sub("//", value) for name, value in kept.items()}
 
 
 def _baton() -> dict[str, Any]:

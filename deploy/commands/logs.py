@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 import re
 import time
 from collections import deque
@@ -94,7 +95,7 @@ class LogFile:
         """Return the records since the last call, and all records of a new file; empty if there is no file."""
         try:
             with self._path.open("rb") as file:
-                found = self._path.stat()
+                found = os.fstat(file.fileno())  # of this file: the path may name a newer one already
                 if found.st_ino != self._inode or found.st_size < self._offset:
                     self._inode, self._offset, self._rest = found.st_ino, 0, b""
                 file.seek(self._offset)

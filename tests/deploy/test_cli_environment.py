@@ -81,3 +81,9 @@ def test_rates_between_two_looks():
     assert list(history.rates["requests"]) == [2.0, 0.0]
     assert sparkline([0.0, 1.0, 2.0]) == "▁▅█"
     assert sparkline([0.0]) == "▁"
+
+
+def test_the_login_of_a_url_is_left_out():
+    assert environment({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://me:pass@host:4318/v1"}) == {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://host:4318/v1"
+    }
