@@ -24,6 +24,7 @@ from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import Batch, Chunk, Sampled, flatten
 from engine.cpu import build, decode, prefill
 from engine.cpu.thread_pool import ThreadPool
+from engine.gpus import resolve_device
 from engine.models import weights
 from engine.models.config import DTYPES, ModelSpec
 from engine.models.llama import NUMERICS_VERSION, LlamaModel
@@ -104,17 +105,18 @@ class Engine:
         """Load the checkpoint in the directory `path` and make a pool of `num_pages` empty pages.
 
         `dtype` "auto" is the checkpoint's own, and is that of the pages too. `device` "auto" is cuda where there is
-        one. Without `head` the engine makes pages and never tokens. `threads` None is one for each CPU of this
-        process: the setting is torch's, so it holds for the whole process. Without `native`, torch does all the work.
-        Raises ModelError (ModelNotFound, UnsupportedModel, CorruptWeights) and NotEnoughMemory.
+        one (`engine.gpus`). Without `head` the engine makes pages and never tokens. `threads` None is one for each CPU
+        of this process: the setting is torch's, so it holds for the whole process. Without `native`, torch does all the
+        work.
+        Raises ModelError (ModelNotFound, UnsupportedModel, CorruptWeights), NotEnoughMemory, and StartupError for a
+        CUDA device that is not here.
         """
         # Ray sets OMP_NUM_THREADS to 1 in its actors, so leaving it to torch would use one core.
         threads = threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(threads)
         config = ModelSpec.from_directory(path)
         layout = layout_of(config, dtype, page_size)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = resolve_device(device)
         loaded = weights.load(path, config, TORCH_DTYPES[layout.dtype], torch.device(device), head)
         pool = _make_pool(num_pages, layout, device)
         engine = cls(config, loaded.weights, loaded.fingerprint, layout, pool, threads, native)

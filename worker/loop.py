@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import msgspec
-import torch
 
 from baton.clock import PauseDetector, Tick
 from baton.config import Config
@@ -47,6 +46,7 @@ from baton.unix import readable
 from baton.wire import Poller, refused
 from engine.checkpoint import hub
 from engine.engine import Engine, layout_of
+from engine.gpus import resolve_device, visible_gpus
 from engine.models.config import ModelSpec
 from engine.sampling.grammars import GrammarCompiler
 from engine.step import ScheduledBatch, StepDone, StepFailed
@@ -433,8 +433,8 @@ class WorkerLoop:
 
 
 def load(config: Config, role: WorkerRole) -> Engine:
-    """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError or
-    NotEnoughMemory."""
+    """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError, NotEnoughMemory, or
+    StartupError for a CUDA device that is not here."""
     own = config.decode if role == "decode" else config.prefill
     head = role == "decode" or config.prefill.lm_head
     path = hub.resolve(config.model.path)
@@ -442,8 +442,11 @@ def load(config: Config, role: WorkerRole) -> Engine:
     layout = layout_of(model, config.model.dtype, config.pages.page_size)
     num_pages = pool_pages(own.kv_cache_bytes, layout)
     room = available_memory()
-    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
-    if on_cpu and own.kv_cache_bytes > room.available:
+    gpus = visible_gpus()
+    device = resolve_device(config.model.device, gpus)
+    if device == "cpu" and gpus.wasted:
+        log.warning("computes on the CPU: %s", gpus.problem or "model.device is cpu")
+    if device == "cpu" and own.kv_cache_bytes > room.available:
         raise NotEnoughMemory(
             f"the page pool takes {own.kv_cache_bytes} bytes and {room.bound} leaves {room.available}; "
             "lower kv_cache_bytes"
@@ -452,7 +455,7 @@ def load(config: Config, role: WorkerRole) -> Engine:
     return Engine.load(
         path,
         settings.dtype,
-        settings.device,
+        device,
         num_pages,
         config.pages.page_size,
         head,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from baton.system_memory import available_memory
 from deploy.commands.collect_env import version_of
 from deploy.commands.terminal import ConfigFile, Json, Settings, coloured, command, load, out, print_json
 from deploy.control_plane import preflight, probe, state_file
+from engine.gpus import visible_gpus
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 
@@ -66,6 +66,7 @@ def examine(config: Config) -> list[Finding]:
         _keys(config),
         _clients(config),
         _torch(),
+        *_device(config),
         _cores(config),
         _files(),
         *_clusters(config),
@@ -166,12 +167,21 @@ def _torch() -> Finding:
         return Finding("bad", "torch", "not installed", "pip install torch")
     import torch
 
-    if torch.cuda.is_available():
-        return Finding("ok", "torch", f"{version}; {torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}")
+    found = visible_gpus()
+    if found.gpus:
+        return Finding("ok", "torch", f"{version}; {found}")
+    if found.wasted:
+        return Finding("warn", "torch", f"{version}, CPU only, though this machine has an NVIDIA driver", found.problem)
     capability = torch.backends.cpu.get_cpu_capability()
-    if shutil.which("nvidia-smi") is not None:
-        return Finding("warn", "torch", f"{version}, CPU only", "there is a GPU here: install a CUDA build of torch")
-    return Finding("ok", "torch", f"{version}, CPU only ({capability})")
+    return Finding("ok", "torch", f"{version}, CPU only ({capability}): {found.problem}")
+
+
+def _device(config: Config) -> list[Finding]:
+    try:
+        preflight.check_device(config)
+    except BatonError as error:
+        return [Finding("bad", "device", "not here", str(error))]
+    return []
 
 
 def _cores(config: Config) -> Finding:

@@ -18,6 +18,7 @@ from baton.errors import ConfigError, InvalidRequest, ModelNotFound
 from baton.system_memory import available_memory
 from deploy.commands.terminal import Json, command, out, print_json
 from deploy.commands.terminal import size as shown
+from engine.gpus import visible_gpus
 
 if TYPE_CHECKING:
     from engine.models.config import ModelSpec
@@ -99,7 +100,6 @@ def compute(
     The prefill worker's pages are those of one step. Raises ModelError for a dtype, InvalidRequest for a context that
     the model does not have.
     """
-    import torch
 
     from engine.engine import layout_of
     from engine.models.memory import WorkerMemory, activation_bytes, weight_bytes
@@ -109,7 +109,7 @@ def compute(
         raise InvalidRequest(f"a context of {context} tokens is more than the model's {spec.max_positions}")
     layout = layout_of(spec, dtype, page_size)
     kind = TORCH_DTYPES[layout.dtype]
-    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    on_cpu = device == "cpu" or (device == "auto" and not visible_gpus().gpus)
     weights = weight_bytes(spec, kind, on_cpu)
     per_sequence = -(-context // page_size)
 
@@ -137,8 +137,10 @@ def _free(on_cpu: bool) -> tuple[int, str]:
         return room.available, room.bound
     import torch
 
-    if not torch.cuda.is_available():
-        raise InvalidRequest("there is no GPU here: say how much memory one has, such as --memory 80GiB")
+    if not (found := visible_gpus()).gpus:
+        raise InvalidRequest(
+            f"there is no GPU here ({found.problem}): say how much memory one has, such as --memory 80GiB"
+        )
     return torch.cuda.mem_get_info(0)[0], torch.cuda.get_device_name(0)
 
 

@@ -17,6 +17,7 @@ from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
 from deploy.processes import session_members
+from engine.gpus import resolve_device, visible_gpus
 
 _PROCESS_BYTES = 300 * 2**20  # approximate memory of a worker besides its KV pages and its weights
 
@@ -27,6 +28,7 @@ def check(config: Config) -> None:
     check_keys(config)
     check_doors(config)
     check_ports(config)
+    check_device(config)
     check_memory(config, available_memory())
 
 
@@ -108,7 +110,13 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
 
 def runs_on_cpu(config: Config) -> bool:
     """Whether workers on this machine will compute on its CPU."""
-    return config.model.device == "cpu" or (config.model.device == "auto" and not Path("/dev/nvidiactl").exists())
+    return config.model.device == "cpu" or (config.model.device == "auto" and not visible_gpus().gpus)
+
+
+def check_device(config: Config) -> None:
+    """Check that this machine has the device, if all workers run here. Raises StartupError."""
+    if is_loopback(config.router.host):
+        resolve_device(config.model.device)
 
 
 def check_name_free(folder: Path) -> None:

@@ -53,10 +53,14 @@ class TorchAttention:
     """Plain torch, one code for CPU and CUDA: gathers each sequence's pages and gives them to SDPA.
 
     Gathering copies the context once a layer. Where there are native kernels, they read pages where they lie instead.
+    cuDNN is taken out of SDPA for the whole process: on Hopper and newer torch asks it first, and it builds a plan for
+    every new shape. Shapes here change with each page and each number of rows, and a plan takes 23 to 37 ms on an H100
+    (others' figure, not run here). The remaining backends have no plans.
     """
 
     def __init__(self, pool: torch.Tensor, layout: PageLayout) -> None:
         """`pool` is [pages, *layout.shape], contiguous."""
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.pool = pool
         self.layout = layout
         self.token_rows = pool.view(-1, layout.head_dim)

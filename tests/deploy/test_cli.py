@@ -22,6 +22,7 @@ from deploy.commands.doctor import Finding, examine
 from deploy.control_plane import preflight
 from deploy.control_plane.bring_up import _settle
 from deploy.models import with_demo_model
+from engine.gpus import visible_gpus
 from engine.models.config import ModelSpec
 from router.frontend.chat.template import ChatTemplate
 
@@ -320,3 +321,13 @@ def test_the_demo_model_is_a_checkpoint_with_a_chat_template():
     assert ModelSpec.from_directory(Path(config.model.path)).eos_ids
     assert ChatTemplate.load(Path(config.model.path)) is not None
     assert sum(path.stat().st_size for path in Path(config.model.path).iterdir()) <= 24 * 10**6
+
+
+@pytest.mark.skipif(bool(visible_gpus().gpus), reason="there is a GPU here")
+def test_a_gpu_that_is_not_here_is_refused_before_anything_starts(model: Path):
+    reason, message = error("up", "--model", model, *ANY_PORT, "--set", "model.device=cuda")
+    assert reason == "startup"
+    assert f"there is no GPU: {visible_gpus().problem}" in message
+    (found,) = [finding for finding in examine(load(overrides={"model.device": "cuda"})) if finding.subject == "device"]
+    assert (found.level, found.advice) == ("bad", message)
+    assert not [finding for finding in examine(load()) if finding.subject == "device"]

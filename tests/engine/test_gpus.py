@@ -1,0 +1,101 @@
+"""What a GPU is for a process, and why there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from baton.errors import StartupError
+from engine import gpus
+from engine.attention.torch_sdpa import TorchAttention
+from engine.gpus import Gpu, TorchBuild, VisibleGpus, find_gpus, resolve_device
+from kvstore.layout import PageLayout
+
+CUDA = TorchBuild("2.11.0+cu130", "13.0")
+CPU = TorchBuild("2.13.0+cpu", None)
+H100 = Gpu("NVIDIA H100", 80 * 2**30)
+
+
+class Driver:
+    """A driver with these devices, or one that fails."""
+
+    def __init__(self, *devices: Gpu, version: int = 13_000, fails: str = "") -> None:
+        self._devices, self._version, self._fails = devices, version, fails
+
+    def start(self) -> int:
+        if self._fails:
+            raise RuntimeError(self._fails)
+        return self._version
+
+    def devices(self) -> tuple[Gpu, ...]:
+        return self._devices
+
+
+def test_a_machine_with_gpus() -> None:
+    found = find_gpus(CUDA, Driver(H100, H100, Gpu("NVIDIA T4", 16 * 2**30)), {}, True)
+    assert found.gpus[0] == H100
+    assert str(found) == "2 × NVIDIA H100, 1 × NVIDIA T4"
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "environ", "file", "why"),
+    [
+        (None, Driver(H100), {}, True, "torch is not installed"),
+        (CPU, Driver(H100), {}, True, "install a CUDA build of torch"),
+        (CPU, None, {}, False, "torch 2.13.0+cpu is a build without CUDA"),
+        (CUDA, None, {}, False, "libcuda.so.1 is not found"),
+        (CUDA, Driver(H100), {"CUDA_VISIBLE_DEVICES": ""}, True, "CUDA_VISIBLE_DEVICES is '', which hides"),
+        (CUDA, Driver(H100), {"CUDA_VISIBLE_DEVICES": "-1"}, True, "CUDA_VISIBLE_DEVICES is '-1', which hides"),
+        (CUDA, Driver(), {"CUDA_VISIBLE_DEVICES": "7"}, True, "lists no GPU; CUDA_VISIBLE_DEVICES is '7'"),
+        (CUDA, Driver(), {}, True, "lists no GPU"),
+        (CUDA, Driver(H100, version=12_040), {}, True, "the driver supports up to 12.4"),
+        (CUDA, Driver(fails="system not yet initialized (802)"), {}, True, "answers: system not yet initialized"),
+    ],
+)
+def test_no_gpu_and_why(
+    build: TorchBuild | None, driver: Driver | None, environ: dict[str, str], file: bool, why: str
+) -> None:
+    found = find_gpus(build, driver, environ, file)
+    assert (found.gpus, found.wasted) == ((), file)
+    assert why in found.problem
+    assert str(found) == found.problem
+    assert resolve_device("auto", found) == resolve_device("cpu", found) == "cpu"
+    with pytest.raises(StartupError, match="there is no GPU"):
+        resolve_device("cuda", found)
+
+
+def test_a_newer_driver_of_the_same_toolkit_serves() -> None:
+    assert find_gpus(CUDA, Driver(H100, version=13_020), {}, True).gpus
+
+
+@pytest.mark.parametrize(("setting", "device"), [("auto", "cuda"), ("cuda", "cuda"), ("cuda:1", "cuda:1")])
+def test_devices_of_a_machine_with_two_gpus(setting: str, device: str) -> None:
+    assert resolve_device(setting, VisibleGpus((H100, H100))) == device
+
+
+@pytest.mark.parametrize("setting", ["cuda:2", "cuda:first"])
+def test_a_gpu_that_is_not_here(setting: str) -> None:
+    with pytest.raises(StartupError, match="this process has 2 GPUs"):
+        resolve_device(setting, VisibleGpus((H100, H100)))
+
+
+def test_torch_agrees() -> None:
+    """On this machine, whatever it is; without importing torch."""
+    build = gpus.installed_torch()
+    assert build is not None
+    assert (build.version, build.cuda) == (torch.__version__, torch.version.cuda)
+    found = gpus.visible_gpus()
+    assert len(found.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    script = "import sys; from engine import gpus; gpus.visible_gpus(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_sdpa_never_asks_cudnn() -> None:
+    """It would build a plan for every new shape, and almost every step has one."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    layout = PageLayout(1, 1, 16, 16, "float32")
+    TorchAttention(torch.zeros(1, *layout.shape), layout)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
