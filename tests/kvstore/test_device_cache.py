@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
@@ -36,6 +46,17 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.contents: dict[int, str] = {}
         self.told: dict[bytes, bytes] = {}  # key → parent, as events tell
+        self.launched: dict[int, set[int]] = {}  # epoch → pages that the device may still touch
+        self.waits: dict[int, set[int]] = {}  # page without references → epochs that it waits for
+
+    def used(self) -> set[int]:
+        """Pages that may not be handed out."""
+        return self.referenced() | self.waits.keys()
+
+    def handed_out(self, pages: list[int]) -> None:
+        """These pages are for new contents from now on."""
+        for epoch, touched in self.launched.items():
+            assert touched.isdisjoint(pages), f"epoch {epoch} may still touch a page that was handed out"
 
     def referenced(self) -> set[int]:
         return {page for sequence in self.live for page in sequence.pages}
@@ -45,7 +66,7 @@ class DeviceCacheMachine(RuleBasedStateMachine):
 
     def evictable(self) -> set[bytes]:
         """Keys with neither themselves nor anything below them in use."""
-        used = self.referenced()
+        used = self.used()
         cached = self.cached()
         return {
             name
@@ -61,8 +82,9 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         assert all(key(chain[: page + 1]) in cached for page in range(prefix))
         assert prefix == len(chain) or key(chain[: prefix + 1]) not in cached
         kept = set(keys(chain)[:prefix])
-        room = PAGES - len(self.referenced() | set(cached.values())) + len(self.evictable() - kept)
-        used = self.referenced()
+        room = PAGES - len(self.used() | set(cached.values())) + len(self.evictable() - kept)
+        used = self.used()
+        needed, before = self.cache.new_blocks_needed(keys(chain), wanted), self.cache.available + self.cache.in_limbo
         pages = self.cache.allocate_with_prefix(keys(chain), wanted)
         if pages is None:
             assert wanted - prefix > room
@@ -73,6 +95,10 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         assert len(pages) == len(set(pages)) == wanted
         assert [self.contents[page] for page in pages[:prefix]] == [chain[: page + 1] for page in range(prefix)]
         assert not used & set(pages[prefix:]), "a page in use was handed out"
+        self.handed_out(pages[prefix:])
+        for page in pages[:prefix]:
+            self.waits.pop(page, None)
+        assert self.cache.available + self.cache.in_limbo == before - needed
         sequence = Sequence(chain, pages, prefix)
         self.live.append(sequence)
         return sequence
@@ -98,11 +124,12 @@ class DeviceCacheMachine(RuleBasedStateMachine):
     def grow(self, sequence: Sequence, letter: str) -> None:
         if sequence not in self.live:
             return
-        used, available = self.referenced(), self.cache.available
+        used, available = self.used(), self.cache.available
         pages = self.cache.allocate(1)
         assert (pages is None) == (available == 0)
         if pages is not None:
             assert not used & set(pages)
+            self.handed_out(pages)
             sequence.pages += pages
             if len(sequence.pages) == len(sequence.chain) + 1:
                 sequence.chain += letter
@@ -112,6 +139,23 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         if sequence in self.live:
             self.live.remove(sequence)
             self.cache.free(sequence.pages)
+            if self.launched:
+                self.waits |= {page: set(self.launched) for page in set(sequence.pages) - self.referenced()}
+
+    @rule()
+    def launch(self) -> None:
+        """A step or a copy over pages of all users."""
+        self.launched[self.cache.begin()] = self.referenced()
+
+    @precondition(lambda self: self.launched)
+    @rule(which=st.integers(0, 3))
+    def land(self, which: int) -> None:
+        epoch = list(self.launched)[which % len(self.launched)]
+        del self.launched[epoch]
+        self.cache.end(epoch)
+        for waits in self.waits.values():
+            waits.discard(epoch)
+        self.waits = {page: waits for page, waits in self.waits.items() if waits}
 
     @rule()
     def clear(self) -> None:
@@ -122,7 +166,8 @@ class DeviceCacheMachine(RuleBasedStateMachine):
     def is_valid(self) -> None:
         self.cache.validate()
         cached = self.cached()
-        assert self.cache.available == PAGES - len(self.referenced() | set(cached.values())) + len(self.evictable())
+        assert self.cache.available == PAGES - len(self.used() | set(cached.values())) + len(self.evictable())
+        assert self.cache.in_limbo == len(self.waits)
         for name, page in cached.items():
             assert key(self.contents[page]) == name, "a key finds a page with other contents"
         for change in self.cache.drain_events():
@@ -144,6 +189,76 @@ class DeviceCacheMachine(RuleBasedStateMachine):
 
 DeviceCacheMachine.TestCase.settings = automaton(count=150, steps=40)
 TestDeviceCache = DeviceCacheMachine.TestCase
+
+
+# --- mistakes in the epochs, planted: the machine notices each -------------------------------------------------------
+
+
+def what_is_freed_is_available_at_once(patch: pytest.MonkeyPatch) -> None:
+    free = DeviceBlockManager.free
+
+    def hasty(self: DeviceBlockManager, pages: list[int]) -> None:
+        under_way, self._under_way = self._under_way, {}
+        free(self, pages)
+        self._under_way = under_way
+
+    patch.setattr(DeviceBlockManager, "free", hasty)
+
+
+def any_end_empties_limbo(patch: pytest.MonkeyPatch) -> None:
+    end = DeviceBlockManager.end
+
+    def hasty(self: DeviceBlockManager, epoch: int) -> None:
+        end(self, epoch)
+        under_way, self._under_way = self._under_way, {self._epochs + 1: None}
+        end(self, self._epochs + 1)
+        self._under_way = under_way
+
+    patch.setattr(DeviceBlockManager, "end", hasty)
+
+
+def a_page_waits_for_the_oldest_epoch_only(patch: pytest.MonkeyPatch) -> None:
+    free = DeviceBlockManager.free
+
+    def hasty(self: DeviceBlockManager, pages: list[int]) -> None:
+        epochs, self._epochs = self._epochs, next(iter(self._under_way), self._epochs)
+        free(self, pages)
+        self._epochs = epochs
+
+    patch.setattr(DeviceBlockManager, "free", hasty)
+
+
+def a_page_that_was_referred_to_again_is_released(patch: pytest.MonkeyPatch) -> None:
+    incref = DeviceBlockManager._incref
+
+    def forgetful(self: DeviceBlockManager, page: int) -> None:
+        newest = self._limbo.get(page)
+        incref(self, page)
+        if newest is not None:
+            self._limbo[page] = newest
+
+    patch.setattr(DeviceBlockManager, "_incref", forgetful)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        what_is_freed_is_available_at_once,
+        any_end_empties_limbo,
+        a_page_waits_for_the_oldest_epoch_only,
+        a_page_that_was_referred_to_again_is_released,
+    ],
+)
+def test_a_mistake_in_the_epochs_is_noticed(
+    mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    once = settings(
+        max_examples=300, stateful_step_count=40, deadline=None, phases=[Phase.generate], database=None,
+        suppress_health_check=list(HealthCheck), derandomize=True, report_multiple_bugs=False,
+    )  # fmt: skip
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(DeviceCacheMachine, settings=once)
 
 
 def filled(chain: str, num_pages: int) -> tuple[DeviceBlockManager, list[int]]:
@@ -168,6 +283,33 @@ def test_leaves_go_first_and_the_least_recently_used_of_them() -> None:
     assert cache.allocate(2) is not None
     assert cache.match(keys("abc")) == 0
     assert cache.match(keys("x")) == 1
+
+
+def test_a_page_waits_for_what_was_under_way_when_it_was_freed_and_for_nothing_else() -> None:
+    cache = DeviceBlockManager(2)
+    pages = cache.allocate(2)
+    assert pages is not None
+    first = cache.begin()
+    cache.free(pages[:1])
+    second = cache.begin()
+    cache.free(pages[1:])
+    cache.end(second)
+    assert (cache.available, cache.in_limbo) == (0, 2), "both pages were freed while the first was under way"
+    third = cache.begin()
+    cache.end(first)
+    assert (cache.available, cache.in_limbo) == (2, 0)
+    assert cache.allocate(2) is not None
+    cache.end(third)
+
+
+def test_a_cached_page_in_limbo_is_found_and_leaves_it() -> None:
+    cache, pages = filled("ab", 2)
+    epoch = cache.begin()
+    cache.free(pages)
+    assert cache.allocate(1) is None
+    assert cache.allocate_with_prefix(keys("ab"), 2) == pages
+    cache.end(epoch)
+    assert (cache.available, cache.in_limbo) == (0, 0)
 
 
 def test_a_second_copy_of_a_page_stays_private_and_is_free_at_once() -> None:
