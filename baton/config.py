@@ -21,12 +21,13 @@ from msgspec import Meta, Struct
 
 from baton.errors import ConfigError
 from baton.hosts import is_loopback
-from baton.messages import MAX_TRACE_STEPS
+from baton.messages import MAX_TRACE_STEPS, WorkerRole
 from baton.operator_address import Loopback, parse_operator
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+GpuPart = Annotated[float, Meta(gt=0, le=1)] | Literal["auto"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*", re.IGNORECASE)
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -243,6 +244,9 @@ class DiskConfig(_Section, frozen=True):
 class PrefillConfig(_Section, frozen=True):
     """Prefill workers."""
 
+    device: str = ""  # torch device of these workers; "": as model.device
+    num_gpus: GpuPart = "auto"  # of one worker, at most 1; auto: equal shares of its node's GPUs
+    node_selector: dict[str, str] = {}  # labels that Ray's node must have, such as ray.io/accelerator-type: H100
     kv_cache_bytes: Bytes = Bytes(512 * 2**20)  # device pages
     step_ms: Positive = 50  # about how long a step lasts while several prompts are at hand; four times that for one
     max_num_batched_tokens: Positive = 2_048  # tokens per step at most, over all prompts
@@ -258,6 +262,9 @@ class PrefillConfig(_Section, frozen=True):
 class DecodeConfig(_Section, frozen=True):
     """Decode workers."""
 
+    device: str = ""  # torch device of these workers; "": as model.device
+    num_gpus: GpuPart = "auto"  # of one worker, at most 1; auto: equal shares of its node's GPUs
+    node_selector: dict[str, str] = {}  # labels that Ray's node must have, such as ray.io/accelerator-type: H100
     kv_cache_bytes: Bytes = Bytes(512 * 2**20)  # device pages
     max_num_batched_tokens: Positive = (
         512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
@@ -285,6 +292,14 @@ class Config(_Section, frozen=True):
     disk: DiskConfig = DiskConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
+
+    def worker(self, role: WorkerRole) -> PrefillConfig | DecodeConfig:
+        """The section of that role's workers."""
+        return self.decode if role == "decode" else self.prefill
+
+    def device_of(self, role: WorkerRole) -> str:
+        """The torch device of that role's workers; it may be "auto"."""
+        return self.worker(role).device or self.model.device
 
     @property
     def api_keys_path(self) -> Path | None:

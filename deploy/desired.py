@@ -10,15 +10,16 @@ node with a worker has one store.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import msgspec
 
 from baton.config import Config
 from baton.hosts import is_loopback
-from baton.messages import Role
+from baton.messages import Role, WorkerRole
 from baton.operator_address import operator_of_router
+from deploy.gpu_sharing import GpuShare, NodeHardware, least_used, nodes_for, share_gpus, uses_assigned_gpu
 
 START_ORDER: tuple[Role, ...] = ("router", "store", "prefill", "decode")
 _FIRST = "router"  # name of the first router; the next one is router-1
@@ -30,7 +31,9 @@ class ProcessSpec:
 
     name: str
     role: Role
-    node: str
+    node: str  # "": no node can have it now
+    gpu: GpuShare | None = None  # of its node; None: it needs none
+    blocked: str = ""  # why it can't start now
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,14 @@ def plan(
     placed: Mapping[str, str] | None = None,
     *,
     one_machine: bool = False,
+    hardware: Mapping[str, NodeHardware] | None = None,
+    held: Mapping[str, GpuShare] | None = None,
 ) -> list[ProcessSpec]:
     """Return every process of the cluster in start order.
 
     `placed` maps names to the nodes where processes run now, or shall run. They stay there as long as the node is up.
-    `one_machine`: the nodes are names on one machine, so a router on loopback can be reached from each.
+    `one_machine`: the nodes are names on one machine, so a router on loopback can be reached from each. `hardware`: of
+    the nodes, where it is known. `held`: the GPU shares of workers that run now.
     """
     if not nodes:
         raise ValueError("a cluster needs at least one node")
@@ -75,17 +81,84 @@ def plan(
     ordered = [router_node, *(node for node in nodes if node != router_node)]
     usable = ordered if one_machine else reachable_nodes(config, ordered)
 
-    def worker(role: Role, index: int, turn: int) -> ProcessSpec:
-        there = placed.get(f"{role}-{index}", "")
-        return ProcessSpec(f"{role}-{index}", role, there if there in usable else usable[turn % len(usable)])
-
-    decode = [worker("decode", index, index) for index in range(scale.decode)]
-    prefill = [worker("prefill", index, scale.decode + index) for index in range(scale.prefill)]
-    workers = [*prefill, *decode]
+    workers = _on_gpus(config, _workers(config, scale, usable, placed, hardware or {}), hardware or {}, held or {})
     # Stores are numbered in the order of their nodes. A running store keeps its name.
     stores = _stores(usable, {w.node for w in workers}, placed)
     others = [ProcessSpec(f"{_FIRST}-{index}", "router", router_node) for index in range(1, config.cluster.routers)]
     return [ProcessSpec(_FIRST, "router", router_node), *others, *stores, *workers]
+
+
+def _workers(
+    config: Config,
+    scale: ClusterScale,
+    usable: Sequence[str],
+    placed: Mapping[str, str],
+    hardware: Mapping[str, NodeHardware],
+) -> list[ProcessSpec]:
+    """Return the workers with their nodes. On CPUs they take turns; on GPUs each goes where the fewest share one."""
+    roles: Sequence[tuple[WorkerRole, int]] = [("decode", scale.decode), ("prefill", scale.prefill)]
+    names: list[tuple[WorkerRole, str]] = [(role, f"{role}-{index}") for role, count in roles for index in range(count)]
+    there = {name: placed[name] for _, name in names if placed.get(name) in usable}
+    used = list(there.values())
+    found: list[ProcessSpec] = []
+    for turn, (role, name) in enumerate(names):
+        nodes, why = nodes_for(config, role, usable, hardware)
+        node = there.get(name, "")
+        if not node and nodes:
+            on_gpus = uses_assigned_gpu(config.device_of(role)) and _have_gpus(nodes, hardware)
+            node = least_used(nodes, hardware, used) if on_gpus else nodes[turn % len(nodes)]
+            used.append(node)
+        found.append(ProcessSpec(name, role, node, blocked="" if node else why))
+    return [*(spec for spec in found if spec.role == "prefill"), *(spec for spec in found if spec.role == "decode")]
+
+
+def _have_gpus(nodes: Iterable[str], hardware: Mapping[str, NodeHardware]) -> bool:
+    return any(hardware.get(name, NodeHardware()).gpus for name in nodes)
+
+
+def _on_gpus(
+    config: Config,
+    workers: Sequence[ProcessSpec],
+    hardware: Mapping[str, NodeHardware],
+    held: Mapping[str, GpuShare],
+) -> list[ProcessSpec]:
+    """Return the workers with their shares of the GPUs of their nodes."""
+    shares: dict[str, GpuShare] = {}
+    on_gpus = {
+        spec.name: spec
+        for spec in workers
+        if _have_gpus([spec.node], hardware) and uses_assigned_gpu(config.device_of(worker_role(spec.role)))
+    }
+    for node in {spec.node for spec in on_gpus.values()}:
+        wanted = {
+            name: None if (part := config.worker(worker_role(spec.role)).num_gpus) == "auto" else part
+            for name, spec in on_gpus.items()
+            if spec.node == node
+        }
+        has = {name: share for name, share in held.items() if name in wanted}
+        shares |= share_gpus(wanted, hardware[node].gpus, has)
+    return [
+        replace(spec, gpu=shares[spec.name])
+        if spec.name in shares
+        else replace(spec, blocked=_no_room(spec, hardware[spec.node].gpus))
+        if spec.name in on_gpus
+        else spec
+        for spec in workers
+    ]
+
+
+def _no_room(spec: ProcessSpec, gpus: int) -> str:
+    return (
+        f"other workers hold the {gpus} GPUs of {spec.node}; start the cluster with so many workers, which makes their "
+        f"shares smaller, set {spec.role}.num_gpus, or add a node"
+    )
+
+
+def worker_role(role: Role) -> WorkerRole:
+    """Return the role of a worker as one. Raises ValueError for a router or store."""
+    if role == "prefill" or role == "decode":
+        return role
+    raise ValueError(f"{role} is no role of a worker")
 
 
 def listening(config: Config, router: str) -> Config:

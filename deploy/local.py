@@ -48,8 +48,10 @@ from baton.operator_port import MAX_PATH_BYTES
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses
-from deploy.desired import ClusterScale, ProcessSpec, listening, plan, scale_of, workers_on
+from deploy.desired import ClusterScale, ProcessSpec, listening, plan, scale_of, worker_role, workers_on
+from deploy.gpu_sharing import GpuShare, share_gpus, uses_assigned_gpu, with_share
 from deploy.processes import ProcessIdentity, end, share_cores
+from engine.gpus import visible_gpus
 
 _POLL = 0.05
 _MODULES: Mapping[str, Sequence[str]] = {
@@ -140,6 +142,7 @@ class LocalCluster:
         planned = plan(self.config, scale_of(config), self.nodes, placed, one_machine=True)
         self._specs = {spec.name: spec for spec in planned}
         self._running: dict[str, _Running] = {}
+        self._gpus: dict[str, GpuShare] = {}  # by worker
         # The parent-death signal is sent when the *thread* that started a child ends, so one thread starts all of them.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
 
@@ -328,7 +331,10 @@ class LocalCluster:
         config = self.directory / f"{spec.name}.yaml"
         # All nodes share the cores of this machine.
         workers = sum(workers_on(node, self._specs.values()) for node in self.nodes)
-        config.write_text(dump(share_cores(self._config_of(spec), workers)))
+        own = self._config_of(spec)
+        if spec.role in ("prefill", "decode"):
+            own = with_share(own, self._gpu_of(spec))
+        config.write_text(dump(share_cores(own, workers)))
         node = self._nodes[spec.node]
         argv = [*_MODULES[spec.role], "--config", str(config), "--name", spec.name, "--node", spec.node]
         argv += ["--host", node.host]
@@ -340,6 +346,25 @@ class LocalCluster:
             process = self._spawner.submit(type(self).launch, node.enter, argv, out, err).result()
         self._running[spec.name] = _Running(process, ProcessIdentity.of(process.pid))
         return process.pid
+
+    def _gpu_of(self, spec: ProcessSpec) -> GpuShare | None:
+        """Return the worker's part of this machine's GPUs, which all nodes share; None: it computes on the CPU.
+
+        It keeps that when it is started again. Raises StartupError if other workers hold all of them.
+        """
+        workers = [each for each in self._specs.values() if each.role in ("prefill", "decode")]
+        wanted: dict[str, float | None] = {}
+        for each in workers:
+            role = worker_role(each.role)
+            if uses_assigned_gpu(self.config.device_of(role)):
+                part = self.config.worker(role).num_gpus
+                wanted[each.name] = None if part == "auto" else part
+        if spec.name not in wanted or not (gpus := len(visible_gpus().gpus)):
+            return None
+        self._gpus = share_gpus(wanted, gpus, self._gpus)
+        if spec.name not in self._gpus:
+            raise StartupError(f"{spec.name} has no room: other workers hold the {gpus} GPUs of this machine")
+        return self._gpus[spec.name]
 
     def _config_of(self, spec: ProcessSpec) -> Config:
         """Return the configuration of a process. A router that has served keeps its addresses."""

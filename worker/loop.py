@@ -435,7 +435,7 @@ class WorkerLoop:
 def load(config: Config, role: WorkerRole) -> Engine:
     """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError, NotEnoughMemory, or
     StartupError for a CUDA device that is not here."""
-    own = config.decode if role == "decode" else config.prefill
+    own = config.worker(role)
     head = role == "decode" or config.prefill.lm_head
     path = hub.resolve(config.model.path)
     model = ModelSpec.from_directory(path)
@@ -443,9 +443,9 @@ def load(config: Config, role: WorkerRole) -> Engine:
     num_pages = pool_pages(own.kv_cache_bytes, layout)
     room = available_memory()
     gpus = visible_gpus()
-    device = resolve_device(config.model.device, gpus)
-    if device == "cpu" and gpus.wasted:
-        log.warning("computes on the CPU: %s", gpus.problem or "model.device is cpu")
+    device = resolve_device(config.device_of(role), gpus)
+    if device == "cpu" and gpus.problem and gpus.wasted:
+        log.warning("computes on the CPU: %s", gpus.problem)
     if device == "cpu" and own.kv_cache_bytes > room.available:
         raise NotEnoughMemory(
             f"the page pool takes {own.kv_cache_bytes} bytes and {room.bound} leaves {room.available}; "

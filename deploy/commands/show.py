@@ -30,7 +30,9 @@ def cluster(console: Console, found: dict[str, Any]) -> None:
     nodes = sorted({row["node"] for row in found["processes"]})
     if len(nodes) == 1:
         console.print(f"node {escape(nodes[0])}")
-    table = _table("process", "state", "pid", "run", "wait", "pages used", "restarts", *["node"] * (len(nodes) > 1))
+    on_gpus = any(row.get("gpu") for row in found["processes"])
+    more = ["gpu"] * on_gpus + ["node"] * (len(nodes) > 1)
+    table = _table("process", "state", "pid", "run", "wait", "pages used", "restarts", *more)
     for row in found["processes"]:
         load = row.get("load", {})
         total = load.get("pages_total", 0)
@@ -43,7 +45,7 @@ def cluster(console: Console, found: dict[str, Any]) -> None:
             f"{_count(total - load['pages_free'])}/{_count(total)}" if total else "",
             _count(row["restarts"] or None),
         ]
-        table.add_row(*cells, *[row["node"]] * (len(nodes) > 1))
+        table.add_row(*cells, *(row.get(name, "") for name in more))
     console.print(table)
     for row in found["processes"]:
         if notes := _notes(row):

@@ -75,6 +75,7 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: ClusterOv
         row["node"] = process.node if process else view.node if view else ""
         row["pid"] = process.pid if process else view.identity.pid if view and view.identity else None
         row["state"] = _state(process) if process else _condition(view)
+        row["gpu"] = view.gpu if view else ""
         row["restarts"] = view.restarts if view else 0
         row["retry_in_s"] = round(view.retry_in, 1) if view else 0.0
         row["last_failure"] = view.failure.message if view and view.failure else ""

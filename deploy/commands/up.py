@@ -17,6 +17,7 @@ from deploy.commands.progress import Progress
 from deploy.commands.terminal import ConfigFile, Json, Settings, command, err, load, out, print_json
 from deploy.control_plane import state_file
 from deploy.control_plane.bring_up import bring_up
+from deploy.control_plane.reports import read_overview
 from deploy.models import with_demo_model
 
 
@@ -95,6 +96,10 @@ def up(
         out.print(escape(f"  gRPC     {router.grpc}"))
         out.print(escape(f"  operator {router.operator}"))
         out.print(escape(f"  metrics  http://{router.http.removeprefix('http://')}/metrics"))
+    overview = read_overview(chosen.cluster.state_dir)
+    for process in overview.processes if overview is not None else ():
+        if process.gpu:
+            out.print(escape(f"  {process.name:<8} GPU {process.gpu} of {process.node}"))
     out.print(f"  logs     {escape(state.log_dir)}")
     out.print(f'  try      baton generate{flag} "Once upon a time" --max-tokens 32')
 

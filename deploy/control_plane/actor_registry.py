@@ -20,6 +20,7 @@ from deploy.addresses import ServiceAddresses
 from deploy.control_plane.actors import PROCESS_KEY, STOP_PATIENCE, Host, Order, end_here
 from deploy.control_plane.kv import RayKvKeys
 from deploy.control_plane.reports import Failure, ProcessRecord, Report
+from deploy.gpu_sharing import GpuShare, NodeHardware, actor_options
 from deploy.processes import ProcessIdentity
 
 SUPERVISOR = "supervisor"
@@ -38,6 +39,7 @@ class ActorRecord:
     node: str
     handle: Any = None  # None: only its record was found
     record: ProcessRecord | None = None
+    gpu_share: float = 0.0  # of its node's GPUs
     failure: Failure | None = None
     addresses: ServiceAddresses | None = None
     asked: Any = None  # the pending report() call
@@ -64,6 +66,14 @@ class ActorRegistry:
         """Return the names of the nodes that are up, ours first."""
         return list(self._node_ids())
 
+    def hardware(self) -> dict[str, NodeHardware]:
+        """Return the GPUs and labels of the nodes that are up."""
+        return {name: hardware_of(node) for name, node in self._alive().items()}
+
+    def gpu_shares(self) -> dict[str, GpuShare]:
+        """Return the GPU shares of all processes that are not gone."""
+        return {name: GpuShare(each.gpu_share) for name, each in self._members.items() if each.gpu_share}
+
     def rediscover(self) -> dict[str, str]:
         """Find running actors by name, and processes without an actor by their records; return the node of each."""
         listed: Any = ray.util.list_named_actors(all_namespaces=True)
@@ -75,7 +85,7 @@ class ActorRegistry:
             with contextlib.suppress(ValueError):
                 handle = ray.get_actor(name, namespace=self._namespace)
             node = record.node if record else self.nodes()[0]
-            self._members[name] = ActorRecord(name, node, handle, record)
+            self._members[name] = ActorRecord(name, node, handle, record, record.gpu_share if record else 0.0)
         return {name: member.node for name, member in self._members.items()}
 
     def sign(self, name: str) -> ProcessIdentity:
@@ -98,12 +108,14 @@ class ActorRegistry:
             "max_concurrency": 2,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         }
+        if order.role == "prefill" or order.role == "decode":
+            options |= actor_options(order.config.device_of(order.role), order.gpu_share, order.node_gpus)
         try:
             handle = ray.remote(Host).options(**options).remote(order)
         except ValueError as error:
             log.info("%s can't start yet: %s", order.name, error)
             return False
-        self._members[order.name] = ActorRecord(order.name, order.node, handle)
+        self._members[order.name] = ActorRecord(order.name, order.node, handle, gpu_share=order.gpu_share)
         return True
 
     def poll(self, patience: float = 0.2) -> None:
@@ -174,7 +186,10 @@ class ActorRegistry:
     # --- internals ---------------------------------------------------------------------------------------------------
 
     def _node_ids(self) -> dict[str, str]:
-        """Return Ray's id of every live node by our name for it. Names are unique."""
+        return {name: node["NodeID"] for name, node in self._alive().items()}
+
+    def _alive(self) -> dict[str, Mapping[str, Any]]:
+        """Return Ray's entry of every live node by our name for it, ours first. Names are unique."""
         alive = [node for node in ray.nodes() if node["Alive"]]
         alive.sort(key=lambda node: (node["NodeID"] != self._here, node["NodeID"]))
         hostnames = {node["NodeID"]: node["NodeManagerHostname"] or socket.gethostname() for node in alive}
@@ -182,7 +197,7 @@ class ActorRegistry:
         for node_id, name in new.items():
             self._keys.put(NODE_KEY + node_id, name.encode())
         self._names |= new
-        return {self._names[node_id]: node_id for node_id in hostnames}
+        return {self._names[node["NodeID"]]: node for node in alive}
 
     def _kept_record(self, name: str) -> ProcessRecord | None:
         kept = self._keys.get(PROCESS_KEY + name)
@@ -232,6 +247,11 @@ class ActorRegistry:
         if handle is not None:
             with contextlib.suppress(RayError):
                 ray.kill(handle, no_restart=True)
+
+
+def hardware_of(node: Mapping[str, Any]) -> NodeHardware:
+    """Return what an entry of `ray.nodes()` says of the node's GPUs and labels."""
+    return NodeHardware(int(node.get("Resources", {}).get("GPU", 0)), dict(node.get("Labels") or {}))
 
 
 def name_nodes(hostnames: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:

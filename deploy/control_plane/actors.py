@@ -48,6 +48,8 @@ class Order(msgspec.Struct, frozen=True):
     keys: ClusterKeys  # passed in memory: a node needs no copy of the file
     routers: tuple[str, ...] = ()  # endpoints for workers and stores; empty for a router
     workers: int = 1  # number of workers that share the node's cores
+    gpu_share: float = 0.0  # of a GPU of the node, which Ray chooses; 0: none
+    node_gpus: int = 0  # that Ray knows on the node
 
 
 class Service:
@@ -121,7 +123,8 @@ class Host:
 
     def __init__(self, order: Order) -> None:
         node_id = ray.get_runtime_context().get_node_id()
-        self._record = ProcessRecord(ProcessIdentity.mine(), order.node, node_id)
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        self._record = ProcessRecord(ProcessIdentity.mine(), order.node, node_id, order.gpu_share, tuple(gpus))
         RayKeys(order.namespace).put(PROCESS_KEY + order.name, msgspec.json.encode(self._record))
         _ordinary_priority()
         alone = is_loopback(order.config.router.host)  # no other node can reach its router

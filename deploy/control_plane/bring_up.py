@@ -102,7 +102,8 @@ def _compile_kernels(config: Config, say: Say) -> None:
     Several workers would wait for one of them without a word. On other nodes the first worker compiles."""
     from engine.cpu import build
 
-    if config.model.native and preflight.runs_on_cpu(config) and build.must_compile():
+    on_cpu = preflight.runs_on_cpu(config, "prefill") or preflight.runs_on_cpu(config, "decode")
+    if config.model.native and on_cpu and build.must_compile():
         say("compiling kernels for this processor, which takes about half a minute, once")
         build.library()
 

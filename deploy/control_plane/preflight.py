@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton import doors
 from baton.api_keys import KeyRing
-from baton.config import Config
+from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, PortInUse, StartupError
 from baton.hosts import is_loopback
+from baton.messages import WorkerRole
 from baton.operator_address import Loopback, parse_operator
 from baton.system_memory import AvailableMemory, available_memory
 from baton.wire import ClusterKeys
@@ -95,10 +97,14 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     if not is_loopback(config.router.host):
         prefill, decode = 0, 1
     workers = prefill + decode
-    on_cpu = runs_on_cpu(config)
-    pools = prefill * config.prefill.kv_cache_bytes + decode * config.decode.kv_cache_bytes if on_cpu else 0
+    roles: Sequence[tuple[WorkerRole, PrefillConfig | DecodeConfig, int]] = [
+        ("prefill", config.prefill, prefill),
+        ("decode", config.decode, decode),
+    ]
+    on_cpu = [(own, count) for role, own, count in roles if count and runs_on_cpu(config, role)]
+    pools = sum(count * own.kv_cache_bytes for own, count in on_cpu)
     weights = _weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
-    needed = config.store.host_cache_bytes + pools + workers * (weights + _PROCESS_BYTES)
+    needed = config.store.host_cache_bytes + pools + workers * _PROCESS_BYTES + sum(n for _, n in on_cpu) * weights
     if needed > room.available:
         raise NotEnoughMemory(
             f"the cluster needs about {_mib(needed)}: an arena of {_mib(config.store.host_cache_bytes)}, page pools of "
@@ -108,15 +114,19 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
         )
 
 
-def runs_on_cpu(config: Config) -> bool:
-    """Whether workers on this machine will compute on its CPU."""
-    return config.model.device == "cpu" or (config.model.device == "auto" and not visible_gpus().gpus)
+def runs_on_cpu(config: Config, role: WorkerRole) -> bool:
+    """Whether workers of that role on this machine will compute on its CPU."""
+    device = config.device_of(role)
+    return device == "cpu" or (device == "auto" and not visible_gpus().gpus)
 
 
 def check_device(config: Config) -> None:
     """Check that this machine has the device, if all workers run here. Raises StartupError."""
-    if is_loopback(config.router.host):
-        resolve_device(config.model.device)
+    if not is_loopback(config.router.host):
+        return
+    if config.cluster.prefill:
+        resolve_device(config.device_of("prefill"))
+    resolve_device(config.device_of("decode"))
 
 
 def check_name_free(folder: Path) -> None:

@@ -101,7 +101,9 @@ class ProcessLedger:
             identity=self._identities.get(spec.name),
             restarts=crashes.total,
             retry_in=0.0 if seen is not None else max(0.0, crashes.not_before - now),
-            failure=self._failures.get(spec.name),
+            failure=Failure("startup", spec.blocked)
+            if spec.blocked and seen is None
+            else self._failures.get(spec.name),
         )
 
     def _note(self, before: ObservedProcess, seen: ObservedProcess, found: Facts, now: float) -> None:

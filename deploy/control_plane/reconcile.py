@@ -128,7 +128,7 @@ def reconcile(
         for spec in desired
     )
     for spec in desired:
-        if spec.name in actual or now < crashes.get(spec.name, Crashes()).not_before:
+        if spec.name in actual or spec.blocked or now < crashes.get(spec.name, Crashes()).not_before:
             continue
         if spec.role == "router" or serving:
             actions.append(StartProcess(spec))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,16 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     identity: ProcessIdentity
     node: str
     node_id: str  # Ray's
+    gpu_share: float = 0.0  # of each of its GPUs; 0: it has none
+    gpu_ids: tuple[str, ...] = ()  # as Ray calls them
+
+
+def gpu_text(share: float, ids: Sequence[str]) -> str:
+    """Return a worker's GPU in words: "3", or "0.5 of 3"."""
+    if not share:
+        return ""
+    where = ",".join(ids) or "?"
+    return where if share >= 1 else f"{share:.2g} of {where}"
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -53,6 +63,7 @@ class SupervisedProcess(msgspec.Struct, frozen=True):
     restarts: int = 0
     retry_in: float = 0.0  # seconds of back-off left
     failure: Failure | None = None  # the last one
+    gpu: str = ""  # the GPU that Ray has given it, as `gpu_text` has it; "": none
 
 
 class ClusterOverview(msgspec.Struct, frozen=True):

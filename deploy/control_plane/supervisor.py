@@ -40,9 +40,10 @@ from deploy.control_plane.reconcile import (
     StopProcess,
     SupervisorAction,
 )
-from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview
+from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview, SupervisedProcess, gpu_text
 from deploy.control_plane.state_file import replace
 from deploy.desired import ClusterScale, ProcessSpec, listening, plan, workers_on
+from deploy.gpu_sharing import GpuShare, NodeHardware, with_share
 
 DESIRED_KEY = "desired"
 TURN = 0.25  # seconds
@@ -160,9 +161,20 @@ class Supervisor:
             config = listening(config, spec.name)
         routers = () if spec.role == "router" else tuple(router.endpoint for router in known.values())
         workers = workers_on(spec.node, self._specs())
-        order = Order(self._namespace, spec.name, spec.role, spec.node, config, self._cluster_keys, routers, workers)
+        order = Order(
+            self._namespace,
+            spec.name,
+            spec.role,
+            spec.node,
+            with_share(config, GpuShare(spec.gpu.share) if spec.gpu is not None else None),  # Ray chooses the GPU
+            self._cluster_keys,
+            routers,
+            workers,
+            spec.gpu.share if spec.gpu is not None else 0.0,
+            self._registry.hardware().get(spec.node, NodeHardware()).gpus,
+        )
         if self._registry.start(order):
-            log.info("started %s on %s", spec.name, spec.node)
+            log.info("started %s on %s%s", spec.name, spec.node, f", {order.gpu_share} GPU" if order.gpu_share else "")
             self._ledger.started(spec.name, spec.node, now)
 
     # --- observing ---------------------------------------------------------------------------------------------------
@@ -225,7 +237,15 @@ class Supervisor:
         )
 
     def _specs(self) -> Sequence[ProcessSpec]:
-        return plan(self._desired.config, self._desired.scale, self._registry.nodes(), self._ledger.placed())
+        hardware = self._registry.hardware()
+        return plan(
+            self._desired.config,
+            self._desired.scale,
+            list(hardware),
+            self._ledger.placed(),
+            hardware=hardware,
+            held=self._registry.gpu_shares(),
+        )
 
     # --- telling -----------------------------------------------------------------------------------------------------
 
@@ -240,12 +260,17 @@ class Supervisor:
         known = sorted({**self._desired.routers, router: addresses}.items())
         self._keep(msgspec.structs.replace(self._desired, routers=dict(known)))
 
+    def _with_gpu(self, view: SupervisedProcess) -> SupervisedProcess:
+        record = self._registry.member(view.name).record if view.name in self._ledger.names else None
+        gpu = gpu_text(record.gpu_share, record.gpu_ids) if record is not None else ""
+        return msgspec.structs.replace(view, gpu=gpu)
+
     def _overview(self) -> ClusterOverview:
         return ClusterOverview(
             cluster=self._desired.config.cluster.name,
             supervisor=self._identity,
             scale=self._desired.scale,
-            processes=self._ledger.views(self._specs(), time.monotonic()),
+            processes=tuple(map(self._with_gpu, self._ledger.views(self._specs(), time.monotonic()))),
             routers=self._desired.routers,
             problem=self._problem,
         )

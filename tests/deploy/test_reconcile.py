@@ -322,3 +322,14 @@ class SupervisorMachine(RuleBasedStateMachine):
 
 
 TestSupervisor = SupervisorMachine.TestCase
+
+
+def test_a_worker_that_no_node_can_have_waits_and_says_why():
+    nowhere = ProcessSpec("decode-1", "decode", "", blocked="no node has a GPU")
+    assert reconcile([*ALL, nowhere], LIVE, {}, 0.0) == []
+    views = {view.name: view for view in ProcessLedger().views([*ALL, nowhere], 0.0)}
+    assert (views["decode-1"].condition, views["decode-1"].failure) == (
+        "waiting",
+        Failure("startup", "no node has a GPU"),
+    )
+    assert views["decode-0"].failure is None

@@ -1,0 +1,154 @@
+"""Divide the GPUs of a node among its workers, and choose the nodes that a role may use. Pure.
+
+A worker computes on one GPU, or on a share of one. Without a setting (`prefill.num_gpus`, `decode.num_gpus`) all
+workers of a node get equal shares, as large as fits: a whole GPU each where there are enough, a half each where two
+share one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from baton.config import Config
+from baton.messages import WorkerRole
+
+_UNIT = 10_000  # Ray counts GPUs in such parts
+_MOST_PER_GPU = 16  # workers with equal shares
+
+_ALL_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_AS_ASSIGNED = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+_NONE_VISIBLE = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@dataclass(frozen=True)
+class NodeHardware:
+    """What Ray knows of a node: how many GPUs it may lend, and the node's labels."""
+
+    gpus: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True)
+class GpuShare:
+    """A part of one GPU, at most the whole. `index`: the GPU's number on the node; None where only Ray knows it."""
+
+    share: float
+    index: int | None = None
+
+
+def share_gpus(
+    wanted: Mapping[str, float | None], gpus: int, held: Mapping[str, GpuShare] | None = None
+) -> dict[str, GpuShare]:
+    """Return the share of each worker. One that fits on no GPU any more has none.
+
+    `wanted`: the share that each is to have; None for an equal one. `held`: what running workers have. They keep it,
+    and an index that they have.
+    """
+    held = held or {}
+    if gpus < 1:
+        return dict(held)
+    best: dict[str, GpuShare] = dict(held)
+    new = {name: share for name, share in wanted.items() if name not in held}
+    told = {name: _parts(share) for name, share in new.items() if share is not None}
+    for each in range(1, _MOST_PER_GPU + 1):
+        found = _pack(told, dict.fromkeys(new.keys() - told.keys(), _UNIT // each), gpus, held)
+        if len(found) > len(best):
+            best = found
+        if set(best) >= set(wanted):
+            break
+    return best
+
+
+def _pack(
+    told: Mapping[str, int], equal: Mapping[str, int], gpus: int, held: Mapping[str, GpuShare]
+) -> dict[str, GpuShare]:
+    """Put each part on the GPU that has most left: those that were asked for first, larger ones before smaller ones.
+    Leave out those that fit nowhere."""
+    left = [_UNIT] * gpus
+    found: dict[str, GpuShare] = {}
+    for name, has in sorted(held.items(), key=lambda item: (item[1].index is None, -item[1].share, item[0])):
+        index = left.index(max(left)) if has.index is None or has.index >= gpus else has.index
+        left[index] = max(0, left[index] - _parts(has.share))
+        found[name] = has
+    for name, part in [*sorted(told.items(), key=lambda item: (-item[1], item[0])), *sorted(equal.items())]:
+        index = left.index(max(left))
+        if part <= left[index]:
+            left[index] -= part
+            found[name] = GpuShare(part / _UNIT, index)
+    return found
+
+
+def _parts(share: float) -> int:
+    return max(1, math.floor(share * _UNIT + 1e-6))
+
+
+def uses_assigned_gpu(device: str) -> bool:
+    """Whether a worker with that device computes on a GPU that Baton chooses. "auto" may. With an index, the one who
+    wrote the configuration has chosen."""
+    return device in ("auto", "cuda")
+
+
+def nodes_for(
+    config: Config, role: WorkerRole, nodes: Sequence[str], hardware: Mapping[str, NodeHardware]
+) -> tuple[Sequence[str], str]:
+    """Return the nodes that may have workers of a role, or none and the reason.
+
+    They have all labels of the role's `node_selector`. Workers on GPUs go to nodes with GPUs: with the device "auto" as
+    soon as there is one, with "cuda" always.
+    """
+    selector, device = config.worker(role).node_selector, config.device_of(role)
+    labels = {name: hardware.get(name, NodeHardware()).labels for name in nodes}
+    found = [name for name in nodes if selector.items() <= labels[name].items()]
+    if not found:
+        asked = ", ".join(f"{key}={value}" for key, value in selector.items())
+        return (), f"no node has the labels of {role}.node_selector: {asked}"
+    with_gpus = [name for name in found if hardware.get(name, NodeHardware()).gpus]
+    if with_gpus and uses_assigned_gpu(device):
+        return with_gpus, ""
+    if device == "cuda":
+        return (), f"the device of {role} workers is cuda, and Ray knows no GPU on {', '.join(found)}"
+    return found, ""
+
+
+def least_used(nodes: Sequence[str], hardware: Mapping[str, NodeHardware], used: Iterable[str]) -> str:
+    """Return the node with the fewest workers on each of its GPUs after one more; the first of equals. `used`: the
+    nodes of the workers so far."""
+    counts = list(used)
+    return min(nodes, key=lambda name: (counts.count(name) + 1) / max(1, hardware.get(name, NodeHardware()).gpus))
+
+
+def with_share(config: Config, share: GpuShare | None) -> Config:
+    """Return the configuration of one worker that got this share; None: it computes on the CPU.
+
+    Both roles are set, since a worker may change its role. A device with an index stays.
+    """
+
+    def section(role: WorkerRole) -> Any:
+        own, device = config.worker(role), config.device_of(role)
+        if not uses_assigned_gpu(device):
+            return msgspec.structs.replace(own, device=device)
+        if share is None:
+            return msgspec.structs.replace(own, device="cpu" if device == "auto" else device)
+        chosen = "cuda" if share.index is None else f"cuda:{share.index}"
+        return msgspec.structs.replace(own, device=chosen, num_gpus=share.share)
+
+    return msgspec.structs.replace(config, prefill=section("prefill"), decode=section("decode"))
+
+
+def actor_options(device: str, share: float, node_gpus: int) -> dict[str, Any]:
+    """Return the options of a worker's Ray actor that have to do with GPUs; none on a node without.
+
+    Ray sets CUDA_VISIBLE_DEVICES of an actor with `num_gpus` to its GPU. Of one without, Ray 2.50 to 2.54 hide all GPUs
+    and later ones none. So each case is spelt out: a worker on the CPU sees none, one whose device has an index all.
+    """
+    if not node_gpus:
+        return {}
+    if share:
+        return {"num_gpus": share, "runtime_env": {"env_vars": dict(_AS_ASSIGNED)}}
+    seen = _NONE_VISIBLE if device in ("auto", "cpu") else _ALL_VISIBLE
+    return {"num_gpus": 0, "runtime_env": {"env_vars": dict(seen)}}

@@ -1,0 +1,217 @@
+"""Which GPU, and how much of it, each worker gets; and the nodes of a role."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config import Config, load
+from baton.errors import StartupError
+from deploy import local
+from deploy.control_plane.actor_registry import hardware_of
+from deploy.control_plane.reports import gpu_text
+from deploy.desired import ClusterScale, ProcessSpec, plan
+from deploy.gpu_sharing import GpuShare, NodeHardware, actor_options, nodes_for, share_gpus, with_share
+from engine.gpus import Gpu, VisibleGpus
+
+OPEN = {"router.host": "0.0.0.0"}
+H100 = {"ray.io/accelerator-type": "H100"}
+H200 = {"ray.io/accelerator-type": "H200"}
+
+parts = st.one_of(st.none(), st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.9, 1.0]))
+workers = st.dictionaries(st.sampled_from([f"w{i}" for i in range(8)]), parts, max_size=8)
+
+
+def fits(shares: dict[str, GpuShare], gpus: int) -> bool:
+    """Whether each share lies on one GPU and no GPU is lent more than once."""
+    sums: dict[int, float] = defaultdict(float)
+    for share in shares.values():
+        assert share.index is not None
+        assert 0 <= share.index < gpus
+        sums[share.index] += share.share
+    return all(total < 1 + 1e-9 for total in sums.values())
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "share"),
+    [(1, 1, 1.0), (2, 1, 0.5), (3, 1, 0.3333), (2, 2, 1.0), (3, 2, 0.5), (8, 8, 1.0), (9, 8, 0.5), (2, 8, 1.0)],
+)
+def test_equal_shares(workers: int, gpus: int, share: float) -> None:
+    found = share_gpus(dict.fromkeys(map(str, range(workers))), gpus)
+    assert {each.share for each in found.values()} == {share}
+    assert len(found) == workers
+    assert fits(found, gpus)
+
+
+def test_a_share_that_was_asked_for_leaves_the_rest_to_the_others() -> None:
+    found = share_gpus({"small": 0.25, "other": None}, 1)
+    assert (found["small"].share, found["other"].share) == (0.25, 0.5)
+
+
+@given(workers, st.integers(1, 4))
+def test_no_gpu_is_lent_twice_and_nothing_changes_when_asked_again(wanted: dict[str, float | None], gpus: int) -> None:
+    found = share_gpus(wanted, gpus)
+    assert fits(found, gpus)
+    assert set(found) <= set(wanted)
+    assert share_gpus(wanted, gpus, found) == found
+    if all(share is None for share in wanted.values()):
+        assert set(found) == set(wanted)
+        assert len({share.share for share in found.values()}) <= 1
+
+
+@given(workers, workers, st.integers(1, 4), st.booleans())
+def test_running_workers_keep_what_they_have(
+    before: dict[str, float | None], after: dict[str, float | None], gpus: int, known: bool
+) -> None:
+    held = share_gpus(before, gpus)
+    if not known:  # as Ray, which chooses the GPU itself
+        held = {name: GpuShare(share.share) for name, share in held.items()}
+    found = share_gpus(before | after, gpus, held)
+    assert held.items() <= found.items()
+    if known:
+        assert fits(found, gpus)
+
+
+def test_a_newcomer_gets_what_is_left_or_nothing() -> None:
+    half = {"a": GpuShare(0.5)}
+    assert share_gpus({"a": None, "b": None}, 1, half)["b"].share == 0.5
+    full = {"a": GpuShare(0.5), "b": GpuShare(0.5)}
+    assert set(share_gpus({"a": None, "b": None, "c": None}, 1, full)) == {"a", "b"}
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def placed(settings: dict[str, Any], hardware: dict[str, NodeHardware], scale: ClusterScale) -> dict[str, ProcessSpec]:
+    specs = plan(load(None, OPEN | settings), scale, list(hardware), hardware=hardware)
+    return {spec.name: spec for spec in specs if spec.role in ("prefill", "decode")}
+
+
+def test_each_role_goes_to_its_kind_of_gpu() -> None:
+    """As Splitwise has it: prompts on one kind, decoding on another."""
+    hardware = {"head": NodeHardware(), "p": NodeHardware(2, H100), "d": NodeHardware(2, H200)}
+    selectors = {"prefill.node_selector": H100, "decode.node_selector": H200}
+    found = placed(selectors, hardware, ClusterScale(2, 2))
+    assert {name: (spec.node, spec.gpu and spec.gpu.share) for name, spec in found.items()} == {
+        "prefill-0": ("p", 1.0),
+        "prefill-1": ("p", 1.0),
+        "decode-0": ("d", 1.0),
+        "decode-1": ("d", 1.0),
+    }
+
+
+def test_a_selector_that_no_node_meets_is_told() -> None:
+    found = placed({"decode.node_selector": H200}, {"a": NodeHardware(1, H100)}, ClusterScale(1, 1))
+    assert found["decode-0"].node == ""
+    assert found["decode-0"].blocked == ("no node has the labels of decode.node_selector: ray.io/accelerator-type=H200")
+    assert found["prefill-0"].blocked == ""
+    specs = plan(load(None, {"decode.node_selector": H200}), ClusterScale(0, 1), ["a"])
+    assert [spec.name for spec in specs] == ["router", "decode-0"], "no store for a worker that is nowhere"
+
+
+def test_workers_go_where_the_fewest_share_a_gpu() -> None:
+    hardware = {"cpu": NodeHardware(), "small": NodeHardware(1), "large": NodeHardware(4)}
+    found = placed({}, hardware, ClusterScale(2, 3))
+    assert sorted(spec.node for spec in found.values()) == ["large"] * 4 + ["small"]
+    assert {spec.gpu.share for spec in found.values() if spec.gpu} == {1.0}
+
+
+def test_roles_may_compute_on_different_devices() -> None:
+    hardware = {"cpu": NodeHardware(), "gpu": NodeHardware(1)}
+    found = placed({"prefill.device": "cuda", "decode.device": "cpu"}, hardware, ClusterScale(1, 2))
+    assert (found["prefill-0"].node, found["prefill-0"].gpu) == ("gpu", GpuShare(1.0, 0))
+    assert {found["decode-0"].node, found["decode-1"].node} == {"cpu", "gpu"}
+    assert found["decode-1"].gpu is None
+    missing = placed({"decode.device": "cuda"}, {"cpu": NodeHardware()}, ClusterScale(0, 1))
+    assert missing["decode-0"].blocked == "the device of decode workers is cuda, and Ray knows no GPU on cpu"
+
+
+def test_one_worker_too_many_is_told() -> None:
+    hardware = {"a": NodeHardware(1)}
+    running = {"decode-0": GpuShare(1.0)}
+    specs = plan(Config(), ClusterScale(0, 2), ["a"], {"decode-0": "a"}, hardware=hardware, held=running)
+    found = {spec.name: spec for spec in specs}
+    assert (found["decode-0"].gpu, found["decode-0"].blocked) == (GpuShare(1.0), "")
+    assert "other workers hold the 1 GPUs of a" in found["decode-1"].blocked
+
+
+@given(
+    st.integers(0, 4), st.integers(1, 4), st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]), st.sampled_from(["", "cpu", "cuda"]),
+)  # fmt: skip
+def test_plans_are_stable(prefill: int, decode: int, gpus: list[int], device: str, prefill_device: str) -> None:
+    config = load(None, OPEN | {"model.device": device, "prefill.device": prefill_device})
+    hardware = {f"n{i}": NodeHardware(count) for i, count in enumerate(gpus)}
+    scale = ClusterScale(prefill, decode)
+    specs = plan(config, scale, list(hardware), hardware=hardware)
+    nodes = {spec.name: spec.node for spec in specs if spec.node}
+    shares = {spec.name: spec.gpu for spec in specs if spec.gpu is not None}
+    assert plan(config, scale, list(hardware), nodes, hardware=hardware, held=shares) == specs
+    for node, has in hardware.items():
+        assert fits({name: share for name, share in shares.items() if nodes[name] == node}, has.gpus)
+    if not any(gpus):
+        on_cpus = plan(config, scale, list(hardware))
+        assert specs == on_cpus, "GPUs change nothing where there are none"
+        assert all(not spec.blocked for spec in specs if config.device_of("prefill") != "cuda" != device)
+
+
+def test_nodes_of_a_role_without_selector_are_all() -> None:
+    assert nodes_for(Config(), "decode", ["a", "b"], {}) == (["a", "b"], "")
+
+
+# --- what a worker is told -------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_of_a_worker_with_a_share() -> None:
+    config = with_share(load(None, {"prefill.device": "cuda:3"}), GpuShare(0.5, 1))
+    assert (config.decode.device, config.decode.num_gpus) == ("cuda:1", 0.5)
+    assert config.prefill.device == "cuda:3", "chosen by hand"
+    assert with_share(Config(), GpuShare(1.0)).decode.device == "cuda"
+    assert with_share(Config(), None).decode.device == "cpu", "Ray may let it see GPUs that others have"
+    assert with_share(load(None, {"model.device": "cuda"}), None).decode.device == "cuda"
+
+
+def test_options_of_actors() -> None:
+    assert actor_options("auto", 0.0, node_gpus=0) == {}
+    assert actor_options("auto", 0.5, node_gpus=1)["num_gpus"] == 0.5
+    for device, variable, value in (
+        ("cpu", "CUDA_VISIBLE_DEVICES", ""),
+        ("cuda:1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"),
+    ):
+        options = actor_options(device, 0.0, node_gpus=2)
+        assert (options["num_gpus"], options["runtime_env"]["env_vars"]) == (0, {variable: value})
+
+
+def test_what_ray_says_of_a_node() -> None:
+    node = {"NodeID": "1", "Resources": {"CPU": 8.0, "GPU": 2.0}, "Labels": H100}
+    assert hardware_of(node) == NodeHardware(2, H100)
+    assert hardware_of({"NodeID": "2", "Resources": {}, "Labels": None}) == NodeHardware()
+
+
+@pytest.mark.parametrize(
+    ("share", "ids", "text"), [(0.0, (), ""), (1.0, ("3",), "3"), (0.5, ("0",), "0.5 of 0"), (0.3333, (), "0.33 of ?")]
+)
+def test_what_status_says_of_a_gpu(share: float, ids: tuple[str, ...], text: str) -> None:
+    assert gpu_text(share, ids) == text
+
+
+def test_a_cluster_without_ray_shares_the_gpus_of_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over nodes that are only names, and a worker that is started again keeps its own."""
+    monkeypatch.setattr(local, "visible_gpus", lambda: VisibleGpus((Gpu("H100", 2**36),)))
+    cluster = local.LocalCluster(Config(), tmp_path, nodes=["a", "b"])
+    specs = {spec.name: spec for spec in cluster._specs.values()}
+    assert cluster._gpu_of(specs["prefill-0"]) == cluster._gpu_of(specs["decode-0"]) == GpuShare(0.5, 0)
+    cluster._place("decode-1", "")
+    with pytest.raises(StartupError, match="decode-1 has no room: other workers hold the 1 GPUs"):
+        cluster._gpu_of(next(spec for spec in cluster._specs.values() if spec.name == "decode-1"))
+    assert cluster._gpu_of(specs["decode-0"]) == GpuShare(0.5, 0)
+    cluster.close()
+    on_cpu = local.LocalCluster(load(None, {"decode.device": "cpu"}), tmp_path)
+    assert on_cpu._gpu_of(on_cpu._specs["decode-0"]) is None
+    assert on_cpu._gpu_of(on_cpu._specs["prefill-0"]) == GpuShare(1.0, 0)
+    on_cpu.close()
