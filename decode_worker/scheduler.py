@@ -52,6 +52,7 @@ from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.step_budget import DecodeRows, StepBudget
 from decode_worker.write_through import WriteThrough
 from engine.batch import Sampled
+from engine.block_table import BlockTable
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
 from engine.step import ScheduledBatch, StepDone, StepFailed
@@ -285,7 +286,7 @@ class DecodeScheduler:
         pages = self._blocks.allocate_with_prefix(keys, sequence.pages_needed)
         if pages is None:
             return None
-        sequence.pages = pages
+        sequence.pages = BlockTable(pages)
         sequence.computed = cached * self._page_size
         sequence.cached_pages = cached
         sequence.stored_pages = max(sequence.stored_pages, cached)
@@ -426,7 +427,7 @@ class DecodeScheduler:
         for sequence in sorted(lacking, key=lambda s: s.rank):
             while sequence.phase is SequencePhase.RUNNING and (missing := sequence.pages_needed - len(sequence.pages)):
                 if (grown := self._blocks.allocate(missing)) is not None:
-                    sequence.pages += grown
+                    sequence.pages.extend(grown)
                 elif (given_up := self._write_through.abandon()) is not None:
                     commands += given_up
                 else:
@@ -472,7 +473,7 @@ class DecodeScheduler:
         commands = self._drop_fetch(sequence)
         self._preemptions += 1
         self._blocks.free(sequence.pages)
-        sequence.pages = []
+        sequence.pages = BlockTable()
         sequence.computed = sequence.cached_pages = 0
         if sequence.phase is SequencePhase.KV_LOAD_INCOMPLETE:
             return commands
@@ -550,7 +551,7 @@ class DecodeScheduler:
                 self._admission.ended(sequence, cut=sequence.finish == "length")
                 sequence.phase = SequencePhase.ENDED
                 self._blocks.free(sequence.pages)
-                sequence.pages = []
+                sequence.pages = BlockTable()
         return [*(SendToRouter(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
 
     def _append(self, sequence: Sequence, drawn: Items[Sampled]) -> Delta:
@@ -581,7 +582,7 @@ class DecodeScheduler:
             self._blocks.cache_block(key, sequence.parent_of(page), sequence.pages[page], tokens)
             # A sequence below a cached page must refer to it. Otherwise the page would count as free once its maker has
             # gone.
-            sequence.pages[page] = self._blocks.deduplicate(key, sequence.pages[page])
+            sequence.pages.exchange(page, self._blocks.deduplicate(key, sequence.pages[page]))
             sequence.cached_pages = page + 1
 
     def _share_beginnings(self, sequence: Sequence) -> None:
@@ -619,7 +620,7 @@ class DecodeScheduler:
         if sequence.phase is not SequencePhase.ENDED:
             self._admission.ended(sequence, cut)
         self._blocks.free(sequence.pages)
-        sequence.pages = []
+        sequence.pages = BlockTable()
         self._sequences.remove(sequence)
         return commands
 

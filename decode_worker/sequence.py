@@ -30,6 +30,7 @@ from baton.messages import (
     TokenLogprob,
 )
 from engine.batch import PromptScoring
+from engine.block_table import BlockTable
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammar
 from kvstore.client.transfer import PageFetch
@@ -63,7 +64,7 @@ class Sequence:
     owner: str = ""  # incarnation of the router that ordered it
     deadline: float | None = None
     phase: SequencePhase = SequencePhase.WAITING_FOR_REMOTE_KVS
-    pages: list[int] = field(default_factory=list[int])
+    pages: BlockTable = field(default_factory=BlockTable)
     keys: list[bytes] = field(default_factory=list[bytes])  # of the full pages of `tokens`
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
     cached_pages: int = 0  # pages from the start that this sequence has handed to the device cache
@@ -106,9 +107,11 @@ class Sequence:
 
     def scoring(self, end: int) -> PromptScoring | None:
         """What a chunk up to the token before `end` scores."""
-        top, known = self.sampling.prompt_logprobs, len(self.prompt_logprobs)
+        if (top := self.sampling.prompt_logprobs) is None:
+            return None
+        known = len(self.prompt_logprobs)
         targets = self.tokens[known + 1 : min(end + 1, self.prompt)]
-        return PromptScoring(known - self.computed, targets, top) if top is not None and targets else None
+        return PromptScoring(known - self.computed, targets, top) if targets else None
 
     @property
     def steps(self) -> bool:

@@ -7,13 +7,15 @@ end to end, and every array that speaks of tokens has one entry for each. No tor
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-Ints = npt.NDArray[np.int64]
+from engine.block_table import BlockTable, Ints
+
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.bool_]
 
@@ -105,8 +107,9 @@ class Chunk(Struct, frozen=True, gc=False):
     """New tokens of one sequence, the first at position `start`.
 
     `pages` are device pages for the positions 0 to start + len(tokens) − 1, in order; those before `start` are computed
-    already. More pages than that may be given. With `sample`, a token is drawn to follow the chunk's last. `scoring`
-    never includes the token that follows the chunk's last if that one is drawn.
+    already. More pages than that may be given. A sequence that is computed in many steps keeps a `BlockTable`, which is
+    of no other chunk of the same step. With `sample`, a token is drawn to follow the chunk's last. `scoring` never
+    includes the token that follows the chunk's last if that one is drawn.
     """
 
     tokens: Sequence[int]
@@ -123,13 +126,13 @@ class Chunk(Struct, frozen=True, gc=False):
 
 class Span(Struct, frozen=True, gc=False):
     """Where a chunk lies: rows `first` to `last` − 1 of the batch, positions `start` to `end` − 1 of its sequence. The
-    pages that cover 0 to end − 1 begin at `block_table_start` in the batch's block tables."""
+    first entries of `table` are its pages."""
 
     first: int
     last: int
     start: int
     end: int
-    block_table_start: int
+    table: Ints
 
     def __len__(self) -> int:
         return self.last - self.first
@@ -137,7 +140,8 @@ class Span(Struct, frozen=True, gc=False):
 
 class Batch(Struct, frozen=True, gc=False):
     """One step's tokens, end to end. All that a kernel needs to know of them lies in one array, since in a small step
-    it is the making of arrays that takes time; the properties say what it consists of, in this order.
+    it is the making of arrays that takes time; the properties say what it consists of, in this order. The block tables
+    lie where their sequences keep them, and stay there as long as the batch.
     """
 
     ints: Ints
@@ -158,8 +162,8 @@ class Batch(Struct, frozen=True, gc=False):
         return self.ints[self.num_tokens : 2 * self.num_tokens]
 
     @property
-    def block_table_starts(self) -> Ints:
-        """[num_tokens]: where in `block_tables` the pages of their sequence begin."""
+    def tables(self) -> Ints:
+        """[num_tokens]: the addresses of the block tables of their sequences."""
         return self.ints[2 * self.num_tokens : 3 * self.num_tokens]
 
     @property
@@ -173,14 +177,10 @@ class Batch(Struct, frozen=True, gc=False):
         return self.ints[3 * self.num_tokens + self.num_samples :][: self.num_fresh_pages]
 
     @property
-    def block_tables(self) -> Ints:
-        """The pages of all sequences, end to end."""
-        return self.ints[3 * self.num_tokens + self.num_samples + self.num_fresh_pages :]
-
-    @property
     def write_pages(self) -> Ints:
         """[num_tokens]: the pages where their K and V go."""
-        return self.block_tables[self.block_table_starts + self.positions // self.page_size]
+        indices = self.positions // self.page_size
+        return np.concatenate([span.table[indices[span.first : span.last]] for span in self.spans])
 
     @property
     def write_offsets(self) -> Ints:
@@ -189,11 +189,11 @@ class Batch(Struct, frozen=True, gc=False):
 
     def pages_of(self, span: Span) -> Ints:
         """[pages that cover 0 to span.end − 1]"""
-        return self.block_tables[span.block_table_start :][: -(-span.end // self.page_size)]
+        return span.table[: -(-span.end // self.page_size)]
 
 
 def flatten(chunks: Sequence[Chunk], page_size: int, num_pages: int, vocab_size: int) -> Batch:
-    """Lay `chunks`, at least one, end to end.
+    """Lay `chunks`, at least one, end to end. O(tokens), whatever comes before them.
 
     Raises ValueError for a chunk that no model and no pool of this size could run: on some devices an index out of
     range would end the process, and with it every other request.
@@ -203,34 +203,42 @@ def flatten(chunks: Sequence[Chunk], page_size: int, num_pages: int, vocab_size:
     spans: list[Span] = []
     tokens: list[int] = []
     positions: list[int] = []
-    tables: list[int] = []
+    addresses: list[int] = []
     sample_rows: list[int] = []
-    begun: list[int] = []
-    table: list[int] = []
+    fresh: list[int] = []
+    first = 0
     for chunk in chunks:
-        count, start, first = len(chunk.tokens), chunk.start, len(table)
-        end = start + count
-        covering = -(-end // page_size)
+        start, pages = chunk.start, chunk.pages
+        count = len(chunk.tokens)
+        end, last = start + count, first + count
         if not count or start < 0:
             raise ValueError(f"a chunk needs tokens and a position, not {count} tokens at {start}")
-        if len(chunk.pages) < covering:
-            raise ValueError(f"positions up to {end - 1} need {covering} pages, not {len(chunk.pages)}")
-        spans.append(Span(len(tokens), len(tokens) + count, start, end, first))
+        table = pages if isinstance(pages, BlockTable) else BlockTable(pages)
+        covering = -(-end // page_size)
+        if len(table) < covering:
+            raise ValueError(f"positions up to {end - 1} need {covering} pages, not {len(table)}")
+        table.check(num_pages)
+        spans.append(Span(first, last, start, end, table.array))
         tokens += chunk.tokens
-        positions += range(start, end)
-        tables += [first] * count
-        table += chunk.pages[:covering]
+        if count == 1:
+            positions.append(start)
+            addresses.append(table.address)
+        else:
+            positions += range(start, end)
+            addresses += [table.address] * count
         if chunk.scoring is not None:
-            row = len(tokens) - count + chunk.scoring.first
+            row = first + chunk.scoring.first
             sample_rows += range(row, row + len(chunk.scoring.targets))
         if chunk.sample is not None:
-            sample_rows.append(len(tokens) - 1)
+            sample_rows.append(last - 1)
         if end % page_size and (covering - 1) * page_size >= start:
-            begun.append(table[-1])
+            fresh.append(table[covering - 1])
+        first = last
+    if len(set(addresses)) < len(chunks):
+        raise ValueError("two chunks of a batch have one block table")
     _refuse_outside("token id", tokens, vocab_size)
-    _refuse_outside("page", table, num_pages)
-    ints = np.array(tokens + positions + tables + sample_rows + begun + table, dtype=np.int64)
-    return Batch(ints, len(tokens), len(sample_rows), len(begun), page_size, tuple(spans))
+    ints = np.fromiter(chain(tokens, positions, addresses, sample_rows, fresh), np.int64)
+    return Batch(ints, len(tokens), len(sample_rows), len(fresh), page_size, tuple(spans))
 
 
 def _refuse_outside(what: str, values: Sequence[int], limit: int) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.messages import MAX_KEYS_PER_CALL, AttemptHeld, AttemptName, PageSource
+from engine.block_table import BlockTable
 from kvstore.client.transfer import PageFetch, PrefixLookup, StorePages
 from kvstore.load_or_recompute import LoadInProgress
 
@@ -46,7 +47,7 @@ class PrefillRequest:
     priority: int
     arrival: float  # seconds
     deadline: float | None
-    pages: list[int]
+    pages: BlockTable
     owner: str = ""  # incarnation of the router that ordered it
     phase: PrefillPhase = PrefillPhase.LOOKUP
     stored: int = 0  # pages from the start that the store had when we looked

@@ -36,6 +36,7 @@ from baton.messages import (
 from baton.router_fairness import RouterFairness
 from baton.store_protocol import EndLease, NotReserved, StoreCall, StoreReply
 from baton.waits import WaitEdge
+from engine.block_table import BlockTable
 from engine.step import ScheduledBatch, StepDone, StepFailed
 from engine.step_timing import WorkerStepTimes
 from kvstore.client.device_block_manager import DeviceBlockManager
@@ -195,7 +196,7 @@ class PrefillScheduler:
             priority=order.priority,
             arrival=now,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
-            pages=pages,
+            pages=BlockTable(pages),
             sources=order.sources,
             progressed_at=now,
             window=self._window,
@@ -348,7 +349,7 @@ class PrefillScheduler:
         job.phase = PrefillPhase.DONE
         left, job.line_number = self._drop(job.line_number) if job.line_number is not None else [], None
         self._blocks.free(job.pages)
-        job.pages = []
+        job.pages = BlockTable()
         hit = job.total - -(-job.computed_here // self._page_size)
         self._done += 1
         self._hit += hit
@@ -481,7 +482,7 @@ class PrefillScheduler:
         """Free everything it holds. Its complete pages stay cached, here and in the store."""
         self._requests.remove(job)
         self._blocks.free(job.pages)
-        job.pages = []
+        job.pages = BlockTable()
         leases = [lease for lease, owner in self._owners.items() if owner is job]
         return [c for lease in leases for c in self._drop(lease)]
 

@@ -81,10 +81,11 @@ struct DecodeStep {
 
   const int64_t* tokens() const { return ints; }                                // [rows]
   const int64_t* positions() const { return tokens() + rows; }                  // [rows]
-  const int64_t* tables() const { return positions() + rows; }                  // [rows]: where in `pages` the row's begin
+  const int64_t* tables() const { return positions() + rows; }                  // [rows]: addresses of block tables
   const int64_t* sample_rows() const { return tables() + rows; }                // [sample_count]
   const int64_t* begun() const { return sample_rows() + sample_count; }         // [begun_count]: pages to be zeroed first
-  const int64_t* pages() const { return begun() + begun_count; }                // of all sequences
+  // The pages of the row's sequence, in the order of its positions.
+  const int64_t* pages(int64_t row) const { return reinterpret_cast<const int64_t*>(tables()[row]); }
 };
 }
 
@@ -447,7 +448,7 @@ class Step {
       if (head >= m.heads) {
         const int64_t position = s.positions()[row];
         const int64_t kv_head = (head - m.heads) % m.kv_heads;
-        page = key_page(s.pages()[s.tables()[row] + position / m.page_size], kv_head, l) + position % m.page_size * m.head_dim;
+        page = key_page(s.pages(row)[position / m.page_size], kv_head, l) + position % m.page_size * m.head_dim;
       }
       if (head >= m.heads + m.kv_heads) {
         copy(x, page + m.page_size * m.head_dim);
@@ -633,7 +634,7 @@ class Step {
     const int64_t offset = at % m.page_size;
     n = m.page_size - offset < kLanes ? m.page_size - offset : kLanes;
     if (n > end - at) n = end - at;
-    return key_page(s.pages()[s.tables()[task.run.row] + at / m.page_size], task.head, l) + offset * m.head_dim;
+    return key_page(s.pages(task.run.row)[at / m.page_size], task.head, l) + offset * m.head_dim;
   }
 
   // `count` queries times n keys, at most 16, → scores [count][kPositions].

@@ -101,8 +101,9 @@ class NativeDecode:
     @staticmethod
     def takes(batch: Batch) -> bool:
         """Whether the batch is run faster here than as one with many rows."""
-        in_runs = sum(len(span) * span.end for span in batch.spans if len(span) > 1)
-        return batch.num_tokens <= MOST_ROWS and in_runs <= MOST_IN_RUNS
+        if batch.num_tokens > MOST_ROWS:
+            return False
+        return sum(len(span) * span.end for span in batch.spans if len(span) > 1) <= MOST_IN_RUNS
 
     def run(self, batch: Batch) -> Decoded:
         """Compute the batch's K and V into their pages, and logits of its `sample_rows`."""

@@ -33,7 +33,7 @@ struct Shape {
 struct Piece {
   int64_t row, rows;     // in the queries
   int64_t position;      // of the first of them, in the sequence
-  int64_t first_page;    // where its sequence's pages begin, in the list of pages
+  const int64_t* pages;  // of its sequence, in the order of its positions
   int64_t first_unit;
 };
 
@@ -306,7 +306,6 @@ struct Attention {
   T* output;  // [rows, heads, head_dim]
   const T* pool;
   int64_t layer;
-  const int64_t* pages;
   int64_t window;
   float scale;
 
@@ -366,7 +365,7 @@ struct Attention {
 
   // K of the sequence's page `index`, from `offset` on; V lies page_size rows later.
   const T* key(const Piece& piece, int64_t head, int64_t index, int64_t offset) const {
-    const int64_t block = (pages[piece.first_page + index] * shape.kv_heads + head) * shape.num_layers + layer;
+    const int64_t block = (piece.pages[index] * shape.kv_heads + head) * shape.num_layers + layer;
     return pool + (block * 2 * shape.page_size + offset) * shape.head_dim;
   }
 
@@ -693,17 +692,20 @@ void baton_prefill_gate(const Team* team, int64_t dtype, const void* gate_up, vo
 }
 
 // Rotates the `heads` queries of each row of `qkv` where they stand and its keys into their page, and copies its values
-// beside them. cos and sin are [rows, head_dim / 2]; `slots` says where in `pool`, in elements, K of head 0 of layer 0
-// goes for each row; `weight`, [heads + kv_heads, head_dim] or null, norms queries and keys first.
+// beside them. cos and sin are [rows, head_dim / 2]; `tables` has the address of the block table of each row's sequence;
+// `weight`, [heads + kv_heads, head_dim] or null, norms queries and keys first.
 void baton_prefill_write(const Team* team, const Shape* shape, int64_t heads, int64_t layer, void* qkv, const float* cos,
-                         const float* sin, const void* weight, const int64_t* slots, void* pool, int64_t rows, float eps) {
+                         const float* sin, const void* weight, const int64_t* positions, const int64_t* const* tables,
+                         void* pool, int64_t rows, float eps) {
   const int64_t width = (heads + 2 * shape->kv_heads) * shape->head_dim, half = shape->head_dim / 2;
-  const int64_t of_layer = layer * 2 * shape->page_size * shape->head_dim;
+  const int64_t rows_of_page = shape->kv_heads * shape->num_layers * 2 * shape->page_size;
   const auto run = [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
     share_rows(team, rows, [&](int64_t row) {
+      const int64_t page = tables[row][positions[row] / shape->page_size];
+      const int64_t slot = page * rows_of_page + layer * 2 * shape->page_size + positions[row] % shape->page_size;
       write_row(*shape, heads, static_cast<T*>(qkv) + row * width, cos + row * half, sin + row * half,
-                static_cast<const T*>(weight), static_cast<T*>(pool) + slots[row] + of_layer, eps);
+                static_cast<const T*>(weight), static_cast<T*>(pool) + slot * shape->head_dim, eps);
     });
   };
   shape->dtype == kBfloat16 ? run(static_cast<bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
@@ -712,12 +714,12 @@ void baton_prefill_write(const Team* team, const Shape* shape, int64_t heads, in
 // Attention of the rows of `count` pieces, in `units` units of at most `lanes` queries each, a multiple of 48 up to 192.
 // A unit of a piece is one KV head's share of a cut of its queries. `window` 0 is none. `scratch` is aligned to 64 bytes.
 void baton_prefill_attend(const Team* team, const Shape* shape, int64_t layer, const void* queries, int64_t query_stride,
-                          void* output, const void* pool, const int64_t* pages, const Piece* pieces, int64_t count,
-                          int64_t units, int64_t lanes, int64_t window, float scale, void* scratch) {
+                          void* output, const void* pool, const Piece* pieces, int64_t count, int64_t units,
+                          int64_t lanes, int64_t window, float scale, void* scratch) {
   const auto run = [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
     Attention<T>{*shape, static_cast<const T*>(queries), query_stride, static_cast<T*>(output),
-                 static_cast<const T*>(pool), layer, pages, window, scale}
+                 static_cast<const T*>(pool), layer, window, scale}
         .run(team, pieces, count, units, lanes, static_cast<char*>(scratch));
   };
   shape->dtype == kBfloat16 ? run(static_cast<bf16*>(nullptr)) : run(static_cast<float*>(nullptr));

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from baton.trace import Tracer
-from engine.batch import Batch, Ints, Span
+from engine.batch import Batch, Ints
 from engine.cpu import build
 from engine.cpu.build import Library
 from engine.layers import rotary
@@ -57,7 +57,7 @@ class _Shape(ctypes.Structure):
 class Pieces:
     """Rows of several sequences that attend in one call, those with most before them first."""
 
-    table: Ints  # [pieces, 5]: row, rows, position of the first, index of the sequence's first page, first unit
+    table: Ints  # [pieces, 5]: row, rows, position of the first, address of the block table, first unit
     units: int
     lanes: int
 
@@ -79,8 +79,8 @@ class _PrefillStep:
     samples: Sequence[_Block]  # the same of the rows that a token is drawn from, as if there were no others
     cos: torch.Tensor  # [rows, 1, head_dim / 2] float32
     sin: torch.Tensor
-    slots: Ints  # [rows]: where K of head 0 of layer 0 goes, in elements of the pool
-    pages: Ints  # of all sequences, end to end
+    positions: Ints  # [rows]
+    tables: Ints  # [rows]: addresses of block tables
 
 
 class NativePrefill:
@@ -153,7 +153,7 @@ class NativePrefill:
             rows = slice(block.first, block.last)
             with self._span("attention", "engine"):
                 window = self._config.windows[last]
-                attended = self._kernels.attend(last, sampled[rows], step.pages, block.pieces, window)
+                attended = self._kernels.attend(last, sampled[rows], block.pieces, window)
             self._finish(weights, x[rows], attended, self._weights.norm, hidden[rows])
         return hidden
 
@@ -163,14 +163,15 @@ class NativePrefill:
         for block in step.blocks:
             rows = slice(block.first, block.last)
             kv = self._products.plain(w.kv, normed[rows])
-            self._kernels.write(last, kv, 0, step.cos[rows], step.sin[rows], self._last_norm, step.slots[rows])
+            turn = (step.cos[rows], step.sin[rows])
+            self._kernels.write(last, kv, 0, *turn, self._last_norm, step.positions[rows], step.tables[rows])
 
     def _attend(
         self, layer: int, w: LayerWeights, normed: torch.Tensor, step: _PrefillStep, block: _Block
     ) -> torch.Tensor:
         qkv = self._write(layer, w, normed, step, block)
         with self._span("attention", "engine"):
-            return self._kernels.attend(layer, qkv, step.pages, block.pieces, self._config.windows[layer])
+            return self._kernels.attend(layer, qkv, block.pieces, self._config.windows[layer])
 
     def _write(
         self, layer: int, w: LayerWeights, normed: torch.Tensor, step: _PrefillStep, block: _Block
@@ -180,7 +181,8 @@ class NativePrefill:
             rows, qkv = slice(block.first, block.last), self._products.plain(w.qkv, normed)
         heads = self._config.num_heads
         with self._span("K and V", "engine"):
-            self._kernels.write(layer, qkv, heads, step.cos[rows], step.sin[rows], w.qk_norm, step.slots[rows])
+            turn = (step.cos[rows], step.sin[rows])
+            self._kernels.write(layer, qkv, heads, *turn, w.qk_norm, step.positions[rows], step.tables[rows])
         return qkv
 
     def _finish(
@@ -192,35 +194,33 @@ class NativePrefill:
             self._products.add(w.down, self._products.gated(w.gate_up, normed), x, next_norm, normed)
 
     def _begin(self, batch: Batch) -> _PrefillStep:
-        layout, spans = self._layout, batch.spans
         # What is left of the page's last owner is never attended to here, but behind a mask in torch: see TorchStep.
         if len(batch.fresh_pages):
             self._pool[torch.from_numpy(batch.fresh_pages)] = 0
-        head_rows = 2 * layout.num_layers * layout.page_size
         cos, sin = rotary.rotation(torch.from_numpy(batch.positions), self._frequencies)
-        tails = list(_sampled_spans(batch))
+        spans = np.array([(span.first, len(span), span.start) for span in batch.spans], dtype=np.int64)
+        rows = np.column_stack((spans, batch.tables[spans[:, 0]]))
+        blocks = list(self._blocks(rows))
+        all_sampled = batch.num_samples == batch.num_tokens
         return _PrefillStep(
-            blocks=list(self._blocks(spans)),
-            samples=list(self._blocks(tails)),
+            blocks=blocks,
+            samples=blocks if all_sampled else list(self._blocks(_sampled_rows(batch, rows))),
             cos=cos,
             sin=sin,
-            slots=(batch.write_pages * layout.num_kv_heads * head_rows + batch.write_offsets) * layout.head_dim,
-            pages=batch.block_tables,
+            positions=batch.positions,
+            tables=batch.tables,
         )
 
-    def _blocks(self, spans: Sequence[Span]) -> Iterator[_Block]:
-        rows = spans[-1].last if spans else 0
-        for first, last in cut(rows):
-            within = [
-                (max(span.first, first), min(span.last, last), span)
-                for span in spans
-                if span.first < last and span.last > first
-            ]
-            table = [
-                (begin - first, end - begin, span.start + begin - span.first, span.block_table_start)
-                for begin, end, span in within
-            ]
-            yield _Block(first, last, self._kernels.pieces(table))
+    def _blocks(self, pieces: Ints) -> Iterator[_Block]:
+        """`pieces`: [pieces, 4] as `Kernels.pieces` takes them, in the order of their rows."""
+        firsts, lasts = pieces[:, 0], pieces[:, 0] + pieces[:, 1]
+        for first, last in cut(int(lasts[-1]) if len(lasts) else 0):
+            within = pieces[np.searchsorted(lasts, first, "right") : np.searchsorted(firsts, last, "left")].copy()
+            begins = np.maximum(within[:, 0], first)
+            within[:, 1] = np.minimum(within[:, 0] + within[:, 1], last) - begins
+            within[:, 2] += begins - within[:, 0]
+            within[:, 0] = begins - first
+            yield _Block(first, last, self._kernels.pieces(within))
 
     def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the residual stream and for its norms, kept for the next step: mapping it anew is slow."""
@@ -308,8 +308,8 @@ class Kernels:
         self._norm = _function(library.baton_prefill_norm, p, n, p, p, p, p, n, n, f)
         self._gate = _function(library.baton_prefill_gate, p, n, p, p, n, n)
         self._product = _function(library.baton_prefill_product, p, n, n, p, p, p, p, n, n, n)
-        self._write = _function(library.baton_prefill_write, p, p, n, n, p, p, p, p, p, p, n, f)
-        self._attend = _function(library.baton_prefill_attend, p, p, n, p, n, p, p, p, p, n, n, n, n, f, p)
+        self._write = _function(library.baton_prefill_write, p, p, n, n, p, p, p, p, p, p, p, n, f)
+        self._attend = _function(library.baton_prefill_attend, p, p, n, p, n, p, p, p, n, n, n, n, f, p)
         library.baton_prefill_scratch.restype = _Count
         scratch = library.baton_prefill_scratch() * self._team.threads
         self._scratch = torch.empty(scratch + _ALIGNMENT, dtype=torch.uint8)
@@ -344,34 +344,34 @@ class Kernels:
         cos: torch.Tensor,
         sin: torch.Tensor,
         norm: torch.Tensor | None,
-        slots: Ints,
+        positions: Ints,
+        tables: Ints,
     ) -> None:
         """Rotate the queries of `qkv` in place; write its keys, rotated, and values into their pages.
 
-        `norm` is [heads + kv_heads, head_dim].
+        `norm` is [heads + kv_heads, head_dim]; `positions` and `tables`, addresses of block tables, are [rows].
         """
         weight = None if norm is None else norm.data_ptr()
         self._write(
             self._team_at, self._shape_at, heads, layer, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), weight,
-            _address(slots), self._pool.data_ptr(), len(slots), self._eps,
+            _address(positions), _address(tables), self._pool.data_ptr(), len(positions), self._eps,
         )  # fmt: skip
 
-    def attend(
-        self, layer: int, queries: torch.Tensor, pages: Ints, pieces: Pieces, window: int | None
-    ) -> torch.Tensor:
+    def attend(self, layer: int, queries: torch.Tensor, pieces: Pieces, window: int | None) -> torch.Tensor:
         """[rows, heads · head_dim or more, of which those first are queries] → [rows, heads · head_dim]."""
         out = torch.empty((len(queries), self._shape.heads * self._shape.head_dim), dtype=queries.dtype)
         self._attend(
             self._team_at, self._shape_at, layer, queries.data_ptr(), queries.shape[1], out.data_ptr(),
-            self._pool.data_ptr(), _address(pages), _address(pieces.table), len(pieces.table), pieces.units,
-            pieces.lanes, window or 0, self._scale, self._scratch_at,
+            self._pool.data_ptr(), _address(pieces.table), len(pieces.table), pieces.units, pieces.lanes, window or 0,
+            self._scale, self._scratch_at,
         )  # fmt: skip
         return out
 
-    def pieces(self, rows: Sequence[tuple[int, int, int, int]]) -> Pieces:
-        """Divide pieces, each its row, number of rows, position and first page, into units for the threads."""
+    def pieces(self, rows: Ints) -> Pieces:
+        """Divide pieces into units for the threads. `rows` is [pieces, 4]: row, number of rows, position of the first,
+        and address of the block table."""
         table = np.zeros((len(rows), 5), dtype=np.int64)
-        table[:, :4] = sorted(rows, key=lambda piece: -piece[1] - piece[2])
+        table[:, :4] = rows[np.argsort(-rows[:, 1] - rows[:, 2], kind="stable")]
         queries = table[:, 1] * (self._shape.heads // self._shape.kv_heads)
         lanes = MOST_LANES
         while True:
@@ -426,16 +426,16 @@ def parallel_function() -> int | None:
     return None
 
 
-def _sampled_spans(batch: Batch) -> Iterator[Span]:
-    """Yield where the sample rows lie once they stand alone, end to end. Consecutive rows of a chunk stay together."""
-    rows = batch.sample_rows
-    first = 0
-    for span in batch.spans:
-        begin, end = (int(at) for at in np.searchsorted(rows, (span.first, span.last)))
-        for part in np.split(rows[begin:end], np.flatnonzero(np.diff(rows[begin:end]) > 1) + 1) if end > begin else ():
-            start = span.start + int(part[0]) - span.first
-            yield Span(first, first + len(part), start, start + len(part), span.block_table_start)
-            first += len(part)
+def _sampled_rows(batch: Batch, rows: Ints) -> Ints:
+    """The pieces of the sample rows once these stand alone, end to end. Consecutive rows of a chunk stay together.
+    `rows`: the pieces of the whole batch, one for each chunk."""
+    sampled = batch.sample_rows
+    chunk = np.searchsorted(rows[:, 0], sampled, "right") - 1
+    begins = np.flatnonzero((np.diff(sampled, prepend=-2) != 1) | (np.diff(chunk, prepend=-1) != 0))
+    own = rows[chunk[begins]]
+    return np.column_stack(
+        (begins, np.diff(begins, append=len(sampled)), own[:, 2] + sampled[begins] - own[:, 0], own[:, 3])
+    )
 
 
 def cut(rows: int) -> Iterator[tuple[int, int]]:

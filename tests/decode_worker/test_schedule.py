@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from baton.messages import AttemptName, SamplingParams
 from decode_worker.batching import BatchBudget, build_batch, chunk_alignment
 from decode_worker.sequence import Sequence, SequencePhase
+from engine.block_table import BlockTable
 from engine.step import ScheduledBatch
 
 PAGE = 16
@@ -17,7 +18,7 @@ NEVER = -1.0
 def sequence(
     name: str, known: int, computed: int, arrival: int = 0, urgency: float = 0.0, joined: float = 0.0, page: int = PAGE
 ) -> Sequence:
-    pages = list(range(-(-known // page)))
+    pages = BlockTable(range(-(-known // page)))
     made = Sequence(
         AttemptName(name, 1), b"", [7] * known, known, 100, SamplingParams(temperature=0), frozenset(), urgency, 0,
         arrival, page, phase=SequencePhase.RUNNING, pages=pages, computed=computed, running_since=joined,
@@ -50,7 +51,7 @@ def run(plan: ScheduledBatch, sequences: list[Sequence], step: int) -> None:
         each.computed, each.last_step = chunk.end, step
         if chunk.sample is not None:
             each.tokens.append(7)
-            each.pages += range(len(each.pages), each.pages_needed)
+            each.pages.extend(range(len(each.pages), each.pages_needed))
 
 
 def sizes(plan: ScheduledBatch) -> dict[str, int]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from engine.batch import Chunk, TokenDraw, flatten
+from engine.block_table import BlockTable
 from engine.cpu import build, prefill
 from engine.cpu.prefill import Kernels, NativePrefill, OneDnnProducts, OwnProducts, cut
 from engine.engine import Engine
@@ -99,7 +100,8 @@ def test_attention_is_that_of_the_formula(
     queries = normal(sum(rows for _, rows in spans), width, dtype=dtype, seed=seed)
 
     expected: list[torch.Tensor] = []
-    table: list[tuple[int, int, int, int]] = []
+    tables: list[BlockTable] = []
+    pieces: list[tuple[int, int, int, int]] = []
     row = page = 0
     for (start, rows), count in zip(spans, counts, strict=True):
         keys, values = normal(2, start + rows, kv_heads, head_dim, dtype=dtype, seed=seed + row + 1)
@@ -108,9 +110,10 @@ def test_attention_is_that_of_the_formula(
             into[:, 0], into[:, 1] = keys[position], values[position]
         own = queries[row : row + rows, : heads * head_dim].view(rows, heads, head_dim)
         expected.append(plain_attention(own, keys, values, start, window))
-        table.append((row, rows, start, page))
+        tables.append(BlockTable(order[page : page + count]))
+        pieces.append((row, rows, start, tables[-1].address))
         row, page = row + rows, page + count
-    got = ours.attend(layer, queries, np.array(order), ours.pieces(table), window)
+    got = ours.attend(layer, queries, ours.pieces(np.array(pieces)), window)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got.double(), torch.cat(expected).flatten(1), atol=tolerance, rtol=tolerance)
 
@@ -123,7 +126,8 @@ def test_large_scores_do_not_overflow():
         pool[:, 0, 0, 0] = torch.linspace(-sign * 2500, sign * 2500, 320).view(20, 16, 1)
         pool[:, 0, 0, 1] = torch.arange(320.0).view(20, 16, 1)
         ours = kernels(1, 1, 16, 16, pool)
-        got = ours.attend(0, torch.ones(1, 48), np.arange(20), ours.pieces([(0, 1, 319, 0)]), None)
+        table = BlockTable(range(20))
+        got = ours.attend(0, torch.ones(1, 48), ours.pieces(np.array([(0, 1, 319, table.address)])), None)
         torch.testing.assert_close(got, torch.full((1, 16), 319.0 if sign == 1 else 0.0))
 
 
@@ -166,8 +170,9 @@ def test_keys_and_values_are_written(dtype: str, normed: bool, heads: int, head_
     queries, keys = rotary.rotate(qk, turn).split((heads, 2), dim=1)
 
     places = random.Random(0).sample([(page, offset) for page in range(6) for offset in range(4)], rows)
-    slots = np.array([page * 2 * 3 * 2 * 4 + offset for page, offset in places]) * head_dim
-    ours.write(layer, qkv, heads, *turn, weight, slots)
+    tables = [BlockTable([5, page]) for page, _ in places]
+    positions = np.array([4 + offset for _, offset in places])
+    ours.write(layer, qkv, heads, *turn, weight, positions, np.array([table.address for table in tables]))
     for row, (page, offset) in enumerate(places):
         there = pool[page, :, layer, :, offset].float()
         torch.testing.assert_close(there[:, 0], keys[row], atol=tolerance, rtol=tolerance)
@@ -190,11 +195,11 @@ def test_blocks_cover_all_rows_and_none_is_small():
 def test_units_are_finer_where_there_are_few():
     pool = torch.zeros(1, 4, 3, 2, 16, 64)
     ours = kernels(12, 4, 64, 16, pool)
-    long = ours.pieces([(0, 512, 0, 0), (512, 1, 900, 0)])
+    long = ours.pieces(np.array([(0, 512, 0, 0), (512, 1, 900, 0)]))
     assert long.lanes == prefill.MOST_LANES
     assert long.units == 4 * (512 * 3 // 192) + 4
     assert long.table.tolist() == [[512, 1, 900, 0, 0], [0, 512, 0, 0, 4]]
-    short = ours.pieces([(0, 40, 0, 0)])
+    short = ours.pieces(np.array([(0, 40, 0, 0)]))
     assert (short.lanes, short.units) == (96, 8)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.messages import AttemptName, StepSample
 from baton.step_cost_model import StepCostModel, pairs
+from engine.block_table import BlockTable
 from engine.step import ScheduledBatch
 from prefill_worker.chunking import LEVELS, STEPS_PER_LEVEL, build_batch
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
@@ -35,7 +36,7 @@ def prompt(
         priority=priority,
         arrival=float(number),
         deadline=None,
-        pages=list(range(pages)),
+        pages=BlockTable(range(pages)),
         computed=computed * PAGE,
         phase=phase,
     )
@@ -93,7 +94,7 @@ def test_a_step_is_whole_pages_in_order_within_its_budget(
         assert chunk.tokens
         assert len(chunk.tokens) % PAGE == 0
         assert chunk.tokens == job.tokens[chunk.start : chunk.end]
-        assert chunk.pages == job.pages[: chunk.end // PAGE]
+        assert chunk.pages is job.pages
         assert chunk.sample is None
     # All that there is room for, and no more.
     most = min(pages * PAGE, 256, sum(job.pending for job in jobs))
@@ -244,7 +245,9 @@ def test_steps_grow_no_faster_than_they_are_measured() -> None:
 
 
 def test_a_first_step_has_a_page_however_large_pages_are() -> None:
-    large = PrefillRequest(AttemptName("large", 1), list(range(1_024)), [b"k" * 16] * 2, 512, 0, 0.0, None, [0, 1])
+    large = PrefillRequest(
+        AttemptName("large", 1), list(range(1_024)), [b"k" * 16] * 2, 512, 0, 0.0, None, BlockTable([0, 1])
+    )
     large.phase = PrefillPhase.COMPUTING
     plan = build_batch([large], StepCostModel(), 1.0, 8_192)
     assert [len(chunk.tokens) for chunk in plan.values()] == [512]

@@ -1,0 +1,82 @@
+"""The device pages of one sequence, kept from step to step where kernels read them. No torch here."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+_FEWEST = 8  # entries for which there is room at first
+
+
+class BlockTable(Sequence[int]):
+    """Pages in the order of a sequence's positions, in one array of int64.
+
+    Pages are appended, and an entry may be exchanged for a page of the same contents. So an array that follows this one
+    on a device need only be sent the entries from the lowest changed one on. The array grows by moving. A step that has
+    been given the old array may go on with it, since nothing is taken out of it.
+    """
+
+    __slots__ = ("_checked", "_count", "_limit", "address", "array")
+
+    array: Ints
+    """Its first `len(self)` entries are the pages. Never changed from outside, and replaced when the table grows."""
+    address: int
+    """Where the array begins in this process's memory, which lasts as long as the array."""
+
+    def __init__(self, pages: Iterable[int] = ()) -> None:
+        self._count = self._checked = self._limit = 0
+        self._move(np.empty(_FEWEST, np.int64))
+        self.extend(pages)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array[: self._count].tolist())
+
+    def __reversed__(self) -> Iterator[int]:
+        return reversed(self.array[: self._count].tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self.array[: self._count][index].tolist()
+
+    def extend(self, pages: Iterable[int]) -> None:
+        """Append pages. O(pages) amortized."""
+        new = pages if isinstance(pages, Sequence) else list(pages)
+        end = self._count + len(new)
+        if end > len(self.array):
+            self._move(np.concatenate((self.array[: self._count], np.empty(end, np.int64))))
+        self.array[self._count : end] = new
+        self._count = end
+
+    def exchange(self, index: int, page: int) -> None:
+        """Put a page of the same contents in the place of another."""
+        assert 0 <= index < self._count
+        self.array[index] = page
+        self._checked = min(self._checked, index)
+
+    def check(self, num_pages: int) -> None:
+        """Raise ValueError if a page is not in a pool of that size. O(entries that are new since the last call)."""
+        first = self._checked if self._limit == num_pages else 0
+        if first == self._count:
+            return
+        new = self.array[first : self._count]
+        low, high = int(new.min()), int(new.max())
+        if low < 0 or high >= num_pages:
+            raise ValueError(f"page {low if low < 0 else high} is not in 0 to {num_pages - 1}")
+        self._checked, self._limit = self._count, num_pages
+
+    def _move(self, array: Ints) -> None:
+        self.array = array
+        self.address = array.__array_interface__["data"][0]
