@@ -23,6 +23,7 @@ Chunks of long ones are multiples of a page, or of `_ALIGNMENT` tokens where pag
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from decode_worker.sequence import Sequence
 from engine.batch import Chunk, TokenDraw
@@ -109,14 +110,20 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
 
 
 def _draw(sequence: Sequence) -> TokenDraw:
-    wanted = sequence.sampling
-    return TokenDraw(
-        temperature=wanted.temperature,
-        top_p=wanted.top_p,
-        top_k=wanted.top_k,
-        min_p=wanted.min_p,
-        seed=wanted.seed,
-        logprobs=wanted.logprobs,
+    if (draw := sequence.draw) is None:
+        wanted = sequence.sampling
+        draw = sequence.draw = TokenDraw(
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            min_p=wanted.min_p,
+            seed=wanted.seed,
+            logprobs=wanted.logprobs,
+        )
+    if sequence.logits_editor is None and sequence.grammar is None:
+        return draw
+    return replace(
+        draw,
         edits=None if sequence.logits_editor is None else sequence.logits_editor.edits(sequence.tokens),
         mask=None if sequence.grammar is None else sequence.grammar.mask(sequence.tokens),
     )

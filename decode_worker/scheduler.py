@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -494,6 +494,8 @@ class DecodeScheduler:
 
     def _take_scores(self, done: StepDone) -> list[DecodeCommand]:
         """Tell the log-probabilities of prompt tokens that the step has computed."""
+        if not done.scores:
+            return []
         commands: list[DecodeCommand] = []
         for number, name in enumerate(done.plan):
             if scores := done.scores.get(number):
@@ -664,7 +666,7 @@ class DecodeScheduler:
             prefill_rate=self._step_costs.rate(),
             steps=self._step_costs.last,
         )
-        others = _load([sequence for sequence in sequences if sequence.owner != router])
+        others = _load(sequence for sequence in sequences if sequence.owner != router)
         return Heartbeat(heard, load, self._step, attempts=self._sequences.held_for(router), others=others)
 
     def waits(self, me: str) -> Iterator[WaitEdge]:
@@ -719,18 +721,21 @@ class DecodeScheduler:
         self._write_through.validate()
 
 
-def _load(sequences: Collection[Sequence]) -> LoadReport:
-    """What these make of our load."""
-    running = [s for s in sequences if s.phase is SequencePhase.RUNNING]
-    return LoadReport(
-        running=len(running),
-        waiting=sum(
-            s.phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.KV_LOAD_INCOMPLETE, SequencePhase.PREEMPTED)
-            for s in sequences
-        ),
-        tokens_queued=sum(s.pending for s in sequences if s.phase is not SequencePhase.ENDED and s.pending > 1),
-        context=sum(len(s.tokens) for s in running),
-    )
+def _load(sequences: Iterable[Sequence]) -> LoadReport:
+    """What these make of our load. In one pass: it is told with every step."""
+    running = waiting = queued = context = 0
+    for sequence in sequences:
+        known, phase = len(sequence.tokens), sequence.phase
+        if phase is SequencePhase.ENDED:
+            continue
+        if phase is SequencePhase.RUNNING:
+            running += 1
+            context += known
+        else:
+            waiting += 1
+        if (pending := known - sequence.computed) > 1:
+            queued += pending
+    return LoadReport(running=running, waiting=waiting, tokens_queued=queued, context=context)
 
 
 def _rows(decoding: Collection[Sequence]) -> DecodeRows:

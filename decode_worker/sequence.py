@@ -29,7 +29,7 @@ from baton.messages import (
     SamplingParams,
     TokenLogprob,
 )
-from engine.batch import PromptScoring
+from engine.batch import PromptScoring, TokenDraw
 from engine.block_table import BlockTable
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammar
@@ -84,6 +84,7 @@ class Sequence:
     remaining_prefill: int = 0  # tokens that were to be computed then
     last_step: int = 0  # number of the last step that it was part of
     prompt_computed: int = 0  # prompt tokens computed by this attempt
+    draw: TokenDraw | None = None  # of every token, before the rules that depend on those before it
     logits_editor: LogitsEditor | None = None
     grammar: OutputGrammar | None = None
     first_new: int = 0  # tokens known when the attempt began

@@ -57,12 +57,13 @@ class WorkerStepTimes(StepCostModel):
 
 def sample_of(chunks: Sequence[Chunk], seconds: float) -> StepSample:
     """What a step of these chunks had to do. A chunk of one token is a row: a sequence that waits for its next one."""
-    prompts = [chunk for chunk in chunks if len(chunk.tokens) > 1]
-    rows = [chunk for chunk in chunks if len(chunk.tokens) == 1]
-    return StepSample(
-        tokens=sum(len(chunk.tokens) for chunk in prompts),
-        pairs=sum(pairs(len(chunk.tokens), chunk.start) for chunk in prompts),
-        rows=len(rows),
-        context=sum(chunk.end for chunk in rows),
-        seconds=seconds,
-    )
+    tokens = attended = rows = context = 0
+    for chunk in chunks:
+        count = len(chunk.tokens)
+        if count > 1:
+            tokens += count
+            attended += pairs(count, chunk.start)
+        else:
+            rows += count
+            context += chunk.end
+    return StepSample(tokens, attended, rows, context, seconds)
