@@ -71,8 +71,8 @@ def build_batch(decoding: list[Sequence], partial_prefills: list[Sequence], budg
 def _share_budget(partial_prefills: list[Sequence], budget: BatchBudget, room: int) -> list[tuple[Sequence, int]]:
     """How many tokens of which partial prefills. `room` is what the step has left for them."""
     whole = budget.alignment
-    short = sorted((s for s in partial_prefills if s.pending <= whole), key=lambda s: s.rank)
-    long = sorted((s for s in partial_prefills if s.pending > whole), key=lambda s: _due(s, budget.rate))
+    short = sorted((s for s in partial_prefills if s.chunk_limit <= whole), key=lambda s: s.rank)
+    long = sorted((s for s in partial_prefills if s.chunk_limit > whole), key=lambda s: _due(s, budget.rate))
     left = budget.prompts if long else budget.short_prompts
     entitled = max(whole, left // 2) if long else left
     overdue = max(entitled, room - (whole if long else 0))
@@ -81,14 +81,14 @@ def _share_budget(partial_prefills: list[Sequence], budget: BatchBudget, room: i
     taken = 0
     for sequence in sorted(short, key=lambda s: s.running_since > budget.overdue):
         most = (overdue if sequence.running_since <= budget.overdue else entitled) - taken
-        if sequence.pending <= most or (most > 0 and not long):
-            chosen.append((sequence, min(sequence.pending, most)))
+        if sequence.chunk_limit <= most or (most > 0 and not long):
+            chosen.append((sequence, min(sequence.chunk_limit, most)))
             taken += chosen[-1][1]
         else:
             waiting.append(sequence)
     left = max(left - taken, whole if long else 0)
     for sequence in long + waiting:
-        count = sequence.pending if sequence.pending <= left else left // whole * whole
+        count = sequence.chunk_limit if sequence.chunk_limit <= left else left // whole * whole
         if count <= 0:
             break
         chosen.append((sequence, count))

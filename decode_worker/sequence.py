@@ -106,6 +106,15 @@ class Sequence:
         """Prompt tokens whose log-probabilities are still to be computed: those at the end of the prompt."""
         return 0 if self.sampling.prompt_logprobs is None else self.prompt - 1 - len(self.prompt_logprobs)
 
+    @property
+    def chunk_limit(self) -> int:
+        """The most tokens that one chunk may hold. Where a prompt is scored, its last token is a step of its own.
+
+        It scores nothing. Without it, the rows of a step are those that transformers runs to score the same prompt, so
+        that equal kernels give equal bits.
+        """
+        return self.prompt - 1 - self.computed if self.unscored else self.pending
+
     def scoring(self, end: int) -> PromptScoring | None:
         """What a chunk up to the token before `end` scores."""
         if (top := self.sampling.prompt_logprobs) is None:

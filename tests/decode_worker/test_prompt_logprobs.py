@@ -23,11 +23,13 @@ class ScoringWorker(RigWorker):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.pages_of: dict[tuple[str, bool], set[int]] = {}  # by request, and whether the chunk scored
+        self.chunks: list[tuple[int, bool]] = []  # where each ended, and whether it scored
 
     def _done(self, plan: ScheduledBatch) -> StepDone:
         done = super()._done(plan)
         scores: dict[int, list[PromptTokenLogprob]] = {}
         for number, (name, chunk) in enumerate(plan.items()):
+            self.chunks.append((chunk.end, chunk.scoring is not None))
             pages = self.pages_of.setdefault((name.request, chunk.scoring is not None), set())
             pages |= set(chunk.pages[: chunk.end // PAGE])
             if chunk.scoring is not None:
@@ -117,10 +119,23 @@ def test_a_prompt_of_one_token_has_no_scores() -> None:
     assert tokens_of(one, "r") == reference([7], 3)
 
 
+def test_a_prompt_is_scored_without_its_last_token_which_is_a_step_of_its_own() -> None:
+    """The rows that score are those of the prompt without its last token, whatever budget a step has."""
+    for budget in (8, 32):
+        one = worker(max_num_batched_tokens=budget)
+        one.handle(order(PROMPT, 3, "r"))
+        one.rig.settle()
+        scored = [end for end, scores in one.chunks if scores]
+        assert scored[-1] == len(PROMPT) - 1
+        assert (len(PROMPT), False) in one.chunks
+        assert tokens_of(one, "r") == reference(PROMPT, 3)
+
+
 def test_a_resend_within_the_prompt_says_the_rest_of_it_and_the_output_again() -> None:
     one = worker()
     one.handle(order(PROMPT, 4, "r"))
-    one.step()
+    one.step()  # scores the prompt
+    one.step()  # computes its last token
     one.said.clear()
     one.handle(Resend("r", 1, 5))
     (scores, tokens) = one.said

@@ -107,8 +107,9 @@ _ALL = (
     ),
     Suite(
         "lm-eval",
-        "`lm_eval --model local-completions` on two local tasks against 1P+1D and a colocated cluster, and "
-        "`--model hf` in float32, with `--log_samples`: the logs of all three are compared sample by sample",
+        "`lm_eval --model local-completions` on three local tasks against 1P+1D, a colocated cluster and one that "
+        "computes with torch's operators, and `--model hf` in float32, with `--log_samples`: the logs of all four are "
+        "compared sample by sample",
         ["lm-eval[api,hf]==0.4.13", "transformers==5.23.0"],
         ["lm_eval", "transformers", "torch"],
         lm_eval.run,

@@ -61,9 +61,9 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 @contextmanager
-def cluster(checkpoint: Path, folder: Path, *, prefill: int = 1, decode: int = 1) -> Iterator[Target]:
-    """Run a cluster of real processes."""
+def cluster(checkpoint: Path, folder: Path, *, prefill: int = 1, decode: int = 1, **more: object) -> Iterator[Target]:
+    """Run a cluster of real processes. `more`: its settings beside those of all tests."""
     names = [MODEL, *ALIASES]
-    settings = workload.settings(checkpoint, prefill, decode, **{"model.served_model_name": names})
+    settings = workload.settings(checkpoint, prefill, decode, **{"model.served_model_name": names}, **more)
     with LocalCluster(settings, folder) as running:
         yield Target(running.api_of("router"), running.address, checkpoint)

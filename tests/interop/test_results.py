@@ -86,6 +86,10 @@ def test_two_logs_of_lm_eval_are_equal_only_in_every_answer() -> None:
     for other in (log(-9.6, "True", "some words"), log(-9.5, "False", "some words"), log(-9.5, "True", "same words")):
         assert len(lm_eval.compare(other, right)[0]) == 1
     assert lm_eval.compare(right[:1], right)[0]
+    assert lm_eval.differences(right, log(-9.5, "True", "some words")) == []
+    assert lm_eval.differences(right, log(-9.500000000000002, "True", "some words"))
+    assert lm_eval.differences(right, [{**one, "filter": "none"} for one in right])
+    assert lm_eval.differences(right[:1], right)
 
 
 def test_the_trace_has_shared_prefixes_and_is_in_order() -> None:
