@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -57,6 +57,34 @@ class Bytes(int):
         if size <= 0:
             raise ValueError(f"a size of {value!r} is not above zero")
         return cls(size)
+
+
+class CacheBytes(Bytes):
+    """The size of a page pool, or "auto" (0): what fits on the GPU, or `ON_CPU` bytes on a CPU."""
+
+    ON_CPU: ClassVar[int] = 512 * 2**20
+
+    @classmethod
+    def parse(cls, value: object) -> CacheBytes:
+        """Raises ValueError for anything that is neither a positive size nor "auto"."""
+        return cls(0) if value == "auto" else cls(super().parse(value))
+
+    @property
+    def on_cpu(self) -> int:
+        """The size on a CPU."""
+        return int(self) or self.ON_CPU
+
+
+def encode_size(value: Bytes) -> int | str:
+    """What a file says for a size, for msgspec's `enc_hook`."""
+    return "auto" if isinstance(value, CacheBytes) and not value else int(value)
+
+
+def decode_size(kind: type, value: object) -> object:
+    """A size of a file, for msgspec's `dec_hook`. Raises ValueError, and NotImplementedError for another kind."""
+    if issubclass(kind, Bytes):
+        return kind.parse(value)
+    raise NotImplementedError(kind)
 
 
 class _Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -247,7 +275,8 @@ class PrefillConfig(_Section, frozen=True):
     device: str = ""  # torch device of these workers; "": as model.device
     num_gpus: GpuPart = "auto"  # of one worker, at most 1; auto: equal shares of its node's GPUs
     node_selector: dict[str, str] = {}  # labels that Ray's node must have, such as ray.io/accelerator-type: H100
-    kv_cache_bytes: Bytes = Bytes(512 * 2**20)  # device pages
+    kv_cache_bytes: CacheBytes = CacheBytes(0)  # device pages; auto: what a GPU has left, 512MiB on a CPU
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the worker's GPU or share of it, in all
     step_ms: Positive = 50  # about how long a step lasts while several prompts are at hand; four times that for one
     max_num_batched_tokens: Positive = 2_048  # tokens per step at most, over all prompts
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
@@ -265,7 +294,8 @@ class DecodeConfig(_Section, frozen=True):
     device: str = ""  # torch device of these workers; "": as model.device
     num_gpus: GpuPart = "auto"  # of one worker, at most 1; auto: equal shares of its node's GPUs
     node_selector: dict[str, str] = {}  # labels that Ray's node must have, such as ray.io/accelerator-type: H100
-    kv_cache_bytes: Bytes = Bytes(512 * 2**20)  # device pages
+    kv_cache_bytes: CacheBytes = CacheBytes(0)  # device pages; auto: what a GPU has left, 512MiB on a CPU
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the worker's GPU or share of it, in all
     max_num_batched_tokens: Positive = (
         512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
     )
@@ -365,7 +395,7 @@ def parse(text: str) -> Config:
 def _converted(tree: dict[str, Any], path: Path | None) -> Config:
     _refuse_renamed(tree, path)
     try:
-        config = msgspec.convert(tree, Config, dec_hook=_decode_custom)
+        config = msgspec.convert(tree, Config, dec_hook=decode_size)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path or 'configuration'}: {error}") from None
     _check(config)
@@ -374,7 +404,7 @@ def _converted(tree: dict[str, Any], path: Path | None) -> Config:
 
 def dump(config: Config) -> str:
     """The configuration as YAML that `load` reads back to an equal one."""
-    return yaml.safe_dump(msgspec.to_builtins(config, enc_hook=int), sort_keys=False)
+    return yaml.safe_dump(msgspec.to_builtins(config, enc_hook=encode_size), sort_keys=False)
 
 
 def parse_override(text: str) -> tuple[str, object]:
@@ -408,12 +438,6 @@ def _refuse_renamed(tree: Mapping[str, Any], path: Path | None) -> None:
         settings = tree.get(section)
         for old in renamed.keys() & settings.keys() if isinstance(settings, Mapping) else ():
             raise ConfigError(f"{path or 'configuration'}: {section}.{old} is now called {section}.{renamed[old]}")
-
-
-def _decode_custom(kind: type, value: object) -> object:
-    if kind is Bytes:
-        return Bytes.parse(value)
-    raise NotImplementedError(kind)
 
 
 def _check(config: Config) -> None:

@@ -88,8 +88,8 @@ def _parts(share: float) -> int:
 
 
 def uses_assigned_gpu(device: str) -> bool:
-    """Whether a worker with that device computes on a GPU that Baton chooses. "auto" may. With an index, the one who
-    wrote the configuration has chosen."""
+    """Whether a worker with that device computes on a GPU that Baton chooses. "auto" may. An index is the user's
+    choice."""
     return device in ("auto", "cuda")
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from msgspec import Struct
@@ -41,6 +42,10 @@ That reads the weights twice, and yet is faster, by up to 30 %: those for many r
 
 _SCORED_AT_ONCE = 64
 """Prompt tokens whose logits are in memory at a time: 64 rows of a vocabulary of 128,000 take 33 MB."""
+
+
+FittingPages: TypeAlias = "Callable[[Callable[[int], Engine]], int]"
+"""Returns the number of pages. Gets a function that makes an engine with so many pages on the same weights."""
 
 
 class StepOutput(Struct, frozen=True, gc=False):
@@ -96,13 +101,14 @@ class Engine:
         path: Path,
         dtype: str,
         device: str,
-        num_pages: int,
+        num_pages: int | FittingPages,
         page_size: int,
         head: bool,
         threads: int | None = None,
         native: bool = True,
     ) -> Engine:
-        """Load the checkpoint in the directory `path` and make a pool of `num_pages` empty pages.
+        """Load the checkpoint in the directory `path` and make a pool of `num_pages` empty pages. A function decides
+        on their number when the weights are loaded.
 
         `dtype` "auto" is the checkpoint's own, and is that of the pages too. `device` "auto" is cuda where there is
         one (`engine.gpus`). Without `head` the engine makes pages and never tokens. `threads` None is one for each CPU
@@ -117,9 +123,17 @@ class Engine:
         config = ModelSpec.from_directory(path)
         layout = layout_of(config, dtype, page_size)
         device = resolve_device(device)
-        loaded = weights.load(path, config, TORCH_DTYPES[layout.dtype], torch.device(device), head)
-        pool = _make_pool(num_pages, layout, device)
-        engine = cls(config, loaded.weights, loaded.fingerprint, layout, pool, threads, native)
+        try:
+            loaded = weights.load(path, config, TORCH_DTYPES[layout.dtype], torch.device(device), head)
+        except torch.OutOfMemoryError as error:
+            raise NotEnoughMemory(f"the weights don't fit into {device}: {error}") from error
+        torch.cuda.empty_cache()  # what stacking parts of the weights has needed; nothing on a CPU
+
+        def with_pages(count: int) -> Engine:
+            pool = _make_pool(count, layout, device)
+            return cls(config, loaded.weights, loaded.fingerprint, layout, pool, threads, native)
+
+        engine = with_pages(num_pages if isinstance(num_pages, int) else num_pages(with_pages))
         _give_back()
         return engine
 

@@ -69,7 +69,7 @@ def demand(setting: Setting) -> WorkDemand:
     contexts = np.array([arrival.prompt for arrival in load]) + outputs / 2
     mean = float((contexts * outputs).sum() / outputs.sum())
     each = timing.decode.row + timing.decode.context * mean
-    fitting = setting.config.decode.kv_cache_bytes / (timing.token_bytes * mean)
+    fitting = setting.config.decode.kv_cache_bytes.on_cpu / (timing.token_bytes * mean)
     batch = max(1.0, min(fitting, (objectives.tpot - timing.decode.fixed) / each if each else fitting))
     steps = timing.decode.fixed + timing.decode.row + timing.decode.context * contexts
     lengths = np.array([arrival.prompt + arrival.output for arrival in load])

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from baton.clock import PauseDetector, Tick
-from baton.config import Config
+from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import NotEnoughMemory, StoreError
 from baton.logs import RateLimit, RateLimitedLog
 from baton.membership import SendToRouter
@@ -45,9 +45,12 @@ from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
 from engine.checkpoint import hub
-from engine.engine import Engine, layout_of
+from engine.engine import Engine, FittingPages, layout_of
+from engine.gpu_memory import worker_bytes
 from engine.gpus import resolve_device, visible_gpus
 from engine.models.config import ModelSpec
+from engine.models.memory import weight_bytes
+from engine.models.weights import TORCH_DTYPES
 from engine.sampling.grammars import GrammarCompiler
 from engine.step import ScheduledBatch, StepDone, StepFailed
 from kvstore.checksum import page_checksum
@@ -60,6 +63,7 @@ from kvstore.layout import PageLayout
 from worker.alarm import Alarm
 from worker.calibration import calibrate
 from worker.gpu_metrics import GpuMetrics
+from worker.pool_size import CudaMemory, await_memory, fitting_pages, pool_pages
 from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
 
 log = logging.getLogger(__name__)
@@ -436,48 +440,50 @@ def load(config: Config, role: WorkerRole) -> Engine:
     """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError, NotEnoughMemory, or
     StartupError for a CUDA device that is not here."""
     own = config.worker(role)
+    page_size = config.pages.page_size
     head = role == "decode" or config.prefill.lm_head
     path = hub.resolve(config.model.path)
     model = ModelSpec.from_directory(path)
-    layout = layout_of(model, config.model.dtype, config.pages.page_size)
-    num_pages = pool_pages(own.kv_cache_bytes, layout)
-    room = available_memory()
+    layout = layout_of(model, config.model.dtype, page_size)
     gpus = visible_gpus()
     device = resolve_device(config.device_of(role), gpus)
-    if device == "cpu" and gpus.problem and gpus.wasted:
-        log.warning("computes on the CPU: %s", gpus.problem)
-    if device == "cpu" and own.kv_cache_bytes > room.available:
-        raise NotEnoughMemory(
-            f"the page pool takes {own.kv_cache_bytes} bytes and {room.bound} leaves {room.available}; "
-            "lower kv_cache_bytes"
-        )
+    num_pages: int | FittingPages
+    if device == "cpu":
+        if gpus.problem and gpus.wasted:
+            log.warning("computes on the CPU: %s", gpus.problem)
+        size, room = own.kv_cache_bytes.on_cpu, available_memory()
+        if size > room.available:
+            raise NotEnoughMemory(
+                f"the page pool takes {size} bytes and {room.bound} leaves {room.available}; lower kv_cache_bytes"
+            )
+        num_pages = pool_pages(size, layout)
+    else:
+        num_pages = _pages_on_gpu(device, own, model, layout, head)
     settings = config.model
     return Engine.load(
         path,
         settings.dtype,
         device,
         num_pages,
-        config.pages.page_size,
+        page_size,
         head,
         own.threads or None,
         settings.native,
     )
 
 
-def pool_pages(kv_cache_bytes: int, layout: PageLayout) -> int:
-    """How many pages the pool has. They fill its memory but for less than a page: to within 1 % wherever it holds a
-    hundred; where that is not so, the log says what stays unused. Raises NotEnoughMemory for a pool below one page."""
-    pages = Engine.pages_for(kv_cache_bytes, layout)
-    if pages < 1:
-        raise NotEnoughMemory(
-            f"a page takes {layout.page_bytes} bytes and the pool {kv_cache_bytes}; raise kv_cache_bytes"
-        )
-    if (unused := kv_cache_bytes - pages * layout.page_bytes) > kv_cache_bytes / 100:
-        log.warning(
-            "%d of the pool's %d bytes stay unused: a page takes %d; set kv_cache_bytes to a multiple of that",
-            *(unused, kv_cache_bytes, layout.page_bytes),
-        )
-    return pages
+def _pages_on_gpu(
+    device: str, own: PrefillConfig | DecodeConfig, model: ModelSpec, layout: PageLayout, head: bool
+) -> int | FittingPages:
+    """Wait for the memory of a predecessor that has died, and return how many pages there will be."""
+    memory = CudaMemory(device)
+    share = 1.0 if own.num_gpus == "auto" else own.num_gpus
+    if own.kv_cache_bytes:
+        weights = weight_bytes(model, TORCH_DTYPES[layout.dtype], on_cpu=False, head=head)
+        await_memory(weights + own.kv_cache_bytes, memory)
+        return pool_pages(own.kv_cache_bytes, layout)
+    await_memory(worker_bytes(memory.read().total, own.gpu_memory_utilization, share), memory)
+    return lambda make: fitting_pages(make, memory, own, layout.page_size, share)
 
 
 def _namespace(engine: Engine, page_size: int) -> Namespace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from baton.errors import ConfigError, InvalidRequest, ModelNotFound
 from baton.system_memory import available_memory
 from deploy.commands.terminal import Json, command, out, print_json
 from deploy.commands.terminal import size as shown
+from engine.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.gpus import visible_gpus
 
 if TYPE_CHECKING:
@@ -114,15 +115,21 @@ def compute(
     per_sequence = -(-context // page_size)
 
     def worker(pages: int, tokens: int, rows: int) -> WorkerMemory:
-        return WorkerMemory(weights, pages * layout.page_bytes, activation_bytes(spec, kind, tokens, rows))
+        activations = activation_bytes(spec, kind, tokens, rows)
+        parts = WorkerMemory(weights, pages * layout.page_bytes, activations)
+        return parts if on_cpu else replace(parts, process=CONTEXT_BYTES)
 
     decode = worker(per_sequence * concurrency, _DEFAULTS.decode.max_num_batched_tokens, concurrency)
     step = _DEFAULTS.prefill.max_num_batched_tokens
     prefill = worker(per_sequence * _DEFAULTS.prefill.max_num_seqs, step, _DEFAULTS.prefill.max_num_seqs)
-    bound = "--memory"
-    if room is None:
-        room, bound = _free(on_cpu)
-    pages = max(0, room - (decode.total - decode.pages)) // layout.page_bytes
+    memory, bound = (GpuMemory(room, room), "--memory") if room is not None else _free(on_cpu)
+    if on_cpu:
+        left = memory.free - (decode.total - decode.pages)
+    else:
+        utilization = _DEFAULTS.decode.gpu_memory_utilization
+        left = pool_bytes(memory, GpuUse(weights, decode.activations), utilization)
+        bound += f"; gpu_memory_utilization {utilization:g}"
+    pages, room = max(0, left) // layout.page_bytes, memory.free
     return Sizes(
         _parameters(spec), layout.dtype, "cpu" if on_cpu else "cuda", context, concurrency, layout.token_bytes,
         layout.page_bytes, per_sequence * concurrency, decode, prefill, room, bound, pages // per_sequence,
@@ -130,18 +137,19 @@ def compute(
     )  # fmt: skip
 
 
-def _free(on_cpu: bool) -> tuple[int, str]:
-    """Return the free memory of this machine or its first GPU, and what bounds it."""
+def _free(on_cpu: bool) -> tuple[GpuMemory, str]:
+    """Return the memory of this machine or its first GPU, and what bounds it."""
     if on_cpu:
         room = available_memory()
-        return room.available, room.bound
+        return GpuMemory(room.available, room.available), room.bound
     import torch
 
     if not (found := visible_gpus()).gpus:
         raise InvalidRequest(
             f"there is no GPU here ({found.problem}): say how much memory one has, such as --memory 80GiB"
         )
-    return torch.cuda.mem_get_info(0)[0], torch.cuda.get_device_name(0)
+    free, total = torch.cuda.mem_get_info(0)
+    return GpuMemory(total, free), found.gpus[0].name
 
 
 def _parameters(spec: ModelSpec) -> int:
@@ -190,4 +198,5 @@ def _show(model: str, found: Sizes) -> None:
         )
     else:
         pool = -(-found.decode.pages // 2**20)
-        out.print(f"to have that: baton up --model {escape(model)} --set decode.kv_cache_bytes={pool}MiB")
+        setting = f" --set decode.kv_cache_bytes={pool}MiB" if found.device == "cpu" else ""
+        out.print(f"to have that: baton up --model {escape(model)}{setting}")

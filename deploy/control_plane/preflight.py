@@ -102,7 +102,7 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
         ("decode", config.decode, decode),
     ]
     on_cpu = [(own, count) for role, own, count in roles if count and runs_on_cpu(config, role)]
-    pools = sum(count * own.kv_cache_bytes for own, count in on_cpu)
+    pools = sum(count * own.kv_cache_bytes.on_cpu for own, count in on_cpu)
     weights = _weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
     needed = config.store.host_cache_bytes + pools + workers * _PROCESS_BYTES + sum(n for _, n in on_cpu) * weights
     if needed > room.available:

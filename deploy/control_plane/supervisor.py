@@ -22,7 +22,7 @@ import msgspec
 from baton import logs
 from baton.client import Client
 from baton.clock import PauseDetector
-from baton.config import Bytes, Config
+from baton.config import Config, decode_size, encode_size
 from baton.errors import BatonError
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys as ClusterKeys
@@ -62,11 +62,11 @@ class DesiredCluster(msgspec.Struct, frozen=True):
     join_patience: float = JOIN_PATIENCE  # seconds that a process may take to join
 
     def encode(self) -> bytes:
-        return msgspec.json.encode(self, enc_hook=int)
+        return msgspec.json.encode(self, enc_hook=encode_size)
 
     @classmethod
     def decode(cls, text: bytes) -> DesiredCluster:
-        return msgspec.json.decode(text, type=cls, dec_hook=lambda _, value: Bytes.parse(value))
+        return msgspec.json.decode(text, type=cls, dec_hook=decode_size)
 
 
 class Supervisor:

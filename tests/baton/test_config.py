@@ -100,7 +100,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
         assert rows.keys() == {field.name for field in msgspec.structs.fields(settings)}
         for name, default in rows.items():
             value = getattr(settings, name)
-            documented = config.Bytes.parse(default) if isinstance(value, config.Bytes) else yaml.safe_load(default)
+            documented = type(value).parse(default) if isinstance(value, config.Bytes) else yaml.safe_load(default)
             assert documented == value, name
 
 
