@@ -12,7 +12,7 @@ CONTEXT_BYTES = 600 * 2**20
 """Of a process's CUDA context with cuBLAS and torch's kernels, which no allocator counts. An estimate, not measured
 here; `bench/gpu.py` prints it."""
 
-_RESERVE = 1 / 64  # of what the worker may use, for the gaps between blocks of torch's allocator
+_RESERVE = 1 / 64  # of what the worker may use, and of what is free, for the gaps between blocks of torch's allocator
 
 
 @dataclass(frozen=True)
@@ -43,5 +43,6 @@ def pool_bytes(memory: GpuMemory, use: GpuUse, utilization: float, share: float 
     they have taken is not free, whatever the worker may use.
     """
     may_use = worker_bytes(memory.total, utilization, share)
-    own = may_use - use.weights - CONTEXT_BYTES
-    return max(0, min(own, memory.free) - use.step - int(may_use * _RESERVE))
+    own = may_use - use.weights - CONTEXT_BYTES - int(may_use * _RESERVE)
+    there = memory.free - int(memory.free * _RESERVE)
+    return max(0, min(own, there) - use.step)
