@@ -1,7 +1,8 @@
 """A few steps of several sizes, run before there is any work: how fast a worker is before its first request.
 
-Small ones come first, since a slow machine gets no further than its time allows. Each is run twice while there is time,
-and the quicker one counts: what is done once for each size is part of no later step.
+The smallest ones are run before anything is measured: the first step of a process loads kernels and makes handles, on
+a GPU for longer than all of this takes. Small ones come first, since a slow machine gets no further than its time
+allows. Each is run twice, and the quicker one counts: what is done once for each size is part of no later step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from baton.messages import MAX_STEP_SAMPLES, StepSample
 from engine.batch import Chunk, TokenDraw
 from engine.step_timing import sample_of
 
-SECONDS = 0.2  # for all of it; the step that is running then is still finished
+SECONDS = 0.2  # for all that is measured; the size whose turn it is then is still finished
 
 _ROWS = ((1, 16), (8, 64), (1, 1_024), (32, 64), (8, 512), (32, 512))  # how many, and tokens of each
 _PROMPTS = ((16, 0), (64, 0), (32, 1_024), (128, 0), (64, 2_048), (256, 0))  # tokens, and how many come before them
@@ -30,16 +31,20 @@ def calibrate(
 ) -> tuple[StepSample, ...]:
     """Run `step` on chunks of all sizes that fit into `num_pages` pages, with rows if the worker `decodes`. What is in
     the pages is read as if it were computed, and written over. `now` tells seconds."""
+    fitting = [
+        chunks
+        for chunks in _sizes(page_size, decodes)
+        if max(max(chunk.pages) for chunk in chunks) < num_pages and max(c.end for c in chunks) <= max_context
+    ]
+    for chunks in fitting[: 2 if decodes else 1]:  # one of each kind
+        step(chunks)
     samples: list[StepSample] = []
     until = now() + SECONDS
-    for chunks in _sizes(page_size, decodes):
-        fits = max(max(chunk.pages) for chunk in chunks) < num_pages and max(c.end for c in chunks) <= max_context
-        if not fits:
-            continue
+    for chunks in fitting:
         if now() >= until:
             break
         times: list[float] = []
-        while len(times) < 2 and (now() < until or not times):
+        while len(times) < 2 and sum(times) < SECONDS:  # one that takes so long is long beside what is done once
             began = now()
             step(chunks)
             times.append(now() - began)
