@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench import random_model
-from engine.models.config import ModelSpec
+from engine.models.config import parse_spec
 from engine.models.weights import expected_tensors
 
 SEED = 20_260_201
@@ -83,7 +83,7 @@ def _write(folder: Path, config: dict[str, Any]) -> Path:
         if name.endswith("norm.weight")
         # Wide enough that greedy output does not end up repeating one token.
         else torch.randn(shape, generator=generator).mul_(0.1).bfloat16()
-        for name, shape in expected_tensors(ModelSpec.from_dict(config)).items()
+        for name, shape in expected_tensors(parse_spec(config)).items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -30,7 +30,7 @@ from deploy.load import sender
 from deploy.load.workload import Planned
 from deploy.local import LocalCluster, LocalNode
 from engine.engine import layout_of
-from engine.models.config import ModelSpec
+from engine.models.config import load_spec
 
 PAGE_SIZE = 16
 COSTS_AT_MOST = 1.03
@@ -119,7 +119,7 @@ def _ask(address: str, plan: Sequence[Planned]) -> float:
 def _cluster(case: Case, directory: Path, disk: Path | None) -> LocalCluster:
     """Room for a third of the prefixes on the devices and in the arena."""
     path = models.directory(case.model)
-    model = ModelSpec.from_directory(path)
+    model = load_spec(path)
     room = case.prefixes // 3 * (case.tokens // PAGE_SIZE + 2) * layout_of(model, "auto", PAGE_SIZE).page_bytes
     settings: dict[str, object] = {
         "model.path": str(path),

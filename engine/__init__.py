@@ -1,8 +1,8 @@
 """Running a model: the batch that goes in, the tokens that come out. Knows no request, no socket and no schedule.
 
-In reading order: `batch` (what a step is asked), `engine` (one step), `models.llama` (the transformer),
-`attention.torch_sdpa` (pages), `sampling.sampler` (the draw), `models.config`, `models.weights` and `checkpoint` (where
-all of it comes from), `cpu` (the kernels for CPUs).
+In reading order: `spec` (what a model is), `batch` (what a step is asked), `engine` (one step), `models.transformer`,
+`attention.torch_sdpa` (pages), `sampling.sampler` (the draw). Weights come from `models.families`, `models.weights` and
+`checkpoint`. The kernels for CPUs are in `cpu`.
 
 Import this package before torch: what it sets below is read once, when torch loads its OpenMP library.
 """

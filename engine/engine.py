@@ -20,19 +20,22 @@ from msgspec.structs import replace
 from baton.errors import ModelError, NotEnoughMemory
 from baton.messages import PromptTokenLogprob
 from baton.trace import Tracer
-from engine import huge_pages
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import Batch, Chunk, Sampled, flatten
-from engine.cpu import build, decode, prefill
+from engine.cpu import build, decode, huge_pages, prefill
+from engine.cpu.packed_linear import PackedLinears
 from engine.cpu.thread_pool import ThreadPool
 from engine.gpus import resolve_device
+from engine.layers.linear import LinearMaker, PlainLinears
 from engine.models import weights
-from engine.models.config import DTYPES, ModelSpec
-from engine.models.llama import NUMERICS_VERSION, LlamaModel
+from engine.models.config import load_spec
+from engine.models.config_file import DTYPES
+from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.page_pool import PagePool
 from engine.sampling import sampler
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
+from engine.spec import ModelSpec
 from kvstore.layout import PageLayout
 
 _FEWEST_APART = 4
@@ -81,9 +84,9 @@ class Engine:
         self._num_pages = len(pool)
         self.tracer = Tracer()  # of the loop that runs the steps
         self._mask_threads = MaskThreads()
-        self._model = LlamaModel(config, model_weights, TorchAttention(pool, layout))
+        self._model = Transformer(config, model_weights, TorchAttention(pool, layout, config.query_scale))
         self._decode_kernels: decode.NativeDecode | None = None
-        self._prefill_model: prefill.NativePrefill | LlamaModel = self._model
+        self._prefill_model: prefill.NativePrefill | Transformer = self._model
         if not native or pool.device.type != "cpu" or (library := build.library()) is None:
             return
         if decode.runs(config, model_weights, threads):
@@ -120,11 +123,12 @@ class Engine:
         # Ray sets OMP_NUM_THREADS to 1 in its actors, so leaving it to torch would use one core.
         threads = threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(threads)
-        config = ModelSpec.from_directory(path)
+        config = load_spec(path)
         layout = layout_of(config, dtype, page_size)
         device = resolve_device(device)
         try:
-            loaded = weights.load(path, config, TORCH_DTYPES[layout.dtype], torch.device(device), head)
+            kind = TORCH_DTYPES[layout.dtype]
+            loaded = weights.load(path, config, kind, torch.device(device), head, linear_maker(device))
         except torch.OutOfMemoryError as error:
             raise NotEnoughMemory(f"the weights don't fit into {device}: {error}") from error
         torch.cuda.empty_cache()  # what stacking parts of the weights has needed; nothing on a CPU
@@ -247,6 +251,11 @@ class Engine:
                     drawn.append(row)
                     row += 1
             return self._prefill_model.logits(hidden[drawn]) if drawn else None
+
+
+def linear_maker(device: str) -> LinearMaker:
+    """What makes the products of a device: "cpu", "cuda", or one with a number."""
+    return PackedLinears() if device == "cpu" else PlainLinears()
 
 
 def layout_of(config: ModelSpec, dtype: str, page_size: int) -> PageLayout:

@@ -18,16 +18,24 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging
 
@@ -56,16 +64,25 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0] * 6,
+    "long_factor": [1.0, 1.3, 2.0, 3.5, 5.0, 8.0],
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One kind of checkpoint. `settings` go on top of the common sizes."""
+    """One kind of checkpoint. `settings` go on top of the common sizes; `norms` is the range of the norms' weights."""
 
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
     settings: Mapping[str, Any] = field(default_factory=dict)
     shard_size: str = "1GB"
+    norms: tuple[float, float] = (0.5, 1.5)
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -88,10 +105,49 @@ RECIPES: Mapping[str, Recipe] = {
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
         },
     ),
+    "llama-yarn": Recipe(LlamaConfig, LlamaForCausalLM, {"rope_parameters": _YARN}),
+    "llama-dynamic": Recipe(
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}},
+    ),
+    "phi3": Recipe(Phi3Config, Phi3ForCausalLM, {"sliding_window": 23}),
+    "phi3-longrope": Recipe(
+        Phi3Config,
+        Phi3ForCausalLM,
+        # The long factors are for sequences beyond the original context. transformers uses the short ones below it.
+        {"original_max_position_embeddings": 2, "rope_parameters": _LONGROPE},
+    ),
+    "gemma3": Recipe(
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        norms=(10.0, 20.0),  # layers must outweigh the embedding, which is scaled up and tied
+    ),
+    "mixtral": Recipe(MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": Recipe(
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
 }
 WIDE: Mapping[str, Any] = {"initializer_range": 0.1, "hidden_size": 256, "intermediate_size": 512}
 """Settings for a checkpoint that is wide enough to need no larger weights: its output depends on every page too."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "mixtral", "qwen3-moe")
+TORCH_ONLY = frozenset({"phi3-longrope", "gemma3", "mixtral", "qwen3-moe"})
+"""Kinds that no native kernels run: they rotate heads in part, norm what layers add, or have experts."""
 
 
 def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
@@ -100,10 +156,9 @@ def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float3
     `settings` change the config further, so that a benchmark can ask for a larger one.
     """
     recipe = RECIPES[name]
-    config = recipe.config(**{**_SIZES, **recipe.settings, **settings})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = recipe.model(config)
+        model = recipe.model(config(name, **settings))
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("bias"):
@@ -111,7 +166,7 @@ def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float3
                 elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
                     parameter.uniform_(1.0, 3.0)  # normed scores near zero attend to everything alike
                 elif "norm" in parameter_name:
-                    parameter.uniform_(0.5, 1.5)
+                    parameter.uniform_(*recipe.norms)
     logging.disable_progress_bar()
     model.to(dtype).save_pretrained(path, max_shard_size=recipe.shard_size)
     _tokenizer().save(str(path / "tokenizer.json"))
@@ -120,6 +175,11 @@ def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float3
     )
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [EOS]}))
     return path
+
+
+def config(name: str, **settings: Any) -> PreTrainedConfig:
+    """The config of `RECIPES[name]`, with `settings` changed."""
+    return RECIPES[name].config(**{**_SIZES, **RECIPES[name].settings, **settings})
 
 
 @lru_cache
@@ -174,8 +234,8 @@ class Reference:
 
 def reference(path: Path) -> Reference:
     """Load a checkpoint with transformers, in float32."""
-    config = json.loads((path / "config.json").read_text())
+    raw = json.loads((path / "config.json").read_text())
     model: Callable[..., PreTrainedModel] = next(
-        recipe.model for recipe in RECIPES.values() if recipe.model.__name__ == config["architectures"][0]
+        recipe.model for recipe in RECIPES.values() if recipe.model.__name__ == raw["architectures"][0]
     ).from_pretrained
     return Reference(model(path, dtype=torch.float32, attn_implementation="eager").eval())

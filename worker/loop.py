@@ -45,13 +45,14 @@ from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
 from engine.checkpoint import hub
-from engine.engine import Engine, FittingPages, layout_of
+from engine.engine import Engine, FittingPages, layout_of, linear_maker
 from engine.gpu_memory import worker_bytes
 from engine.gpus import resolve_device, visible_gpus
-from engine.models.config import ModelSpec
+from engine.models.config import load_spec
 from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.sampling.grammars import GrammarCompiler
+from engine.spec import ModelSpec
 from engine.step import ScheduledBatch, StepDone, StepFailed
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
@@ -443,7 +444,7 @@ def load(config: Config, role: WorkerRole) -> Engine:
     page_size = config.pages.page_size
     head = role == "decode" or config.prefill.lm_head
     path = hub.resolve(config.model.path)
-    model = ModelSpec.from_directory(path)
+    model = load_spec(path)
     layout = layout_of(model, config.model.dtype, page_size)
     gpus = visible_gpus()
     device = resolve_device(config.device_of(role), gpus)
@@ -479,7 +480,7 @@ def _pages_on_gpu(
     memory = CudaMemory(device)
     share = 1.0 if own.num_gpus == "auto" else own.num_gpus
     if own.kv_cache_bytes:
-        weights = weight_bytes(model, TORCH_DTYPES[layout.dtype], on_cpu=False, head=head)
+        weights = weight_bytes(model, TORCH_DTYPES[layout.dtype], linear_maker(device), head)
         await_memory(weights + own.kv_cache_bytes, memory)
         return pool_pages(own.kv_cache_bytes, layout)
     await_memory(worker_bytes(memory.read().total, own.gpu_memory_utilization, share), memory)

@@ -22,8 +22,8 @@ from engine.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.gpus import visible_gpus
 
 if TYPE_CHECKING:
-    from engine.models.config import ModelSpec
     from engine.models.memory import WorkerMemory
+    from engine.spec import ModelSpec
 
 _DEFAULTS = Config()
 
@@ -102,7 +102,7 @@ def compute(
     the model does not have.
     """
 
-    from engine.engine import layout_of
+    from engine.engine import layout_of, linear_maker
     from engine.models.memory import WorkerMemory, activation_bytes, weight_bytes
     from engine.models.weights import TORCH_DTYPES
 
@@ -111,7 +111,7 @@ def compute(
     layout = layout_of(spec, dtype, page_size)
     kind = TORCH_DTYPES[layout.dtype]
     on_cpu = device == "cpu" or (device == "auto" and not visible_gpus().gpus)
-    weights = weight_bytes(spec, kind, on_cpu)
+    weights = weight_bytes(spec, kind, linear_maker("cpu" if on_cpu else "cuda"))
     per_sequence = -(-context // page_size)
 
     def worker(pages: int, tokens: int, rows: int) -> WorkerMemory:
@@ -162,15 +162,15 @@ def _parameters(spec: ModelSpec) -> int:
 
 def _spec(model: str) -> ModelSpec:
     """Read the config of a checkpoint; of one on the hub, only that file is fetched. Raises ModelError."""
-    from engine.models.config import ModelSpec
+    from engine.models.config import load_spec, parse_spec
 
     path = Path(model).expanduser()
     if path.is_dir() or "/" not in model or model.startswith((".", "/", "~")):
-        return ModelSpec.from_directory(path)
+        return load_spec(path)
     from huggingface_hub import hf_hub_download
 
     try:
-        return ModelSpec.from_dict(json.loads(Path(hf_hub_download(model, "config.json")).read_bytes()))
+        return parse_spec(json.loads(Path(hf_hub_download(model, "config.json")).read_bytes()))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelNotFound(f"{model!r} is no directory here, and its config can't be fetched: {reason}") from error

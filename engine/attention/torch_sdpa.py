@@ -58,9 +58,10 @@ class TorchAttention:
     (others' figure, not run here). The remaining backends have no plans.
     """
 
-    def __init__(self, pool: torch.Tensor, layout: PageLayout) -> None:
-        """`pool` is [pages, *layout.shape], contiguous."""
+    def __init__(self, pool: torch.Tensor, layout: PageLayout, scale: float | None = None) -> None:
+        """`pool` is [pages, *layout.shape], contiguous. Scores are multiplied by `scale`; None: head_dim^-0.5."""
         torch.backends.cuda.enable_cudnn_sdp(False)
+        self.scale = scale
         self.pool = pool
         self.layout = layout
         self.token_rows = pool.view(-1, layout.head_dim)
@@ -122,14 +123,14 @@ class TorchStep:
     def attend(self, layer: int, queries: torch.Tensor, window: int | None) -> torch.Tensor:
         if window not in self._plans:
             self._plans[window] = list(self._plan(window, queries.dtype))
-        output = torch.empty_like(queries)
+        output, scale = torch.empty_like(queries), self._backend.scale
         for part in self._plans[window]:
             keys, values = self._gather(part.gather, layer)
             rows = queries[part.rows]
             if isinstance(part, _Singles):
-                output[part.rows] = _attend_singles(rows, keys, values, part.mask)
+                output[part.rows] = _attend_singles(rows, keys, values, part.mask, scale)
             else:
-                output[part.rows] = _attend_run(rows, keys, values, part.mask)
+                output[part.rows] = _attend_run(rows, keys, values, part.mask, scale)
         return output
 
     def _gather(self, rows: torch.Tensor, layer: int) -> torch.Tensor:
@@ -212,18 +213,19 @@ def _alike(spans: Sequence[Span], pages: Callable[[Span], int], most: int) -> It
 
 
 def _attend_singles(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     """[n, heads, head_dim] over [n, kv_heads, context, head_dim] → [n, heads, head_dim].
 
     The query heads that share a KV head stand where SDPA expects query positions, so that K and V are read once.
     """
     grouped = queries.view(len(queries), keys.shape[1], -1, queries.shape[-1])
-    return functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(queries.shape)
+    attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return attended.reshape(queries.shape)
 
 
 def _attend_run(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     """[tokens, heads, head_dim] over [kv_heads, context, head_dim] → [tokens, heads, head_dim].
 
@@ -236,6 +238,11 @@ def _attend_run(
         keys, values = keys[:, :tokens], values[:, :tokens]
     shape = (kv_heads, heads // kv_heads, keys.shape[1], head_dim)
     attended = functional.scaled_dot_product_attention(
-        grouped, keys[:, None].expand(shape), values[:, None].expand(shape), attn_mask=mask, is_causal=mask is None
+        grouped,
+        keys[:, None].expand(shape),
+        values[:, None].expand(shape),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
     )
     return attended.permute(2, 0, 1, 3).reshape(queries.shape)

@@ -17,11 +17,10 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from baton.errors import CorruptWeights, ModelNotFound
+from engine.checkpoint.formats.format import FLOATS
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-_FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class TensorFiles:
@@ -50,10 +49,10 @@ class TensorFiles:
         """Names of the tensors read so far."""
         return frozenset(self._digests)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
         """The tensor `name` on the CPU, in the dtype it was stored in.
 
-        Raises CorruptWeights when it is absent, of another shape, or not of a float dtype that we run.
+        Raises CorruptWeights when it is absent, of another shape, or of none of `dtypes`.
         """
         if name not in self._files:
             raise CorruptWeights(f"the checkpoint has no tensor {name}, which its config asks for; fetch it again")
@@ -61,8 +60,9 @@ class TensorFiles:
         path, _ = self._files[name]
         if tuple(tensor.shape) != shape:
             raise CorruptWeights(f"{path.name}: {name} has shape {list(tensor.shape)}, its config says {list(shape)}")
-        if tensor.dtype not in _FLOATS:
-            raise CorruptWeights(f"{path.name}: {name} is {tensor.dtype}; known: {', '.join(_FLOATS.values())}")
+        if tensor.dtype not in dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise CorruptWeights(f"{path.name}: {name} is {tensor.dtype}; known: {known}")
         return tensor
 
     def fingerprint(self, config: bytes) -> bytes:

@@ -65,6 +65,7 @@ struct DecodeLayer {
 struct DecodeModel {
   int64_t dtype, hidden, inner, heads, kv_heads, head_dim, layers, vocab, page_size;
   double norm_eps;
+  double rope_factor;        // of cosine and sine
   const void* embedding;     // [vocab][hidden]
   const float* frequencies;  // [head_dim / 2]
   const float* norm;         // [hidden]
@@ -325,10 +326,11 @@ class Step {
         store16(to + i, load16(from + i, left), left);
       }
       const auto position = static_cast<float>(s.positions()[row]);
+      const auto factor = static_cast<float>(m.rope_factor);
       for (int64_t i = 0; i < m.head_dim / 2; ++i) {
         const float angle = position * m.frequencies[i];
-        cos_[row * (m.head_dim / 2) + i] = std::cos(angle);
-        sin_[row * (m.head_dim / 2) + i] = std::sin(angle);
+        cos_[row * (m.head_dim / 2) + i] = factor * std::cos(angle);
+        sin_[row * (m.head_dim / 2) + i] = factor * std::sin(angle);
       }
     }
     meet();

@@ -14,11 +14,14 @@ import numpy as np
 import torch
 
 from engine.batch import Batch
+from engine.cpu import features
 from engine.cpu.build import Library
+from engine.cpu.packed_linear import packed
 from engine.cpu.thread_pool import ThreadPool
 from engine.layers import rotary
-from engine.models.config import ModelSpec
-from engine.models.weights import LayerWeights, ModelWeights
+from engine.layers.linear import Linear
+from engine.models.weights import LayerWeights, MlpWeights, ModelWeights
+from engine.spec import ModelSpec
 from kvstore.layout import PageLayout
 
 MOST_ROWS = 64
@@ -46,8 +49,8 @@ class _Model(ctypes.Structure):
     _fields_ = [
         ("dtype", _Count), ("hidden", _Count), ("inner", _Count), ("heads", _Count), ("kv_heads", _Count),
         ("head_dim", _Count), ("layers", _Count), ("vocab", _Count), ("page_size", _Count),
-        ("norm_eps", ctypes.c_double), ("embedding", _Pointer), ("frequencies", _Pointer), ("norm", _Pointer),
-        ("head", _Pointer), ("layer", _Pointer), ("pool", _Pointer),
+        ("norm_eps", ctypes.c_double), ("rope_factor", ctypes.c_double), ("embedding", _Pointer),
+        ("frequencies", _Pointer), ("norm", _Pointer), ("head", _Pointer), ("layer", _Pointer), ("pool", _Pointer),
     ]  # fmt: skip
 
 
@@ -118,26 +121,28 @@ class NativeDecode:
     def _describe(self, config: ModelSpec, weights: ModelWeights, layout: PageLayout, pool: torch.Tensor) -> _Model:
         assert weights.norm is not None
         assert weights.head is not None
+        assert config.rope is not None
         layers = (_Layer * config.num_layers)()
         for i, layer in enumerate(weights.layers):
             layers[i] = self._describe_layer(layer, config.windows[i])
         self._kept.append(layers)
         return _Model(
-            _DTYPES[pool.dtype], config.hidden_size, weights.layers[0].down.in_size, config.num_heads,
+            _DTYPES[pool.dtype], config.hidden_size, dense_mlp(weights.layers[0]).down.in_size, config.num_heads,
             config.num_kv_heads, config.head_dim, config.num_layers, config.vocab_size, layout.page_size,
-            config.norm_eps, self._keep(weights.embedding),
+            config.norm_eps, config.rope.attention_factor, self._keep(weights.embedding),
             self._keep(rotary.inverse_frequencies(config.rope, config.head_dim)), self._float(weights.norm),
-            self._keep(weights.head.tiles()), ctypes.addressof(layers), self._keep(pool),
+            self._keep(packed(weights.head).tiles()), ctypes.addressof(layers), self._keep(pool),
         )  # fmt: skip
 
     def _describe_layer(self, layer: LayerWeights, window: int | None) -> _Layer:
-        def product(one: str) -> tuple[int, int | None]:
-            linear = getattr(layer, one)
-            return self._keep(linear.tiles()), self._float(linear.bias)
+        def product(linear: Linear) -> tuple[int, int | None]:
+            return self._keep(packed(linear).tiles()), self._float(linear.bias)
+
+        mlp = dense_mlp(layer)
 
         return _Layer(
-            self._float(layer.input_norm), *product("qkv"), self._float(layer.qk_norm), *product("output"),
-            self._float(layer.mlp_norm), *product("gate_up"), *product("down"), window or 0,
+            self._float(layer.input_norm), *product(layer.qkv), self._float(layer.qk_norm), *product(layer.output),
+            self._float(layer.mlp_norm), *product(mlp.gate_up), *product(mlp.down), window or 0,
         )  # fmt: skip
 
     def _float(self, tensor: torch.Tensor | None) -> int | None:
@@ -149,11 +154,18 @@ class NativeDecode:
         return tensor.data_ptr()
 
 
+def dense_mlp(layer: LayerWeights) -> MlpWeights:
+    """The MLP of a layer without experts."""
+    assert isinstance(layer.mlp, MlpWeights)
+    return layer.mlp
+
+
 def runs(config: ModelSpec, weights: ModelWeights, threads: int) -> bool:
     """Whether there are kernels for such a model: with a head, in float32 or bfloat16, on a CPU."""
     embedding = weights.embedding
     return (
-        weights.head is not None
+        features.runs(config)
+        and weights.head is not None
         and embedding.device.type == "cpu"
         and embedding.dtype in _DTYPES
         and config.hidden_size % 2 == 0  # two inputs of bfloat16 make a word

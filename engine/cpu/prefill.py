@@ -19,12 +19,14 @@ import torch
 
 from baton.trace import Tracer
 from engine.batch import Batch, Ints
-from engine.cpu import build
+from engine.cpu import build, features
 from engine.cpu.build import Library
+from engine.cpu.decode import dense_mlp
+from engine.cpu.packed_linear import packed
 from engine.layers import rotary
 from engine.layers.linear import Linear
-from engine.models.config import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
+from engine.spec import ModelSpec
 from kvstore.layout import PageLayout
 
 BLOCK_ROWS = 256
@@ -84,7 +86,7 @@ class _PrefillStep:
 
 
 class NativePrefill:
-    """A forward pass as `engine.models.llama.LlamaModel` makes it, for batches of any size. One thread calls it at a
+    """A forward pass as `engine.models.transformer` makes it, for batches of any size. One thread calls it at a
     time."""
 
     def __init__(
@@ -109,6 +111,8 @@ class NativePrefill:
         self._last_norm = None
         if last is not None and last.k_norm is not None:
             self._last_norm = last.k_norm.expand(config.num_kv_heads, -1).contiguous()
+        assert config.rope is not None
+        self._rope_factor = config.rope.attention_factor
         self._frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
         self._x = self._normed = torch.empty((0, config.hidden_size), dtype=pool.dtype)
 
@@ -189,15 +193,16 @@ class NativePrefill:
         self, w: LayerWeights, x: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor, normed: torch.Tensor
     ) -> None:
         """The layer from its output product on: into `x`, and normed for whatever is next into `normed`."""
+        mlp = dense_mlp(w)
         with self._span("products", "engine"):
             self._products.add(w.output, attended, x, w.mlp_norm, normed)
-            self._products.add(w.down, self._products.gated(w.gate_up, normed), x, next_norm, normed)
+            self._products.add(mlp.down, self._products.gated(mlp.gate_up, normed), x, next_norm, normed)
 
     def _begin(self, batch: Batch) -> _PrefillStep:
         # What is left of the page's last owner is never attended to here, but behind a mask in torch: see TorchStep.
         if len(batch.fresh_pages):
             self._pool[torch.from_numpy(batch.fresh_pages)] = 0
-        cos, sin = rotary.rotation(torch.from_numpy(batch.positions), self._frequencies)
+        cos, sin = rotary.rotation(torch.from_numpy(batch.positions), self._frequencies, self._rope_factor)
         spans = np.array([(span.first, len(span), span.start) for span in batch.spans], dtype=np.int64)
         rows = np.column_stack((spans, batch.tables[spans[:, 0]]))
         blocks = list(self._blocks(rows))
@@ -268,7 +273,7 @@ class OwnProducts:
     def __init__(self, kernels: Kernels, linears: Sequence[Linear]) -> None:
         self._kernels = kernels
         for linear in linears:
-            linear.keep_tiles()
+            packed(linear).keep_tiles()
 
     def plain(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty((len(x), linear.out_size), dtype=x.dtype)
@@ -325,8 +330,8 @@ class Kernels:
     def product(self, linear: Linear, x: torch.Tensor, out: torch.Tensor, into: int) -> None:
         bias = None if linear.bias is None else linear.bias.data_ptr()
         self._product(
-            self._team_at, self._dtype, into, x.data_ptr(), linear.tiles().data_ptr(), bias, out.data_ptr(), len(x),
-            linear.in_size, linear.out_size,
+            self._team_at, self._dtype, into, x.data_ptr(), packed(linear).tiles().data_ptr(), bias, out.data_ptr(),
+            len(x), linear.in_size, linear.out_size,
         )  # fmt: skip
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -387,7 +392,8 @@ def runs(config: ModelSpec, weights: ModelWeights) -> bool:
     """Whether there are kernels for such a model, in float32 or bfloat16 on a CPU, and threads to run them on."""
     embedding = weights.embedding
     return (
-        embedding.device.type == "cpu"
+        features.runs(config)
+        and embedding.device.type == "cpu"
         and embedding.dtype in _DTYPES
         and config.head_dim % 8 == 0
         and config.head_dim <= _MOST_HEAD_DIM
@@ -405,7 +411,10 @@ def own_products(weights: ModelWeights) -> bool:
 
 def linears_of(weights: ModelWeights) -> list[Linear]:
     """All products of the model."""
-    linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    linears: list[Linear] = []
+    for layer in weights.layers:
+        mlp = dense_mlp(layer)
+        linears += [layer.qkv, layer.output, mlp.gate_up, mlp.down]
     if weights.last_kv is not None:
         linears.append(weights.last_kv.kv)
     return linears if weights.head is None else [*linears, weights.head]

@@ -1,23 +1,35 @@
 """From the tensors of a checkpoint to the matrices the model multiplies with.
 
-Owns the names and shapes that a family's checkpoint must have, and what is fused: q, k and v into one product, gate and
-up into another. Loads all or nothing: a tensor that is missing, misshapen or not foreseen raises CorruptWeights.
+Three parties say how: the family where each tensor is, the weight format how it is stored, and the device's
+`LinearMaker` how products are held. Owns what is fused: q, k and v into one product, gate and up into another. Loads
+all or nothing: a tensor that is missing, misshapen or not foreseen raises CorruptWeights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from baton.errors import CorruptWeights
+from engine.checkpoint.formats import FORMATS
+from engine.checkpoint.formats.format import FLOATS, Shape, Take
 from engine.checkpoint.safetensors_reader import TensorFiles
-from engine.layers.linear import TILE, Linear, stacked
-from engine.models.config import ModelSpec
+from engine.layers.linear import Dense, Linear, LinearMaker, stacked
+from engine.models.families import registry
+from engine.spec import ExpertsSpec, ModelSpec
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_STORED = (*FLOATS, torch.float8_e4m3fn)
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
+
+_Products: TypeAlias = Callable[[str], Dense]
+"""Reads one product of a layer by what it is for: q, k, v, output, gate, up or down."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +38,37 @@ class KeyValueWeights:
 
     input_norm: torch.Tensor  # [hidden]
     kv: Linear  # hidden → (2 · kv_heads) · head_dim: keys, then values
-    k_norm: torch.Tensor | None  # [head_dim], of Qwen3
+    k_norm: torch.Tensor | None  # [head_dim]
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """One MLP, or one expert."""
+
+    gate_up: Linear  # hidden → 2 · inner: gate, then up; inner is the intermediate size, or more with zeros behind it
+    down: Linear  # inner → hidden
+
+
+@dataclass(frozen=True)
+class ExpertsWeights:
+    """A mixture of experts."""
+
+    router: torch.Tensor  # [experts, hidden]
+    experts: tuple[MlpWeights, ...]
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One whole layer."""
+    """One whole layer. Norms are float32 where the family adds one to them, or in the model's dtype."""
 
     input_norm: torch.Tensor  # [hidden]
     qkv: Linear  # hidden → (heads + 2 · kv_heads) · head_dim: queries, keys, values
-    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim], of Qwen3: one row for each head of q, then of k
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: one row for each head of q, then of k
     output: Linear  # heads · head_dim → hidden
+    attention_output_norm: torch.Tensor | None  # [hidden]
     mlp_norm: torch.Tensor  # [hidden]
-    gate_up: Linear  # hidden → 2 · inner: gate, then up
-    down: Linear  # inner → hidden, where inner is the intermediate size rounded up to whole tiles, zeros behind it
+    mlp: MlpWeights | ExpertsWeights
+    mlp_output_norm: torch.Tensor | None  # [hidden]
 
 
 @dataclass(frozen=True)
@@ -61,7 +90,9 @@ class LoadedCheckpoint:
     fingerprint: bytes
 
 
-def load(path: Path, config: ModelSpec, dtype: torch.dtype, device: torch.device, head: bool) -> LoadedCheckpoint:
+def load(
+    path: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, head: bool, maker: LinearMaker
+) -> LoadedCheckpoint:
     """Read the checkpoint in `path`.
 
     Without `head`, what a prefill worker never uses is digested but not kept: final norm, output head, and of the last
@@ -69,130 +100,219 @@ def load(path: Path, config: ModelSpec, dtype: torch.dtype, device: torch.device
     Raises ModelNotFound or CorruptWeights.
     """
     with TensorFiles(path) as files:
-        expected = expected_tensors(config)
-        _refuse_unforeseen(files.names, expected, config)
-
-        def read(name: str) -> torch.Tensor:
-            # A copy even where nothing changes: the file's mapping must not outlive the loading.
-            return files.read(name, expected[name]).to(device=device, dtype=dtype, copy=True)
-
-        weights = _assemble(read, config, head)
+        expected = expected_tensors(spec)
+        _refuse_unforeseen(files.names, expected, spec)
+        weights = _Assembly(spec, maker, files.read, dtype, device).model(head)
         for name in sorted(expected.keys() - files.seen):
-            files.read(name, expected[name])
-        return LoadedCheckpoint(weights, files.fingerprint(config.canonical))
+            files.read(name, expected[name], _STORED)
+        return LoadedCheckpoint(weights, files.fingerprint(spec.canonical))
 
 
-def outline(config: ModelSpec, dtype: torch.dtype, head: bool) -> ModelWeights:
+def outline(spec: ModelSpec, dtype: torch.dtype, head: bool, maker: LinearMaker) -> ModelWeights:
     """Return weights of the shapes and dtype that `load` would return, without memory of their own (device "meta")."""
-    expected = expected_tensors(config)
-    return _assemble(lambda name: torch.empty(expected[name], dtype=dtype, device="meta"), config, head)
+
+    def nothing(name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtypes[0], device="meta")
+
+    return _Assembly(spec, maker, nothing, dtype, torch.device("meta")).model(head)
 
 
-def expected_tensors(config: ModelSpec) -> dict[str, tuple[int, ...]]:
+def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Name and shape of every tensor that a checkpoint with this config must hold."""
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-    for layer in range(config.num_layers):
-        tensors |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_tensors(config)}
-    tensors["model.norm.weight"] = (config.hidden_size,)
-    if not config.tied_embeddings:
-        tensors["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    tensors: dict[str, Shape] = {f"{_EMBEDDING}.weight": (spec.vocab_size, spec.hidden_size)}
+    for layer in range(spec.num_layers):
+        tensors |= _Tensors(spec, layer).stored()
+    tensors[f"{_NORM}.weight"] = (spec.hidden_size,)
+    if not spec.tied_embeddings:
+        tensors[f"{_HEAD}.weight"] = (spec.vocab_size, spec.hidden_size)
     return tensors
 
 
-def _layer_tensors(config: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    products = [
-        ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q_size, config.output_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    ]
-    for name, out_size, in_size, bias in products:
-        yield f"{name}.weight", (out_size, in_size)
-        if bias:
-            yield f"{name}.bias", (out_size,)
-    if config.qk_norm:
-        yield "self_attn.q_norm.weight", (config.head_dim,)
-        yield "self_attn.k_norm.weight", (config.head_dim,)
-
-
-def _refuse_unforeseen(names: frozenset[str], expected: dict[str, tuple[int, ...]], config: ModelSpec) -> None:
+def _refuse_unforeseen(names: frozenset[str], expected: Mapping[str, Shape], spec: ModelSpec) -> None:
     """Raise for a tensor that no layer uses (a bias, a scale): this is another model than its config says."""
     unforeseen = {name for name in names - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
-    if config.tied_embeddings:
-        unforeseen.discard("lm_head.weight")  # some releases save the tied copy too
+    if spec.tied_embeddings:
+        unforeseen.discard(f"{_HEAD}.weight")  # some releases save the tied copy too
     if unforeseen:
         raise CorruptWeights(f"the checkpoint holds {min(unforeseen)}, which its config has no place for")
 
 
-def _assemble(read: Callable[[str], torch.Tensor], config: ModelSpec, head: bool) -> ModelWeights:
-    embedding = read("model.embed_tokens.weight")
-    last = config.num_layers - 1
-    layers = [_layer(read, config, f"model.layers.{layer}.") for layer in range(last + head)]
-    if not head:
-        last_kv = _key_value(read, config, f"model.layers.{last}.")
-        return ModelWeights(embedding, tuple(layers), last_kv, None, None)
-    output = embedding if config.tied_embeddings else read("lm_head.weight")
-    return ModelWeights(embedding, tuple(layers), None, read("model.norm.weight"), Linear(output))
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix of the checkpoint: the products whose rows it holds, one after another, and how many rows each has."""
+
+    name: str
+    rows: Mapping[str, int]
+    in_size: int
+    bias: bool
+
+    @property
+    def out_size(self) -> int:
+        return sum(self.rows.values())
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+class _Tensors:
+    """The tensors of one layer, by what they are for."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        self.spec = spec
+        self.experts: ExpertsSpec | None = spec.layers[layer].experts
+        self._names = registry.by_name(spec.family).tensors
+        self._prefix = f"model.layers.{layer}."
+
+    @property
+    def matrices(self) -> list[_Matrix]:
+        """The dense products of the layer, without those of experts."""
+        spec = self.spec
+        q, kv, inner = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.intermediate_size
+        sizes = {
+            "q": (q, spec.hidden_size, spec.qkv_bias),
+            "k": (kv, spec.hidden_size, spec.qkv_bias),
+            "v": (kv, spec.hidden_size, spec.qkv_bias),
+            "output": (spec.hidden_size, q, spec.output_bias),
+        }
+        if self.experts is None:
+            sizes |= {
+                "gate": (inner, spec.hidden_size, spec.mlp_bias),
+                "up": (inner, spec.hidden_size, spec.mlp_bias),
+                "down": (spec.hidden_size, inner, spec.mlp_bias),
+            }
+        return [
+            _Matrix(self._prefix + name, {one: sizes[one][0] for one in products}, *sizes[products[0]][1:])
+            for products, name in self._names.products.items()
+            if products[0] in sizes
+        ]
+
+    def expert(self, number: int) -> list[_Matrix]:
+        """Gate, up and down of one expert."""
+        assert self.experts is not None
+        prefix = f"{self._prefix}{self._names.experts.format(number)}."
+        hidden, inner = self.spec.hidden_size, self.experts.intermediate_size
+        sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        return [
+            _Matrix(prefix + name, {one: rows}, columns, False)
+            for name, (one, (rows, columns)) in zip(self._names.expert_products, sizes.items(), strict=True)
+        ]
+
+    @property
+    def router(self) -> tuple[str, Shape]:
+        assert self.experts is not None
+        return f"{self._prefix}{self._names.router}.weight", (self.experts.count, self.spec.hidden_size)
+
+    @property
+    def norms(self) -> dict[str, tuple[str, Shape]]:
+        """Name and shape by what each is for."""
+        wanted = ["input_norm", "mlp_norm"]
+        wanted += ["attention_output_norm", "mlp_output_norm"] if self.spec.output_norms else []
+        found = dict.fromkeys(wanted, (self.spec.hidden_size,))
+        found |= {one: (self.spec.head_dim,) for one in ("q_norm", "k_norm") if self.spec.qk_norm}
+        return {one: (f"{self._prefix}{self._names.norms[one]}.weight", shape) for one, shape in found.items()}
+
+    def stored(self) -> dict[str, Shape]:
+        """Name and shape of all tensors."""
+        matrices, tensors = self.matrices, dict(self.norms.values())
+        if self.experts is not None:
+            matrices += [one for number in range(self.experts.count) for one in self.expert(number)]
+            tensors |= [self.router]
+        for matrix in matrices:
+            tensors |= FORMATS[self.spec.weight_format].stored(matrix.name, (matrix.out_size, matrix.in_size))
+            if matrix.bias:
+                tensors[f"{matrix.name}.bias"] = (matrix.out_size,)
+        return tensors
 
 
-def _layer(read: Callable[[str], torch.Tensor], config: ModelSpec, prefix: str) -> LayerWeights:
-    def product(names: tuple[str, ...], bias: bool, pad: Callable[[torch.Tensor], torch.Tensor] = _as_it_is) -> Linear:
-        return _product(read, tuple(prefix + name for name in names), bias, pad)
+class _Assembly:
+    """Reads tensors and puts them together, for one device."""
 
-    qk_norm = None
-    if config.qk_norm:
-        q_norm = read(prefix + "self_attn.q_norm.weight").expand(config.num_heads, -1)
-        k_norm = read(prefix + "self_attn.k_norm.weight").expand(config.num_kv_heads, -1)
-        qk_norm = torch.cat((q_norm, k_norm))
-    return LayerWeights(
-        input_norm=read(prefix + "input_layernorm.weight"),
-        qkv=product(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias),
-        qk_norm=qk_norm,
-        output=product(("self_attn.o_proj",), config.output_bias),
-        mlp_norm=read(prefix + "post_attention_layernorm.weight"),
-        gate_up=product(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias, lambda part: _whole_tiles(part, 0)),
-        down=Linear(
-            _whole_tiles(read(prefix + "mlp.down_proj.weight"), 1),
-            read(prefix + "mlp.down_proj.bias") if config.mlp_bias else None,
-        ),
-    )
+    def __init__(
+        self, spec: ModelSpec, maker: LinearMaker, take: Take, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._spec, self._maker, self._take = spec, maker, take
+        self._dtype, self._device = dtype, device
+        self._format = FORMATS[spec.weight_format]
 
+    def model(self, head: bool) -> ModelWeights:
+        spec = self._spec
+        vocabulary = (spec.vocab_size, spec.hidden_size)
+        embedding = self._read(f"{_EMBEDDING}.weight", vocabulary)
+        last = spec.num_layers - 1
+        layers = tuple(self._layer(layer) for layer in range(last + head))
+        if not head:
+            return ModelWeights(embedding, layers, self._key_value(last), None, None)
+        output = embedding if spec.tied_embeddings else self._read(f"{_HEAD}.weight", vocabulary)
+        norm = self._norm(f"{_NORM}.weight", (spec.hidden_size,))
+        return ModelWeights(embedding, layers, None, norm, self._maker.linear(Dense(output, None)))
 
-def _key_value(read: Callable[[str], torch.Tensor], config: ModelSpec, prefix: str) -> KeyValueWeights:
-    return KeyValueWeights(
-        input_norm=read(prefix + "input_layernorm.weight"),
-        kv=_product(read, (prefix + "self_attn.k_proj", prefix + "self_attn.v_proj"), config.qkv_bias),
-        k_norm=read(prefix + "self_attn.k_norm.weight") if config.qk_norm else None,
-    )
+    def _layer(self, layer: int) -> LayerWeights:
+        tensors, spec = _Tensors(self._spec, layer), self._spec
+        products = self._products(tensors.matrices)
+        norms = {one: self._norm(*place) for one, place in tensors.norms.items()}
+        qk_norm = None
+        if spec.qk_norm:
+            q_norm = norms["q_norm"].expand(spec.num_heads, -1)
+            qk_norm = torch.cat((q_norm, norms["k_norm"].expand(spec.num_kv_heads, -1)))
+        return LayerWeights(
+            input_norm=norms["input_norm"],
+            qkv=self._maker.linear(stacked([products(one) for one in ("q", "k", "v")])),
+            qk_norm=qk_norm,
+            output=self._maker.linear(products("output")),
+            attention_output_norm=norms.get("attention_output_norm"),
+            mlp_norm=norms["mlp_norm"],
+            mlp=self._mlp(products) if tensors.experts is None else self._experts(tensors),
+            mlp_output_norm=norms.get("mlp_output_norm"),
+        )
 
+    def _key_value(self, layer: int) -> KeyValueWeights:
+        tensors = _Tensors(self._spec, layer)
+        products, norms = self._products(tensors.matrices), tensors.norms
+        return KeyValueWeights(
+            input_norm=self._norm(*norms["input_norm"]),
+            kv=self._maker.linear(stacked([products("k"), products("v")])),
+            k_norm=self._norm(*norms["k_norm"]) if self._spec.qk_norm else None,
+        )
 
-def _product(
-    read: Callable[[str], torch.Tensor],
-    names: tuple[str, ...],
-    bias: bool,
-    pad: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
-) -> Linear:
-    weights = [pad(read(f"{name}.weight")) for name in names]
-    return stacked(weights, [pad(read(f"{name}.bias")) if bias else None for name in names])
+    def _mlp(self, products: _Products) -> MlpWeights:
+        return MlpWeights(*self._maker.mlp(products("gate"), products("up"), products("down")))
 
+    def _experts(self, tensors: _Tensors) -> ExpertsWeights:
+        assert tensors.experts is not None
+        experts = [self._mlp(self._products(tensors.expert(number))) for number in range(tensors.experts.count)]
+        return ExpertsWeights(self._read(*tensors.router), tuple(experts))
 
-def _whole_tiles(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Zeros added along `dim` up to whole tiles, so that no tile holds some of gate and some of up. What goes through
-    them is zero, whatever comes in."""
-    missing = -tensor.shape[dim] % TILE
-    if not missing:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat((tensor, tensor.new_zeros(shape)), dim)
+    def _products(self, matrices: list[_Matrix]) -> _Products:
+        """How one of the layer's products is read. A matrix that holds several is read once for those that follow one
+        another."""
+
+        @lru_cache(maxsize=1)
+        def read(matrix_name: str) -> Dense:
+            matrix = next(one for one in matrices if one.name == matrix_name)
+            weight = self._format.dense(matrix.name, (matrix.out_size, matrix.in_size), self._take)
+            bias = self._read(f"{matrix.name}.bias", (matrix.out_size,)) if matrix.bias else None
+            return Dense(self._moved(weight), bias)
+
+        def product(one: str) -> Dense:
+            matrix = next(each for each in matrices if one in each.rows)
+            weight, bias = read(matrix.name)
+            if len(matrix.rows) == 1:
+                read.cache_clear()  # nothing else is read from it: it must not outlive its use
+                return Dense(weight, bias)
+            before = list(matrix.rows)
+            first = sum(matrix.rows[each] for each in before[: before.index(one)])
+            rows = slice(first, first + matrix.rows[one])
+            return Dense(weight[rows], None if bias is None else bias[rows])
+
+        return product
+
+    def _read(self, name: str, shape: Shape) -> torch.Tensor:
+        return self._moved(self._take(name, shape, FLOATS))
+
+    def _norm(self, name: str, shape: Shape) -> torch.Tensor:
+        """In float32 where one is added: rounded to fewer bits, the sum would lose what the weight says."""
+        weight = self._take(name, shape, FLOATS)
+        if self._spec.norms_add_one:
+            return (weight.float() + 1.0).to(self._device)
+        return self._moved(weight)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A copy even where nothing changes: the file's mapping must not outlive the loading.
+        return tensor.to(device=self._device, dtype=self._dtype, copy=True)

@@ -17,7 +17,7 @@ from bench.demo_model import checkpoint, evaluate, train
 from bench.demo_model import tokenizer as tokenizers
 from bench.demo_model.conversation import BEGIN, Conversation, Message, render
 from bench.demo_model.network import Network, Shape, start
-from engine.models.config import ModelSpec
+from engine.models.config import load_spec
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def test_transformers_reads_the_checkpoint(tmp_path: Path) -> None:
     tokens = torch.randint(0, SHAPE.vocabulary, (1, 50))
     with torch.inference_mode():
         torch.testing.assert_close(network.logits(network(tokens)), theirs(tokens).logits, atol=2e-3, rtol=1e-3)
-    spec = ModelSpec.from_directory(tmp_path)
+    spec = load_spec(tmp_path)
     assert (spec.family, spec.head_dim, spec.eos_ids, spec.tied_embeddings) == ("qwen2", 64, (2, 0), True)
 
 

@@ -10,7 +10,7 @@ from bench import engine, models, roofline
 from bench.peers.cases import BY_NAME, Case
 from bench.roofline import Limits, Shape
 from bench.turns import Run, Turn, quiet
-from engine.models.config import ModelSpec
+from engine.models.config import parse_spec
 from engine.models.weights import expected_tensors
 
 SMALL = Shape(layers=1_000, head=500, attention=8, kv_bytes=32, width=2)
@@ -18,7 +18,7 @@ SMALL = Shape(layers=1_000, head=500, attention=8, kv_bytes=32, width=2)
 
 def test_the_shape_is_that_of_the_checkpoint() -> None:
     shape = Shape.of(models.LLAMA_100M, width=2)
-    tensors = expected_tensors(ModelSpec.from_dict(models.LLAMA_100M))
+    tensors = expected_tensors(parse_spec(models.LLAMA_100M))
     assert shape.layers + shape.head == sum(math.prod(size) for size in tensors.values() if len(size) == 2)
     assert shape.kv_bytes == 12 * 2 * 4 * 64 * 2
     assert shape.attention == 12 * 4 * 12 * 64

@@ -23,7 +23,7 @@ from deploy.control_plane import preflight
 from deploy.control_plane.bring_up import _settle
 from deploy.models import with_demo_model
 from engine.gpus import visible_gpus
-from engine.models.config import ModelSpec
+from engine.models.config import load_spec
 from router.frontend.chat.template import ChatTemplate
 
 PORTS = ("router.grpc_port", "router.internal_port", "router.http_port", "api.port")
@@ -318,7 +318,7 @@ def test_up_without_a_model_serves_the_one_that_comes_with_baton(taken: int):
 def test_the_demo_model_is_a_checkpoint_with_a_chat_template():
     config = with_demo_model(load())
     preflight.check_model(config.model.path)
-    assert ModelSpec.from_directory(Path(config.model.path)).eos_ids
+    assert load_spec(Path(config.model.path)).eos_ids
     assert ChatTemplate.load(Path(config.model.path)) is not None
     assert sum(path.stat().st_size for path in Path(config.model.path).iterdir()) <= 24 * 10**6
 

@@ -14,9 +14,12 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from engine.models.config import ModelSpec
+from engine.cpu.packed_linear import PackedLinears
+from engine.layers.linear import PlainLinears
+from engine.models.config import parse_spec
 from engine.models.memory import weight_bytes
 from engine.models.weights import expected_tensors
+from engine.spec import ModelSpec
 
 BASE: dict[str, Any] = {
     "vocab_size": 4_000, "hidden_size": 512, "intermediate_size": 1_400, "num_attention_heads": 8,
@@ -44,7 +47,7 @@ def write(folder: Path, architecture: str, tied: bool, layers: int) -> ModelSpec
     config = BASE | {"architectures": [architecture], "tie_word_embeddings": tied, "num_hidden_layers": layers}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    spec = ModelSpec.from_dict(config)
+    spec = parse_spec(config)
     save_file({name: torch.ones(shape) for name, shape in expected_tensors(spec).items()}, folder / "model.safetensors")
     return spec
 
@@ -60,27 +63,26 @@ def test_the_size_of_weights_is_what_a_process_takes_for_them(
     argv = [sys.executable, "-c", LOADS, dtype, *(str(tmp_path / name) for name in ("small", "small", "large"))]
     taken = int(subprocess.run(argv, capture_output=True, text=True, timeout=250, check=True).stdout)
     kind = getattr(torch, dtype)
-    computed = weight_bytes(large, kind, on_cpu=True) - weight_bytes(small, kind, on_cpu=True)
+    computed = weight_bytes(large, kind, PackedLinears()) - weight_bytes(small, kind, PackedLinears())
     assert taken == pytest.approx(computed, rel=0.02)
 
 
 def test_on_a_gpu_nothing_is_padded_and_a_tied_head_is_shared():
-    spec = ModelSpec.from_dict(
+    spec = parse_spec(
         BASE | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "num_hidden_layers": 2}
     )
-    padded = 2 * 3 * 512 * (-1_400 % 64) * 4  # down, gate and up of both layers
     parameters = sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values())
-    # The engine rounds the intermediate size up to whole tiles on every device.
-    assert weight_bytes(spec, torch.float32, on_cpu=False) == parameters * 4 + padded
+    assert weight_bytes(spec, torch.float32, PlainLinears()) == parameters * 4
+    padded = 2 * 3 * 512 * (-1_400 % 64) * 4  # down, gate and up of both layers
     head = (4_000 + -4_000 % 64) * 512 * 4
-    assert weight_bytes(spec, torch.float32, on_cpu=True) >= parameters * 4 + padded + head
+    assert weight_bytes(spec, torch.float32, PackedLinears()) >= parameters * 4 + padded + head
 
 
 def test_a_prefill_worker_without_a_head_is_smaller():
-    spec = ModelSpec.from_dict(
+    spec = parse_spec(
         BASE | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "num_hidden_layers": 2}
     )
-    whole, without = (weight_bytes(spec, torch.float32, on_cpu=False, head=head) for head in (True, False))
+    whole, without = (weight_bytes(spec, torch.float32, PlainLinears(), head=head) for head in (True, False))
     assert whole - without > 4_000 * 512 * 4
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from engine.batch import Chunk, Sampled, TokenDraw, flatten
 from engine.cpu import build
 from engine.cpu.decode import MOST_ROWS, NativeDecode
+from engine.cpu.packed_linear import PackedLinear, tiled
 from engine.cpu.thread_pool import ThreadPool
 from engine.engine import Engine
-from engine.layers.linear import Linear, tiled
 from tests import checkpoints
-from tests.checkpoints import RECIPES, VOCAB, Reference
+from tests.checkpoints import RECIPES, TORCH_ONLY, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, prompt_of
 from tests.support.thorough import examples
 
@@ -30,7 +30,8 @@ EVERYTHING = TokenDraw(temperature=0, logprobs=VOCAB)
 
 native = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
 few = examples(60)
-names = pytest.mark.parametrize("name", RECIPES)
+NATIVE = [name for name in RECIPES if name not in TORCH_ONLY]
+names = pytest.mark.parametrize("name", NATIVE)
 SHAPES = {  # of "llama-bias"; the kernels know two sizes of heads beforehand
     "odd": {"hidden_size": 78, "head_dim": 18, "intermediate_size": 131, "num_attention_heads": 6},
     "heads of 64": {"head_dim": 64},
@@ -94,7 +95,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 @native
-@pytest.mark.parametrize("name", [*RECIPES, *SHAPES])
+@pytest.mark.parametrize("name", [*NATIVE, *SHAPES])
 @few
 @given(data=st.data())
 def test_any_batch_gives_the_logits_and_pages_of_torch(name: str, data: st.DataObject, pair: Pairs):
@@ -268,7 +269,7 @@ def test_equal_logits_give_the_lowest_token(pair: Pairs):
 def test_tiles_hold_the_weight(out_size: int, in_size: int, dtype: torch.dtype):
     weight = torch.randn(out_size, in_size).to(dtype)
     word = 4 // weight.element_size()
-    linear = Linear(weight)
+    linear = PackedLinear(weight)
     tiles = linear.tiles()
     assert torch.equal(tiles, tiled(weight))
     tiles = tiles.view(-1, in_size // word, 64, word)
@@ -278,7 +279,7 @@ def test_tiles_hold_the_weight(out_size: int, in_size: int, dtype: torch.dtype):
 
 def test_a_large_weight_is_in_memory_once():
     """oneDNN's own order is ours wherever it has been seen; another would cost a copy, and this test would say so."""
-    linear = Linear(torch.randn(256, 128))
+    linear = PackedLinear(torch.randn(256, 128))
     if not linear._packed:
         pytest.skip("torch has no oneDNN here")
     assert linear.tiles().data_ptr() == torch.ops.mkldnn.data_ptr(linear._weight)
@@ -286,7 +287,7 @@ def test_a_large_weight_is_in_memory_once():
 
 def test_where_tiles_are_a_copy_the_weight_goes():
     weight = torch.randn(128, 64).half()  # which oneDNN never packs
-    linear = Linear(weight)
+    linear = PackedLinear(weight)
     linear.keep_tiles()
     linear.keep_tiles()
     assert linear._weight is None
@@ -338,3 +339,10 @@ def test_a_pool_that_is_never_used_ends():
     assert library is not None
     for threads in (1, 2, 7):
         ThreadPool(library, threads)._end()
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_ONLY))
+def test_what_the_kernels_do_not_know_is_left_to_torch(name: str, checkpoint: Callable[[str], Path]):
+    engine = Engine.load(checkpoint(name), "float32", "cpu", 2, 16, True, 1)
+    assert engine._decode_kernels is None
+    assert engine._prefill_model is engine._model

@@ -25,7 +25,7 @@ from baton.config import Config
 from baton.messages import ModelCard, Namespace
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
-from engine.models.llama import NUMERICS_VERSION
+from engine.models.transformer import NUMERICS_VERSION
 from kvstore.client.connection import store_address
 from kvstore.layout import PageLayout
 from tests import checkpoints

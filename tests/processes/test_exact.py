@@ -24,7 +24,16 @@ from tests.support.thorough import cases, thorough
 SHAPES = {"1P+1D": (1, 1, "always"), "2P+2D": (2, 2, "auto"), "colocated": (0, 1, "auto")}
 RUNS = cases(
     [(family, shape) for family in checkpoints.FAMILIES for shape in SHAPES],
-    [*(("llama", shape) for shape in SHAPES), ("qwen2", "2P+2D"), ("qwen3", "1P+1D"), ("mistral", "2P+2D")],
+    [
+        *(("llama", shape) for shape in SHAPES),
+        ("qwen2", "2P+2D"),
+        ("qwen3", "1P+1D"),
+        ("mistral", "2P+2D"),
+        ("phi3", "2P+2D"),
+        ("gemma3", "1P+1D"),
+        ("mixtral", "1P+1D"),
+        ("qwen3-moe", "2P+2D"),
+    ],
 )
 PROMPTS = workload.prompts()
 

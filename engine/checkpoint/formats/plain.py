@@ -1,0 +1,21 @@
+"""Plain numbers: one tensor, `name.weight`."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from engine.checkpoint.formats.format import FLOATS, Shape, Take
+
+
+class Plain:
+    """Matrices as they are."""
+
+    def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
+        return {f"{name}.weight": shape}
+
+    def dense(self, name: str, shape: Shape, take: Take) -> torch.Tensor:
+        return take(f"{name}.weight", shape, FLOATS)

@@ -1,0 +1,22 @@
+"""docs/models.md is what the code and the tests say."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = runpy.run_path(str(ROOT / ".ci" / "models_page.py"))
+
+
+def test_the_page_is_current():
+    assert (ROOT / "docs" / "models.md").read_text() == PAGE["page"](), "run python .ci/models_page.py docs/models.md"
+
+
+def test_the_tests_that_it_names_exist():
+    files = [PAGE["GENERATION"], PAGE["EXACT"]]
+    argv = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--no-header", "-p", "no:cacheprovider", *files]
+    listed = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert set(PAGE["tests"]()) <= set(listed.splitlines())
