@@ -8,9 +8,11 @@ from engine.spec import ModelSpec
 
 
 def runs(spec: ModelSpec) -> bool:
-    """Whether both sets of kernels compute all that a model of this shape needs. What they don't know is a mixture of
-    experts, another activation than SiLU, norms of outputs, norms with one added, scaled embeddings and scores,
-    rotations that differ between layers, and heads that are rotated in part."""
+    """Whether both sets of kernels compute all that a model of this shape needs.
+
+    They know no mixture of experts, no activation but SiLU, and neither norms of outputs nor norms with one added.
+    Embeddings and scores have no scales of their own. All layers rotate whole heads alike.
+    """
     return (
         all(layer.experts is None for layer in spec.layers)
         and spec.activation == "silu"
