@@ -207,9 +207,8 @@ def _hand_off(
         for batch in batches(_copies(fetch.handle(reply)), _WORD):
             indices = tuple(copy.index for copy in batch if _in(reader, theirs, copy, verify))
             _call(reader, fetch.handle(CopiedIn(batch[0].lease, indices)))
-    for worker, transfers in ((writer, ships), (reader, fetches)):
-        for transfer in transfers:
-            _call(worker, transfer.forget())
+    _call(writer, [EndLease(write.lease) for write in ships])
+    _call(reader, [EndLease(lease) for fetch in fetches for lease in fetch.leases])
 
 
 def _lease(reply: StoreReply) -> int:

@@ -1,7 +1,7 @@
 """What a decode worker knows and decides: admission by pages, fetching, batching, preemption, write-through.
 
-Pure: `handle(event, now)` and `plan(now)` are called between two steps of the engine, so a page given back here is
-touched by no step and no copy any more. The service carries out the commands, the copies and the plan.
+Pure: the worker's loop carries out the commands, the copies and the plan. Events may come while a step or copies are
+under way. A page given back then is in limbo until these have ended (`kvstore.client.device_block_manager`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.step_budget import DecodeRows, StepBudget
 from decode_worker.write_through import WriteThrough
-from engine.batch import Sampled
+from engine.batch import Chunk, Sampled
 from engine.block_table import BlockTable
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
@@ -117,13 +117,16 @@ class DecodeScheduler:
         calibration: Items[StepSample] = (),
         vocab_size: int | None = None,
         grammars: OutputGrammars | None = None,
+        copies_overlap: bool = False,
     ) -> None:
         """`headroom`: the rule for admission, the learned one unless told otherwise. `calibration`: steps that were
         run before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it
-        would fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails."""
+        would fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
+        `copies_overlap`: copies are made beside steps, and delay none."""
         self._config = config
         self._vocab_size = vocab_size
         self._grammars = grammars
+        self._copies_overlap = copies_overlap
         self._page_size, self._alignment = page_size, chunk_alignment(page_size)
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
@@ -133,7 +136,7 @@ class DecodeScheduler:
         self._step_costs = WorkerStepTimes(calibration)
         self._step_budget = StepBudget(config, self._step_costs)
         self._fetching: dict[int, Sequence] = {}  # by lease
-        self._copies = CopyQueue()  # of fetches
+        self._copies = CopyQueue(self._blocks)  # of fetches
         self._leases = itertools.count(1)
         self._write_through = WriteThrough(self._blocks, self._leases, page_size)
         self._arrivals = itertools.count()
@@ -286,11 +289,11 @@ class DecodeScheduler:
         pages = self._blocks.allocate_with_prefix(keys, sequence.pages_needed)
         if pages is None:
             return None
-        sequence.pages = BlockTable(pages)
+        sequence.pages, sequence.in_limbo = BlockTable(pages), self._blocks.in_limbo(pages[cached:])
         sequence.computed = cached * self._page_size
         sequence.cached_pages = cached
         sequence.stored_pages = max(sequence.stored_pages, cached)
-        if beginning is None:
+        if beginning is None or pages[cached] in sequence.in_limbo:
             return []
         sequence.computed = len(sequence.tokens) - 1
         return [] if pages[cached] == beginning else [DuplicatePage(beginning, pages[cached])]
@@ -326,19 +329,20 @@ class DecodeScheduler:
     def _transfer(self, event: TransferEvent, now: float) -> list[DecodeCommand]:
         """Something about a lease; one that we have forgotten meanwhile means nothing any more."""
         lease = getattr(event, "lease", 0)
+        ended: list[DecodeCommand] = []
         if isinstance(event, CopiedIn | CopiedOut):
-            pages = len(event.checksums) if isinstance(event, CopiedOut) else len(event.indices) + len(event.corrupt)
-            self._step_budget.observe_copies(pages, now - self._copying)
+            ended += [*self._copies.made(event), *self._write_through.copied(event)]
+            self._step_budget.observe_copies(event.pages, now - self._copying)
             self._copying = now
         if (sequence := self._fetching.get(lease)) is not None and sequence.fetch is not None:
             fetch, before = sequence.fetch, sequence.fetch.covered
-            commands: list[DecodeCommand] = [*self._copies.add(fetch.handle(event))]
+            commands = [*ended, *self._copies.add(fetch.handle(event))]
             sequence.progressed_at = now
             self._count_fetched(sequence, fetch.covered - before)
             if fetch.undecided:
                 commands += self._decide(sequence, fetch, now)
             return commands + (self._end_fetch(sequence, "the store has no more", now) if fetch.ended else [])
-        return [*self._write_through.handle(lease, event, now)]
+        return [*ended, *self._write_through.handle(lease, event, now)]
 
     def _decide(self, sequence: Sequence, fetch: PageFetch, now: float) -> list[DecodeCommand]:
         """How much of a cached prefix that lower tiers have is worth loading."""
@@ -379,10 +383,11 @@ class DecodeScheduler:
         fetch, sequence.fetch = sequence.fetch, None
         if fetch is None:
             return []
+        commands: list[DecodeCommand] = []
         for lease in fetch.leases:
             del self._fetching[lease]
-            self._copies.drop(lease)
-        return [CallStore(call) for call in fetch.forget()]
+            commands += self._copies.end_lease(lease)
+        return commands
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
         self._store_up = False
@@ -399,9 +404,15 @@ class DecodeScheduler:
         CopiedIn or CopiedOut."""
         if not (self._copies or self._write_through.copying):
             return []
-        most = self._step_budget.copies(self._decoding())
+        most = self._room_for_copies if self._copies_overlap else self._step_budget.copies(self._decoding())
         coming = self._copies.take(most)
         return coming + self._write_through.take_copies(most - len(coming))
+
+    @property
+    def _room_for_copies(self) -> int:
+        """How many more may be under way."""
+        under_way = self._copies.under_way + self._write_through.copies_under_way
+        return max(0, self._config.copies_per_step - under_way)
 
     @property
     def patience(self) -> float:
@@ -413,9 +424,9 @@ class DecodeScheduler:
 
     @property
     def busy(self) -> bool:
-        """There is something to do without waiting for a message."""
+        """There is something to do without waiting for a message, or for the end of a copy."""
         running = any(s.steps for s in self._sequences.values())
-        return running or bool(self._copies) or self._write_through.copying
+        return running or ((bool(self._copies) or self._write_through.copying) and self._room_for_copies > 0)
 
     def prepare(self, now: float) -> list[DecodeCommand]:
         """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
@@ -428,6 +439,7 @@ class DecodeScheduler:
             while sequence.phase is SequencePhase.RUNNING and (missing := sequence.pages_needed - len(sequence.pages)):
                 if (grown := self._blocks.allocate(missing)) is not None:
                     sequence.pages.extend(grown)
+                    sequence.in_limbo += self._blocks.in_limbo(grown)
                 elif (given_up := self._write_through.abandon()) is not None:
                     commands += given_up
                 else:
@@ -448,6 +460,8 @@ class DecodeScheduler:
         decoding: list[Sequence] = []
         partial_prefills: list[Sequence] = []
         for sequence in self._sequences.values():
+            if sequence.in_limbo:
+                sequence.in_limbo = self._blocks.in_limbo(sequence.in_limbo)
             if sequence.steps:
                 (decoding if sequence.pending == 1 else partial_prefills).append(sequence)
         if not partial_prefills:
@@ -472,8 +486,7 @@ class DecodeScheduler:
         whose fetch ended short waits for the router all the same."""
         commands = self._drop_fetch(sequence)
         self._preemptions += 1
-        self._blocks.free(sequence.pages)
-        sequence.pages = BlockTable()
+        self._release_pages(sequence)
         sequence.computed = sequence.cached_pages = 0
         if sequence.phase is SequencePhase.KV_LOAD_INCOMPLETE:
             return commands
@@ -485,7 +498,7 @@ class DecodeScheduler:
     def _step_done(self, done: StepDone, now: float) -> list[DecodeCommand]:
         self._step += 1
         self._stepped = now
-        sample = self._step_costs.stepped(done.plan, now - self._planned)
+        sample = self._step_costs.stepped(done.plan, now - self._planned if done.seconds is None else done.seconds)
         if self._only_short_prompts(done.plan):
             self._step_budget.observe_step(sample)
         scored = self._take_scores(done)
@@ -497,9 +510,8 @@ class DecodeScheduler:
         if not done.scores:
             return []
         commands: list[DecodeCommand] = []
-        for number, name in enumerate(done.plan):
-            if scores := done.scores.get(number):
-                sequence = self._sequences[name.request]
+        for number, (name, chunk) in enumerate(done.plan.items()):
+            if (scores := done.scores.get(number)) and (sequence := self._in_step(name, chunk)) is not None:
                 position = len(sequence.prompt_logprobs) + 1
                 sequence.prompt_logprobs += scores
                 commands += self._tell_scores(sequence, position)
@@ -517,6 +529,11 @@ class DecodeScheduler:
             for at in range(position, len(sequence.prompt_logprobs) + 1, _SCORES_PER_MESSAGE)
         ]
 
+    def _in_step(self, name: AttemptName, chunk: Chunk) -> Sequence | None:
+        """The sequence that a step has run, unless it has gone or lost its pages meanwhile."""
+        sequence = self._sequences.get(name.request)
+        return sequence if sequence is not None and sequence.name == name and sequence.is_in(chunk) else None
+
     def _only_short_prompts(self, plan: ScheduledBatch) -> bool:
         """Whether the plan's partial prefills are short ones."""
         return all(len(chunk.tokens) <= self._alignment for chunk in plan.values())
@@ -526,7 +543,8 @@ class DecodeScheduler:
         deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[DecodeCommand] = []
         for (name, chunk), drawn in zip(plan.items(), sampled, strict=True):
-            sequence = self._sequences[name.request]
+            if (sequence := self._in_step(name, chunk)) is None:
+                continue
             # A token that was to be drawn and was not: its mask is late. The last token is computed once more.
             end = chunk.end if drawn or chunk.sample is None else chunk.end - 1
             if chunk.start < sequence.prompt:
@@ -552,8 +570,7 @@ class DecodeScheduler:
             if sequence.finish is not None:
                 self._admission.ended(sequence, cut=sequence.finish == "length")
                 sequence.phase = SequencePhase.ENDED
-                self._blocks.free(sequence.pages)
-                sequence.pages = BlockTable()
+                self._release_pages(sequence)
         return [*(SendToRouter(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
 
     def _append(self, sequence: Sequence, drawn: Items[Sampled]) -> Delta:
@@ -596,8 +613,9 @@ class DecodeScheduler:
 
     def _step_failed(self, plan: ScheduledBatch, message: str) -> list[DecodeCommand]:
         commands: list[DecodeCommand] = []
-        for name in plan:
-            sequence = self._sequences[name.request]
+        for name, chunk in plan.items():
+            if (sequence := self._in_step(name, chunk)) is None:
+                continue
             commands += self._drop_sequence(sequence, cut=True)
             commands.append(SendToRouter(AttemptFailed(*_named(name), "internal", message), sequence.owner))
         return commands
@@ -621,10 +639,13 @@ class DecodeScheduler:
         commands = self._drop_fetch(sequence)
         if sequence.phase is not SequencePhase.ENDED:
             self._admission.ended(sequence, cut)
-        self._blocks.free(sequence.pages)
-        sequence.pages = BlockTable()
+        self._release_pages(sequence)
         self._sequences.remove(sequence)
         return commands
+
+    def _release_pages(self, sequence: Sequence) -> None:
+        self._blocks.free(sequence.pages)
+        sequence.pages, sequence.in_limbo = BlockTable(), []
 
     def _tick(self, now: float, paused: float) -> list[DecodeCommand]:
         self._copying = now
@@ -654,7 +675,7 @@ class DecodeScheduler:
     @property
     def leases(self) -> tuple[int, ...]:
         """Every lease at the store that we still care about."""
-        return (*self._fetching, *self._write_through.leases)
+        return (*self._fetching, *self._copies.ending, *self._write_through.leases)
 
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
         """For one router: what it owns, and how busy we are with all."""

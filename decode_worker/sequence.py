@@ -29,7 +29,7 @@ from baton.messages import (
     SamplingParams,
     TokenLogprob,
 )
-from engine.batch import PromptScoring, TokenDraw
+from engine.batch import Chunk, PromptScoring, TokenDraw
 from engine.block_table import BlockTable
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammar
@@ -64,7 +64,8 @@ class Sequence:
     owner: str = ""  # incarnation of the router that ordered it
     deadline: float | None = None
     phase: SequencePhase = SequencePhase.WAITING_FOR_REMOTE_KVS
-    pages: BlockTable = field(default_factory=BlockTable)
+    pages: BlockTable = field(default_factory=BlockTable)  # given back and reserved again as another table
+    in_limbo: list[int] = field(default_factory=list[int])  # of these, those that no step may write to yet
     keys: list[bytes] = field(default_factory=list[bytes])  # of the full pages of `tokens`
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
     cached_pages: int = 0  # pages from the start that this sequence has handed to the device cache
@@ -126,7 +127,12 @@ class Sequence:
     @property
     def steps(self) -> bool:
         """Whether it runs, and may be in a step: one that follows a grammar waits until that is compiled."""
-        return self.phase is SequencePhase.RUNNING and (self.grammar is None or self.grammar.ready)
+        ready = not self.in_limbo and (self.grammar is None or self.grammar.ready)
+        return self.phase is SequencePhase.RUNNING and ready
+
+    def is_in(self, chunk: Chunk) -> bool:
+        """Whether a chunk of this sequence was planned with the pages that it has now."""
+        return chunk.pages is self.pages
 
     @property
     def rank(self) -> tuple[float, int]:

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.messages import MAX_KEYS_PER_CALL
-from baton.store_protocol import EndLease
 from decode_worker.sequence import Sequence
 from kvstore.client.device_block_manager import DeviceBlockManager
-from kvstore.client.transfer import CallStore, Copy, CopyQueue, StorePages, TransferEvent
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyQueue, StorePages, TransferEvent
 
 
 @dataclass
@@ -35,13 +34,13 @@ class WriteThrough:
     def __init__(self, cache: DeviceBlockManager, leases: Iterator[int], page_size: int) -> None:
         self._blocks, self._numbers, self._page_size = cache, leases, page_size
         self._under_way: dict[int, _PageWrite] = {}  # by lease, oldest first
-        self._copies = CopyQueue()
+        self._copies = CopyQueue(cache)
         self.written = 0  # pages that were sealed
         self.refused = 0  # writes that the store had no room for
 
     @property
     def leases(self) -> tuple[int, ...]:
-        return tuple(self._under_way)
+        return (*self._under_way, *self._copies.ending)
 
     @property
     def copying(self) -> bool:
@@ -85,6 +84,15 @@ class WriteThrough:
         return self._copies.take(count)
 
     @property
+    def copies_under_way(self) -> int:
+        """Copies that were handed out and not reported."""
+        return self._copies.under_way
+
+    def copied(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
+        """Copies were made; `handle` is told, too."""
+        return self._copies.made(event)
+
+    @property
     def spare(self) -> int:
         """Device pages that would be available if all were given up whose sequences have let go of theirs."""
         return sum(
@@ -110,7 +118,7 @@ class WriteThrough:
 
     def end_all(self) -> list[CallStore]:
         """The store is gone."""
-        return [call for lease in self.leases for call in self._end(lease)]
+        return [call for lease in list(self._under_way) for call in self._end(lease)]
 
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests."""
@@ -119,6 +127,5 @@ class WriteThrough:
     def _end(self, lease: int) -> list[CallStore]:
         page_write = self._under_way.pop(lease)
         self.written += page_write.store.pages_written
-        self._copies.drop(lease)
         self._blocks.free(page_write.pages)
-        return [CallStore(EndLease(lease))]
+        return self._copies.end_lease(lease)

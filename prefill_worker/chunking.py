@@ -56,7 +56,7 @@ PageSeconds: TypeAlias = Callable[[PrefillRequest, int], float]
 def build_batch(jobs: Collection[PrefillRequest], pace: StepCostModel, step: float, most: int) -> ScheduledBatch:
     """Whole pages of the prompts that are computing: as many as fit into the seconds that a step may last, and at most
     `most` tokens, but at least one page. Counts in each prompt how long it has been passed over."""
-    ready = [job for job in jobs if job.phase is PrefillPhase.COMPUTING and job.pending]
+    ready = [job for job in jobs if job.ready_to_step]
     if not ready:
         return {}
     most = max(1, min(most, max(_UNMEASURED, _GROWTH * pace.largest)) // ready[0].page_size)

@@ -74,6 +74,8 @@ class PrefillRequest:
     computed_here: int = 0  # tokens
     pages_stored: int = 0  # pages written to the store
     first_step: float | None = None  # when its first chunk was planned, seconds
+    in_step: bool = False  # it is part of the step that runs
+    in_limbo: list[int] = field(default_factory=list[int])  # device pages that no step may write to yet
 
     @property
     def total(self) -> int:
@@ -107,6 +109,11 @@ class PrefillRequest:
     def computing(self) -> bool:
         """Its next page is on its way to the device."""
         return self.phase in (PrefillPhase.LOADING, PrefillPhase.COMPUTING) and self.pending > 0
+
+    @property
+    def ready_to_step(self) -> bool:
+        """It may be part of the next step."""
+        return self.phase is PrefillPhase.COMPUTING and self.pending > 0 and not self.in_limbo
 
     @property
     def awaits_store(self) -> bool:

@@ -1,7 +1,7 @@
 """What a prefill worker knows and decides: which prompts it takes, what it computes next, what it ships and holds.
 
-Pure: `handle(event, now)` and `plan(now)` are called between two steps of the engine, so a device page given back here
-is touched by no step and no copy any more. The service carries out the commands, the copies and the plan.
+Pure: the worker's loop carries out the commands, the copies and the plan. Events may come while a step or copies are
+under way. A device page given back then is in limbo until these have ended (`kvstore.client.device_block_manager`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from baton.messages import (
     StepSample,
 )
 from baton.router_fairness import RouterFairness
-from baton.store_protocol import EndLease, NotReserved, StoreCall, StoreReply
+from baton.store_protocol import NotReserved, StoreCall, StoreReply
 from baton.waits import WaitEdge
 from engine.block_table import BlockTable
 from engine.step import ScheduledBatch, StepDone, StepFailed
@@ -110,7 +110,7 @@ class PrefillScheduler:
         self._requests = AttemptTable[PrefillRequest]()
         self._owners: dict[int, PrefillRequest] = {}  # by lease
         self._turns = RouterFairness()
-        self._copies = CopyQueue()
+        self._copies = CopyQueue(self._blocks)
         self._leases = itertools.count(1)
         self._window = MAX_KEYS_PER_CALL  # pages of a write, at most
         self._slots = 0  # of the arena; 0 without a store
@@ -136,10 +136,10 @@ class PrefillScheduler:
                 if isinstance(event, RouterLost):
                     self._turns.admitted(event.router)
                 return [c for job in self._requests.ended_by(event, router) for c in self._drop_request(job)]
-            case StepDone(plan=plan):
-                return self._step_done(plan, now)
+            case StepDone(plan=plan, seconds=seconds):
+                return self._step_done(plan, now - self._planned if seconds is None else seconds, now)
             case StepFailed(plan=plan, message=message):
-                return [c for name in plan for c in self._fail(self._requests[name.request], "internal", message)]
+                return [c for job in self._in_step(plan) for c in self._fail(job, "internal", message)]
             case StoreUp(slots=slots, page_bytes=page_bytes):
                 self._slots, self._page_bytes = slots, page_bytes
                 return []
@@ -202,6 +202,7 @@ class PrefillScheduler:
             window=self._window,
         )
         job.mark_complete(complete)
+        job.in_limbo = self._blocks.in_limbo(pages[complete:])
         self._requests.add(job)
         return commands + self._start_lookup(job)
 
@@ -379,8 +380,9 @@ class PrefillScheduler:
         """Something about a lease; one that we have forgotten meanwhile means nothing any more."""
         lease: int = getattr(event, "lease", 0)
         job = self._owners.get(lease)
+        ended = self._copies.made(event) if isinstance(event, CopiedIn | CopiedOut) else []
         if job is None:
-            return []
+            return [*ended]
         if not isinstance(event, NotReserved) and job.committed >= job.lost_at:
             job.progressed_at = now
         if job.lookup is not None and lease in job.lookup.leases:
@@ -416,19 +418,20 @@ class PrefillScheduler:
     def _drop(self, lease: int) -> list[PrefillCommand]:
         """Forget a lease, and the copies under it that have not been handed out."""
         self._owners.pop(lease, None)
-        self._copies.drop(lease)
-        return [CallStore(EndLease(lease))]
+        return [*self._copies.end_lease(lease)]
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     def take_copies(self) -> list[Copy]:
-        """The copies to make now, at most `copies_per_step` of them. Report each as CopiedIn or CopiedOut."""
-        return self._copies.take(self._config.copies_per_step)
+        """The copies to make now, so that at most `copies_per_step` are under way. Report each as CopiedIn or
+        CopiedOut."""
+        return self._copies.take(max(0, self._config.copies_per_step - self._copies.under_way))
 
     @property
     def busy(self) -> bool:
-        """There is something to do without waiting for a message."""
-        return bool(self._copies) or any(job.phase is PrefillPhase.COMPUTING for job in self._requests.values())
+        """There is something to do without waiting for a message, or for the end of a copy."""
+        copies = bool(self._copies) and self._copies.under_way < self._config.copies_per_step
+        return copies or any(job.ready_to_step for job in self._requests.values())
 
     @property
     def patience(self) -> float:
@@ -453,19 +456,30 @@ class PrefillScheduler:
     def schedule(self, now: float) -> ScheduledBatch:
         """The next step; empty when nothing computes."""
         step = self._config.step_ms / 1_000
+        for job in self._requests.values():
+            if job.in_limbo:
+                job.in_limbo = self._blocks.in_limbo(job.in_limbo)
         plan = build_batch(self._requests.values(), self._step_costs, step, self._config.max_num_batched_tokens)
         self._planned = now
         for name in plan:
             job = self._requests[name.request]
             job.first_step = now if job.first_step is None else job.first_step
+            job.in_step = True
         return plan
 
-    def _step_done(self, plan: ScheduledBatch, now: float) -> list[PrefillCommand]:
+    def _in_step(self, plan: ScheduledBatch) -> list[PrefillRequest]:
+        """The prompts of a step that has ended, as far as they are still here."""
+        found = [job for name in plan if (job := self._requests.get(name.request)) and job.name == name and job.in_step]
+        for job in found:
+            job.in_step = False
+        return found
+
+    def _step_done(self, plan: ScheduledBatch, seconds: float, now: float) -> list[PrefillCommand]:
         self._step += 1
-        self._step_costs.stepped(plan, now - self._planned)
+        self._step_costs.stepped(plan, seconds)
         commands: list[PrefillCommand] = []
-        for name, chunk in plan.items():
-            job, before = self._requests[name.request], self._requests[name.request].ready
+        for job in self._in_step(plan):
+            chunk, before = plan[job.name], job.ready
             job.computed = chunk.end
             job.computed_here += len(chunk.tokens)
             self._computed += len(chunk.tokens)
@@ -514,7 +528,7 @@ class PrefillScheduler:
     @property
     def leases(self) -> tuple[int, ...]:
         """Every lease at the store that we still care about."""
-        return tuple(self._owners)
+        return (*self._owners, *self._copies.ending)
 
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
         """For one router: what it owns, and how busy we are with all."""

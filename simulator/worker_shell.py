@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from baton.membership import SendToRouter
 from baton.messages import Message, WorkerRole
 from engine.step import ScheduledBatch
-from kvstore.client.device_block_manager import DuplicatePage
+from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut
 from simulator.clock import Body
-from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
+from worker.turn import AwaitStore, CollectStep, CopyPages, Publish, Receive, RunStep, turn
 
 T = TypeVar("T")
 
@@ -37,16 +37,19 @@ class WorkerShell:
             except StopIteration as ended:
                 return ended.value
             match effect:
-                case Receive():
+                case Receive(step_runs=step_runs):
+                    if step_runs:
+                        yield from self.await_step()
                     result = self.events()
                 case AwaitStore(until=until):
                     yield from self.await_store(until)
                     result = self.replies()
-                case CopyPages(copies=copies):
-                    yield from self.copy_pages(copies)
-                    result = copied(copies)
+                case CopyPages(copies=copies, epoch=epoch):
+                    result = yield from self.launch_copies(copies, epoch)
                 case RunStep(plan=plan):
                     result = yield from self.run_step(plan)
+                case CollectStep():
+                    result = self.collect_step()
                 case Publish():
                     result = self.publish()
 
@@ -59,6 +62,10 @@ class WorkerShell:
     @property
     def patience(self) -> float:
         return self.state.patience
+
+    @property
+    def blocks(self) -> DeviceBlockManager:
+        return self.state.blocks
 
     def now(self) -> float:
         raise NotImplementedError
@@ -106,8 +113,21 @@ class WorkerShell:
         """Copy these pages, of one lease and in one direction."""
         yield from ()
 
+    def launch_copies(self, copies: Sequence[Copy], epoch: int) -> Generator[float, None, CopiedIn | CopiedOut | None]:
+        """Copy these pages and return what came of it; or none, and a CopyEnded with that epoch among later events."""
+        yield from self.copy_pages(copies)
+        return copied(copies)
+
     def run_step(self, plan: ScheduledBatch) -> Generator[float, None, Any]:
-        """Run a step, and return what becomes of it."""
+        """Run a step, and return what becomes of it; or none, if `collect_step` is to return that."""
+        raise NotImplementedError
+
+    def await_step(self) -> Body:
+        """Sleep until the step that runs has ended, or there is something to hear."""
+        raise NotImplementedError
+
+    def collect_step(self) -> Any:
+        """Return what became of the step that runs; none while it does."""
         raise NotImplementedError
 
     def publish(self) -> None:

@@ -235,6 +235,8 @@ class RigStore(HeldStore):
 class Rig(HeldAgenda):
     """Stores, and the workers around them. Without further words there is one store, and it keeps nothing on disk."""
 
+    worker_class: type[RigWorker] = RigWorker
+
     def __init__(
         self, slots: int, hold: float = 30.0, nodes: Sequence[str] = ("n0",), admit_after: int = 1_000,
         load_share: float = 0.25,
@@ -266,7 +268,7 @@ class Rig(HeldAgenda):
     def worker(
         self, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: str = "n0"
     ) -> RigWorker:
-        worker = RigWorker(self, role, num_pages, config, self.stores[node])
+        worker = self.worker_class(self, role, num_pages, config, self.stores[node])
         worker.attach()
         return worker
 

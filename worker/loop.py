@@ -65,7 +65,7 @@ from worker.alarm import Alarm
 from worker.calibration import calibrate
 from worker.gpu_metrics import GpuMetrics
 from worker.pool_size import CudaMemory, await_memory, fitting_pages, pool_pages
-from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
+from worker.turn import AwaitStore, CollectStep, CopyPages, Publish, Receive, RunStep, turn
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a router or store can trigger
@@ -213,6 +213,8 @@ class WorkerLoop:
                         result = self._replies(until)
                     case CopyPages(copies=copies):
                         result = self._copy(copies)
+                    case CollectStep():
+                        raise AssertionError("no step runs")
                     case RunStep(plan=plan):
                         result = self._step(plan)
                     case Publish():
@@ -229,6 +231,10 @@ class WorkerLoop:
     @property
     def patience(self) -> float:
         return self._scheduler.patience
+
+    @property
+    def blocks(self) -> DeviceBlockManager:
+        return self._scheduler.blocks
 
     def now(self) -> float:
         return self.clock.now()

@@ -1,30 +1,40 @@
 """One turn of a worker, prefill or decode, as a generator of effects.
 
     receive ──▶ copy ──▶ hear the store ──▶ prepare ──▶ schedule ──▶ step ──▶ publish
+                                                                      │ while a step runs:
+                                                                      └── receive ──▶ copy ──▶ collect ──┐
+                                                                              ▲──────────────────────────┘
 
 The pages of a step are copied at the start of the next turn, which follows at once. The order of a turn stands here and
-nowhere else. A driver executes each effect and sends its result back: `worker.loop` with sockets, a clock and an
-engine, `simulator.worker` with durations, and the tests with devices that notice a wrong page. Pure.
+nowhere else. A driver executes each effect and sends its result back: `worker.loop` with sockets, a clock and a
+runner, `simulator.worker` with durations, and the tests with devices that notice a wrong page.
+
+A step and a copy may end at once, as on a CPU, or run on beside the turn. Each has an epoch of the device block
+manager, from its launch to its end. Pure.
 """
 
 # pyright: strict
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
 from baton.messages import WorkerRole
 from engine.step import ScheduledBatch
-from kvstore.client.transfer import Copy, batches
+from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, batches
 
 COPIES_PER_MESSAGE = 64  # pages that one message to the store reports; their readers wait for the message
 
 
 class Receive(Struct, frozen=True):
-    """Wait until there is work, then send back the events that have come in. The last one is a Tick."""
+    """Wait until there is work, then send back the events that have come in. The last one is a Tick. While a step runs
+    (`step_runs`), its end is what there is to wait for."""
+
+    step_runs: bool = False
 
 
 class AwaitStore(Struct, frozen=True):
@@ -34,22 +44,35 @@ class AwaitStore(Struct, frozen=True):
 
 
 class CopyPages(Struct, frozen=True):
-    """Copy these pages between device and arena. Send back CopiedIn or CopiedOut."""
+    """Copy these pages between device and arena. Send back CopiedIn or CopiedOut if that has ended at once. Else send
+    back None, and a `CopyEnded` among the events received later."""
 
     copies: Sequence[Copy]
+    epoch: int
+
+
+class CopyEnded(Struct, frozen=True):
+    """An event received: the copies launched under `epoch` have ended."""
+
+    epoch: int
+    copied: CopiedIn | CopiedOut
 
 
 class RunStep(Struct, frozen=True):
-    """Run one step of the engine. Send back StepDone or StepFailed."""
+    """Launch one step of the engine. Send back StepDone or StepFailed if it has ended at once. Else send back None."""
 
     plan: ScheduledBatch
+
+
+class CollectStep(Struct, frozen=True):
+    """Send back StepDone or StepFailed if the step that runs has ended, else None."""
 
 
 class Publish(Struct, frozen=True):
     """Publish the heartbeat's snapshot, KV events and metrics."""
 
 
-Effect: TypeAlias = Receive | AwaitStore | CopyPages | RunStep | Publish
+Effect: TypeAlias = Receive | AwaitStore | CopyPages | RunStep | CollectStep | Publish
 Turn: TypeAlias = Generator[Effect, Any, bool]
 
 
@@ -62,6 +85,11 @@ class TurnDriver(Protocol):
     @property
     def patience(self) -> float:
         """Seconds for which the scheduler wants to wait for the store before it plans a step."""
+        ...
+
+    @property
+    def blocks(self) -> DeviceBlockManager:
+        """The scheduler's, to be told of epochs."""
         ...
 
     def now(self) -> float: ...
@@ -83,23 +111,47 @@ class TurnDriver(Protocol):
 
 def turn(driver: TurnDriver, role: WorkerRole) -> Turn:
     """Yield the effects of one turn in order. Return whether anything was copied or computed."""
-    for event in (yield Receive()):
-        driver.handle(event)
+    _handle(driver, (yield Receive()))
     worked = yield from _copy(driver)
     worked |= yield from _hear_store(driver, copying=role == "prefill")
     driver.prepare()
     if plan := driver.schedule():
-        driver.handle((yield RunStep(plan)))
+        yield from _step(driver, plan)
         worked = True
     yield Publish()
     return worked
+
+
+def _handle(driver: TurnDriver, events: Iterable[Any]) -> None:
+    for event in events:
+        if isinstance(event, CopyEnded):
+            driver.blocks.end(event.epoch)
+            driver.handle(event.copied)
+        else:
+            driver.handle(event)
+
+
+def _step(driver: TurnDriver, plan: ScheduledBatch) -> Turn:
+    """Run a step. While it runs, take what comes in and make the copies that are due."""
+    epoch = driver.blocks.begin()
+    outcome = yield RunStep(plan)
+    while outcome is None:
+        _handle(driver, (yield Receive(step_runs=True)))
+        yield from _copy(driver)
+        outcome = yield CollectStep()
+    driver.blocks.end(epoch)
+    driver.handle(outcome)
+    return True
 
 
 def _copy(driver: TurnDriver) -> Turn:
     """Make the copies that are due. A copy leads to a message, and its handling may make more copies due."""
     copies = driver.take_copies()
     for batch in batches(copies, COPIES_PER_MESSAGE):
-        driver.handle((yield CopyPages(batch)))
+        epoch = driver.blocks.begin()
+        copied = yield CopyPages(batch, epoch)
+        if copied is not None:
+            _handle(driver, [CopyEnded(epoch, copied)])
     return bool(copies)
 
 
@@ -109,8 +161,7 @@ def _hear_store(driver: TurnDriver, *, copying: bool) -> Turn:
     copied = False
     until = driver.now() + driver.patience
     while driver.store_connected and driver.patience and driver.now() < until:
-        for event in (yield AwaitStore(until)):
-            driver.handle(event)
+        _handle(driver, (yield AwaitStore(until)))
         if copying:
             copied |= yield from _copy(driver)
     return copied

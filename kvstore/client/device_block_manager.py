@@ -2,14 +2,15 @@
 
     free ──take, grow──▶ private ──publish──▶ cached, referenced ⇄ cached, unreferenced ──evicted──▶ free
       ▲                     │ free                        (free, take)
-      └──────── limbo ◀─────┘
+      └─────────────────────┘
 
 A page is *private* while only its sequence knows it, *cached* once its contents are complete and it can be found by
 key. Cached pages without references stay until room is needed: then they go least recently used, leaves first.
 
-A page that loses its last reference is in *limbo* while a step or a copy that was under way at that moment goes on,
-since the device may still read or write the page. It is not handed out before all of these have ended. Whatever is
-launched has an *epoch*, from `begin` to `end`. A cached page in limbo can be found and referred to again.
+What is launched, a step or a copy, has an *epoch* from `begin` to `end`. A page that loses its last reference is *in
+limbo* until all that was under way at that moment has ended, since until then the device may read or write it. A page
+in limbo can be handed out, so that what is free, and who is admitted, does not depend on the device's progress. But no
+step and no copy that gives it new contents is launched before it has left limbo (`in_limbo`).
 
 The beginning of a page can be found, too, by the key of the partial page that it is. Such a page belongs to a sequence
 that goes on in it, or has been freed. A sequence that continues from there copies it (copy on write). It is found until
@@ -65,15 +66,14 @@ class DeviceBlockStats:
 
 
 class DeviceBlockManager:
-    """The one owner of a worker's device pages. A page handed out is freed once per reference. With nothing under way,
-    what is freed is available at once."""
+    """The one owner of a worker's device pages. A page handed out is freed once per reference."""
 
     def __init__(self, num_pages: int, *, tell_tokens: bool = False) -> None:
         """`tell_tokens`: what is drained has the tokens of the pages, too."""
         self._tell_tokens = tell_tokens
         self._references = [0] * num_pages
         self._nodes: list[RadixNode[int] | None] = [None] * num_pages  # of cached pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = deque(range(num_pages - 1, -1, -1))  # taken from the right
         self._tree: RadixTree[int] = RadixTree()
         self._lru: LeafFirstLru[int] = LeafFirstLru()
         self._partial: dict[bytes, int] = {}  # pages by the keys of their beginnings
@@ -87,13 +87,8 @@ class DeviceBlockManager:
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` could hand out now: free or evictable."""
+        """Pages that `grow` could hand out now: free or evictable."""
         return len(self._free) + len(self._lru)
-
-    @property
-    def in_limbo(self) -> int:
-        """Pages that become available by themselves, once what is under way has ended."""
-        return len(self._limbo)
 
     @property
     def evictions(self) -> int:
@@ -110,11 +105,9 @@ class DeviceBlockManager:
         return len(pages) - bisect_left(pages, True, key=lambda page: self._references[page] == 1)
 
     def new_blocks_needed(self, keys: Sequence[bytes], total: int) -> int:
-        """Return by how many pages `available` and `in_limbo` shrink together if `total` are taken so: the fresh ones,
-        and the cached ones without a reference now."""
-        cached = self._tree.match(keys[:total])
-        recalled = sum(node.value in self._limbo for node in cached) if self._limbo else 0
-        return self._new_blocks_needed(cached, total) + recalled
+        """Return by how many pages `available` shrinks if `total` are taken so: the fresh ones, and the cached ones
+        without a reference now."""
+        return self._new_blocks_needed(self._tree.match(keys[:total]), total)
 
     def allocate_with_prefix(self, keys: Sequence[bytes], total: int) -> list[int] | None:
         """`total` pages, all or nothing: those of the cached prefix of `keys`, in order, then fresh ones, each with
@@ -178,34 +171,42 @@ class DeviceBlockManager:
             self._references[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """Drop one reference on each. Unreferenced, a private page is free again and a cached one evictable, after its
-        time in limbo; of pages given in chain order the last is evicted first."""
+        """Drop one reference on each. Unreferenced, a private page is free again and a cached one evictable; of pages
+        given in chain order the last is evicted first."""
         for page in reversed(pages):
             assert self._references[page] > 0, "freed more often than referenced"
             self._references[page] -= 1
             if self._references[page]:
                 continue
+            node = self._nodes[page]
+            if node is not None:
+                self._lru.unpin(node)
+            elif self._under_way:
+                self._free.appendleft(page)  # to be taken last
+            else:
+                self._free.append(page)
             if self._under_way:
                 self._limbo[page] = self._epochs
                 self._leaving.append((self._epochs, page))
-            else:
-                self._make_available(page)
 
     def begin(self) -> int:
-        """A step or a copy is launched. Return its epoch: pages freed from now on wait for its end."""
+        """A step or a copy is launched. Return its epoch: pages freed from now on are in limbo until its end."""
         self._epochs += 1
         self._under_way[self._epochs] = None
         return self._epochs
 
     def end(self, epoch: int) -> None:
-        """What was launched under `epoch` touches no page any more. O(pages that become available)."""
+        """What was launched under `epoch` touches no page any more. O(pages that leave limbo)."""
         del self._under_way[epoch]
         oldest = next(iter(self._under_way), self._epochs + 1)
         while self._leaving and self._leaving[0][0] < oldest:
             newest, page = self._leaving.popleft()
-            if self._limbo.get(page) == newest:  # else it was referred to meanwhile
+            if self._limbo.get(page) == newest:  # else it has been freed again since
                 del self._limbo[page]
-                self._make_available(page)
+
+    def in_limbo(self, pages: Sequence[int]) -> list[int]:
+        """Return those of `pages` that may not get new contents yet."""
+        return [page for page in pages if page in self._limbo] if self._limbo else []
 
     def clear(self) -> None:
         """Forget every cached page without a reference."""
@@ -240,16 +241,14 @@ class DeviceBlockManager:
         assert len(free) == len(self._free), "a page is free twice"
         for page, (references, node) in enumerate(zip(self._references, self._nodes, strict=True)):
             assert references >= 0
-            assert page not in self._limbo or not references, "a page in use is in limbo"
-            unused = references == 0 and node is None and page not in self._limbo
-            assert (page in free) == unused, "a page is lost, or free and in use"
+            assert (page in free) == (references == 0 and node is None), "a page is lost, or free and in use"
             if node is not None:
                 assert node.value == page
                 assert self._tree.find(node.key) is node
-                assert node.pins == (references > 0 or page in self._limbo)
+                assert node.pins == (references > 0)
         assert len(self._tree) == sum(node is not None for node in self._nodes)
-        assert self._under_way or not self._limbo, "a page waits for nothing"
         assert {(epoch, page) for page, epoch in self._limbo.items()} <= set(self._leaving)
+        assert self._under_way or not self._leaving, "a page is in limbo and waits for nothing"
         assert self._partial == {key: page for page, keys in self._beginnings.items() for key in keys}
 
     def _new_blocks_needed(self, cached: Sequence[RadixNode[int]], total: int) -> int:
@@ -257,16 +256,10 @@ class DeviceBlockManager:
 
     def _incref(self, page: int) -> None:
         node = self._nodes[page]
-        if node is not None and not self._references[page] and self._limbo.pop(page, None) is None:
-            self._lru.pin(node)  # however many refer to a page, its node is pinned once, and so it is in limbo
+        if node is not None and not self._references[page]:
+            self._lru.pin(node)  # however many refer to a page, its node is pinned once
+            self._limbo.pop(page, None)  # its contents stay
         self._references[page] += 1
-
-    def _make_available(self, page: int) -> None:
-        node = self._nodes[page]
-        if node is None:
-            self._free.append(page)
-        else:
-            self._lru.unpin(node)
 
     def _take_free(self, count: int) -> list[int]:
         while len(self._free) < count:

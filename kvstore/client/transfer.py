@@ -8,7 +8,7 @@ A page that a lookup finds is held from then on. A fetched page counts after Rel
 Sealed.
 
 All belong to one attempt of one request and name device pages that the attempt keeps reserved until they end. The
-worker's service carries out the copies between two steps of the engine and reports them back.
+worker's loop carries out the copies, between two steps of the engine or beside one, and reports them back.
 
 Of a cached prefix, some may lie on tiers below the arena. Once the store has told about all of it, `runs` is what could
 be loaded; the worker's state decides how much is worth it (`kvstore.load_or_recompute`) and says so to `decide`.
@@ -42,6 +42,7 @@ from baton.store_protocol import (
     StoreReply,
     TierPages,
 )
+from kvstore.client.device_block_manager import DeviceBlockManager
 
 
 class CallStore(Struct, frozen=True):
@@ -76,6 +77,11 @@ class CopiedIn(Struct, frozen=True):
     indices: tuple[int, ...]
     corrupt: tuple[int, ...] = ()
 
+    @property
+    def pages(self) -> int:
+        """How many were copied."""
+        return len(self.indices) + len(self.corrupt)
+
 
 class CopiedOut(Struct, frozen=True):
     """The pages of the lease from `first` on were copied out and have these checksums."""
@@ -83,6 +89,11 @@ class CopiedOut(Struct, frozen=True):
     lease: int
     first: int
     checksums: tuple[int, ...]
+
+    @property
+    def pages(self) -> int:
+        """How many were copied."""
+        return len(self.checksums)
 
 
 class StoreUp(Struct, frozen=True):
@@ -152,9 +163,6 @@ class _Acquisition:
             partial = self._partial and base + MAX_KEYS_PER_CALL >= len(self._keys)
             calls.append(Acquire(lease, keys, self._wait, parent, sources, partial))
         return calls
-
-    def forget(self) -> list[StoreCall]:
-        return [EndLease(lease) for lease in self._bases]
 
     @property
     def undecided(self) -> bool:
@@ -368,33 +376,76 @@ class StorePages:
                 pass
         return []
 
-    def forget(self) -> list[StoreCall]:
-        return [EndLease(self.lease)]
-
 
 class CopyQueue:
-    """The copies that transfers have asked for and that have not been handed out to be made."""
+    """The copies that transfers have asked for, until they are reported as made.
 
-    def __init__(self) -> None:
-        self._copies: list[Copy] = []
+    The store lends a lease's slots to others once the lease has ended. So a lease with copies under way ends only after
+    these, and is listed in `ending` until then. A copy into a page in limbo waits."""
+
+    def __init__(self, blocks: DeviceBlockManager) -> None:
+        self._blocks = blocks
+        self._copies: list[Copy] = []  # not handed out
+        self._under_way: dict[int, int] = {}  # by lease: how many were handed out and not reported
+        self._ending: set[int] = set()  # leases to end after the copies under way
 
     def __bool__(self) -> bool:
-        return bool(self._copies)
+        """Whether there is a copy to hand out."""
+        return len(self._copies) > len(self._delayed())
 
     def add(self, asked: Sequence[StoreCall | Copy]) -> list[CallStore]:
         """Keep the copies of what a transfer asks for; the calls come back as commands."""
         self._copies += [item for item in asked if isinstance(item, CopyIn | CopyOut)]
         return [CallStore(item) for item in asked if not isinstance(item, CopyIn | CopyOut)]
 
-    def drop(self, lease: int) -> None:
-        """The copies of that lease are not wanted any more."""
-        self._copies = [copy for copy in self._copies if copy.lease != lease]
-
     def take(self, count: int) -> list[Copy]:
-        """Hand out at most `count`, oldest first."""
-        taken, self._copies = self._copies[:count], self._copies[count:]
+        """Hand out at most `count`, oldest first. Each must be reported to `made`."""
+        if delayed := self._delayed():
+            waiting = [copy for copy in self._copies if isinstance(copy, CopyIn) and copy.page in delayed]
+            ready = [copy for copy in self._copies if not (isinstance(copy, CopyIn) and copy.page in delayed)]
+        else:
+            waiting, ready = [], self._copies
+        taken, self._copies = ready[:count], ready[count:] + waiting
+        for copy in taken:
+            self._under_way[copy.lease] = self._under_way.get(copy.lease, 0) + 1
         return taken
+
+    def made(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
+        """Copies that were handed out have been made. Their lease ends now, if it was to and they were the last."""
+        if event.lease not in self._under_way:
+            return []
+        self._under_way[event.lease] -= event.pages
+        if self._under_way[event.lease] > 0:
+            return []
+        del self._under_way[event.lease]
+        if event.lease not in self._ending:
+            return []
+        self._ending.remove(event.lease)
+        return [CallStore(EndLease(event.lease))]
+
+    def end_lease(self, lease: int) -> list[CallStore]:
+        """End a lease, now or after the copies under way. Its other copies are not made."""
+        self._copies = [copy for copy in self._copies if copy.lease != lease]
+        if lease not in self._under_way:
+            return [CallStore(EndLease(lease))]
+        self._ending.add(lease)
+        return []
 
     @property
     def leases(self) -> set[int]:
+        """Those of the copies that were not handed out."""
         return {copy.lease for copy in self._copies}
+
+    @property
+    def ending(self) -> tuple[int, ...]:
+        """Leases that the store must not end yet, though nothing else asks for them any more."""
+        return tuple(self._ending)
+
+    @property
+    def under_way(self) -> int:
+        """Copies that were handed out and not reported."""
+        return sum(self._under_way.values())
+
+    def _delayed(self) -> set[int]:
+        """Pages in limbo that are to be copied into."""
+        return set(self._blocks.in_limbo([copy.page for copy in self._copies if isinstance(copy, CopyIn)]))

@@ -29,7 +29,7 @@ from baton.messages import (
 )
 from baton.store_protocol import EndLease, Reserved
 from decode_worker.scheduler import DecodeScheduler
-from engine.batch import Chunk, Sampled
+from engine.batch import Sampled
 from engine.step import StepDone, StepFailed
 from kvstore.client.transfer import CallStore, CopiedOut, StoreUp
 from kvstore.keys import pack_tokens
@@ -379,8 +379,9 @@ def test_a_deadline_that_passes_is_said() -> None:
 def test_a_failed_step_fails_its_requests_and_nobody_else() -> None:
     one = worker()
     one.handle(order(PROMPT, 5, "bad"))
+    plan = one.schedule()
     one.handle(order(PROMPT, 5, "good"))
-    one.handle(StepFailed({AttemptName("bad", 1): Chunk([], 0, [])}, "RuntimeError: boom"))
+    one.handle(StepFailed(plan, "RuntimeError: boom"))
     one.rig.settle()
     assert [(m.request, m.reason) for m in one.said if isinstance(m, AttemptFailed)] == [("bad", "internal")]
     assert tokens_of(one.said, "good") == reference(PROMPT, 5)

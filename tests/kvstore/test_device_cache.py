@@ -47,16 +47,13 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         self.contents: dict[int, str] = {}
         self.told: dict[bytes, bytes] = {}  # key → parent, as events tell
         self.launched: dict[int, set[int]] = {}  # epoch → pages that the device may still touch
-        self.waits: dict[int, set[int]] = {}  # page without references → epochs that it waits for
-
-    def used(self) -> set[int]:
-        """Pages that may not be handed out."""
-        return self.referenced() | self.waits.keys()
+        self.waits: dict[int, set[int]] = {}  # page that was freed → epochs that were under way then, and are still
 
     def handed_out(self, pages: list[int]) -> None:
-        """These pages are for new contents from now on."""
+        """These pages are for new contents, as soon as they are not in limbo."""
+        ready = set(pages) - set(self.cache.in_limbo(pages))
         for epoch, touched in self.launched.items():
-            assert touched.isdisjoint(pages), f"epoch {epoch} may still touch a page that was handed out"
+            assert touched.isdisjoint(ready), f"epoch {epoch} may still touch a page that was handed out"
 
     def referenced(self) -> set[int]:
         return {page for sequence in self.live for page in sequence.pages}
@@ -66,7 +63,7 @@ class DeviceCacheMachine(RuleBasedStateMachine):
 
     def evictable(self) -> set[bytes]:
         """Keys with neither themselves nor anything below them in use."""
-        used = self.used()
+        used = self.referenced()
         cached = self.cached()
         return {
             name
@@ -82,9 +79,8 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         assert all(key(chain[: page + 1]) in cached for page in range(prefix))
         assert prefix == len(chain) or key(chain[: prefix + 1]) not in cached
         kept = set(keys(chain)[:prefix])
-        room = PAGES - len(self.used() | set(cached.values())) + len(self.evictable() - kept)
-        used = self.used()
-        needed, before = self.cache.new_blocks_needed(keys(chain), wanted), self.cache.available + self.cache.in_limbo
+        room = PAGES - len(self.referenced() | set(cached.values())) + len(self.evictable() - kept)
+        used = self.referenced()
         pages = self.cache.allocate_with_prefix(keys(chain), wanted)
         if pages is None:
             assert wanted - prefix > room
@@ -98,7 +94,6 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         self.handed_out(pages[prefix:])
         for page in pages[:prefix]:
             self.waits.pop(page, None)
-        assert self.cache.available + self.cache.in_limbo == before - needed
         sequence = Sequence(chain, pages, prefix)
         self.live.append(sequence)
         return sequence
@@ -124,7 +119,7 @@ class DeviceCacheMachine(RuleBasedStateMachine):
     def grow(self, sequence: Sequence, letter: str) -> None:
         if sequence not in self.live:
             return
-        used, available = self.used(), self.cache.available
+        used, available = self.referenced(), self.cache.available
         pages = self.cache.allocate(1)
         assert (pages is None) == (available == 0)
         if pages is not None:
@@ -166,8 +161,8 @@ class DeviceCacheMachine(RuleBasedStateMachine):
     def is_valid(self) -> None:
         self.cache.validate()
         cached = self.cached()
-        assert self.cache.available == PAGES - len(self.used() | set(cached.values())) + len(self.evictable())
-        assert self.cache.in_limbo == len(self.waits)
+        assert self.cache.available == PAGES - len(self.referenced() | set(cached.values())) + len(self.evictable())
+        assert set(self.cache.in_limbo(range(PAGES))) == self.waits.keys()
         for name, page in cached.items():
             assert key(self.contents[page]) == name, "a key finds a page with other contents"
         for change in self.cache.drain_events():
@@ -194,7 +189,7 @@ TestDeviceCache = DeviceCacheMachine.TestCase
 # --- mistakes in the epochs, planted: the machine notices each -------------------------------------------------------
 
 
-def what_is_freed_is_available_at_once(patch: pytest.MonkeyPatch) -> None:
+def what_is_freed_is_not_in_limbo(patch: pytest.MonkeyPatch) -> None:
     free = DeviceBlockManager.free
 
     def hasty(self: DeviceBlockManager, pages: list[int]) -> None:
@@ -228,25 +223,23 @@ def a_page_waits_for_the_oldest_epoch_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceBlockManager, "free", hasty)
 
 
-def a_page_that_was_referred_to_again_is_released(patch: pytest.MonkeyPatch) -> None:
+def a_page_leaves_limbo_when_it_is_handed_out(patch: pytest.MonkeyPatch) -> None:
     incref = DeviceBlockManager._incref
 
-    def forgetful(self: DeviceBlockManager, page: int) -> None:
-        newest = self._limbo.get(page)
+    def hasty(self: DeviceBlockManager, page: int) -> None:
         incref(self, page)
-        if newest is not None:
-            self._limbo[page] = newest
+        self._limbo.pop(page, None)
 
-    patch.setattr(DeviceBlockManager, "_incref", forgetful)
+    patch.setattr(DeviceBlockManager, "_incref", hasty)
 
 
 @pytest.mark.parametrize(
     "mutation",
     [
-        what_is_freed_is_available_at_once,
+        what_is_freed_is_not_in_limbo,
         any_end_empties_limbo,
         a_page_waits_for_the_oldest_epoch_only,
-        a_page_that_was_referred_to_again_is_released,
+        a_page_leaves_limbo_when_it_is_handed_out,
     ],
 )
 def test_a_mistake_in_the_epochs_is_noticed(
@@ -294,22 +287,35 @@ def test_a_page_waits_for_what_was_under_way_when_it_was_freed_and_for_nothing_e
     second = cache.begin()
     cache.free(pages[1:])
     cache.end(second)
-    assert (cache.available, cache.in_limbo) == (0, 2), "both pages were freed while the first was under way"
+    assert set(cache.in_limbo(pages)) == set(pages), "both pages were freed while the first was under way"
+    assert cache.available == 2
     third = cache.begin()
     cache.end(first)
-    assert (cache.available, cache.in_limbo) == (2, 0)
-    assert cache.allocate(2) is not None
+    assert cache.in_limbo(pages) == []
     cache.end(third)
+
+
+def test_a_page_that_is_handed_out_stays_in_limbo_and_others_are_taken_before_it() -> None:
+    cache = DeviceBlockManager(3)
+    pages = cache.allocate(2)
+    assert pages is not None
+    epoch = cache.begin()
+    cache.free(pages)
+    taken = cache.allocate(3)
+    assert taken is not None
+    assert cache.in_limbo(taken) == taken[1:]
+    cache.end(epoch)
+    assert cache.in_limbo(taken) == []
 
 
 def test_a_cached_page_in_limbo_is_found_and_leaves_it() -> None:
     cache, pages = filled("ab", 2)
     epoch = cache.begin()
     cache.free(pages)
-    assert cache.allocate(1) is None
+    assert cache.in_limbo(pages) == pages
     assert cache.allocate_with_prefix(keys("ab"), 2) == pages
+    assert cache.in_limbo(pages) == []
     cache.end(epoch)
-    assert (cache.available, cache.in_limbo) == (0, 0)
 
 
 def test_a_second_copy_of_a_page_stays_private_and_is_free_at_once() -> None:

@@ -8,7 +8,6 @@ from baton.membership import RouterLost
 from baton.messages import (
     KEY_BYTES,
     AttemptFailed,
-    AttemptName,
     Cancel,
     Decode,
     FetchIncomplete,
@@ -21,7 +20,6 @@ from baton.messages import (
     Started,
     Tokens,
 )
-from engine.batch import Chunk
 from engine.step import StepFailed
 from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.prefill_request import PrefillPhase
@@ -358,9 +356,11 @@ def test_a_newer_attempt_replaces_an_older_one() -> None:
 
 def test_a_deadline_and_a_failed_step_are_said() -> None:
     one = worker(max_num_batched_tokens=PAGE)
-    one.handle(order(PROMPT, "late", deadline_ms=100))
     one.handle(order(PROMPT[::-1], "bad"))
-    one.handle(StepFailed({AttemptName("bad", 1): Chunk([], 0, [])}, "boom"))
+    one.hear()
+    plan = one.schedule()
+    one.handle(order(PROMPT, "late", deadline_ms=100))
+    one.handle(StepFailed(plan, "boom"))
     one.rig.now += 0.2
     one.handle(Tick())
     assert [(m.request, m.reason) for m in one.said if isinstance(m, AttemptFailed)] == [

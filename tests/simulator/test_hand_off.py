@@ -7,6 +7,8 @@ nothing is left held or reserved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -45,7 +47,7 @@ class HandOff(RuleBasedStateMachine):
         admit_after=st.integers(1, 2), share=st.sampled_from([0.25, 1.0]),
     )  # fmt: skip
     def start(self, slots: int, pages: int, chunk: int, copies: int, admit_after: int, share: float) -> None:
-        self.rig = Rig(slots, hold=5.0, nodes=NODES, admit_after=admit_after, load_share=share)
+        self.rig = self.make_rig(slots, hold=5.0, nodes=NODES, admit_after=admit_after, load_share=share)
         self.pages = pages
         self.prefill_config = PrefillConfig(max_num_batched_tokens=chunk, max_num_seqs=3, store_timeout_ms=2_000)
         self.decode_config = DecodeConfig(max_num_batched_tokens=chunk, copies_per_step=copies, fetch_timeout_ms=2_000)
@@ -54,6 +56,8 @@ class HandOff(RuleBasedStateMachine):
             self.workers.append(self.rig.worker("prefill", pages, self.prefill_config, node))
             self.workers.append(self.rig.worker("decode", pages, self.decode_config, node))
         self.requests: dict[str, tuple[list[int], int]] = {}
+
+    make_rig: Callable[..., Rig] = Rig
 
     def store(self, number: int) -> RigStore:
         return self.rig.stores[NODES[number]]

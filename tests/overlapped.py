@@ -1,0 +1,231 @@
+"""Workers whose steps and copies run on beside their turns, on devices that notice a page or slot which is touched by
+two at a time.
+
+A launched operation reads and writes when its delay has passed, which a test chooses; a real device may do so at any
+moment before. So what an operation touches is compared with all that are under way when it is launched, too. Writing
+the same contents twice is no mistake: prompts that begin alike share pages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.config import DecodeConfig, PrefillConfig
+from baton.messages import WorkerRole
+from engine.batch import Chunk
+from engine.step import ScheduledBatch, StepDone, StepFailed
+from kvstore.client.device_block_manager import DuplicatePage
+from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, batches
+from simulator.clock import Body
+from simulator.device import digests
+from simulator.transport import SlotMemory
+from tests.rig import PAGE, Device, Rig, RigStore, RigWorker
+from worker.turn import CopyEnded
+
+FAILS = -1
+"""The delay of a step that raises."""
+
+Contents = Mapping[tuple[int, int], int]
+"""What lies at (page, position in it)."""
+
+
+@dataclass(eq=False)
+class Operation:
+    """What was launched. `do` is called once, when it is time."""
+
+    do: Callable[[], Any]
+    reads: Contents
+    writes: Contents
+    delay: int
+    after: Sequence[Operation] = ()
+    done: bool = False
+    result: Any = None
+
+    def assert_no_race(self, other: Operation) -> None:
+        for mine, theirs in ((self.writes, other.writes), (self.writes, other.reads), (self.reads, other.writes)):
+            for place in mine.keys() & theirs.keys():
+                assert mine[place] == theirs[place], f"page {place[0]} is touched by two that are under way"
+
+
+@dataclass
+class OverlappedDevice(Device):
+    """Three queues: steps and copies within the device, copies in, copies out. Each keeps its order."""
+
+    num_pages: int
+    delays: Iterator[int]
+    steps: deque[Operation] = field(default_factory=deque[Operation])
+    coming: deque[Operation] = field(default_factory=deque[Operation])
+    leaving: deque[Operation] = field(default_factory=deque[Operation])
+
+    def __post_init__(self) -> None:
+        super().__init__(self.num_pages, PAGE)
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self.steps or self.coming or self.leaving)
+
+    def launch_step(self, known: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> Operation:
+        """Launch a step over sequences of the tokens `known`. Its result is what was drawn; none if it raised."""
+        reads: dict[tuple[int, int], int] = {}
+        writes: dict[tuple[int, int], int] = {}
+        for tokens, chunk in zip(known, chunks, strict=True):
+            for position, digest in enumerate(digests(tokens)[: chunk.end]):
+                place = (chunk.pages[position // PAGE], position % PAGE)
+                (reads if position < chunk.start else writes)[place] = digest
+        delay = next(self.delays)
+        pages = [list(chunk.pages) for chunk in chunks]  # as they were when it was launched
+
+        def do() -> list[Any] | None:
+            if delay == FAILS:
+                return None
+            plan = zip(known, chunks, pages, strict=True)
+            return [
+                self.run(tokens, Chunk(chunk.tokens, chunk.start, own, chunk.sample)) for tokens, chunk, own in plan
+            ]
+
+        return self._launch(self.steps, Operation(do, reads, writes, max(delay, 0)))
+
+    def launch_duplicate(self, order: DuplicatePage) -> None:
+        self._launch(self.steps, Operation(lambda: self.duplicate(order), {}, {}, next(self.delays)))
+
+    def launch_copies(self, copies: Sequence[Copy], arena: SlotMemory, check: Callable[[Copy], None]) -> Operation:
+        """Launch copies from or to an arena. `check` is called when they write to a slot."""
+        inward = isinstance(copies[0], CopyIn)
+        contents: dict[tuple[int, int], int] = {}
+        for copy in copies:
+            page = arena.read(copy.slot, 0) if inward else self.pages[copy.page]
+            contents |= {(copy.page, position): digest for position, digest in enumerate(page)}
+
+        def do() -> None:
+            for copy in copies:
+                check(copy)
+            self.copy(copies, arena)
+
+        reads, writes = ({}, contents) if inward else (contents, {})
+        after = [each for each in self.steps if not each.reads and not each.writes]  # copies within the device
+        operation = Operation(do, reads, writes, next(self.delays), after if inward else ())
+        return self._launch(self.coming if inward else self.leaving, operation)
+
+    def advance(self) -> None:
+        """A moment passes."""
+        for queue in (self.steps, self.coming, self.leaving):
+            while queue and all(each.done for each in queue[0].after):
+                first = queue[0]
+                if first.delay > 0:
+                    first.delay -= 1
+                    break
+                first.result, first.done = first.do(), True
+                queue.popleft()
+
+    def _launch(self, queue: deque[Operation], operation: Operation) -> Operation:
+        for other in (self.steps, self.coming, self.leaving):
+            for each in other if other is not queue else ():
+                operation.assert_no_race(each)
+        queue.append(operation)
+        return operation
+
+
+class OverlappedWorker(RigWorker):
+    """A worker of the rig that goes on while its device works."""
+
+    device: OverlappedDevice
+
+    def __init__(
+        self, rig: OverlappedRig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore
+    ) -> None:
+        super().__init__(rig, role, num_pages, config, node)
+        self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays))
+        self._turn: Generator[float, None, bool] | None = None
+        self._running: tuple[ScheduledBatch, Operation] | None = None
+        self._moving: list[tuple[int, Sequence[Copy], Operation]] = []
+
+    def turn(self) -> bool:
+        """Go on with the turn until it waits for a step, or ends. Tell whether there is more to do."""
+        self.device.advance()
+        self._turn = self._turn or self.make_turn()
+        try:
+            next(self._turn)
+        except StopIteration:
+            self._turn = None
+        self.state.validate()
+        return self._turn is not None or self.device.under_way or bool(self._moving)
+
+    def step(self) -> bool:
+        return self.turn()
+
+    def copy(self) -> None:
+        for batch in batches(self.state.take_copies(), 2):
+            self._launch(batch, self.blocks.begin())
+
+    def events(self) -> Iterator[Any]:
+        for each in list(self._moving):
+            epoch, copies, operation = each
+            if operation.done:
+                self._moving.remove(each)
+                yield CopyEnded(epoch, _copied(copies))
+        yield from self.replies()
+
+    def launch_copies(self, copies: Sequence[Copy], epoch: int) -> Generator[float, None, None]:
+        self._launch(copies, epoch)
+        yield from ()
+
+    def _launch(self, copies: Sequence[Copy], epoch: int) -> None:
+        operation = self.device.launch_copies(copies, self.node.arena, self._checker())
+        self._moving.append((epoch, copies, operation))
+
+    def _checker(self) -> Callable[[Copy], None]:
+        arena, connection = self.node.arena, self.connection
+
+        def check(copy: Copy) -> None:
+            if not isinstance(copy, CopyOut) or self.node.arena is not arena or self.connection != connection:
+                return  # the store is another one by now
+            process = self.node.state._processes[self.pid, self.peer.incarnation]
+            lease = process.leases.get(copy.lease)
+            reserved = lease.reservations.get(copy.index) if lease is not None else None
+            assert reserved is not None, f"slot {copy.slot} was given up while a copy may write to it"
+            assert reserved.slot == copy.slot
+
+        return check
+
+    def duplicate_page(self, order: DuplicatePage) -> None:
+        self.device.launch_duplicate(order)
+
+    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, None]:
+        requests = self.state._requests if self.role == "prefill" else self.state._sequences
+        known = [list(requests[name.request].tokens) for name in plan]
+        self._running = (plan, self.device.launch_step(known, list(plan.values())))
+        yield from ()
+
+    def await_step(self) -> Body:
+        yield 0.0
+
+    def collect_step(self) -> StepDone | StepFailed | None:
+        assert self._running is not None
+        plan, operation = self._running
+        if not operation.done:
+            return None
+        self._running = None
+        if operation.result is None:
+            return StepFailed(plan, "the device says so")
+        return StepDone(plan, [None] * len(plan) if self.role == "prefill" else operation.result, seconds=0.01)
+
+
+def _copied(copies: Sequence[Copy]) -> CopiedIn | CopiedOut:
+    first = copies[0]
+    if isinstance(first, CopyOut):
+        return CopiedOut(first.lease, first.index, (0,) * len(copies))
+    return CopiedIn(first.lease, tuple(copy.index for copy in copies))
+
+
+class OverlappedRig(Rig):
+    """A rig of such workers. `delays` are those of each worker's operations, in turns, over and over."""
+
+    worker_class = OverlappedWorker
+
+    def __init__(self, delays: Sequence[int], *args: Any, **settings: Any) -> None:
+        self.delays = delays
+        super().__init__(*args, **settings)

@@ -1,0 +1,243 @@
+"""The hand-off machine with workers whose steps and copies run on while they hear, decide and copy.
+
+No page and no slot is given new contents while a launched step or copy may touch it, in any order of operations. A
+mistake planted in the epochs, or in what waits for the end of a copy, is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from baton.clock import Tick
+from baton.config import DecodeConfig, PrefillConfig
+from baton.messages import Cancel, Decode, Prefill, SamplingParams, Tokens
+from baton.store_protocol import EndLease
+from decode_worker.sequence import Sequence as DecodeSequence
+from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.client.transfer import CallStore, CopyQueue
+from kvstore.keys import pack_tokens
+from prefill_worker.prefill_request import PrefillRequest
+from tests.overlapped import FAILS, OverlappedRig
+from tests.rig import PAGE, ROOT, reference
+from tests.simulator.test_hand_off import SHARED, HandOff
+from tests.support.thorough import automaton
+
+pytestmark = pytest.mark.slow
+
+DELAYS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5]), min_size=1, max_size=6)
+
+
+class Overlapped(HandOff):
+    @initialize(
+        slots=st.integers(4, 24), pages=st.integers(10, 20), chunk=st.integers(PAGE, 12), copies=st.integers(1, 8),
+        admit_after=st.integers(1, 2), share=st.sampled_from([0.25, 1.0]), delays=DELAYS, fails=st.integers(0, 30),
+    )  # fmt: skip
+    def start(
+        self, slots: int, pages: int, chunk: int, copies: int, admit_after: int, share: float,
+        delays: Sequence[int] = (1,), fails: int = 0,
+    ) -> None:  # fmt: skip
+        """`fails`: the operation of each worker that raises, if it is a step; 0 for none."""
+        self.make_rig = partial(OverlappedRig, [*delays * (1 + fails // len(delays)), *[FAILS] * bool(fails)])
+        HandOff.start(self, slots, pages, chunk, copies, admit_after, share)
+
+
+TestOverlapped = Overlapped.TestCase
+TestOverlapped.settings = automaton(count=100, steps=60)
+
+
+class Crowded(RuleBasedStateMachine):
+    """One node, and pools and an arena that a few requests fill: what is given back is taken again at once."""
+
+    @initialize(
+        slots=st.integers(6, 16), pages=st.integers(6, 10), chunk=st.integers(PAGE, 12), copies=st.integers(1, 8),
+        delays=DELAYS,
+    )  # fmt: skip
+    def start(self, slots: int, pages: int, chunk: int, copies: int, delays: Sequence[int]) -> None:
+        self.rig = OverlappedRig(delays, slots, hold=5.0)
+        prefill = PrefillConfig(
+            max_num_batched_tokens=chunk, copies_per_step=copies, max_num_seqs=3, store_timeout_ms=2_000
+        )
+        decode = DecodeConfig(max_num_batched_tokens=chunk, copies_per_step=copies, fetch_timeout_ms=2_000)
+        self.prefill = self.rig.worker("prefill", pages, prefill)
+        self.decode = self.rig.worker("decode", pages, decode)
+        self.requests: dict[str, tuple[list[int], int]] = {}
+
+    @rule(shared=st.sampled_from([0, 4, 8, 12]), own=st.lists(st.integers(30, 33), min_size=1, max_size=9),
+          count=st.integers(1, 9), priority=st.sampled_from([0, 0, 3]), remote=st.booleans())  # fmt: skip
+    def order(self, shared: int, own: list[int], count: int, priority: int, remote: bool) -> None:
+        prompt = SHARED[:shared] + own
+        request = f"r{len(self.requests)}"
+        self.requests[request] = (prompt, count)
+        remote = remote and len(prompt) > PAGE
+        fetch = -(-(len(prompt) - 1) // PAGE) if remote else 0
+        greedy = SamplingParams(temperature=0)
+        tokens = pack_tokens(prompt)
+        self.decode.handle(
+            Decode(request, 1, ROOT, tokens, len(prompt), count, greedy, (), fetch, remote, (), priority)
+        )
+        if remote:
+            self.prefill.handle(Prefill(request, 1, ROOT, pack_tokens(prompt[:-1]), priority=-priority))
+
+    @rule(age=st.integers(1, 3), again=st.integers(1, 6), turns=st.integers(0, 2), remote=st.booleans())
+    def replace(self, age: int, again: int, turns: int, remote: bool) -> None:
+        """A request goes and a prompt of before comes again, which the store may have."""
+        self.cancel(age, True, False)
+        if (prompt := self.requests.get(f"r{len(self.requests) - again}")) is not None:
+            self.order(0, prompt[0], 4, 0, remote)
+        self.one_decodes(turns)
+
+    @rule(turns=st.integers(1, 6))
+    def both(self, turns: int) -> None:
+        for _ in range(turns):
+            self.prefill.turn()
+            self.decode.turn()
+
+    @rule(turns=st.integers(1, 3))
+    def one_decodes(self, turns: int) -> None:
+        for _ in range(turns):
+            self.decode.turn()
+
+    @rule(turns=st.integers(1, 3))
+    def one_prefills(self, turns: int) -> None:
+        for _ in range(turns):
+            self.prefill.turn()
+
+    @rule(age=st.integers(1, 4), decode=st.booleans(), prefill=st.booleans())
+    def cancel(self, age: int, decode: bool, prefill: bool) -> None:
+        request = f"r{len(self.requests) - age}"
+        for worker, does in ((self.decode, decode), (self.prefill, prefill)):
+            if does:
+                worker.handle(Cancel(request, 1))
+
+    @rule(seconds=st.sampled_from([0.1, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.rig.tick(seconds)
+        for worker in (self.prefill, self.decode):
+            worker.handle(Tick())
+
+    @precondition(lambda self: len(self.requests) > 2)
+    @rule()
+    def restart_store(self) -> None:
+        self.rig.restart_store()
+        for worker in (self.prefill, self.decode):
+            worker.attach()
+
+    @invariant()
+    def every_token_is_the_reference(self) -> None:
+        for message in self.decode.said if hasattr(self, "decode") else ():
+            for delta in message.deltas if isinstance(message, Tokens) else ():
+                prompt, count = self.requests[delta.request]
+                first = delta.position - len(prompt)
+                assert list(delta.tokens) == reference(prompt, count)[first : first + len(delta.tokens)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "decode"):
+            return
+        for _ in range(6):
+            self.rig.settle()
+            self.rig.tick(0.5)
+        for worker in (self.prefill, self.decode):
+            for request in self.requests:
+                worker.handle(Cancel(request, 1))
+        for _ in range(3):
+            self.rig.settle()
+            self.rig.tick(2.0)
+        for worker in (self.prefill, self.decode):
+            assert worker.state.blocks.available == worker.num_pages
+            assert worker.state.leases == ()
+        stats = self.rig.store.stats(0.0)
+        assert (stats.reserved, stats.held, stats.leases) == (0, 0, 0)
+
+
+TestCrowded = Crowded.TestCase
+TestCrowded.settings = automaton(count=300, steps=50)
+
+
+# --- mistakes, planted ------------------------------------------------------------------------------------------------
+
+
+def what_is_freed_is_not_in_limbo(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceBlockManager, "in_limbo", lambda self, pages: [])
+
+
+def only_the_newest_operation_counts(patch: pytest.MonkeyPatch) -> None:
+    begin, end = DeviceBlockManager.begin, DeviceBlockManager.end
+
+    def one(self: DeviceBlockManager) -> int:
+        for epoch in list(self._under_way):
+            end(self, epoch)
+        return begin(self)
+
+    patch.setattr(DeviceBlockManager, "begin", one)
+    patch.setattr(
+        DeviceBlockManager, "end", lambda self, epoch: end(self, epoch) if epoch in self._under_way else None
+    )
+
+
+def a_copy_in_takes_a_page_in_limbo(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CopyQueue, "_delayed", lambda self: set())
+
+
+def a_lease_ends_while_a_copy_is_under_way(patch: pytest.MonkeyPatch) -> None:
+    end = CopyQueue.end_lease
+
+    def hasty(self: CopyQueue, lease: int) -> list[CallStore]:
+        return end(self, lease) or [CallStore(EndLease(lease))]
+
+    patch.setattr(CopyQueue, "end_lease", hasty)
+
+
+def a_lease_that_is_to_end_is_not_listed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CopyQueue, "ending", ())
+
+
+def a_step_counts_for_a_sequence_that_lost_its_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeSequence, "is_in", lambda self, chunk: True)
+
+
+def a_prompt_in_limbo_is_computed(patch: pytest.MonkeyPatch) -> None:
+    ready = PrefillRequest.ready_to_step
+
+    def hasty(self: PrefillRequest) -> bool:
+        kept, self.in_limbo = self.in_limbo, []
+        result: Any = ready.__get__(self)
+        self.in_limbo = kept
+        return result
+
+    patch.setattr(PrefillRequest, "ready_to_step", property(hasty))
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        what_is_freed_is_not_in_limbo,
+        only_the_newest_operation_counts,
+        a_copy_in_takes_a_page_in_limbo,
+        a_lease_ends_while_a_copy_is_under_way,
+        a_lease_that_is_to_end_is_not_listed,
+        a_step_counts_for_a_sequence_that_lost_its_pages,
+        a_prompt_in_limbo_is_computed,
+    ],
+)
+def test_it_notices(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    once = settings(
+        max_examples=1_000, stateful_step_count=50, deadline=None, phases=[Phase.generate], database=None,
+        suppress_health_check=list(HealthCheck), derandomize=True, report_multiple_bugs=False,
+    )  # fmt: skip
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Crowded, settings=once)
