@@ -9,8 +9,8 @@ key. Cached pages without references stay until room is needed: then they go lea
 
 What is launched, a step or a copy, has an *epoch* from `begin` to `end`. A page that loses its last reference is *in
 limbo* until all that was under way at that moment has ended, since until then the device may read or write it. A page
-in limbo can be handed out, so that what is free, and who is admitted, does not depend on the device's progress. But no
-step and no copy that gives it new contents is launched before it has left limbo (`in_limbo`).
+in limbo can be handed out, so that admission does not depend on the device's progress. But no step and no copy that
+gives it new contents is launched before it has left limbo (`in_limbo`).
 
 The beginning of a page can be found, too, by the key of the partial page that it is. Such a page belongs to a sequence
 that goes on in it, or has been freed. A sequence that continues from there copies it (copy on write). It is found until
