@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
@@ -31,7 +32,7 @@ class _Told(msgspec.Struct, frozen=True):
     """What a front tells its router."""
 
     operation: str
-    received: float
+    received: Annotated[float, msgspec.Meta(ge=0)]
 
 
 origin: ContextVar[Origin] = ContextVar("origin", default=Origin())  # noqa: B039 - frozen
@@ -44,7 +45,7 @@ def http_origin(path: str, headers: Mapping[str, str]) -> Origin:
 
 
 def front_origin(metadata: Mapping[str, str]) -> Origin:
-    """A call that a front process has passed on. Raises msgspec.MsgspecError if no front of ours has written it."""
+    """A call that a front process has passed on. Raises one of `UNREADABLE` if no front of ours has written it."""
     if (said := metadata.get(ORIGIN)) is None:
         return Origin(metadata)
     told = msgspec.json.decode(said, type=_Told)

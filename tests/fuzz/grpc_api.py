@@ -22,7 +22,7 @@ from tests.fuzz.case import Case
 
 _PATIENCE = 8.0  # seconds until a client goes away from a stream that goes on
 _LIMIT = 60.0  # seconds in which a call that has no deadline of its own must have ended
-_GENERATE = "/baton.v1.Generation/Generate"
+GENERATE = "/baton.v1.Generation/Generate"
 _METHODS = (
     "/baton.v1.Generation/Nothing", "/baton.v1.Cluster/GetStatus", "/baton.v1.Cluster/Drain", "/a/b", "/", "//", "",
     "/baton.v1.Generation/", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
@@ -58,29 +58,33 @@ class GrpcApi:
         (kind,) = case.rng.choices(kinds, weights)
         return kind(case)
 
+    def _credentials(self, rng: random.Random) -> list[tuple[str, str]]:
+        """Metadata that every call brings."""
+        return []
+
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def _request(self, case: Case) -> str:
         """A request with fields that are not as they must be."""
         rng = case.rng
-        request = _base(rng)
+        request = valid_request(rng)
         mutate(rng, request, rng.choice([1, 1, 2, 3, 6]))
         request.request_id = name = request.request_id if rng.random() < 0.05 else f"fuzz-{case.number}-{rng.random()}"
-        return f"request {self._call(case, _GENERATE, request.SerializeToString(), name=name)}"
+        return f"request {self._call(case, GENERATE, request.SerializeToString(), name=name)}"
 
     def _bytes(self, case: Case) -> str:
         """Bytes that are no request, or almost one."""
         rng = case.rng
-        raw = _base(rng).SerializeToString()
+        raw = valid_request(rng).SerializeToString()
         raw = values.damaged(rng, raw) if rng.random() < 0.7 else values.data(rng)
-        return f"bytes {self._call(case, _GENERATE, raw)}"
+        return f"bytes {self._call(case, GENERATE, raw)}"
 
     def _method(self, case: Case) -> str:
         """Calls of methods that there are not, or that are not of this kind."""
         rng = case.rng
         method = rng.choice([*_METHODS, "/" + values.text(rng, 30).encode("ascii", "ignore").decode()])
         raw = rng.choice([b"", health_pb2.HealthCheckRequest(service=rng.choice(["", "x"])).SerializeToString()])
-        raw = rng.choice([raw, _base(rng).SerializeToString(), values.data(rng, 400)])
+        raw = rng.choice([raw, valid_request(rng).SerializeToString(), values.data(rng, 400)])
         deadline = 2.0 if method.endswith(("Watch", "Info")) else None
         return f"method {self._call(case, method, raw, deadline)}"
 
@@ -105,7 +109,7 @@ class GrpcApi:
         deadline = rng.choice([None, None, 0.0, 1e-6, 0.001, 0.05, 1e6])
         name = f"fuzz-{case.number}-{rng.random()}"
         raw = generation_pb2.GenerateRequest(token_ids=_ids(rng), max_tokens=8, request_id=name).SerializeToString()
-        return f"metadata {self._call(case, _GENERATE, raw, deadline, metadata, name)}"
+        return f"metadata {self._call(case, GENERATE, raw, deadline, metadata, name)}"
 
     def _going_away(self, case: Case) -> str:
         """A stream that is cancelled at a random moment."""
@@ -113,7 +117,8 @@ class GrpcApi:
         request = generation_pb2.GenerateRequest(
             token_ids=_ids(rng), max_tokens=600, ignore_eos=True, logprobs=rng.choice([0, 5, 20])
         )
-        call = self._stream(_GENERATE)(case.sending(request.SerializeToString()), timeout=_LIMIT)
+        raw = case.sending(request.SerializeToString())
+        call = self._stream(GENERATE)(raw, timeout=_LIMIT, metadata=self._credentials(rng))
         timer = threading.Timer(rng.choice([0.0, 0.002, 0.02, 0.1, 0.6]), call.cancel)
         timer.start()
         try:
@@ -139,7 +144,7 @@ class GrpcApi:
         """Make a call to its end, or leave it once it has generated for long enough."""
         case.sending(raw)
         limit = _LIMIT if deadline is None else min(deadline, _LIMIT)
-        call = self._stream(method)(raw, timeout=deadline, metadata=metadata)
+        call = self._stream(method)(raw, timeout=deadline, metadata=[*self._credentials(case.rng), *(metadata or [])])
         left = threading.Event()
 
         def leave() -> None:
@@ -162,7 +167,7 @@ class GrpcApi:
         took = time.monotonic() - start
         assert took < limit + 30, f"{method} took {took:.1f} s"
         if left.is_set():
-            if deadline is None and not read and name and method == _GENERATE:
+            if deadline is None and not read and name and method == GENERATE:
                 self._served(case, name)
             return "left"
         if deadline is not None and code is _CODES.DEADLINE_EXCEEDED:
@@ -187,6 +192,10 @@ class GrpcApi:
         assert state != explain_pb2.REQUEST_STATE_UNSPECIFIED
 
     def _stream(self, method: str) -> Any:
+        return self._channel().unary_stream(method, request_serializer=bytes, response_deserializer=bytes)
+
+    def _channel(self) -> grpc.Channel:
+        """This thread's channel, now and then a new one."""
         channel: grpc.Channel | None = getattr(self._local, "channel", None)
         if channel is None or self._local.calls > 200:
             if channel is not None:
@@ -198,7 +207,7 @@ class GrpcApi:
             channel = self._local.channel = grpc.insecure_channel(self._address, options=options)
             self._local.calls = 0
         self._local.calls += 1
-        return channel.unary_stream(method, request_serializer=bytes, response_deserializer=bytes)
+        return channel
 
     # --- HTTP/2 ------------------------------------------------------------------------------------------------------
 
@@ -230,7 +239,7 @@ def _odd_frame(rng: random.Random) -> bytes:
         case 0:  # DATA without a stream
             return frame(0, rng.choice([0, 1, 8, 9]), stream, values.data(rng, 300))
         case 1:  # HEADERS, some of them of gRPC
-            block = b"\x83\x86\x44\x1f" + _GENERATE.encode() if rng.random() < 0.5 else values.data(rng, 200)
+            block = b"\x83\x86\x44\x1f" + GENERATE.encode() if rng.random() < 0.5 else values.data(rng, 200)
             return frame(1, rng.choice([0, 4, 5, 0x25]), stream, block)
         case 2:  # RST_STREAM
             return frame(3, 0, stream, rng.randbytes(rng.choice([4, 4, 3, 0])))
@@ -258,7 +267,7 @@ def _ids(rng: random.Random) -> generation_pb2.TokenIds:
     return generation_pb2.TokenIds(ids=[rng.randrange(3, 1_000) for _ in range(rng.choice([1, 16, 17, 40, 100]))])
 
 
-def _base(rng: random.Random) -> generation_pb2.GenerateRequest:
+def valid_request(rng: random.Random) -> generation_pb2.GenerateRequest:
     request = generation_pb2.GenerateRequest(max_tokens=rng.choice([1, 4, 12]))
     if rng.random() < 0.7:
         request.token_ids.CopyFrom(_ids(rng))

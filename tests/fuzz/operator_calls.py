@@ -74,9 +74,7 @@ class OperatorCalls:
 
     def _http2(self, case: Case) -> str:
         rng = case.rng
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(sockets.SILENCE)
-            connection.connect(self._operator.removeprefix("unix:"))
+        with sockets.connect(self._operator) as connection:
             raw = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + _frames(rng)
             sockets.send(case, connection, values.damaged(rng, raw) if rng.random() < 0.5 else raw)
             with suppress(OSError):

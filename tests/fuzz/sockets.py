@@ -1,4 +1,4 @@
-"""Raw TCP connections with a deadline for everything, and what an HTTP server may answer on one."""
+"""Raw connections with a deadline for everything, and what an HTTP server may answer on one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ class Reply:
 
 
 def connect(address: str) -> socket.socket:
+    """A connection to host:port, or to the Unix socket that "unix:PATH" names."""
+    if address.startswith("unix:"):
+        local = socket.socket(socket.AF_UNIX)
+        local.settimeout(SILENCE)
+        local.connect(address.removeprefix("unix:"))
+        return local
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=SILENCE)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -32,11 +32,13 @@ _START = 90.0  # seconds in which a router must have said where it listens
 class Victims:
     """A group of processes. Those with a router look for it at `endpoint`."""
 
-    def __init__(self, config: Config, folder: Path, tag: str, names: Sequence[str]) -> None:
-        """`names` such as "decode-9", whose beginnings are roles; the number must be one that nothing else has."""
+    def __init__(self, config: Config, folder: Path, tag: str, names: Sequence[str], fronts: int = 0) -> None:
+        """`names` such as "decode-9", whose beginnings are roles; the number must be one that nothing else has. A
+        router of the group listens at `endpoint`, and has so many `fronts`."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+            port: int = probe.getsockname()[1]
+        self.endpoint = f"tcp://127.0.0.1:{port}"
         self.node = f"victims-{tag}"
         replace = msgspec.structs.replace
         self._config = replace(
@@ -48,12 +50,12 @@ class Victims:
             router=replace(
                 config.router,
                 grpc_port=0,
-                internal_port=0,
+                internal_port=port,
                 http_port=0,
                 attempt_timeout_ms=2_000,
                 operator=str(Path(config.router.operator).with_name(f"{tag}.sock")),
             ),
-            api=replace(config.api, port=0),
+            api=replace(config.api, port=0, processes=fronts),
         )
         self._folder, self._names = folder, names
         self._running: dict[str, Child] = {}
@@ -93,6 +95,11 @@ class Victims:
                 return msgspec.json.decode(line, type=ServiceAddresses)
             time.sleep(0.05)
         raise AssertionError(f"{router} does not serve: {(self._folder / f'{router}.err').read_text()[-2_000:]}")
+
+    def link(self, router: str) -> str:
+        """The gRPC target where a router takes requests of its fronts."""
+        operator = Path(self.addresses(router).operator.removeprefix("unix:"))
+        return f"unix:{operator.with_name(f'{operator.stem}-fronts.sock')}"
 
     @property
     def pids(self) -> Mapping[str, int]:

@@ -452,7 +452,7 @@ def _admit_front(gate: Gatekeeper, method: str, metadata: Mapping[str, str]) -> 
     try:
         identity = msgspec.json.decode(metadata.get(IDENTITY, ""), type=Identity)
         call = front_origin(metadata)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         raise Unauthenticated("only the router's front processes may call here") from None
     caller.set(identity)
     origin.set(call)
