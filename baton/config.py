@@ -96,6 +96,7 @@ class ModelConfig(_Section, frozen=True):
 
     path: str = ""  # directory of a Hugging Face checkpoint, or a hub id; required
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: as dtype
     served_model_name: str | tuple[str, ...] = ""  # names clients use, the first in answers; default: end of path
     device: str = "auto"  # torch device; auto: cuda where there is one, else cpu
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "openai", "pythonic"] = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,11 +90,11 @@ class Engine:
         self._prefill_model: prefill.NativePrefill | Transformer = self._model
         if not native or pool.device.type != "cpu" or (library := build.library()) is None:
             return
-        if decode.runs(config, model_weights, threads):
+        if decode.runs(config, model_weights, pool, threads):
             self._decode_kernels = decode.NativeDecode(
                 library, ThreadPool(library, threads), config, model_weights, layout, pool
             )
-        if prefill.runs(config, model_weights):
+        if prefill.runs(config, model_weights, pool):
             self._prefill_model = prefill.NativePrefill(
                 library, threads, config, model_weights, layout, pool, self.tracer
             )
@@ -109,14 +110,15 @@ class Engine:
         head: bool,
         threads: int | None = None,
         native: bool = True,
+        kv_cache_dtype: str = "auto",
     ) -> Engine:
         """Load the checkpoint in the directory `path` and make a pool of `num_pages` empty pages. A function decides
         on their number when the weights are loaded.
 
-        `dtype` "auto" is the checkpoint's own, and is that of the pages too. `device` "auto" is cuda where there is
-        one (`engine.gpus`). Without `head` the engine makes pages and never tokens. `threads` None is one for each CPU
-        of this process: the setting is torch's, so it holds for the whole process. Without `native`, torch does all the
-        work.
+        `dtype` "auto" is the checkpoint's own; `kv_cache_dtype`, that of the pages, is the same by "auto". `device`
+        "auto" is cuda where there is one (`engine.gpus`). Without `head` the engine makes pages and never tokens.
+        `threads` None is one for each CPU of this process: the setting is torch's, so it holds for the whole process.
+        Without `native`, torch does all the work.
         Raises ModelError (ModelNotFound, UnsupportedModel, CorruptWeights), NotEnoughMemory, and StartupError for a
         CUDA device that is not here.
         """
@@ -124,18 +126,19 @@ class Engine:
         threads = threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(threads)
         config = load_spec(path)
-        layout = layout_of(config, dtype, page_size)
+        kind, layout = dtype_of(config, dtype), layout_of(config, dtype, page_size, kv_cache_dtype)
         device = resolve_device(device)
         try:
-            kind = TORCH_DTYPES[layout.dtype]
-            loaded = weights.load(path, config, kind, torch.device(device), head, linear_maker(device))
+            loaded = weights.load(path, config, TORCH_DTYPES[kind], torch.device(device), head, linear_maker(device))
         except torch.OutOfMemoryError as error:
             raise NotEnoughMemory(f"the weights don't fit into {device}: {error}") from error
         torch.cuda.empty_cache()  # what stacking parts of the weights has needed; nothing on a CPU
 
+        fingerprint = loaded.fingerprint if kind == layout.dtype else _rounded(loaded.fingerprint, kind)
+
         def with_pages(count: int) -> Engine:
             pool = _make_pool(count, layout, device)
-            return cls(config, loaded.weights, loaded.fingerprint, layout, pool, threads, native)
+            return cls(config, loaded.weights, fingerprint, layout, pool, threads, native)
 
         engine = with_pages(num_pages if isinstance(num_pages, int) else num_pages(with_pages))
         _give_back()
@@ -258,13 +261,26 @@ def linear_maker(device: str) -> LinearMaker:
     return PackedLinears() if device == "cpu" else PlainLinears()
 
 
-def layout_of(config: ModelSpec, dtype: str, page_size: int) -> PageLayout:
-    """The pages of a model that runs in `dtype`; "auto" is the checkpoint's own. Raises ModelError for others."""
+def dtype_of(config: ModelSpec, dtype: str) -> str:
+    """What a model is computed in; "auto" is the checkpoint's own. Raises ModelError for others than it can be."""
     if dtype == "auto":
         dtype = config.dtype or "float32"
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
-    return PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
+    return dtype
+
+
+def layout_of(config: ModelSpec, dtype: str, page_size: int, kv_cache_dtype: str = "auto") -> PageLayout:
+    """The pages of a model that runs in `dtype`, and holds K and V in `kv_cache_dtype`, by "auto" in the same. Raises
+    ModelError for others than these can be."""
+    held = dtype_of(config, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
+    return PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, held)
+
+
+def _rounded(fingerprint: bytes, dtype: str) -> bytes:
+    """The name of a model whose K and V are computed in another dtype than its pages hold: they differ by more than
+    rounding from those that were computed in the pages' own."""
+    return hashlib.blake2b(fingerprint + dtype.encode(), digest_size=len(fingerprint)).digest()
 
 
 def _give_back() -> None:

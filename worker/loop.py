@@ -45,14 +45,13 @@ from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
 from engine.checkpoint import hub
-from engine.engine import Engine, FittingPages, layout_of, linear_maker
+from engine.engine import Engine, FittingPages, dtype_of, layout_of, linear_maker
 from engine.gpu_memory import worker_bytes
 from engine.gpus import resolve_device, visible_gpus
 from engine.models.config import load_spec
 from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.sampling.grammars import GrammarCompiler
-from engine.spec import ModelSpec
 from engine.step import ScheduledBatch, StepDone, StepFailed
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
@@ -451,7 +450,7 @@ def load(config: Config, role: WorkerRole) -> Engine:
     head = role == "decode" or config.prefill.lm_head
     path = hub.resolve(config.model.path)
     model = load_spec(path)
-    layout = layout_of(model, config.model.dtype, page_size)
+    layout = layout_of(model, config.model.dtype, page_size, config.model.kv_cache_dtype)
     gpus = visible_gpus()
     device = resolve_device(config.device_of(role), gpus)
     num_pages: int | FittingPages
@@ -465,7 +464,8 @@ def load(config: Config, role: WorkerRole) -> Engine:
             )
         num_pages = pool_pages(size, layout)
     else:
-        num_pages = _pages_on_gpu(device, own, model, layout, head)
+        weights = weight_bytes(model, TORCH_DTYPES[dtype_of(model, config.model.dtype)], linear_maker(device), head)
+        num_pages = _pages_on_gpu(device, own, weights, layout)
     settings = config.model
     return Engine.load(
         path,
@@ -476,17 +476,17 @@ def load(config: Config, role: WorkerRole) -> Engine:
         head,
         own.threads or None,
         settings.native,
+        settings.kv_cache_dtype,
     )
 
 
 def _pages_on_gpu(
-    device: str, own: PrefillConfig | DecodeConfig, model: ModelSpec, layout: PageLayout, head: bool
+    device: str, own: PrefillConfig | DecodeConfig, weights: int, layout: PageLayout
 ) -> int | FittingPages:
     """Wait for the memory of a predecessor that has died, and return how many pages there will be."""
     memory = CudaMemory(device)
     share = 1.0 if own.num_gpus == "auto" else own.num_gpus
     if own.kv_cache_bytes:
-        weights = weight_bytes(model, TORCH_DTYPES[layout.dtype], linear_maker(device), head)
         await_memory(weights + own.kv_cache_bytes, memory)
         return pool_pages(own.kv_cache_bytes, layout)
     await_memory(worker_bytes(memory.read().total, own.gpu_memory_utilization, share), memory)

@@ -46,6 +46,7 @@ def size(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, prompt and output together.")] = 2_048,
     concurrency: Annotated[int, typer.Option(min=1, help="Sequences on one decode worker at a time.")] = 8,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Of pages: auto (as --dtype) or one of the same.")] = "auto",
     device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.AUTO,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = _DEFAULTS.pages.page_size,
     memory: Annotated[
@@ -58,7 +59,7 @@ def size(
         room = Bytes.parse(memory) if memory else None
     except ValueError as error:
         raise ConfigError(f"--memory: {error}") from None
-    answer = compute(_spec(model), context, concurrency, dtype, device.value, page_size, room)
+    answer = compute(_spec(model), context, concurrency, dtype, kv_cache_dtype, device.value, page_size, room)
     if as_json:
         print_json(answer.as_json())
     else:
@@ -94,22 +95,29 @@ class Sizes:
 
 
 def compute(
-    spec: ModelSpec, context: int, concurrency: int, dtype: str, device: str, page_size: int, room: int | None
+    spec: ModelSpec,
+    context: int,
+    concurrency: int,
+    dtype: str,
+    kv_cache_dtype: str,
+    device: str,
+    page_size: int,
+    room: int | None,
 ) -> Sizes:
     """Compute all sizes; `room` is the memory of one worker, None for what is free here.
 
     The prefill worker's pages are those of one step. Raises ModelError for a dtype, InvalidRequest for a context that
     the model does not have.
     """
-
-    from engine.engine import layout_of, linear_maker
+    from engine.engine import dtype_of, layout_of, linear_maker
     from engine.models.memory import WorkerMemory, activation_bytes, weight_bytes
     from engine.models.weights import TORCH_DTYPES
 
     if context > spec.max_positions:
         raise InvalidRequest(f"a context of {context} tokens is more than the model's {spec.max_positions}")
-    layout = layout_of(spec, dtype, page_size)
-    kind = TORCH_DTYPES[layout.dtype]
+    layout = layout_of(spec, dtype, page_size, kv_cache_dtype)
+    dtype = dtype_of(spec, dtype)
+    kind = TORCH_DTYPES[dtype]
     on_cpu = device == "cpu" or (device == "auto" and not visible_gpus().gpus)
     weights = weight_bytes(spec, kind, linear_maker("cpu" if on_cpu else "cuda"))
     per_sequence = -(-context // page_size)
@@ -131,7 +139,7 @@ def compute(
         bound += f"; gpu_memory_utilization {utilization:g}"
     pages, room = max(0, left) // layout.page_bytes, memory.free
     return Sizes(
-        _parameters(spec), layout.dtype, "cpu" if on_cpu else "cuda", context, concurrency, layout.token_bytes,
+        _parameters(spec), dtype, "cpu" if on_cpu else "cuda", context, concurrency, layout.token_bytes,
         layout.page_bytes, per_sequence * concurrency, decode, prefill, room, bound, pages // per_sequence,
         min(pages * page_size, spec.max_positions),
     )  # fmt: skip

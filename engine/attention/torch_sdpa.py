@@ -117,6 +117,7 @@ class TorchStep:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         layout, rows = self._backend.layout, self._backend.token_rows
         slots = self._slots + layer * 2 * layout.page_size
+        keys, values = keys.to(rows.dtype), values.to(rows.dtype)
         rows.index_copy_(0, slots, keys.reshape(-1, layout.head_dim))
         rows.index_copy_(0, slots + layout.page_size, values.reshape(-1, layout.head_dim))
 
@@ -125,7 +126,7 @@ class TorchStep:
             self._plans[window] = list(self._plan(window, queries.dtype))
         output, scale = torch.empty_like(queries), self._backend.scale
         for part in self._plans[window]:
-            keys, values = self._gather(part.gather, layer)
+            keys, values = self._gather(part.gather, layer).to(queries.dtype)
             rows = queries[part.rows]
             if isinstance(part, _Singles):
                 output[part.rows] = _attend_singles(rows, keys, values, part.mask, scale)

@@ -82,7 +82,7 @@ class NativeDecode:
         pool: torch.Tensor,
     ) -> None:
         """`weights` and `pool` are such as `runs` says; both stay the caller's, and must stay."""
-        assert runs(config, weights, threads.threads)
+        assert runs(config, weights, pool, threads.threads)
         self._threads = threads
         self._kept: list[object] = [weights, pool]  # whatever C++ has pointers to
         self._model = self._describe(config, weights, layout, pool)
@@ -160,14 +160,15 @@ def dense_mlp(layer: LayerWeights) -> MlpWeights:
     return layer.mlp
 
 
-def runs(config: ModelSpec, weights: ModelWeights, threads: int) -> bool:
-    """Whether there are kernels for such a model: with a head, in float32 or bfloat16, on a CPU."""
+def runs(config: ModelSpec, weights: ModelWeights, pool: torch.Tensor, threads: int) -> bool:
+    """Whether there are kernels for such a model: with a head, in float32 or bfloat16 as its pages, on a CPU."""
     embedding = weights.embedding
     return (
         features.runs(config)
         and weights.head is not None
         and embedding.device.type == "cpu"
         and embedding.dtype in _DTYPES
+        and pool.dtype == embedding.dtype
         and config.hidden_size % 2 == 0  # two inputs of bfloat16 make a word
         and threads <= MOST_THREADS
     )

@@ -100,7 +100,7 @@ class NativePrefill:
         tracer: Tracer | None = None,
     ) -> None:
         """`weights` and `pool` are such as `runs` says; `threads` as many as torch has."""
-        assert runs(config, weights)
+        assert runs(config, weights, pool)
         self._span = (tracer or Tracer()).span
         self._config, self._weights, self._layout, self._pool = config, weights, layout, pool
         self._kernels = Kernels(library, threads, config, layout, pool)
@@ -388,13 +388,15 @@ class Kernels:
         return Pieces(table, int(units.sum()), lanes)
 
 
-def runs(config: ModelSpec, weights: ModelWeights) -> bool:
-    """Whether there are kernels for such a model, in float32 or bfloat16 on a CPU, and threads to run them on."""
+def runs(config: ModelSpec, weights: ModelWeights, pool: torch.Tensor) -> bool:
+    """Whether there are kernels for such a model, in float32 or bfloat16 as its pages, on a CPU, and threads to run
+    them on."""
     embedding = weights.embedding
     return (
         features.runs(config)
         and embedding.device.type == "cpu"
         and embedding.dtype in _DTYPES
+        and pool.dtype == embedding.dtype
         and config.head_dim % 8 == 0
         and config.head_dim <= _MOST_HEAD_DIM
         and parallel_function() is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,3 +189,22 @@ def test_a_chunk_that_can_not_run_is_refused_before_anything_happens(chunk: Chun
 
 def test_no_chunks_no_results(engine: Engines):
     assert engine("llama").step([]) == []
+
+
+def test_pages_of_another_dtype(checkpoint: Callable[[str], Path], engine: Engines):
+    """K and V are rounded where they are written, and everything else is computed as before."""
+    exact = engine("qwen3", copy=2)
+    rounded = Engine.load(checkpoint("qwen3"), "float32", "cpu", 8, 16, True, 1, kv_cache_dtype="bfloat16")
+    prompt, draw = prompt_of(60), TokenDraw(temperature=0, logprobs=VOCAB)
+    (right,) = exact.step([Chunk(prompt, 0, range(8), draw)])
+    (ours,) = rounded.step([Chunk(prompt, 0, range(8), draw)])
+    assert right is not None
+    assert ours is not None
+    assert rounded.pool.dtype == torch.bfloat16
+    first = slice(0, 3), slice(None), 0  # three full pages of the layer whose input no page has touched
+    assert torch.equal(rounded.pool[first], exact.pool[first].bfloat16())
+    assert rounded.layout.page_bytes * 2 == exact.layout.page_bytes
+    assert rounded.fingerprint != exact.fingerprint
+    assert right.logprob is not None
+    assert ours.logprob == pytest.approx(right.logprob, abs=0.5)
+    assert ours.top != right.top
