@@ -111,12 +111,12 @@ RECIPES: Mapping[str, Recipe] = {
         LlamaForCausalLM,
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}},
     ),
-    "phi3": Recipe(Phi3Config, Phi3ForCausalLM, {"sliding_window": 23}),
+    "phi3": Recipe(Phi3Config, Phi3ForCausalLM),
     "phi3-longrope": Recipe(
         Phi3Config,
         Phi3ForCausalLM,
         # The long factors are for sequences beyond the original context. transformers uses the short ones below it.
-        {"original_max_position_embeddings": 2, "rope_parameters": _LONGROPE},
+        {"original_max_position_embeddings": 2, "rope_parameters": _LONGROPE, "sliding_window": 23},
     ),
     "gemma3": Recipe(
         Gemma3TextConfig,
