@@ -38,8 +38,10 @@ def family_of(config: ConfigFile) -> Family:
         if name in _BY_ARCHITECTURE:
             return _BY_ARCHITECTURE[name]
     if named:
-        raise UnsupportedModel(f"architecture {', '.join(named)} is not supported; known: {known}")
+        raise UnsupportedModel(
+            f"architecture {', '.join(named)} is not served by the native runner, which knows {known}"
+        )
     model_type = config.raw.get("model_type")
     if model_type in _BY_NAME:
         return _BY_NAME[model_type]
-    raise UnsupportedModel(f"model_type {model_type!r} is not supported; known: {known}")
+    raise UnsupportedModel(f"model_type {model_type!r} is not served by the native runner, which knows {known}")
