@@ -34,8 +34,8 @@ from engine.models.config_file import DTYPES
 from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.page_pool import PagePool
-from engine.sampling import sampler
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
+from engine.sampling.sampler import sampler_for
 from engine.spec import ModelSpec
 from kvstore.layout import PageLayout
 
@@ -85,6 +85,7 @@ class Engine:
         self._num_pages = len(pool)
         self.tracer = Tracer()  # of the loop that runs the steps
         self._mask_threads = MaskThreads()
+        self._sampler = sampler_for(pool.device)
         self._model = Transformer(config, model_weights, TorchAttention(pool, layout, config.query_scale))
         self._decode_kernels: decode.NativeDecode | None = None
         self._prefill_model: prefill.NativePrefill | Transformer = self._model
@@ -184,7 +185,7 @@ class Engine:
             late = {place for place, draw in draws if draw.mask is not None and not draw.mask.ready}
             with span("sampling", "engine"):
                 asked = [replace(draw, mask=None) if place in late else draw for place, draw in draws]
-                sampled = sampler.sample(logits, asked, ends, best)
+                sampled = self._sampler.sample(logits, asked, ends, best)
             for (place, _), one in zip(draws, sampled, strict=True):
                 results[place] = None if place in late else one
         return StepOutput(results, scores)
@@ -248,7 +249,7 @@ class Engine:
                     for at in range(0, len(scoring.targets), _SCORED_AT_ONCE):
                         targets = scoring.targets[at : at + _SCORED_AT_ONCE]
                         logits = self._prefill_model.logits(hidden[row : row + len(targets)])
-                        found += sampler.score(logits, targets, scoring.top)
+                        found += self._sampler.score(logits, targets, scoring.top)
                         row += len(targets)
                 if chunk.sample is not None:
                     drawn.append(row)

@@ -17,7 +17,7 @@ from baton.messages import AttemptFailed, AttemptName, Decode, Grammar, Message,
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Sampled
 from engine.sampling.grammars import FollowedGrammar, GrammarCompiler
-from engine.sampling.sampler import sample
+from engine.sampling.host_sampler import HostSampler
 from engine.step import StepDone
 from kvstore.keys import pack_tokens
 from tests.decode_worker.load import OnePageEach
@@ -101,7 +101,7 @@ class Worker:
                 chunk.sample.mask.compute()
             seed = int.from_bytes(hashlib.sha256(str(known).encode()).digest()[:4], "big")
             logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
-            drawn += sample(logits, [chunk.sample], [chunk.end])
+            drawn += HostSampler().sample(logits, [chunk.sample], [chunk.end])
         if plan:
             self.handle(StepDone(plan, drawn))
         return plan

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
+from engine.sampling import counter_rng, device_rng
+from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.filter_edges import PREFIX
 from tests import checkpoints
+from tests.engine.sampler_cases import assert_same_draws, assert_same_scores, random_draw, random_logits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,3 +46,39 @@ def test_a_page_survives_the_way_to_host_memory_and_back(checkpoint: Callable[[s
     engine.pages.copy_out(1, there)
     engine.pages.copy_in(there, 5)
     assert torch.equal(engine.pages.view(1).cpu(), engine.pages.view(5).cpu())
+
+
+@pytest.mark.parametrize("prefix", [4, PREFIX])
+def test_the_draws_and_scores_are_those_of_a_cpu(prefix: int) -> None:
+    sampler = DeviceSampler(torch.device("cuda"), prefix)
+    for seed in range(300):
+        rng = random.Random(seed)
+        rows, vocab = 16, rng.choice([3, 257, 5000, 128_256] if seed % 20 == 0 else [3, 257, 5000])
+        logits = random_logits(rng, rows, vocab).cuda()
+        draws = [random_draw(rng, vocab) for _ in range(rows)]
+        assert_same_draws(sampler, logits, draws, [rng.randrange(10**6) for _ in range(rows)])
+        assert_same_scores(sampler, logits.nan_to_num(), [rng.randrange(vocab) for _ in range(rows)], 20)
+
+
+def test_the_noise_is_that_of_a_cpu() -> None:
+    ids = torch.arange(200_000)
+    keys = counter_rng.keys(range(50), [1] * 50, range(50))
+    for key in keys:
+        bits = device_rng.counters(ids.cuda()) + int(key.view(np.int64))
+        noise = device_rng.gumbel(bits).cpu().numpy()
+        states = counter_rng.counters(200_000) + key
+        assert (bits.cpu().numpy().view(np.uint64) == counter_rng.scramble(states, np.empty_like(states))).all()
+        np.testing.assert_allclose(noise, counter_rng.gumbel(int(key), ids.numpy()), rtol=1e-14, atol=1e-15)
+
+
+def test_nothing_waits_for_the_device_before_the_draws_are_collected() -> None:
+    rng = random.Random(3)
+    sampler, logits = DeviceSampler(torch.device("cuda")), random_logits(rng, 64, 128_256).cuda()
+    draws = [random_draw(rng, 128_256) for _ in range(64)]
+    expected = sampler.sample(logits, draws, range(64))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launched = sampler.launch(logits, draws, range(64))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert launched.collect() == expected

@@ -22,9 +22,9 @@ from baton.messages import Grammar, LogitsRules
 from engine.batch import Sampled, TokenDraw, TokenMask
 from engine.engine import Engine
 from engine.sampling.grammars import FollowedGrammar, GrammarCompiler
+from engine.sampling.host_sampler import HostSampler
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.mask_threads import MaskThreads
-from engine.sampling.sampler import sample
 from router.frontend.detokenizer import DEFAULT_TEXT, TextStream
 from router.frontend.detokenizer import Tokenizer as Text
 from tests.checkpoints import EOS, VOCAB
@@ -101,7 +101,7 @@ def draw(
         mask.compute()
     edits = None if editor is None else editor.edits([*PROMPT, *output])
     wanted = TokenDraw(temperature=temperature, seed=seed, edits=edits, mask=mask)
-    return sample(some_logits(seed * 1_000 + len(output)), [wanted], [len(PROMPT) + len(output)])[0]
+    return HostSampler().sample(some_logits(seed * 1_000 + len(output)), [wanted], [len(PROMPT) + len(output)])[0]
 
 
 def generated(
@@ -232,9 +232,9 @@ def test_a_masked_draw_is_one_among_the_tokens_that_are_left(
     draw = TokenDraw(temperature=temperature, seed=seed, **filters)
     kept = torch.full_like(logits, -math.inf)
     kept[0, sorted(allowed)] = logits[0, sorted(allowed)]
-    right = sample(kept, [draw], [7])
+    right = HostSampler().sample(kept, [draw], [7])
     masked = TokenDraw(temperature=temperature, seed=seed, mask=Given(allowed), **filters)
-    assert sample(logits, [masked], [7]) == right
+    assert HostSampler().sample(logits, [masked], [7]) == right
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -264,7 +264,7 @@ def test_logits_that_are_not_finite_are_not_the_grammars_fault(compiler: Grammar
     mask.compute()
     for value in (math.nan, math.inf, -math.inf):
         logits = torch.full((1, VOCAB), value)
-        (drawn,) = sample(logits, [TokenDraw(temperature=0, mask=mask)], [1])
+        (drawn,) = HostSampler().sample(logits, [TokenDraw(temperature=0, mask=mask)], [1])
         assert (drawn.finite, drawn.failure) == (False, "")
 
 

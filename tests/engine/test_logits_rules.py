@@ -18,8 +18,8 @@ from transformers.generation.logits_process import (
 
 from baton.messages import LogitsRules
 from engine.batch import Sampled, TokenDraw
+from engine.sampling.host_sampler import HostSampler, apply
 from engine.sampling.logits_rules import LogitsEditor
-from engine.sampling.sampler import apply, sample
 from tests.support.thorough import examples
 
 VOCAB = 40
@@ -135,7 +135,7 @@ def test_rows_without_rules_stay_and_logprobs_are_the_models_own() -> None:
     best = int(logits[0].argmax())
     editor = LogitsEditor(LogitsRules(logit_bias=((best, -100.0),)), [1], ())
     draws = [TokenDraw(temperature=0, logprobs=1), TokenDraw(temperature=0, logprobs=1, edits=editor.edits([1]))]
-    plain, ruled = sample(logits, draws, [1, 1], [best, best])
+    plain, ruled = HostSampler().sample(logits, draws, [1, 1], [best, best])
     second = int(logits[0].topk(2).indices[1])
     assert (plain.token, ruled.token) == (best, second)
     own = logits[0].log_softmax(dim=-1)
@@ -147,7 +147,7 @@ def test_rules_that_leave_no_token_are_told() -> None:
     logits = some_logits(7)[None]
     editor = LogitsEditor(LogitsRules(allowed_token_ids=(2,), min_tokens=5), [1], STOPS)
     for temperature in (0.0, 1.0):
-        (drawn,) = sample(logits, [TokenDraw(temperature=temperature, edits=editor.edits([1]))], [1])
+        (drawn,) = HostSampler().sample(logits, [TokenDraw(temperature=temperature, edits=editor.edits([1]))], [1])
         assert drawn == Sampled(drawn.token, finite=False)
 
 
@@ -158,7 +158,7 @@ def test_a_bias_has_the_frequency_that_it_should() -> None:
     right = (logits[0] + torch.tensor([0, 0, 0, 1.5, 0])).softmax(dim=-1)
     counts = torch.zeros(5)
     for seed in range(4_000):
-        (drawn,) = sample(logits, [TokenDraw(seed=seed, edits=editor.edits([0]))], [1])
+        (drawn,) = HostSampler().sample(logits, [TokenDraw(seed=seed, edits=editor.edits([0]))], [1])
         counts[drawn.token] += 1
     chi = float((((counts - 4_000 * right) ** 2) / (4_000 * right)).sum())
     assert chi < 18.47

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from engine.batch import TokenDraw
 from engine.sampling import counter_rng
-from engine.sampling.sampler import PREFIX, sample
+from engine.sampling.filter_edges import PREFIX
+from engine.sampling.host_sampler import HostSampler
 from tests.support.thorough import examples
 
 draws = st.builds(
@@ -32,7 +33,7 @@ def logits_of(seed: int, rows: int, vocab: int = 1000, spread: float = 3.0) -> t
 
 
 def tokens_of(logits: torch.Tensor, draws: list[TokenDraw], positions: list[int]) -> list[int]:
-    return [sampled.token for sampled in sample(logits, draws, positions)]
+    return [sampled.token for sampled in HostSampler().sample(logits, draws, positions)]
 
 
 def candidates(logits: np.ndarray, draw: TokenDraw) -> list[int]:
@@ -142,7 +143,7 @@ def test_logprobs_are_the_models_own():
         TokenDraw(),
         TokenDraw(temperature=5.0, seed=2, logprobs=2000),
     ]
-    sampled = sample(logits, draws, [0] * 4)
+    sampled = HostSampler().sample(logits, draws, [0] * 4)
     expected = logits.log_softmax(-1)
     assert sampled[2].logprob is None
     for row in (0, 1, 3):
@@ -164,7 +165,7 @@ def test_a_row_that_is_not_finite_harms_no_other(bad: float, draw: TokenDraw):
     logits = logits_of(8, 3)
     expected = tokens_of(logits, [draw] * 3, [0, 1, 2])
     logits[1] = bad
-    sampled = sample(logits, [draw] * 3, [0, 1, 2])
+    sampled = HostSampler().sample(logits, [draw] * 3, [0, 1, 2])
     assert [sampled[0].token, sampled[2].token] == [expected[0], expected[2]]
     assert 0 <= sampled[1].token < 1000
     assert [one.finite for one in sampled] == [True, False, True]
@@ -177,7 +178,7 @@ def test_one_logit_that_is_not_finite_is_noticed_unless_it_is_a_masked_one(bad: 
     best = logits.argmax(dim=-1).tolist()
     logits[1, 900 if best[1] != 900 else 901] = bad
     for known in (None, best):
-        sampled = sample(logits, [draw] * 2, [0, 1], known)
+        sampled = HostSampler().sample(logits, [draw] * 2, [0, 1], known)
         assert [one.finite for one in sampled] == [True, finite]
 
 

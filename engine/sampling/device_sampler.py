@@ -1,0 +1,304 @@
+"""Draws and scores logits where they are, all rows at once, with the tokens of `host_sampler`.
+
+A step's rules, masks and numbers go to the device in one copy, and tokens, log-probabilities and flags come back in
+one. No row of logits leaves the device. A second, small copy follows only in a step in which a filter reaches beyond
+the likeliest `PREFIX` tokens of a row: such rows are sorted whole, on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from msgspec import Struct
+
+from baton.messages import PromptTokenLogprob
+from engine.batch import Sampled, TokenDraw
+from engine.sampling import counter_rng, device_rng, filters
+from engine.sampling.device_edits import Edits
+from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, depth, heat, mass
+from engine.sampling.filter_edges import filters as filters_tokens
+from engine.sampling.filters import FilterRows
+from engine.sampling.parcel import Parcel
+
+_NUMBERS_AT_ONCE = 1 << 23
+"""Rows are computed in blocks of so many logits. A temporary of 64-bit numbers then takes 64 MiB at most."""
+
+_FINITE, _HAS_TOKEN, _DECIDED = 1, 2, 4  # a row's flags
+
+Numbers = npt.NDArray[np.int32]
+
+
+class _Rows(Struct, frozen=True, gc=False):
+    """Some rows of a step, and on the device what their draws need."""
+
+    places: Sequence[int]
+    index: torch.Tensor  # int64: the same
+    heats: torch.Tensor  # float32
+    filters: FilterRows
+
+    def block(self, first: int, last: int) -> _Rows:
+        part = slice(first, last)
+        of = self.filters
+        cut = FilterRows(of.top_k[part], of.mass[part], of.depth[part], of.keys[part])
+        return _Rows(self.places[part], self.index[part], self.heats[part], cut)
+
+
+class DeviceSampler:
+    """A `Sampler` for every device that has int64 and float64. Not for several threads at once."""
+
+    def __init__(self, device: torch.device, prefix: int = PREFIX) -> None:
+        """Filters look at the likeliest `prefix` tokens first; the tokens drawn are the same with any."""
+        self._device = device
+        self._prefix = prefix
+        self._counters = torch.empty(0, dtype=torch.int64, device=device)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        draws: Sequence[TokenDraw],
+        positions: Sequence[int],
+        best: Sequence[int] | None = None,
+    ) -> list[Sampled]:
+        """As `Sampler.sample`. `best` is found again here, beside the row's largest logit."""
+        return self.launch(logits, draws, positions).collect()
+
+    @torch.inference_mode()
+    def launch(self, logits: torch.Tensor, draws: Sequence[TokenDraw], positions: Sequence[int]) -> LaunchedDraws:
+        """Begin to draw: everything is on its way to the device, and nothing waits for it. Masks must be computed. The
+        logits may not change before the result is collected."""
+        return LaunchedDraws(logits.float(), draws, positions, self._counters_for(logits.shape[-1]), self._prefix)
+
+    def score(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[PromptTokenLogprob]:
+        """As `Sampler.score`."""
+        return self.launch_scores(logits, targets, top).collect()
+
+    @torch.inference_mode()
+    def launch_scores(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> LaunchedScores:
+        """As `launch`, for scores."""
+        return LaunchedScores(logits.float(), targets, min(top, logits.shape[-1]))
+
+    def _counters_for(self, vocab: int) -> torch.Tensor:
+        if len(self._counters) != vocab:
+            self._counters = device_rng.counters(torch.arange(vocab, device=self._device))
+        return self._counters
+
+
+class LaunchedDraws:
+    """Draws that the device computes. Collect them once."""
+
+    def __init__(
+        self,
+        raw: torch.Tensor,
+        draws: Sequence[TokenDraw],
+        positions: Sequence[int],
+        counters: torch.Tensor,
+        prefix: int,
+    ) -> None:
+        """`raw` [rows, vocab] is float32. `counters` [vocab] are those of `device_rng`."""
+        self._raw = raw
+        self._counters = counters
+        self._draws = draws
+        vocab = raw.shape[-1]
+        parcel = Parcel()
+        edits = Edits(draws, vocab, parcel)
+        warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
+        self._filtered_places = [row for row in warm if filters_tokens(draws[row], vocab)]
+        plain_places = [row for row in warm if not filters_tokens(draws[row], vocab)]
+        add_plain = _add(parcel, plain_places, draws, positions, vocab)
+        add_filtered = _add(parcel, self._filtered_places, draws, positions, vocab)
+        self._reported = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
+        self._top = min(max((draws[row].logprobs or 0 for row in self._reported), default=0), vocab)
+        reported = parcel.add(np.array(self._reported, np.int64))
+        sent = parcel.send(raw.device)
+        self._index = sent[reported]
+
+        self._logits = edits.applied(raw, sent)
+        self._largest, tokens = self._logits.max(-1)
+        whole = self._largest if self._logits is raw else raw.amax(-1)
+        flags = whole.isfinite().int() * _FINITE + self._largest.isfinite().int() * _HAS_TOKEN + _DECIDED
+        if plain_places:
+            plain = _rows(plain_places, sent, add_plain)
+            tokens.index_copy_(0, plain.index, _draw_plain(self._logits, self._largest, plain, counters))
+        if self._filtered_places:
+            self._filtered = _rows(self._filtered_places, sent, add_filtered)
+            drawn, decided = _draw_filtered(self._logits, self._largest, self._filtered, counters, prefix)
+            tokens.index_copy_(0, self._filtered.index, drawn)
+            flags.index_add_(0, self._filtered.index, (~decided).int() * -_DECIDED)
+        parts = [tokens.int(), flags]
+        if self._reported:
+            parts += _logprobs(self._reported_logits(), tokens[self._index], self._top)
+        self.packed = torch.cat(parts)
+        """What is copied to the host, int32: tokens, flags, and log-probabilities of the rows that ask for them."""
+
+    @torch.inference_mode()
+    def collect(self) -> list[Sampled]:
+        """Wait for the device. Return one token for each draw."""
+        rows, reported = len(self._draws), len(self._reported)
+        collected = _download(self.packed)
+        tokens, flags = collected[:rows].copy(), collected[rows : 2 * rows]
+        logprobs = collected[2 * rows :][:reported].copy()
+        undecided = [place for place, row in enumerate(self._filtered_places) if not flags[row] & _DECIDED]
+        if undecided:
+            again = _download(self._redraw(undecided))
+            places = [self._filtered_places[place] for place in undecided]
+            tokens[places] = again[: len(places)]
+            at = {row: place for place, row in enumerate(self._reported)}
+            for row, logprob in zip((row for row in places if row in at), again[len(places) :], strict=True):
+                logprobs[at[row]] = logprob
+        values = _floats(logprobs)
+        likeliest = _pairs(collected[2 * rows + reported :], reported, self._top)
+        sampled = [Sampled(token) for token in tokens.tolist()]
+        for place, row in enumerate(self._reported):
+            sampled[row] = Sampled(sampled[row].token, values[place], likeliest[place][: self._draws[row].logprobs])
+        for row, draw in enumerate(self._draws):
+            failure = self._failure(draw, int(flags[row]))
+            if failure or flags[row] & (_FINITE | _HAS_TOKEN) != _FINITE | _HAS_TOKEN:
+                sampled[row] = Sampled(sampled[row].token, finite=False, failure=failure)
+        return sampled
+
+    def _failure(self, draw: TokenDraw, flags: int) -> str:
+        if draw.mask is None or not flags & _FINITE:
+            return ""
+        if draw.mask.allowed is None:
+            return draw.mask.failure or NO_MASK
+        return "" if flags & _HAS_TOKEN else LEFT_NO_TOKEN
+
+    def _redraw(self, undecided: Sequence[int]) -> torch.Tensor:
+        """Draw those of the filtered rows again, from all tokens. Returns the tokens as int32, and log-probabilities of
+        those that ask for them."""
+        parcel = Parcel()
+        parcel.add(np.array(undecided, np.int64))
+        places = [self._filtered_places[place] for place in undecided]
+        parcel.add(np.array([at for at, row in enumerate(places) if row in set(self._reported)], np.int64))
+        chosen, reported = parcel.send(self._raw.device)
+        of = self._filtered.filters
+        cut = FilterRows(of.top_k[chosen], of.mass[chosen], of.depth[chosen], of.keys[chosen])
+        rows = _Rows(places, self._filtered.index[chosen], self._filtered.heats[chosen], cut)
+        tokens, _ = _draw_filtered(self._logits, self._largest, rows, self._counters, len(self._counters))
+        parts = [tokens.int()]
+        if reported.numel():
+            parts += _logprobs(self._raw[rows.index[reported]], tokens[reported], 0)
+        return torch.cat(parts)
+
+    def _reported_logits(self) -> torch.Tensor:
+        return self._raw if len(self._reported) == len(self._draws) else self._raw[self._index]
+
+
+class LaunchedScores:
+    """Scores that the device computes. Collect them once."""
+
+    def __init__(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> None:
+        """`logits` [rows, vocab] are float32."""
+        self._targets = targets
+        self._top = top
+        parcel = Parcel()
+        parcel.add(np.array(targets, np.int64))
+        (chosen,) = parcel.send(logits.device)
+        ranks = (logits > logits.gather(1, chosen[:, None])).sum(-1)
+        self.packed = torch.cat([ranks.int(), *_logprobs(logits, chosen, top)])
+        """What is copied to the host, int32: ranks and log-probabilities."""
+
+    def collect(self) -> list[PromptTokenLogprob]:
+        """Wait for the device. Return one score for each target."""
+        collected, rows = _download(self.packed), len(self._targets)
+        ranks, values = collected[:rows].tolist(), _floats(collected[rows : 2 * rows])
+        likeliest = _pairs(collected[2 * rows :], rows, self._top)
+        return [
+            PromptTokenLogprob(target, values[row], likeliest[row], ranks[row] + 1)
+            for row, target in enumerate(self._targets)
+        ]
+
+
+def _add(
+    parcel: Parcel, places: Sequence[int], draws: Sequence[TokenDraw], positions: Sequence[int], vocab: int
+) -> Sequence[int]:
+    """Add to a parcel what `_rows` takes out of it."""
+    some = [draws[row] for row in places]
+    keys = counter_rng.keys(
+        [draw.seed for draw in some], [draw.index for draw in some], [positions[row] for row in places]
+    )
+    return [
+        parcel.add(np.array(places, np.int64)),
+        parcel.add(np.array([heat(draw) for draw in some], np.float32)),
+        parcel.add(np.array([draw.top_k if draw.top_k < vocab else 0 for draw in some], np.int64)),
+        parcel.add(np.array([mass(draw) for draw in some], np.float64)),
+        parcel.add(np.array([depth(draw) for draw in some], np.float64)),
+        parcel.add(keys.view(np.int64)),
+    ]
+
+
+def _rows(places: Sequence[int], sent: Sequence[torch.Tensor], added: Sequence[int]) -> _Rows:
+    index, heats, top_k, masses, depths, keys = (sent[place] for place in added)
+    return _Rows(places, index, heats, FilterRows(top_k, masses, depths, keys))
+
+
+def _blocks(rows: _Rows, vocab: int) -> Iterator[_Rows]:
+    step = max(1, _NUMBERS_AT_ONCE // vocab)
+    for first in range(0, len(rows.places), step):
+        yield rows.block(first, first + step)
+
+
+def _scaled(logits: torch.Tensor, largest: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    """Return logits [rows, vocab] relative to the row's largest, by temperature."""
+    if len(rows.places) < len(logits):
+        logits, largest = logits[rows.index], largest[rows.index]
+    return (logits - largest[:, None]).div_(rows.heats[:, None])
+
+
+def _floats(bits: Numbers) -> list[float]:
+    return bits.view(np.float32).tolist()
+
+
+def _pairs(packed: Numbers, rows: int, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Ids and log-probabilities of the likeliest tokens of each row, as `_logprobs` packs them."""
+    if not count:
+        return [()] * rows
+    ids = packed[: rows * count].reshape(rows, count).tolist()
+    values = packed[rows * count : 2 * rows * count].view(np.float32).reshape(rows, count).tolist()
+    return [tuple(zip(*one, strict=True)) for one in zip(ids, values, strict=True)]
+
+
+def _draw_plain(logits: torch.Tensor, largest: torch.Tensor, rows: _Rows, counters: torch.Tensor) -> torch.Tensor:
+    """Return a token for each of the rows, which filter nothing."""
+    tokens: list[torch.Tensor] = []
+    for part in _blocks(rows, logits.shape[-1]):
+        noise = device_rng.gumbel(counters + part.filters.keys[:, None])
+        tokens.append(noise.add_(_scaled(logits, largest, part)).argmax(-1))
+    return torch.cat(tokens)
+
+
+def _draw_filtered(
+    logits: torch.Tensor, largest: torch.Tensor, rows: _Rows, counters: torch.Tensor, prefix: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token for each of the rows, and whether the `prefix` likeliest tokens decide it."""
+    drawn = [
+        filters.draw(_scaled(logits, largest, part), part.filters, counters, prefix)
+        for part in _blocks(rows, logits.shape[-1])
+    ]
+    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([decided for _, decided in drawn])
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Return the log-probability of one token for each row [rows, vocab], then ids and log-probabilities of the `count`
+    likeliest, all flat and as int32 bits."""
+    chosen: list[torch.Tensor] = []
+    ids: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    step = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
+    for first in range(0, len(logits), step):
+        rows = logits[first : first + step]
+        logprobs = rows.log_softmax(-1)
+        chosen.append(logprobs.gather(1, tokens[first : first + step, None]).view(-1))
+        if count:
+            _, best = filters.rank(rows, count)
+            ids.append(best.int().view(-1))
+            values.append(logprobs.gather(1, best).view(-1))
+    return [*(part.view(torch.int32) for part in chosen), *ids, *(part.view(torch.int32) for part in values)]
+
+
+def _download(packed: torch.Tensor) -> Numbers:
+    """Copy a result to the host: the only thing here that waits for the device."""
+    return packed.cpu().numpy()
