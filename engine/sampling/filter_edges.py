@@ -18,8 +18,8 @@ step."""
 COLDEST = 1e-6
 """Temperatures below this one count as this one, which keeps a scaled logit finite."""
 _ROUNDING = 2.0**-22
-"""The share of `top_p` within which a cumulated probability reaches it. Two devices' sums agree better than that. Without
-it, rounding would decide where equal logits add up to `top_p` exactly."""
+"""The share of `top_p` within which a cumulated probability reaches it. Two devices' sums agree better than that.
+Without it, rounding would decide where equal logits add up to `top_p` exactly."""
 NO_MASK = "the mask was not computed"
 LEFT_NO_TOKEN = "the grammar and the request's other rules leave no token"  # noqa: S105
 
