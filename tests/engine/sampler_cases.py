@@ -53,12 +53,14 @@ def random_logits(rng: random.Random, rows: int, vocab: int) -> torch.Tensor:
 
 
 def random_draw(rng: random.Random, vocab: int) -> TokenDraw:
-    """Masses are sums of equal shares as often as not, so that rounding could move them."""
+    """A third of the draws filters nothing, a third has one filter. Masses are sums of equal shares as often as not, so
+    that rounding could move them."""
+    only = rng.choice([("top_p", "top_k", "min_p"), ("top_p",), ("top_k",), ("min_p",), (), ()])
     return TokenDraw(
         temperature=rng.choice([0.0, 1e-9, 0.3, 0.7, 1.0, 1.0, 2.0]),
-        top_p=rng.choice([1.0, 1.0, 0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999]),
-        top_k=rng.choice([0, 0, 1, 2, 5, 50, 256, 257, vocab - 1, vocab, 5000]),
-        min_p=rng.choice([0.0, 0.0, 1e-3, 0.1, 0.5, 1.0]),
+        top_p=rng.choice([1.0, 0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999]) if "top_p" in only else 1.0,
+        top_k=rng.choice([0, 1, 2, 5, 50, 256, 257, vocab - 1, vocab, 5000]) if "top_k" in only else 0,
+        min_p=rng.choice([0.0, 1e-3, 0.1, 0.5, 1.0]) if "min_p" in only else 0.0,
         seed=rng.choice([0, 2**64 - 1, rng.randrange(2**64)]),
         index=rng.randrange(3),
         logprobs=rng.choice([None, None, 0, 1, 5, 20, vocab]),

@@ -59,13 +59,23 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mass_that_equals_top_p_is_cut_at_the_same_token() -> None:
-    """Equal logits whose sum is top_p to the last bit, or is not, as the order of addition has it."""
+    """Equal logits add up to top_p, or to a last bit more or less, as the order of addition has it."""
     for vocab in range(2, 90):
         logits = torch.zeros(vocab, vocab)
-        draws = [TokenDraw(top_p=(row + 1) / (vocab + 1e-9), seed=row) for row in range(vocab)]
+        draws = [TokenDraw(top_p=(row + 1) / vocab, seed=row) for row in range(vocab)]
         assert_same_draws(DeviceSampler(CPU, 16), logits, draws, [0] * vocab)
-        allowed = HostSampler().sample(logits, draws, [0] * vocab)
-        assert all(one.token <= row for row, one in enumerate(allowed))
+        drawn = HostSampler().sample(logits, draws, [0] * vocab)
+        assert all(one.token <= row for row, one in enumerate(drawn))
+
+
+@pytest.mark.parametrize("draw", [TokenDraw(min_p=1.0), TokenDraw(top_k=2), TokenDraw(top_p=0.4)], ids=str)
+def test_equals_beyond_the_likeliest_tokens_pass_too(draw: TokenDraw) -> None:
+    logits = torch.full((200, 50), -9.0)
+    logits[:, 10:40] = 1.0
+    draws = [replace(draw, seed=seed) for seed in range(200)]
+    assert_same_draws(DeviceSampler(CPU, 8), logits, draws, [0] * 200)
+    drawn = {one.token for one in DeviceSampler(CPU, 8).sample(logits, draws, [0] * 200)}
+    assert drawn == set(range(10, 22 if draw.top_p < 1 else 40))
 
 
 @given(
@@ -114,6 +124,7 @@ class HostReads(TorchFunctionMode):
         assert name != "numpy" or on_host, "numpy reads a tensor that is on the device"
         made = func(*args, **(kwargs or {}))
         if name == "cpu":
+            made = made.clone()  # here `cpu` gives the tensor itself
             self.copied.append(made.numel())
         if name in ("cpu", "empty"):
             self._host.append(made)
