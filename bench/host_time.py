@@ -40,7 +40,7 @@ from baton.messages import Accepted, Decode, SamplingParams
 from bench import report
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Sampled, flatten
-from engine.sampling import sampler
+from engine.sampling.host_sampler import HostSampler
 from engine.step import StepDone
 from kvstore.keys import pack_tokens
 
@@ -61,6 +61,7 @@ class HostSteps:
         self._pages = 2 * rows * -(-(context + _OUTPUT) // PAGE) + 64
         config = DecodeConfig(max_num_batched_tokens=4_000_000, itl_ms=10_000_000)
         self._scheduler = DecodeScheduler(config, PAGE, self._pages, vocab_size=VOCAB)
+        self._sampler = HostSampler()
         self._logits = torch.zeros((rows, _LOGITS))
         self._encoder = msgspec.msgpack.Encoder()
         self._now = 0.0
@@ -94,7 +95,7 @@ class HostSteps:
         self._timed("batch", lambda: flatten(chunks, PAGE, self._pages, VOCAB))
         draws = [chunk.sample for chunk in chunks if chunk.sample is not None]
         ends = [chunk.end for chunk in chunks]
-        sampled = self._timed("draw", lambda: sampler.sample(self._logits, draws, ends))
+        sampled = self._timed("draw", lambda: self._sampler.sample(self._logits, draws, ends))
         self._now += 0.01
         done = StepDone(plan, sampled)
         said = self._timed("done", lambda: scheduler.handle(done, self._now))

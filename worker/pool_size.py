@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from baton.config import DecodeConfig, PrefillConfig
 from baton.errors import NotEnoughMemory
-from engine.batch import Chunk, TokenDraw
+from engine.batch import Chunk, LogitsEdits, TokenDraw
 from engine.engine import Engine
 from engine.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes, worker_bytes
 from kvstore.layout import PageLayout
@@ -186,5 +187,6 @@ def largest_steps(tokens: int, context: int, page_size: int, draws: bool) -> Ite
     if draws:
         length = min(_ROW_CONTEXT, context + 1)
         row = [0] * -(-length // page_size)
-        for draw in (TokenDraw(temperature=1.0), TokenDraw(temperature=1.0, top_p=0.9)):
+        edits = LogitsEdits(forbidden=np.array([_TOKEN]))  # needs a copy of all logits
+        for draw in (TokenDraw(edits=edits), TokenDraw(top_p=0.9, edits=edits, logprobs=20)):
             yield [Chunk([_TOKEN], length - 1, row, draw) for _ in range(tokens)]

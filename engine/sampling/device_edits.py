@@ -17,6 +17,9 @@ import torch
 from engine.batch import TokenDraw
 from engine.sampling.parcel import Parcel
 
+NUMBERS_AT_ONCE = 1 << 23
+"""Rows are computed in blocks of so many logits. A temporary of 64-bit numbers then takes 64 MiB at most."""
+
 
 class Edits:
     """The changes that a step's draws make to their logits. Construct it, send the parcel, apply it."""
@@ -56,14 +59,16 @@ class Edits:
         self._mask_rows = self._bits = self._ends = None
         if masks:
             self._mask_rows = parcel.add(np.array([row for row, _, _ in masks], np.int64))
-            self._bits = parcel.add(
-                np.packbits(np.stack([allowed for _, _, allowed in masks]), axis=-1, bitorder="little")
-            )
-            self._ends = pairs(
-                (place, np.array([one for one in mask.ends if one < vocab_size], np.int64))
-                for place, (_, mask, _) in enumerate(masks)
+            allowed = np.stack([allowed for _, _, allowed in masks])
+            self._bits = parcel.add(np.packbits(allowed, axis=-1, bitorder="little"))
+            ends = [
+                (place, row, np.array([one for one in mask.ends if one < vocab_size], np.int64))
+                for place, (row, mask, _) in enumerate(masks)
                 if mask.may_end
-            )
+            ]
+            self._ends = pairs((row, ids) for _, row, ids in ends)
+            if ends:
+                self._ending = parcel.add(np.concatenate([np.full(len(ids), place) for place, _, ids in ends]))
 
     def applied(self, raw: torch.Tensor, sent: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return changed logits; `raw` [rows, vocab], float32, stays. `sent` is the parcel on the device. A row without
@@ -91,21 +96,22 @@ class Edits:
         if self._lowered is not None:
             flat.index_add_(0, of(self._lowered), -of(self._lowering))
         if self._mask_rows is not None:
-            rows = of(self._mask_rows)
-            logits.index_copy_(0, rows, self._masked(logits[rows], raw[rows], of(self._bits), sent))
+            empty = self._mask(logits, of(self._mask_rows), of(self._bits))
+            if self._ends is not None:
+                ends, ending = of(self._ends), empty[of(self._ending)]
+                flat.index_copy_(0, ends, torch.where(ending, raw.reshape(-1)[ends], flat[ends]))
         return logits
 
-    def _masked(
-        self, logits: torch.Tensor, raw: torch.Tensor, packed: torch.Tensor, sent: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """The rows that a grammar masks. Where rules and mask together leave no token, and the output may end, those
-        tokens are left that end it."""
-        bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
-        allowed = bits.view(len(packed), -1)[:, : self._vocab].bool()
-        masked = torch.where(allowed, logits, -math.inf)
-        if self._ends is None:
-            return masked
-        ends = sent[self._ends]
-        ending = torch.full_like(raw, -math.inf)
-        ending.view(-1).index_copy_(0, ends, raw.reshape(-1)[ends])
-        return torch.where(masked.amax(-1, keepdim=True) > -math.inf, masked, ending)
+    def _mask(self, logits: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        """Mask rows in place. Returns which of them have no token left: where the output may end, those tokens come
+        back that end it."""
+        places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        empty: list[torch.Tensor] = []
+        step = max(1, NUMBERS_AT_ONCE // self._vocab)
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            bits = (packed[first : first + step, :, None] >> places) & 1
+            masked = torch.where(bits.flatten(1)[:, : self._vocab].bool(), logits[part], -math.inf)
+            empty.append(masked.amax(-1) == -math.inf)
+            logits.index_copy_(0, part, masked)
+        return torch.cat(empty)

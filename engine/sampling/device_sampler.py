@@ -17,14 +17,13 @@ from msgspec import Struct
 from baton.messages import PromptTokenLogprob
 from engine.batch import Sampled, TokenDraw
 from engine.sampling import counter_rng, device_rng, filters
-from engine.sampling.device_edits import Edits
+from engine.sampling.device_edits import NUMBERS_AT_ONCE, Edits
 from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, depth, heat, mass
 from engine.sampling.filter_edges import filters as filters_tokens
 from engine.sampling.filters import FilterRows
 from engine.sampling.parcel import Parcel
 
-_NUMBERS_AT_ONCE = 1 << 23
-"""Rows are computed in blocks of so many logits. A temporary of 64-bit numbers then takes 64 MiB at most."""
+_SORTED_AT_ONCE = NUMBERS_AT_ONCE // 4  # whole rows, which need four times as many temporaries
 
 _FINITE, _HAS_TOKEN, _DECIDED = 1, 2, 4  # a row's flags
 
@@ -235,8 +234,8 @@ def _rows(places: Sequence[int], sent: Sequence[torch.Tensor], added: Sequence[i
     return _Rows(places, index, heats, FilterRows(top_k, masses, depths, keys))
 
 
-def _blocks(rows: _Rows, vocab: int) -> Iterator[_Rows]:
-    step = max(1, _NUMBERS_AT_ONCE // vocab)
+def _blocks(rows: _Rows, vocab: int, numbers: int) -> Iterator[_Rows]:
+    step = max(1, numbers // vocab)
     for first in range(0, len(rows.places), step):
         yield rows.block(first, first + step)
 
@@ -264,7 +263,7 @@ def _pairs(packed: Numbers, rows: int, count: int) -> list[tuple[tuple[int, floa
 def _draw_plain(logits: torch.Tensor, largest: torch.Tensor, rows: _Rows, counters: torch.Tensor) -> torch.Tensor:
     """Return a token for each of the rows, which filter nothing."""
     tokens: list[torch.Tensor] = []
-    for part in _blocks(rows, logits.shape[-1]):
+    for part in _blocks(rows, logits.shape[-1], NUMBERS_AT_ONCE):
         noise = device_rng.gumbel(counters + part.filters.keys[:, None])
         tokens.append(noise.add_(_scaled(logits, largest, part)).argmax(-1))
     return torch.cat(tokens)
@@ -274,9 +273,10 @@ def _draw_filtered(
     logits: torch.Tensor, largest: torch.Tensor, rows: _Rows, counters: torch.Tensor, prefix: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a token for each of the rows, and whether the `prefix` likeliest tokens decide it."""
+    vocab = logits.shape[-1]
     drawn = [
         filters.draw(_scaled(logits, largest, part), part.filters, counters, prefix)
-        for part in _blocks(rows, logits.shape[-1])
+        for part in _blocks(rows, vocab, _SORTED_AT_ONCE if prefix == vocab else NUMBERS_AT_ONCE)
     ]
     return torch.cat([tokens for tokens, _ in drawn]), torch.cat([decided for _, decided in drawn])
 
@@ -287,7 +287,7 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[to
     chosen: list[torch.Tensor] = []
     ids: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
-    step = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
+    step = max(1, NUMBERS_AT_ONCE // logits.shape[-1])
     for first in range(0, len(logits), step):
         rows = logits[first : first + step]
         logprobs = rows.log_softmax(-1)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.batch import TokenDraw
-from engine.sampling import counter_rng, device_rng, device_sampler
+from engine.sampling import counter_rng, device_edits, device_rng, device_sampler
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.host_sampler import HostSampler
 from engine.sampling.sampler import sampler_for
@@ -52,7 +52,9 @@ def test_the_scores_are_the_oracles(seed: int, rows: int, vocab: int, top: int) 
 
 
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_sampler, "_NUMBERS_AT_ONCE", 700)  # two rows at a time
+    for module, name in ((device_sampler, "NUMBERS_AT_ONCE"), (device_edits, "NUMBERS_AT_ONCE")):
+        monkeypatch.setattr(module, name, 700)  # two rows at a time
+    monkeypatch.setattr(device_sampler, "_SORTED_AT_ONCE", 1)
     rng = random.Random(1)
     draws = [random_draw(rng, 300) for _ in range(41)]
     assert_same_draws(DeviceSampler(CPU, 8), random_logits(rng, 41, 300), draws, list(range(41)))
@@ -70,7 +72,7 @@ def test_a_mass_that_equals_top_p_is_cut_at_the_same_token() -> None:
 
 @pytest.mark.parametrize("draw", [TokenDraw(min_p=1.0), TokenDraw(top_k=2), TokenDraw(top_p=0.4)], ids=str)
 def test_equals_beyond_the_likeliest_tokens_pass_too(draw: TokenDraw) -> None:
-    logits = torch.full((200, 50), -9.0)
+    logits = torch.full((200, 50), -60.0)
     logits[:, 10:40] = 1.0
     draws = [replace(draw, seed=seed) for seed in range(200)]
     assert_same_draws(DeviceSampler(CPU, 8), logits, draws, [0] * 200)
