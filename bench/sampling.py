@@ -24,6 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import engine  # noqa: F401 - before torch: it says how OpenMP's threads wait
+
+# isort: split
 import torch
 from msgspec.structs import replace as with_fields
 

@@ -106,8 +106,8 @@ def test_the_engine_takes_the_sampler_of_the_device() -> None:
 class HostReads(TorchFunctionMode):
     """Counts the numbers that `cpu` copies, and refuses every other way to read a tensor that is not on the host yet.
 
-    Without a device all tensors are in host memory, so what is "on the host" is told by where a tensor comes from: it
-    was copied by `cpu`, or was made empty, to be filled by the host.
+    Without a device all tensors are in host memory. So a tensor counts as one of the host if `cpu` copied it, or if it
+    was made empty for the host to fill.
     """
 
     OTHERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__", "__iter__", "to_dense")
