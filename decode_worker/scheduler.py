@@ -55,7 +55,8 @@ from engine.batch import Chunk, Sampled
 from engine.block_table import BlockTable
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
-from engine.step import ScheduledBatch, StepDone, StepFailed
+from engine.step import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
+from engine.step_limit import StepLimit
 from engine.step_timing import WorkerStepTimes
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import (
@@ -78,7 +79,7 @@ _LEVELS = 8  # of priority to either side of 0; beyond them no request is more, 
 DecodeCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage
 DecodeEvent: TypeAlias = (
     Decode | Cancel | Resend | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
-    | RouterLost | Tick | StepDone | StepFailed
+    | RouterLost | Tick | StepDone | StepOutOfMemory | StepFailed
 )  # fmt: skip
 
 
@@ -134,7 +135,8 @@ class DecodeScheduler:
         self._admission = SequenceAdmission(self._blocks, headroom or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
         self._step_costs = WorkerStepTimes(calibration)
-        self._step_budget = StepBudget(config, self._step_costs)
+        self._step_limit = StepLimit(config.max_num_batched_tokens, 2 * self._alignment)
+        self._step_budget = StepBudget(config, self._step_costs, self._step_limit)
         self._fetching: dict[int, Sequence] = {}  # by lease
         self._copies = CopyQueue(self._blocks)  # of fetches
         self._leases = itertools.count(1)
@@ -170,7 +172,9 @@ class DecodeScheduler:
                 return [] if sequence is None else self._resend(sequence, position)
             case StepDone():
                 return self._step_done(event, now)
-            case StepFailed(plan=plan, message=message):
+            case StepOutOfMemory(plan=plan) if self._step_limit.out_of_memory(plan.values()):
+                return []  # its sequences are in the next, smaller step, or take turns
+            case StepFailed(plan=plan, message=message) | StepOutOfMemory(plan=plan, message=message):
                 return self._step_failed(plan, message)
             case StoreUp(page_bytes=page_bytes):
                 self._store_up, self._page_bytes = True, page_bytes
@@ -466,16 +470,14 @@ class DecodeScheduler:
                 (decoding if sequence.pending == 1 else partial_prefills).append(sequence)
         if not partial_prefills:
             self._postponed = False
-            return build_batch(decoding, partial_prefills, BatchBudget(self._config.max_num_batched_tokens))
+            return build_batch(decoding, partial_prefills, BatchBudget(self._step_limit.tokens))
         rows = _rows(decoding)
         context = max(s.computed for s in partial_prefills)
         prompts = self._step_budget.prompt_tokens(rows, context, self._alignment)
         self._postponed = not self._postponed and self._step_budget.delays_too_long(rows, now - self._stepped)
         parts = 0 if self._postponed else self._step_budget.short_prompt_tokens(rows, context, self._alignment)
         overdue = now - self._config.first_step_ms / 1_000
-        budget = BatchBudget(
-            self._config.max_num_batched_tokens, prompts, parts, overdue, self._step_costs.rate(), self._alignment
-        )
+        budget = BatchBudget(self._step_limit.tokens, prompts, parts, overdue, self._step_costs.rate(), self._alignment)
         return build_batch(decoding, partial_prefills, budget)
 
     def _decoding(self) -> DecodeRows:
@@ -662,6 +664,11 @@ class DecodeScheduler:
         return commands
 
     # --- what others read ---------------------------------------------------------------------------------------
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a step: as configured, or fewer since a step ran out of memory."""
+        return self._step_limit.tokens
 
     @property
     def blocks(self) -> DeviceBlockManager:

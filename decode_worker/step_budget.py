@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from baton.config import DecodeConfig
 from baton.messages import StepSample
+from engine.step_limit import StepLimit
 from engine.step_timing import WorkerStepTimes
 
 _MIXED = 8.0
@@ -42,8 +43,10 @@ class DecodeRows(Struct, frozen=True):
 class StepBudget:
     """What steps and copies take, and what follows from it."""
 
-    def __init__(self, config: DecodeConfig, pace: WorkerStepTimes) -> None:
+    def __init__(self, config: DecodeConfig, pace: WorkerStepTimes, limit: StepLimit | None = None) -> None:
+        """`limit`: of a step's tokens; by default as configured."""
         self._config = config
+        self._limit = limit or StepLimit(config.max_num_batched_tokens, 1)
         self._costs = pace
         self._copy_seconds = 0.0  # for a page; 0: not measured yet
         self._short_shares: dict[int, float] = {}
@@ -76,10 +79,10 @@ class StepBudget:
     def prompt_tokens(self, rows: DecodeRows, context: int, alignment: int) -> int:
         """How many tokens of partial prefills, that attend to `context` positions before them, a step with these rows
         may have. At least two units of `alignment`, so that both short and long ones get on."""
-        room = self._config.max_num_batched_tokens - rows.count
+        room = self._limit.tokens - rows.count
         if rows.count:
             within = self._costs.tokens_within(self.longest_step(rows) - self._seconds(rows), context, rows.count)
-            room = min(room, self._config.max_num_batched_tokens // _UNKNOWN if within is None else within)
+            room = min(room, self._limit.tokens // _UNKNOWN if within is None else within)
         return max(room, 2 * alignment)
 
     def short_prompt_tokens(self, rows: DecodeRows, context: int, alignment: int) -> int:

@@ -25,6 +25,14 @@ class StepDone(Struct, frozen=True):
     seconds: float | None = None
 
 
+class StepOutOfMemory(Struct, frozen=True):
+    """The step did not fit into the device's memory. It has drawn nothing, and no page that it wrote counts. So each of
+    its chunks may be run again."""
+
+    plan: ScheduledBatch
+    message: str
+
+
 class StepFailed(Struct, frozen=True):
     """The engine raised while running the plan."""
 

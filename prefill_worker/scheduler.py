@@ -37,7 +37,8 @@ from baton.router_fairness import RouterFairness
 from baton.store_protocol import NotReserved, StoreCall, StoreReply
 from baton.waits import WaitEdge
 from engine.block_table import BlockTable
-from engine.step import ScheduledBatch, StepDone, StepFailed
+from engine.step import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
+from engine.step_limit import StepLimit
 from engine.step_timing import WorkerStepTimes
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import (
@@ -66,7 +67,7 @@ _PATIENCE = 0.05  # of a step's time, at most waited for the store before it
 PrefillCommand: TypeAlias = SendToRouter | CallStore
 PrefillEvent: TypeAlias = (
     Prefill | Cancel | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
-    | RouterLost | Tick | StepDone | StepFailed
+    | RouterLost | Tick | StepDone | StepOutOfMemory | StepFailed
 )  # fmt: skip
 
 
@@ -115,6 +116,7 @@ class PrefillScheduler:
         self._window = MAX_KEYS_PER_CALL  # pages of a write, at most
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
+        self._step_limit = StepLimit(config.max_num_batched_tokens, page_size)
         self._step_costs = WorkerStepTimes(calibration)
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._regret = LoadRegret()
@@ -138,7 +140,10 @@ class PrefillScheduler:
                 return [c for job in self._requests.ended_by(event, router) for c in self._drop_request(job)]
             case StepDone(plan=plan, seconds=seconds):
                 return self._step_done(plan, now - self._planned if seconds is None else seconds, now)
-            case StepFailed(plan=plan, message=message):
+            case StepOutOfMemory(plan=plan) if self._step_limit.out_of_memory(plan.values()):
+                self._in_step(plan)
+                return []  # its prompts are in the next, smaller step
+            case StepFailed(plan=plan, message=message) | StepOutOfMemory(plan=plan, message=message):
                 return [c for job in self._in_step(plan) for c in self._fail(job, "internal", message)]
             case StoreUp(slots=slots, page_bytes=page_bytes):
                 self._slots, self._page_bytes = slots, page_bytes
@@ -459,7 +464,7 @@ class PrefillScheduler:
         for job in self._requests.values():
             if job.in_limbo:
                 job.in_limbo = self._blocks.in_limbo(job.in_limbo)
-        plan = build_batch(self._requests.values(), self._step_costs, step, self._config.max_num_batched_tokens)
+        plan = build_batch(self._requests.values(), self._step_costs, step, self._step_limit.tokens)
         self._planned = now
         for name in plan:
             job = self._requests[name.request]
@@ -519,6 +524,11 @@ class PrefillScheduler:
         return commands
 
     # --- what others read ---------------------------------------------------------------------------------------
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a step: as configured, or fewer since a step ran out of memory."""
+        return self._step_limit.tokens
 
     @property
     def blocks(self) -> DeviceBlockManager:

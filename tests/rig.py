@@ -19,7 +19,7 @@ from baton.messages import FromStore, Message, Namespace, PageSource, Peer, Work
 from baton.store_protocol import Attach, Attached, LeaseHeartbeat, StoreReply
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Chunk, Sampled
-from engine.step import ScheduledBatch, StepDone
+from engine.step import ScheduledBatch, StepDone, StepOutOfMemory
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost, StoreUp
 from kvstore.server.events import (
@@ -81,6 +81,7 @@ class RigWorker(WorkerShell):
         self.rig = rig
         self.node = node
         self.num_pages = num_pages
+        self.most_tokens = 1_000_000  # a step of more does not fit into the device's memory
         self.device = Device(num_pages, PAGE)
         self.state: Any = (
             DecodeScheduler(config, PAGE, num_pages)
@@ -158,10 +159,13 @@ class RigWorker(WorkerShell):
         self.device.copy(copies, self.node.arena)
         yield from ()
 
-    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone]:
+    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone | StepOutOfMemory]:
         self.stepped = True
         yield from ()
-        return self._done(plan)
+        done = self._done(plan)
+        if sum(len(chunk.tokens) for chunk in plan.values()) > self.most_tokens:
+            return StepOutOfMemory(plan, "CUDA out of memory")  # it may have written its pages
+        return done
 
     def _done(self, plan: ScheduledBatch) -> StepDone:
         if self.role == "prefill":

@@ -7,7 +7,10 @@ allows. Each is run twice, and the quicker one counts: what is done once for eac
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from baton.messages import MAX_STEP_SAMPLES, StepSample
 from engine.batch import Chunk, TokenDraw
@@ -40,6 +43,19 @@ def calibrate(
         step(chunks)
     samples: list[StepSample] = []
     until = now() + SECONDS
+    with contextlib.suppress(torch.OutOfMemoryError):  # larger ones would not fit either
+        _measure(fitting, samples, step, now, until)
+    assert len(samples) <= MAX_STEP_SAMPLES
+    return tuple(samples)
+
+
+def _measure(
+    fitting: Sequence[Sequence[Chunk]],
+    samples: list[StepSample],
+    step: Callable[[Sequence[Chunk]], object],
+    now: Callable[[], float],
+    until: float,
+) -> None:
     for chunks in fitting:
         if now() >= until:
             break
@@ -49,8 +65,6 @@ def calibrate(
             step(chunks)
             times.append(now() - began)
         samples.append(sample_of(chunks, min(times)))
-    assert len(samples) <= MAX_STEP_SAMPLES
-    return tuple(samples)
 
 
 def _sizes(page_size: int, decodes: bool) -> Iterator[list[Chunk]]:

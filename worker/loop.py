@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import msgspec
+import torch
 
 from baton.clock import PauseDetector, Tick
 from baton.config import Config, DecodeConfig, PrefillConfig
@@ -52,7 +53,7 @@ from engine.models.config import load_spec
 from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.sampling.grammars import GrammarCompiler
-from engine.step import ScheduledBatch, StepDone, StepFailed
+from engine.step import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
@@ -87,6 +88,8 @@ class WorkerScheduler(Protocol):
     def blocks(self) -> DeviceBlockManager: ...
     @property
     def leases(self) -> tuple[int, ...]: ...
+    @property
+    def step_tokens(self) -> int: ...
     def handle(
         self, event: Any, now: float, router: str = ""
     ) -> Sequence[SendToRouter | CallStore | DuplicatePage]: ...
@@ -242,6 +245,8 @@ class WorkerLoop:
         router, event = (event.router, event.message) if isinstance(event, RouterMessage) else ("", event)
         with self.tracer.span(f"handle {type(event).__name__}", "scheduler"):
             commands = self._scheduler.handle(event, self.clock.now(), router)
+        if isinstance(event, StepOutOfMemory):
+            log.warning("%s; steps have at most %d tokens from now on", event.message, self._scheduler.step_tokens)
         self._carry_out(commands)
 
     def prepare(self) -> None:
@@ -369,7 +374,7 @@ class WorkerLoop:
         self.corrupt += not intact
         return intact
 
-    def _step(self, plan: ScheduledBatch) -> StepDone | StepFailed:
+    def _step(self, plan: ScheduledBatch) -> StepDone | StepOutOfMemory | StepFailed:
         """Run one step of the engine. While it runs, the heartbeat's thread tells how old it is."""
         self.tracer.count()
         self._stepped = True
@@ -384,6 +389,8 @@ class WorkerLoop:
             with self.tracer.span("step", "engine", chunks=len(chunks), tokens=tokens):
                 output = self.engine.run(chunks)
                 return StepDone(plan, output.sampled, output.scores)
+        except torch.OutOfMemoryError as error:
+            return StepOutOfMemory(plan, f"a step of {tokens} tokens and {len(chunks)} chunks did not fit: {error}")
         except Exception as error:  # one bad batch must not end the worker; its requests hear of it
             log.exception("request=%s a step failed", ",".join(name.request for name in plan))
             return StepFailed(plan, f"{type(error).__name__}: {error}")

@@ -59,13 +59,14 @@ class CopyEnded(Struct, frozen=True):
 
 
 class RunStep(Struct, frozen=True):
-    """Launch one step of the engine. Send back StepDone or StepFailed if it has ended at once. Else send back None."""
+    """Launch one step of the engine. Send back StepDone, StepOutOfMemory or StepFailed if it has ended at once. Else
+    send back None."""
 
     plan: ScheduledBatch
 
 
 class CollectStep(Struct, frozen=True):
-    """Send back StepDone or StepFailed if the step that runs has ended, else None."""
+    """Send back StepDone, StepOutOfMemory or StepFailed if the step that runs has ended, else None."""
 
 
 class Publish(Struct, frozen=True):

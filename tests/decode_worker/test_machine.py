@@ -118,6 +118,11 @@ class DecodeMachine(RuleBasedStateMachine):
             self.resumed = back
         self.rig.now += seconds
 
+    @rule(tokens=st.sampled_from([4 * PAGE, 20, 1_000]))
+    def memory_is_short(self, tokens: int) -> None:
+        """Steps of more tokens run out of it. The smallest one has two pages of prompts and as many rows."""
+        self.worker.most_tokens = tokens
+
     @rule()
     def hear(self) -> None:
         self.worker.hear()

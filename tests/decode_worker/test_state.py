@@ -387,6 +387,35 @@ def test_a_failed_step_fails_its_requests_and_nobody_else() -> None:
     assert tokens_of(one.said, "good") == reference(PROMPT, 5)
 
 
+def test_a_step_that_does_not_fit_is_made_smaller_and_run_again() -> None:
+    """Of many sequences some wait for their turn then; each gets the tokens of a worker with more memory."""
+    one = worker(max_num_batched_tokens=64, pages=64)
+    one.most_tokens = 16
+    prompts = {f"r{number}": [number, *PROMPT] for number in range(12)}
+    for request, prompt in prompts.items():
+        one.handle(order(prompt, 8, request))
+    one.rig.settle()
+    assert not [m for m in one.said if isinstance(m, AttemptFailed)]
+    assert {request: tokens_of(one.said, request) for request in prompts} == {
+        request: reference(prompt, 8) for request, prompt in prompts.items()
+    }
+    assert one.state.step_tokens <= 16
+
+
+def test_the_smallest_step_that_does_not_fit_fails_its_requests() -> None:
+    one = worker(max_num_batched_tokens=64)
+    one.most_tokens = 2 * PAGE - 1
+    one.handle(order(PROMPT, 5, "large"))
+    one.handle(order(PROMPT[:1], 5, "small"))
+    one.rig.settle()
+    failed = [m for m in one.said if isinstance(m, AttemptFailed)]
+    assert {(m.reason, m.message) for m in failed} == {("internal", "CUDA out of memory")}
+    assert "large" in {m.request for m in failed}
+    one.handle(order(PROMPT[:2], 5, "later"))
+    one.rig.settle()
+    assert tokens_of(one.said, "later") == reference(PROMPT[:2], 5)
+
+
 @pytest.mark.parametrize("broken_step", [0, 1, 5])
 def test_logits_that_are_not_finite_fail_their_request_and_no_other(broken_step: int) -> None:
     state = DecodeScheduler(DecodeConfig(), PAGE, 64)

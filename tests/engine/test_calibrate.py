@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
 from baton.step_cost_model import StepCoefficients, StepCostModel
 from engine.batch import Chunk
@@ -51,6 +52,18 @@ def test_sizes_that_do_not_fit_are_left_out_and_a_slow_machine_gets_no_further_t
     clocked = Clocked(slower=50.0)
     found = calibration.calibrate(clocked.step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=True)
     assert 2 <= len(found) <= 3
+
+
+def test_it_ends_with_the_first_size_that_does_not_fit_into_memory() -> None:
+    clocked = Clocked()
+
+    def step(chunks: Sequence[Chunk]) -> None:
+        if sum(len(chunk.tokens) for chunk in chunks) > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        clocked.step(chunks)
+
+    found = calibration.calibrate(step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=False)
+    assert [sample.tokens for sample in found] == [16, 64, 32]
 
 
 @pytest.mark.parametrize("decodes", [False, True])

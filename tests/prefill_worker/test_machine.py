@@ -107,6 +107,11 @@ class PrefillMachine(RuleBasedStateMachine):
     def the_router_lists(self, kept: set[int]) -> None:
         self.worker.handle(RouterHeartbeat(attempts=tuple(AttemptName(f"r{number}", 1) for number in kept)))
 
+    @rule(pages=st.sampled_from([1, 2, 1_000]))
+    def memory_is_short(self, pages: int) -> None:
+        """Steps of more pages run out of it."""
+        self.worker.most_tokens = pages * PAGE
+
     @precondition(lambda self: not self.quiet)
     @rule()
     def a_step_fails(self) -> None:

@@ -369,6 +369,32 @@ def test_a_deadline_and_a_failed_step_are_said() -> None:
     ]
 
 
+def test_a_step_that_does_not_fit_is_made_smaller_and_run_again() -> None:
+    """No request notices, and no later step is as large."""
+    one = worker(max_num_batched_tokens=8 * PAGE)
+    one.most_tokens = 2 * PAGE
+    one.handle(order(PROMPT * 2))
+    one.handle(order(PROMPT[::-1] * 2, "s"))
+    one.rig.settle()
+    assert {m.request for m in done(one.said)} == {"r", "s"}
+    assert one.state.step_tokens <= 2 * PAGE
+
+
+def test_the_smallest_step_that_does_not_fit_fails_its_requests() -> None:
+    one = worker(max_num_batched_tokens=8 * PAGE)
+    one.most_tokens = PAGE - 1
+    one.handle(order(PROMPT * 2))
+    one.rig.settle()
+    assert [(m.request, m.reason, m.message) for m in one.said if isinstance(m, AttemptFailed)] == [
+        ("r", "internal", "CUDA out of memory")
+    ]
+    assert one.state.step_tokens == PAGE
+    one.most_tokens = PAGE
+    one.handle(order(PROMPT, "later"))
+    one.rig.settle()
+    assert [m.request for m in done(one.said)] == ["later"]
+
+
 def test_a_step_waits_for_the_seal_of_another_prompt_s_last_page() -> None:
     """What is done is said before others' next step, not after it."""
     one = worker(max_num_batched_tokens=16 * PAGE, pages=64, step_ms=100)
