@@ -73,6 +73,28 @@ def test_the_draw_is_gumbel_max_over_what_the_filters_leave(
     assert tokens_of(logits, [draw], [17]) == [allowed[np.argmax(scores)]]
 
 
+@pytest.mark.parametrize("vocab", [4_096, 4_097, 36_864, 70_001])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
+def test_a_draw_in_blocks_is_gumbel_max_over_the_whole_vocabulary(vocab: int, spread: float):
+    logits = logits_of(3, 1, vocab, spread)
+    scaled = ((logits[0] - logits.max()) / torch.tensor(0.7)).numpy().astype(np.float64)
+    for seed in range(12):
+        noisy = scaled + counter_rng.gumbel(counter_rng.key(seed, 0, 5), np.arange(vocab))
+        assert tokens_of(logits, [TokenDraw(temperature=0.7, seed=seed)], [5]) == [int(np.argmax(noisy))]
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize("draw", [TokenDraw(top_k=300), TokenDraw(top_p=0.9003), TokenDraw(min_p=0.02)], ids=str)
+def test_filters_of_a_large_vocabulary(draw: TokenDraw, spread: float):
+    vocab = 20_011
+    logits = logits_of(5, 1, vocab, spread)
+    allowed = np.array(candidates(logits[0].numpy(), draw))
+    for seed in range(5):
+        scores = logits[0].numpy().astype(np.float64)[allowed]
+        scores += counter_rng.gumbel(counter_rng.key(seed, 0, 17), allowed)
+        assert tokens_of(logits, [replace(draw, seed=seed)], [17]) == [allowed[np.argmax(scores)]]
+
+
 def test_greedy_takes_the_lowest_of_equals():
     logits = torch.zeros(2, 100)
     logits[0, [40, 7, 90]] = 1.0
