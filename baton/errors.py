@@ -25,6 +25,7 @@ BatonError                        INTERNAL
 ├── Unavailable                   UNAVAILABLE          no live worker can take the request, or its router is stopping
 │   └── AttemptsExhausted         UNAVAILABLE          every attempt, the decode-local one included, failed
 ├── UnsupportedCall               UNIMPLEMENTED        a call of another server's protocol that has no meaning here
+├── DeviceLost                    UNAVAILABLE          a worker's GPU can't be used by its process any more, which ends
 ├── NonFiniteLogits               INTERNAL             the model's logits are NaN or infinite: no attempt would help
 ├── ProtocolError                 INTERNAL             a peer said what the protocol does not allow
 │   ├── MalformedMessage          INVALID_ARGUMENT     bytes that are no message of this link
@@ -220,6 +221,13 @@ class UnsupportedCall(BatonError):
 
     status = "UNIMPLEMENTED"
     reason = "unsupported_call"
+
+
+class DeviceLost(BatonError):
+    """An error after which a device does nothing more for its process, such as a bad address in a CUDA context."""
+
+    status = "UNAVAILABLE"
+    reason = "device_lost"
 
 
 class NonFiniteLogits(BatonError):

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from baton.process import main
 from engine.batch import Chunk, Sampled
-from engine.engine import Engine
+from engine.engine import Engine, StepOutput
 from simulator import timing
 from worker.process import run
 
@@ -27,9 +27,9 @@ def sleeping(times: timing.StepTimes) -> type[Engine]:
     """An engine that loads a model and never runs it."""
 
     class SleepingEngine(Engine):
-        def step(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+        def run(self, chunks: Sequence[Chunk]) -> StepOutput:
             time.sleep(timing.StepWork.of(chunks).seconds(times))
-            return [Sampled(1) if chunk.sample else None for chunk in chunks]
+            return StepOutput([Sampled(1) if chunk.sample else None for chunk in chunks], {})
 
     return SleepingEngine
 

@@ -10,9 +10,9 @@ import contextlib
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from msgspec import Struct
@@ -26,6 +26,10 @@ from engine.batch import Batch, Chunk, Sampled, flatten
 from engine.cpu import build, decode, huge_pages, prefill
 from engine.cpu.packed_linear import PackedLinears
 from engine.cpu.thread_pool import ThreadPool
+from engine.cuda.copies import CudaCopies
+from engine.cuda.errors import device_errors
+from engine.cuda.mover import OverlappedMover
+from engine.cuda.steps import LaunchedStep, StepWatch
 from engine.gpus import resolve_device
 from engine.layers.linear import LinearMaker, PlainLinears
 from engine.models import weights
@@ -33,7 +37,9 @@ from engine.models.config import load_spec
 from engine.models.config_file import DTYPES
 from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
+from engine.page_mover import HostMover
 from engine.page_pool import PagePool
+from engine.runner import Mover, PromptScores, Ran, Running
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import sampler_for
 from engine.spec import ModelSpec
@@ -60,8 +66,17 @@ class StepOutput(Struct, frozen=True, gc=False):
     scores: dict[int, list[PromptTokenLogprob]]
 
 
+class _Part(NamedTuple):
+    """What some chunks of a step are drawn from: [rows, vocab], and the likeliest tokens if they are known."""
+
+    places: Sequence[int]
+    logits: torch.Tensor
+    best: Sequence[int] | None
+
+
 class Engine:
-    """Runs chunks. `pool` is [num_pages, *layout.shape], and page i of it is what a `Chunk` calls device page i."""
+    """A runner (`engine.runner`) of the models that this package knows. `pool` is [num_pages, *layout.shape], and page
+    i of it is what a `Chunk` calls device page i."""
 
     numerics_version = NUMERICS_VERSION
 
@@ -83,6 +98,10 @@ class Engine:
         self.pool = pool
         self.pages = PagePool(pool, layout.page_bytes)
         self._num_pages = len(pool)
+        self._alarm: Callable[[], None] = lambda: None
+        self._cuda: tuple[CudaCopies, StepWatch] | None = None  # of a device that goes on beside its worker
+        if pool.device.type == "cuda":
+            self._cuda = CudaCopies(self.pages.bytes), StepWatch()
         self.tracer = Tracer()  # of the loop that runs the steps
         self._mask_threads = MaskThreads()
         self._sampler = sampler_for(pool.device)
@@ -150,6 +169,72 @@ class Engine:
         """How many pages fit into so much memory."""
         return memory_bytes // layout.page_bytes
 
+    # --- as a runner ------------------------------------------------------------------------------------------------
+
+    @property
+    def overlaps(self) -> bool:
+        return self._cuda is not None
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_positions
+
+    @property
+    def device(self) -> str:
+        return str(self.pool.device)
+
+    def launch(self, chunks: Sequence[Chunk]) -> Running:
+        """Begin a step; on a CPU, make it. See `Runner`. Scoring prompt tokens waits for the device here."""
+        if self._cuda is None:
+            return Ran.timed(lambda: _results(self.run(chunks)))
+        _, watch = self._cuda
+        with device_errors(), self._stream_ends_with_errors():
+            begun: Any = torch.cuda.Event(enable_timing=True)
+            ended: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # waiting threads sleep
+            begun.record()
+            scores: dict[int, list[PromptTokenLogprob]] = {}
+            masks, batches = self._prepare(chunks)
+            parts = list(self._parts(chunks, batches, scores))
+            ended.record()
+        watch.watch(ended)
+        return LaunchedStep(begun, ended, lambda: _results(self._draw(chunks, parts, masks, scores)))
+
+    @contextlib.contextmanager
+    def _stream_ends_with_errors(self) -> Iterator[None]:
+        """A step that can't be launched as a whole has ended when the error is told: the part that lies in the stream
+        writes to pages."""
+        try:
+            yield
+        except Exception:
+            torch.cuda.synchronize(self.pool.device)
+            raise
+
+    def duplicate(self, source: int, dest: int) -> None:
+        if self._cuda is None:
+            self.pages.duplicate(source, dest)
+        else:
+            self._cuda[0].duplicate(source, dest)
+
+    def mover(self, *, verify: bool) -> Mover:
+        if self._cuda is None:
+            return HostMover(self.pages, verify=verify)
+        return OverlappedMover(self._cuda[0], lambda: self._alarm(), verify=verify)
+
+    def wake(self, alarm: Callable[[], None]) -> None:
+        self._alarm = alarm
+        if self._cuda is not None:
+            self._cuda[1].alarm = alarm
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
     def step(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
         """As `run`, for chunks without `scoring`."""
         return self.run(chunks).sampled
@@ -162,22 +247,44 @@ class Engine:
         head.
         Raises ValueError, before it touches any page, for a chunk that this model and pool can't run.
         """
-        results: list[Sampled | None] = [None] * len(chunks)
         scores: dict[int, list[PromptTokenLogprob]] = {}
+        masks, batches = self._prepare(chunks)
+        return self._draw(chunks, self._parts(chunks, batches, scores), masks, scores)
+
+    def _prepare(self, chunks: Sequence[Chunk]) -> tuple[MasksUnderWay | None, Sequence[tuple[Sequence[int], Batch]]]:
+        """What is computed at a time, and the masks that are computed meanwhile. Raises ValueError."""
         if not chunks:
-            return StepOutput(results, scores)
-        span = self.tracer.span
-        with span("inputs", "engine"):
+            return None, ()
+        with self.tracer.span("inputs", "engine"):
             batches = self._batches(chunks)
-        masks = self._start_masks(chunks)
+        return self._start_masks(chunks), batches
+
+    def _parts(
+        self,
+        chunks: Sequence[Chunk],
+        batches: Sequence[tuple[Sequence[int], Batch]],
+        scores: dict[int, list[PromptTokenLogprob]],
+    ) -> Iterator[_Part]:
+        """Compute the batches, one after the other. Yield the logits to draw from, and add to `scores`."""
         for places, batch in batches:
             if any(chunks[place].scoring is not None for place in places):
                 logits, best = self._score(chunks, places, batch, scores), None
             else:
                 logits, best = self._logits(batch)
-            if logits is None:
-                continue
-            draws = [(place, draw) for place in places if (draw := chunks[place].sample) is not None]
+            if logits is not None:
+                yield _Part(places, logits, best)
+
+    def _draw(
+        self,
+        chunks: Sequence[Chunk],
+        parts: Iterable[_Part],
+        masks: MasksUnderWay | None,
+        scores: dict[int, list[PromptTokenLogprob]],
+    ) -> StepOutput:
+        results: list[Sampled | None] = [None] * len(chunks)
+        span = self.tracer.span
+        for part in parts:
+            draws = [(place, draw) for place in part.places if (draw := chunks[place].sample) is not None]
             ends = [chunks[place].end for place, _ in draws]
             if masks is not None:
                 with span("masks", "engine"):
@@ -185,7 +292,7 @@ class Engine:
             late = {place for place, draw in draws if draw.mask is not None and not draw.mask.ready}
             with span("sampling", "engine"):
                 asked = [replace(draw, mask=None) if place in late else draw for place, draw in draws]
-                sampled = self._sampler.sample(logits, asked, ends, best)
+                sampled = self._sampler.sample(part.logits, asked, ends, part.best)
             for (place, _), one in zip(draws, sampled, strict=True):
                 results[place] = None if place in late else one
         return StepOutput(results, scores)
@@ -255,6 +362,10 @@ class Engine:
                     drawn.append(row)
                     row += 1
             return self._prefill_model.logits(hidden[drawn]) if drawn else None
+
+
+def _results(output: StepOutput) -> tuple[Sequence[Sampled | None], PromptScores]:
+    return output.sampled, output.scores
 
 
 def linear_maker(device: str) -> LinearMaker:

@@ -18,6 +18,11 @@ class PagePool:
         self._pages = pool.view(torch.uint8).view(len(pool), page_bytes)
         self._view = self._pages.view(-1).numpy().data if pool.device.type == "cpu" else None
 
+    @property
+    def bytes(self) -> torch.Tensor:
+        """[num_pages, page_bytes], uint8; writing to it writes to the pages."""
+        return self._pages
+
     def copy_out(self, page: int, dest: memoryview) -> None:
         """Copy a device page into `dest`. It has ended when this returns."""
         if self._view is not None:

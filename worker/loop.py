@@ -1,7 +1,8 @@
-"""The worker's loop: it owns the links to routers, the store client, the engine and the clock.
+"""The worker's loop: it owns the links to routers, the store client, the runner and the clock.
 
-It executes the effects of `worker.turn` around a scheduler, prefill or decode. All of it runs on one thread, so a
-scheduler's state never changes while a step or a copy touches its pages. The heartbeat alone has a thread of its own.
+It executes the effects of `worker.turn` around a scheduler, prefill or decode, and around a runner. All of it runs on
+one thread; the heartbeat alone has a thread of its own. On a CPU a step and a copy end before anything else happens. On
+other devices they go on beside the loop, which waits for messages and for their ends at the same time.
 Each effect is a span of the worker's trace (`baton.trace`): of the scheduler, the engine, page copies or sockets.
 """
 
@@ -20,7 +21,7 @@ import torch
 
 from baton.clock import PauseDetector, Tick
 from baton.config import Config, DecodeConfig, PrefillConfig
-from baton.errors import NotEnoughMemory, StoreError
+from baton.errors import DeviceLost, NotEnoughMemory, StoreError
 from baton.logs import RateLimit, RateLimitedLog
 from baton.membership import SendToRouter
 from baton.messages import (
@@ -52,12 +53,12 @@ from engine.gpus import resolve_device, visible_gpus
 from engine.models.config import load_spec
 from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
+from engine.runner import Moving, Runner, Running
 from engine.sampling.grammars import GrammarCompiler
 from engine.step import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
-from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
-from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, StoreUp
 from kvstore.events.changes import page_runs
 from kvstore.events.publisher import KvEventPublisher
 from kvstore.layout import PageLayout
@@ -65,7 +66,7 @@ from worker.alarm import Alarm
 from worker.calibration import calibrate
 from worker.gpu_metrics import GpuMetrics
 from worker.pool_size import CudaMemory, await_memory, fitting_pages, pool_pages
-from worker.turn import AwaitStore, CollectStep, CopyPages, Publish, Receive, RunStep, turn
+from worker.turn import AwaitStore, CollectStep, CopyEnded, CopyPages, Publish, Receive, RunStep, turn
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a router or store can trigger
@@ -74,6 +75,7 @@ _IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
 _ANSWERING = 0.002  # the same while followers of its KV events read what they asked for
 _CONNECT_AGAIN = 0.05  # seconds between two tries to reach the store
 _HEARS: Mapping[WorkerRole, Any] = {"prefill": ToPrefill, "decode": ToDecode}  # what routers say to it
+_STEP = 0.05  # seconds between two looks at a step that runs beside the loop, whose end wakes it
 _PAUSE = 1.0  # seconds; a longer turn means that this process was paused, and no peer is to blame
 
 
@@ -110,36 +112,36 @@ class WorkerLoop:
         node: str,
         routers: Sequence[str],
         host: str,
-        engine: Engine,
+        runner: Runner,
     ) -> None:
         """Connect. `routers`: their ZMQ endpoints; `host`: where our own sockets listen, the address of this node;
-        `engine`: as `load` made it, and used by no other. Raises PortInUse or StartupError."""
+        `runner`: as `load` made it, and used by no other. Raises PortInUse or StartupError."""
         self.clock = MonotonicClock()
         self._role: WorkerRole = role
         self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
         self.next_role: WorkerRole | None = None  # what a router wants this process to be from now on
-        self.engine = engine
-        namespace = _namespace(self.engine, config.pages.page_size)
-        layout = self.engine.layout
-        self.num_pages = len(self.engine.pool)
+        self.runner = runner
+        namespace = _namespace(runner, config.pages.page_size)
+        layout = runner.layout
+        self.num_pages = runner.num_pages
         self.calibration = calibrate(
-            *(self.engine.step, self.clock.now, config.pages.page_size, self.num_pages),
-            self.engine.config.max_positions,
+            *(lambda chunks: runner.launch(chunks).wait(), self.clock.now, config.pages.page_size, self.num_pages),
+            runner.max_positions,
             decodes=role == "decode",
         )
         self._page_size = config.pages.page_size
-        self._verify = config.store.verify_pages
+        self._mover = runner.mover(verify=config.store.verify_pages)
         self._model = config.model.served_name
         self.metrics = Metrics()
         self._events = KvEventPublisher(self.peer.incarnation, self._model, self.clock, host)
         card = ModelCard(
             namespace,
             layout.page_bytes,
-            self.engine.config.vocab_size,
-            self.engine.config.max_positions,
+            runner.vocab_size,
+            runner.max_positions,
             self.num_pages,
             self.calibration,
-            self.engine.has_lm_head,
+            runner.has_lm_head,
         )
         hello = Hello(
             self.peer,
@@ -160,20 +162,23 @@ class WorkerLoop:
         for link in self._routers.links:
             self._poller.add(link)
         self._poller.add(self._events)
-        self._alarm = Alarm()  # a grammar has become ready
+        self._alarm = Alarm()  # a grammar has become ready, or a step or copy beside the loop has ended
+        runner.wake(self._alarm.ring)
         self._poller.add(self._alarm.fileno())
-        self.grammars = GrammarCompiler(hub.resolve(config.model.path), self.engine.config.vocab_size, self._alarm.ring)
+        self.grammars = GrammarCompiler(hub.resolve(config.model.path), runner.vocab_size, self._alarm.ring)
         self._pauses = PauseDetector(_PAUSE)
         self._scheduler: WorkerScheduler
         self._step_started: float | None = None
+        self._running: tuple[ScheduledBatch, Running] | None = None  # a step beside the loop
+        self._moving: list[tuple[int, Moving]] = []  # copies beside the loop, with their epochs
         self._stepped = False  # in this turn
         self.metrics.read_at_scrape(self._step_age)
-        if (gpu := GpuMetrics.of(self.engine.pool.device)) is not None:
+        if (gpu := GpuMetrics.of(torch.device(runner.device))) is not None:
             self.metrics.read_at_scrape(gpu.read)
         self._next_beat = 0.0
         self.pages_in = self.pages_out = self.corrupt = 0
         self._traces = config.cluster.traces
-        self.tracer = self.engine.tracer
+        self.tracer = runner.tracer
         self.tracer.process = name
         self.tracer.keep = config.cluster.kept_traces
         if config.cluster.trace_steps:
@@ -185,12 +190,16 @@ class WorkerLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        still = self._mover.close()  # first: no slot may be given up while a copy writes to it
         self.tracer.close()
         self.grammars.close()
         self._alarm.close()
         self._routers.close()
         self._events.close()
-        self._store.leave()
+        if still:
+            self._store.leave()
+        else:  # the store takes the slots back when this process has ended
+            self._store.close()
         self.metrics.close()
 
     def serve(
@@ -209,16 +218,16 @@ class WorkerLoop:
         try:
             while True:
                 match effects.send(result):
-                    case Receive():
-                        result = self._events_received()
+                    case Receive(step_runs=step_runs):
+                        result = self._events_received(step_runs)
                     case AwaitStore(until=until):
                         result = self._replies(until)
-                    case CopyPages(copies=copies):
-                        result = self._copy(copies)
-                    case CollectStep():
-                        raise AssertionError("no step runs")
+                    case CopyPages(copies=copies, epoch=epoch):
+                        result = self._copy(copies, epoch)
                     case RunStep(plan=plan):
                         result = self._step(plan)
+                    case CollectStep():
+                        result = self._collect()
                     case Publish():
                         result = self._publish(samples)
         except StopIteration:
@@ -265,11 +274,16 @@ class WorkerLoop:
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
-    def _events_received(self) -> Iterator[Any]:
-        """Wait until there is work. Yield the store's replies, then the routers' messages, then a Tick."""
+    def _events_received(self, step_runs: bool) -> Iterator[Any]:
+        """Wait until there is work, or the step that runs has ended. Yield the copies that have ended, the store's
+        replies, the routers' messages, then a Tick."""
         with self.tracer.span("wait", "sockets"):
-            self._poller.wait(0.0 if self._scheduler.busy else _ANSWERING if self._events.under_way else _IDLE)
+            if step_runs:
+                self._poller.wait(_STEP)
+            else:
+                self._poller.wait(0.0 if self._scheduler.busy else _ANSWERING if self._events.under_way else _IDLE)
         self._alarm.silence()
+        yield from self._copies_ended()
         now = self.clock.now()
         paused = self._pauses.tick(now)
         yield from self._from_store(now)
@@ -290,7 +304,7 @@ class WorkerLoop:
         yield Tick(paused)
 
     def _change_role(self, role: WorkerRole) -> None:
-        if role == "decode" and not self.engine.has_lm_head:
+        if role == "decode" and not self.runner.has_lm_head:
             of_peers.warning("can't become a decode worker without an output head (prefill.lm_head)")
         elif role != self.peer.role:
             of_peers.info("becomes a %s worker; all work here is forgotten", role)
@@ -300,7 +314,14 @@ class WorkerLoop:
         """Wait for the store until then at most, and yield its replies."""
         with self.tracer.span("wait for the store", "sockets"):
             readable(self._store.fileno(), max(0.0, until - self.clock.now()))
+        yield from self._copies_ended()
         yield from self._from_store(self.clock.now())
+
+    def _copies_ended(self) -> Iterator[CopyEnded]:
+        for each in [each for each in self._moving if each[1].done()]:
+            self._moving.remove(each)
+            epoch, moving = each
+            yield CopyEnded(epoch, self._count(moving.wait()))
 
     def _from_store(self, now: float) -> Iterator[Any]:
         if not self._store.connected:
@@ -312,8 +333,9 @@ class WorkerLoop:
                     log.debug("no store yet: %s", error)
                 else:
                     self._poller.add(self._store.fileno())
+                    self._mover.attach(self._store.arena)
                     of_peers.info("attached to the store, incarnation %s", self._store.incarnation)
-                    yield StoreUp(self._store.slots, self.engine.layout.page_bytes)
+                    yield StoreUp(self._store.slots, self.runner.layout.page_bytes)
             return
         try:
             with self.tracer.span("read the store", "sockets"):
@@ -338,44 +360,31 @@ class WorkerLoop:
                         self._routers.say(message, router)
                 case DuplicatePage(source=source, dest=dest):
                     with self.tracer.span("duplicate a page", "copies"):
-                        self.engine.pages.duplicate(source, dest)
+                        self.runner.duplicate(source, dest)
                 case CallStore(call=call):
                     if self._store.connected:
                         with self.tracer.span("call the store", "sockets"):
                             self._store.call(call)
 
-    def _copy(self, batch: Sequence[Copy]) -> CopiedIn | CopiedOut:
-        lease, first = batch[0].lease, batch[0].index
-        if isinstance(batch[0], CopyOut):
-            with self.tracer.span("copy out", "copies", pages=len(batch)):
-                return CopiedOut(lease, first, tuple(map(self._copy_out, batch)))
-        with self.tracer.span("copy in", "copies", pages=len(batch)):
-            good = [self._copy_in(copy) for copy in batch]
-        indices = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if intact)
-        corrupt = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if not intact)
-        return CopiedIn(lease, indices, corrupt)
+    def _copy(self, batch: Sequence[Copy], epoch: int) -> CopiedIn | CopiedOut | None:
+        direction = "copy out" if isinstance(batch[0], CopyOut) else "copy in"
+        with self.tracer.span(direction, "copies", pages=len(batch)):
+            moving = self._mover.start(batch)
+            if moving.done():
+                return self._count(moving.wait())
+        self._moving.append((epoch, moving))
+        return None
 
-    def _copy_out(self, copy: Copy) -> int:
-        """Returns the checksum of what lies in the slot then, read while the copy is still in the cache."""
-        slot = self._store.slot(copy.slot)
-        self.engine.pages.copy_out(copy.page, slot)
-        self.pages_out += 1
-        return page_checksum(slot)
-
-    def _copy_in(self, copy: Copy) -> bool:
-        """Returns whether the page is intact, as far as that is to be verified."""
-        slot = self._store.slot(copy.slot)
-        if self._verify and isinstance(copy, CopyIn):
-            intact = self.engine.pages.copy_in_checked(slot, copy.page) == copy.checksum
+    def _count(self, made: CopiedIn | CopiedOut) -> CopiedIn | CopiedOut:
+        if isinstance(made, CopiedOut):
+            self.pages_out += made.pages
         else:
-            self.engine.pages.copy_in(slot, copy.page)
-            intact = True
-        self.pages_in += 1
-        self.corrupt += not intact
-        return intact
+            self.pages_in += made.pages
+            self.corrupt += len(made.corrupt)
+        return made
 
-    def _step(self, plan: ScheduledBatch) -> StepDone | StepOutOfMemory | StepFailed:
-        """Run one step of the engine. While it runs, the heartbeat's thread tells how old it is."""
+    def _step(self, plan: ScheduledBatch) -> StepDone | StepOutOfMemory | StepFailed | None:
+        """Launch one step. While it runs, the heartbeat's thread tells how old it is."""
         self.tracer.count()
         self._stepped = True
         self._step_started = self.clock.now()
@@ -387,17 +396,47 @@ class WorkerLoop:
         self.metrics.observe("iteration_tokens_total", tokens)
         try:
             with self.tracer.span("step", "engine", chunks=len(chunks), tokens=tokens):
-                output = self.engine.run(chunks)
-                return StepDone(plan, output.sampled, output.scores)
-        except torch.OutOfMemoryError as error:
-            return StepOutOfMemory(plan, f"a step of {tokens} tokens and {len(chunks)} chunks did not fit: {error}")
-        except Exception as error:  # one bad batch must not end the worker; its requests hear of it
-            log.exception("request=%s a step failed", ",".join(name.request for name in plan))
-            return StepFailed(plan, f"{type(error).__name__}: {error}")
-        finally:
-            self.metrics.observe("step_seconds", self.clock.now() - self._step_started)
-            self._step_started = None
-            self._routers.step_ended()  # what holds the loop up from now on is no step
+                running = self.runner.launch(chunks)
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - one bad batch must not end the worker; its requests hear of it
+            return self._failed(plan, error)
+        self._running = (plan, running)
+        return self._collect()
+
+    def _collect(self) -> StepDone | StepOutOfMemory | StepFailed | None:
+        """Take the results of the step that runs, if it has ended."""
+        assert self._running is not None, "no step runs"
+        plan, running = self._running
+        if not running.done():
+            return None
+        self._running = None
+        try:
+            with self.tracer.span("results", "engine"):
+                finished = running.wait()
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._failed(plan, error)
+        # A CPU is the loop's, too: what a step costs there is all that passes from its plan to its end.
+        seconds = finished.seconds if self.runner.overlaps else None
+        self._step_ended(seconds)
+        return StepDone(plan, finished.sampled, finished.scores, seconds)
+
+    def _failed(self, plan: ScheduledBatch, error: Exception) -> StepOutOfMemory | StepFailed:
+        self._step_ended(None)
+        if isinstance(error, torch.OutOfMemoryError):
+            tokens = sum(len(chunk.tokens) for chunk in plan.values())
+            return StepOutOfMemory(plan, f"a step of {tokens} tokens and {len(plan)} chunks did not fit: {error}")
+        requests = ",".join(name.request for name in plan)
+        log.error("request=%s a step failed", requests, exc_info=error)
+        return StepFailed(plan, f"{type(error).__name__}: {error}")
+
+    def _step_ended(self, seconds: float | None) -> None:
+        assert self._step_started is not None
+        self.metrics.observe("step_seconds", self.clock.now() - self._step_started if seconds is None else seconds)
+        self._step_started = None
+        self._routers.step_ended()  # what holds the loop up from now on is no step
 
     def _publish(self, samples: Callable[[], Mapping[str, Sample]]) -> None:
         """Publish KV events and the heartbeat's snapshot, and the metrics once a heartbeat."""
@@ -436,7 +475,7 @@ class WorkerLoop:
 
     def _samples(self) -> Mapping[str, Sample]:
         """What the loop itself counts, whatever its role."""
-        page_bytes = self.engine.layout.page_bytes
+        page_bytes = self.runner.layout.page_bytes
         moved = {("in",): float(self.pages_in), ("out",): float(self.pages_out)}
         return {
             **self._events.metric_samples,
@@ -500,6 +539,6 @@ def _pages_on_gpu(
     return lambda make: fitting_pages(make, memory, own, layout.page_size, share)
 
 
-def _namespace(engine: Engine, page_size: int) -> Namespace:
-    layout = engine.layout
-    return Namespace(engine.fingerprint, engine.numerics_version, layout.dtype, page_size, layout.version)
+def _namespace(runner: Runner, page_size: int) -> Namespace:
+    layout = runner.layout
+    return Namespace(runner.fingerprint, runner.numerics_version, layout.dtype, page_size, layout.version)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.config import Config
+from baton.errors import DeviceLost
 from baton.hosts import LOOPBACK
 from baton.messages import WorkerRole
 from baton.process import settle
@@ -35,14 +36,19 @@ def run(
     host: str = LOOPBACK,
 ) -> None:
     """Serve until `stop` is set, at first as `role`. `routers` are ZMQ endpoints, `node` names the store to use, `host`
-    is this node's address. Raises ModelError, NotEnoughMemory or StartupError when it can't start."""
+    is this node's address. Raises ModelError, NotEnoughMemory or StartupError when it can't start, and DeviceLost when
+    its device does nothing more for this process."""
     engine = load(config, role)
     serves: WorkerRole | None = role
     while serves is not None:
         with WorkerLoop(config, serves, name, node, routers, host, engine) as worker:
             settle()
             log.info("%s worker %s serves with %d pages", serves, worker.peer.incarnation, worker.num_pages)
-            _SERVE[serves](worker, config, stop)
+            try:
+                _SERVE[serves](worker, config, stop)
+            except DeviceLost as error:
+                log.error("this process ends and must be replaced: %s", error)
+                raise
             serves = None if stop.is_set() else worker.next_role
 
 
@@ -53,7 +59,7 @@ def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) ->
         worker.num_pages,
         event_tokens=config.store.event_tokens,
         calibration=worker.calibration,
-        vocab_size=worker.engine.config.vocab_size,
+        vocab_size=worker.runner.vocab_size,
     )
     worker.serve(state, lambda: _prefill_samples(state.stats()), stop)
 
@@ -81,8 +87,9 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         worker.num_pages,
         event_tokens=config.store.event_tokens,
         calibration=worker.calibration,
-        vocab_size=worker.engine.config.vocab_size,
+        vocab_size=worker.runner.vocab_size,
         grammars=worker.grammars,
+        copies_overlap=worker.runner.overlaps,
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 

@@ -128,6 +128,13 @@ class StoreClient:
         except StoreGone as error:
             self._failure = error
 
+    @property
+    def arena(self) -> Arena:
+        """The store's memory, mapped. Raises StoreGone while not connected."""
+        if self._arena is None:
+            raise StoreGone("not connected to a store")
+        return self._arena
+
     def slot(self, index: int) -> memoryview:
         """The bytes of an arena slot, `page_bytes` of them, writable."""
         if self._arena is None:

@@ -1,0 +1,188 @@
+"""The seam between a worker and what computes: a runner with a model, device pages, steps and copies.
+
+    worker ──▶ Runner.launch(chunks) ──▶ Running ──▶ Finished
+           ──▶ Mover.start(copies)   ──▶ Moving  ──▶ CopiedIn | CopiedOut
+
+Schedulers, store and router know nothing of it. `engine.engine.Engine` is the first runner. A runner may do everything
+at once, as on a CPU, or go on beside its worker. One thread calls a runner and what it returns.
+
+Order on the device: a step sees what steps and duplicates launched before it have written. A copy into a page comes
+after the duplicates launched before it. Nothing else is ordered; the worker waits for ends instead.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from msgspec import Struct
+
+from baton.messages import PromptTokenLogprob
+from baton.trace import Tracer
+from engine.batch import Chunk, Sampled
+from kvstore.client.transfer import CopiedIn, CopiedOut, Copy
+from kvstore.layout import PageLayout
+
+PromptScores: TypeAlias = Mapping[int, Sequence[PromptTokenLogprob]]
+
+
+class Finished(Struct, frozen=True, gc=False):
+    """The results of a step: for each chunk the token drawn, None without `sample`, and always None without a head;
+    and by number of the chunk what it scored. `seconds` is what it took by the device's clock."""
+
+    sampled: Sequence[Sampled | None]
+    scores: PromptScores
+    seconds: float
+
+
+class Running(Protocol):
+    """A step that was launched."""
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once, or nearly so."""
+        ...
+
+    def wait(self) -> Finished:
+        """Return the results once the step has ended. To be called once. Raises whatever the step has raised."""
+        ...
+
+
+class Moving(Protocol):
+    """Copies that were started, of one lease and in one direction."""
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        ...
+
+    def wait(self) -> CopiedIn | CopiedOut:
+        """Return what came of the copies once they have been made."""
+        ...
+
+
+class Slots(Protocol):
+    """A store's arena, mapped. Memory stays valid as long as a view of it exists."""
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def view(self) -> memoryview:
+        """All slots, end to end, writable."""
+        ...
+
+    def slot(self, index: int) -> memoryview: ...
+
+
+class Mover(Protocol):
+    """Copies pages between a device and the arena of the node's store."""
+
+    def attach(self, arena: Slots) -> None:
+        """From now on copies are from and to this arena. Those that were started go on with the one before."""
+        ...
+
+    def start(self, copies: Sequence[Copy]) -> Moving:
+        """Start to copy pages of one lease in one direction, at consecutive indices. Copies into the device are made in
+        the order in which they were started."""
+        ...
+
+    def close(self) -> bool:
+        """Wait for what is under way, a few seconds at most, and let go of the arena. Return whether all has ended."""
+        ...
+
+
+class Runner(Protocol):
+    """A model with its device pages. Loading one is a constructor's matter."""
+
+    numerics_version: int
+    fingerprint: bytes  # of the weights
+    layout: PageLayout  # of a page
+    has_lm_head: bool  # it can draw tokens
+    tracer: Tracer  # of the loop that uses it
+
+    @property
+    def overlaps(self) -> bool:
+        """Steps and copies go on beside the worker's loop, on a device with a clock of its own."""
+        ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def device(self) -> str:
+        """Such as "cpu" or "cuda:1"."""
+        ...
+
+    def launch(self, chunks: Sequence[Chunk]) -> Running:
+        """Begin a step: compute the chunks' K and V into their pages and draw what they ask for. `chunks` may change
+        once this has returned. Raises ValueError for a chunk that this model and pool can't run, and DeviceLost, as
+        whatever reaches the device may."""
+        ...
+
+    def duplicate(self, source: int, dest: int) -> None:
+        """Copy one device page to another, after the steps launched before and before those launched later."""
+        ...
+
+    def mover(self, *, verify: bool) -> Mover:
+        """Return what copies its pages. With `verify`, pages copied in are compared with their checksums."""
+        ...
+
+    def wake(self, alarm: Callable[[], None]) -> None:
+        """From now on call `alarm`, from any thread, whenever a step or a copy has ended that went on beside."""
+        ...
+
+
+class Ran:
+    """A step that had ended when it was launched."""
+
+    def __init__(self, finished: Finished) -> None:
+        self._finished = finished
+
+    @classmethod
+    def timed(cls, run: Callable[[], tuple[Sequence[Sampled | None], PromptScores]]) -> Ran:
+        """Run a step here and now."""
+        began = time.perf_counter()
+        sampled, scores = run()
+        return cls(Finished(sampled, scores, time.perf_counter() - began))
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> Finished:
+        return self._finished
+
+
+class Moved:
+    """Copies that had been made when they were started."""
+
+    def __init__(self, made: CopiedIn | CopiedOut) -> None:
+        self._made = made
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> CopiedIn | CopiedOut:
+        return self._made
+
+
+def copied_in(copies: Sequence[Copy], intact: Sequence[bool]) -> CopiedIn:
+    """Return the event for copies into the device, each intact or not."""
+    good = tuple(copy.index for copy, each in zip(copies, intact, strict=True) if each)
+    bad = tuple(copy.index for copy, each in zip(copies, intact, strict=True) if not each)
+    return CopiedIn(copies[0].lease, good, bad)
+
+
+def copied_out(copies: Sequence[Copy], checksums: Sequence[int]) -> CopiedOut:
+    """Return the event for copies out of the device, with the checksums of the slots."""
+    return CopiedOut(copies[0].lease, copies[0].index, tuple(checksums))
