@@ -1,0 +1,122 @@
+"""A CPU that behaves as a GPU does: steps and copies run on threads, late and in an order of their own."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from engine.batch import Chunk
+from engine.cuda.mover import OverlappedMover
+from engine.engine import Engine
+from engine.page_pool import PagePool
+from engine.runner import Finished, PromptScores
+
+_SLOWEST = 0.004  # seconds that a step or a copy waits before it begins
+
+
+class ThreadedCopies:
+    """`engine.cuda.mover.DeviceCopies` over the pages of a CPU. It pins so many pieces and refuses the next."""
+
+    def __init__(self, pool: PagePool, pieces: int = 1_000, slowest: float = 0.0) -> None:
+        self.pool, self._pieces, self._slowest = pool, pieces, slowest
+        self.pinned: list[memoryview] = []
+        self.staged = 0  # pages that went through buffers
+        self._buffers: list[memoryview] = []
+        self._queues = {inward: ThreadPoolExecutor(1) for inward in (True, False)}
+        self._mine = threading.local()
+        self.duplicated: Future[None] | None = None  # copies in wait for it
+
+    def pin(self, memory: memoryview) -> bool:
+        if len(self.pinned) == self._pieces:
+            return False
+        self.pinned.append(memory)
+        return True
+
+    def unpin(self, memory: memoryview) -> None:
+        self.pinned.remove(memory)
+
+    def staging(self, count: int) -> Sequence[memoryview]:
+        made = [memoryview(bytearray(self.pool.page_bytes)) for _ in range(count)]
+        self._buffers += made
+        return made
+
+    def copy_in(self, source: memoryview, page: int) -> None:
+        duplicated = self.duplicated
+
+        def copy() -> None:
+            if duplicated is not None:
+                wait([duplicated])
+            self._pause()
+            self.pool.copy_in(source, page)
+
+        self._queue(True, source, copy)
+
+    def copy_out(self, page: int, dest: memoryview) -> None:
+        def copy() -> None:
+            self._pause()
+            self.pool.copy_out(page, dest)
+
+        self._queue(False, dest, copy)
+
+    def finish(self, *, inward: bool) -> None:
+        for future in getattr(self._mine, "queued", []):
+            future.result()
+        self._mine.queued = []
+
+    def _queue(self, inward: bool, memory: memoryview, copy: Callable[[], None]) -> None:
+        self.staged += any(memory.obj is buffer.obj for buffer in self._buffers)
+        self._mine.queued = [*getattr(self._mine, "queued", []), self._queues[inward].submit(copy)]
+
+    def _pause(self) -> None:
+        if self._slowest:
+            time.sleep(random.uniform(0, self._slowest))
+
+
+class _Step:
+    def __init__(self, future: Future[Finished]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> Finished:
+        return self._future.result()
+
+
+class ThreadedEngine(Engine):
+    """The engine as a runner that overlaps."""
+
+    @property
+    def overlaps(self) -> bool:
+        return True
+
+    @property
+    def _steps(self) -> ThreadPoolExecutor:
+        return self.__dict__.setdefault("steps", ThreadPoolExecutor(1))
+
+    @property
+    def _copies(self) -> ThreadedCopies:
+        return self.__dict__.setdefault("copies", ThreadedCopies(self.pages, pieces=1, slowest=_SLOWEST))
+
+    def launch(self, chunks: Sequence[Chunk]) -> _Step:
+        masks, batches = self._prepare(chunks)
+
+        def run() -> Finished:
+            time.sleep(random.uniform(0, _SLOWEST))
+            began = time.perf_counter()
+            scores: PromptScores = {}
+            output = self._draw(chunks, self._parts(chunks, batches, scores), masks, scores)
+            return Finished(output.sampled, output.scores, time.perf_counter() - began)
+
+        future = self._steps.submit(run)
+        future.add_done_callback(lambda _: self._alarm())
+        return _Step(future)
+
+    def duplicate(self, source: int, dest: int) -> None:
+        self._copies.duplicated = self._steps.submit(self.pages.duplicate, source, dest)
+
+    def mover(self, *, verify: bool) -> OverlappedMover:
+        return OverlappedMover(self._copies, lambda: self._alarm(), verify=verify, piece=2**20)
