@@ -68,15 +68,16 @@ def directory(name: str) -> Path:
 
 def write_100m(folder: Path) -> Path:
     """Write the checkpoint into `folder`, which exists, and return it."""
-    return _write(folder, LLAMA_100M)
+    return write_shape(folder, LLAMA_100M)
 
 
 def write_100m_128k(folder: Path) -> Path:
     """The same with as many tokens as Llama 3 has, and 175 M parameters."""
-    return _write(folder, LLAMA_100M | {"vocab_size": 128_256})
+    return write_shape(folder, LLAMA_100M | {"vocab_size": 128_256})
 
 
-def _write(folder: Path, config: dict[str, Any]) -> Path:
+def write_shape(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a checkpoint with this `config.json` into `folder`, which exists, and return it."""
     generator = torch.Generator().manual_seed(SEED)
     weights = {
         name: torch.ones(shape, dtype=torch.bfloat16)

@@ -114,7 +114,14 @@ def outline(spec: ModelSpec, dtype: torch.dtype, head: bool, maker: LinearMaker)
     def nothing(name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=dtypes[0], device="meta")
 
-    return _Assembly(spec, maker, nothing, dtype, torch.device("meta")).model(head)
+    return assembled(spec, dtype, torch.device("meta"), head, maker, nothing)
+
+
+def assembled(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, head: bool, maker: LinearMaker, take: Take
+) -> ModelWeights:
+    """Return weights of the tensors that `take` gives for the names and shapes of a checkpoint."""
+    return _Assembly(spec, maker, take, dtype, device).model(head)
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:

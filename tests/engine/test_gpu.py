@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from baton import config
 from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
+from engine.gpu_memory import worker_bytes
+from engine.gpus import resolve_device, visible_gpus
 from engine.sampling import counter_rng, device_rng
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.filter_edges import PREFIX
 from tests import checkpoints
 from tests.engine.sampler_cases import assert_same_draws, assert_same_scores, random_draw, random_logits
+from worker.loop import load
+from worker.pool_size import CudaMemory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,3 +87,49 @@ def test_nothing_waits_for_the_device_before_the_draws_are_collected() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert launched.collect() == expected
+
+
+def test_the_device_is_where_both_ways_to_ask_find_it() -> None:
+    found = visible_gpus()
+    assert len(found.gpus) == torch.cuda.device_count()
+    assert [gpu.name for gpu in found.gpus] == [torch.cuda.get_device_name(i) for i in range(len(found.gpus))]
+    assert found.gpus[0].memory_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert resolve_device("auto") == "cuda"
+
+
+def test_attention_never_asks_cudnn(checkpoint: Callable[[str], Path]) -> None:
+    """Not even for shapes that only cuDNN would be quick at."""
+    engine = Engine.load(checkpoint("llama"), "bfloat16", "cuda", 64, 16, head=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.step([Chunk(list(range(3, 131)), 0, range(8)), Chunk([5], 63, range(8, 12), TokenDraw(temperature=0.0))])
+    assert not [event.key for event in profile.key_averages() if "cudnn_attention" in event.key]
+
+
+def test_pages_fill_what_a_worker_may_use_and_no_more(checkpoint: Callable[[str], Path]) -> None:
+    settings = {
+        "model.path": str(checkpoint("llama")), "model.device": "cuda", "decode.gpu_memory_utilization": 0.2,
+        "decode.num_gpus": 0.5,
+    }  # fmt: skip
+    before = CudaMemory("cuda").read()
+    engine = load(config.load(None, settings), "decode")
+    memory = CudaMemory("cuda").read()
+    taken = before.free - memory.free
+    assert 0.8 < taken / worker_bytes(memory.total, 0.2, 0.5) < 1.05
+    (drawn,) = engine.step([Chunk(list(range(3, 35)), 0, [len(engine.pool) - 1, 0], TokenDraw(temperature=0.0))])
+    assert drawn is not None
+
+
+def test_an_engine_goes_on_after_a_step_that_ran_out_of_memory(checkpoint: Callable[[str], Path]) -> None:
+    engine = Engine.load(checkpoint("llama"), "float32", "cuda", 256, 16, head=True)
+    chunk = Chunk([3 + i % 50 for i in range(1_024)], 0, range(64), TokenDraw(temperature=0.0))
+    expected = engine.step([chunk])
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved() + 2**20) / torch.cuda.get_device_properties(0).total_memory
+    )
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.step([chunk])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert engine.step([chunk]) == expected

@@ -1,0 +1,201 @@
+"""Pages between a GPU and host memory, alone and beside a step; and a process that is killed while it copies."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.unix import readable
+from bench.gpu_device import Device
+from engine.page_pool import PagePool
+from kvstore.checksum import page_checksum
+
+PAGES = {"2 MiB": 2 * 2**20, "128 KiB": 128 * 2**10}
+_BYTES, _FAKE_BYTES = 256 * 2**20, 8 * 2**20  # of one measurement
+_BUSY_SIZE, _FAKE_BUSY_SIZE = 8_192, 256  # of the matrices of the step in the background
+_CHILD_PAGE = 2 * 2**20
+_DEADLINE = 120.0  # seconds, for the child's first copies
+_ROOT = Path(__file__).parent.parent
+_SETTLED = 0.5  # seconds for which nothing may change after a process is gone
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Bytes per second of one way to copy."""
+
+    case: str
+    rate: float
+
+
+def copies(device: Device) -> Iterator[Copied]:
+    """Yield each way, each size of pages, each direction, without and with a step beside it."""
+    total = _FAKE_BYTES if device.fake else _BYTES
+    for name, size in PAGES.items():
+        count = total // size
+        pool = torch.zeros((count, size), dtype=torch.uint8, device=device.name)
+        pages = PagePool(pool, size)
+        plain = mmap.mmap(-1, total)
+        try:
+            yield from _each(device, name, "pool", total, pages, memoryview(plain), count, size)
+        finally:
+            del pages
+        if device.is_cuda:
+            yield from _pinned(device, name, total, pool, count)
+
+
+def _each(
+    device: Device, name: str, way: str, total: int, pages: PagePool, host: memoryview, count: int, size: int
+) -> Iterator[Copied]:
+    """What workers do: one page after the other, from pageable memory, each ended before the next."""
+
+    def out() -> None:
+        for page in range(count):
+            pages.copy_out(page, host[page * size : (page + 1) * size])
+
+    def back() -> None:
+        for page in range(count):
+            pages.copy_in(host[page * size : (page + 1) * size], page)
+
+    def checked() -> None:
+        out()
+        for page in range(count):
+            page_checksum(host[page * size : (page + 1) * size])
+
+    for direction, work in (("out", out), ("in", back), ("out with checksums", checked)):
+        yield Copied(f"{name} {direction}, {way}, alone", total / device.seconds(work, 3))
+        yield Copied(f"{name} {direction}, {way}, beside a step", total / beside_a_step(device, work))
+
+
+def _pinned(device: Device, name: str, total: int, pool: torch.Tensor, count: int) -> Iterator[Copied]:
+    """On a side stream, from pinned memory, all pages in flight at a time."""
+    host = torch.empty(pool.shape, dtype=torch.uint8, pin_memory=True)
+
+    stream = torch.cuda.Stream(device.name)
+
+    def out() -> None:
+        with torch.cuda.stream(stream):  # pyright: ignore[reportArgumentType]
+            for page in range(count):
+                host[page].copy_(pool[page], non_blocking=True)
+        stream.synchronize()
+
+    def back() -> None:
+        with torch.cuda.stream(stream):  # pyright: ignore[reportArgumentType]
+            for page in range(count):
+                pool[page].copy_(host[page], non_blocking=True)
+        stream.synchronize()
+
+    for direction, work in (("out", out), ("in", back)):
+        yield Copied(f"{name} {direction}, pinned, alone", total / device.seconds(work, 3))
+        yield Copied(f"{name} {direction}, pinned, beside a step", total / beside_a_step(device, work))
+
+
+def beside_a_step(device: Device, work: Callable[[], object]) -> float:
+    """Seconds of `work`, which ends with its last copy, while matrix products keep the device busy. On a CPU they run
+    on another thread."""
+    size = _FAKE_BUSY_SIZE if device.fake else _BUSY_SIZE
+    left = torch.randn(size, size, device=device.name)
+    if device.is_cuda:
+        _ = left @ left  # warm
+        device.sync()
+        for _ in range(20):
+            _ = left @ left
+        began = time.perf_counter()
+        work()
+        taken = time.perf_counter() - began
+        device.sync()
+        return taken
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(lambda: [left @ left for _ in range(20)])
+        began = time.perf_counter()
+        work()
+        taken = time.perf_counter() - began
+        busy.result()
+    return taken
+
+
+# --- a process that is killed -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What was seen of a process that was killed while it copied pages out of its device into shared memory."""
+
+    until_gone: float  # seconds from SIGKILL until its pidfd was readable
+    writes_after: int  # slots that changed after that: must be 0
+    until_free: float | None  # seconds from there until the device's memory was back; None if it never was taken
+
+
+def kill_while_copying(device: Device, pages: int = 32) -> Killed:
+    """Start a process that copies pages into shared memory without end, kill it, and look at the memory.
+
+    The store gives the slots of a dead process to others as soon as its pidfd is readable. So no copy of the dead
+    process may write after that. Raises TimeoutError if the process does not begin.
+    """
+    arena = os.memfd_create("bench-gpu")
+    os.ftruncate(arena, (pages + 1) * _CHILD_PAGE)
+    shared = mmap.mmap(arena, 0)
+    before = device.free_bytes()
+    command = [sys.executable, "-m", "bench.gpu_pages", str(arena), device.name, str(pages)]
+    child = subprocess.Popen(command, pass_fds=[arena], cwd=_ROOT)
+    gone = os.pidfd_open(child.pid)
+    try:
+        deadline = time.monotonic() + _DEADLINE
+        while not shared[pages * _CHILD_PAGE]:  # it has made its first round
+            if time.monotonic() > deadline or child.poll() is not None:
+                raise TimeoutError(f"the process that copies has not begun; status {child.poll()}")
+            time.sleep(0.01)
+        time.sleep(0.05)
+        taken = before - device.free_bytes()
+        began = time.perf_counter()
+        child.send_signal(signal.SIGKILL)
+        if not readable(gone, _DEADLINE):
+            raise TimeoutError("the process is not gone")
+        until_gone = time.perf_counter() - began
+        seen = [page_checksum(_slot(shared, page)) for page in range(pages)]
+        free = _until_free(device, before - taken // 10) if taken > 2**26 else None
+        time.sleep(_SETTLED)
+        changed = sum(page_checksum(_slot(shared, page)) != seen[page] for page in range(pages))
+        return Killed(until_gone, changed, free)
+    finally:
+        child.kill()
+        child.wait()
+        os.close(gone)
+        os.close(arena)
+
+
+def _slot(shared: mmap.mmap, page: int) -> memoryview:
+    return memoryview(shared)[page * _CHILD_PAGE : (page + 1) * _CHILD_PAGE]
+
+
+def _until_free(device: Device, wanted: int) -> float:
+    """Seconds until so many bytes of the device are free, 10 at most."""
+    began = time.perf_counter()
+    while device.free_bytes() < wanted and time.perf_counter() < began + 10.0:
+        time.sleep(0.001)
+    return time.perf_counter() - began
+
+
+def _copy_for_ever(arena: int, device: str, pages: int) -> None:
+    """The process that is killed: writes other bytes into every slot, round after round."""
+    shared = mmap.mmap(arena, 0)
+    pool = torch.zeros((pages, _CHILD_PAGE), dtype=torch.uint8, device=device)
+    copier = PagePool(pool, _CHILD_PAGE)
+    for number in range(10**9):
+        pool.fill_(number % 251)
+        for page in range(pages):
+            copier.copy_out(page, _slot(shared, page))
+        shared[pages * _CHILD_PAGE] = 1
+
+
+if __name__ == "__main__":
+    _copy_for_ever(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
