@@ -5,7 +5,8 @@ step lasts about `step` seconds while several prompts are at hand. For one alone
 steps are faster, and its pages still travel while the next ones are computed. How much that is, `baton.step_cost_model`
 learns from the steps themselves; it knows that the end of a long prompt is slower than its beginning. The steps of one
 alone are made equal, since a small rest would be computed slowly. Where a step costs much however little it computes,
-it lasts longer, so that at most a quarter is lost.
+it lasts longer, so that at most a quarter is lost. Where copies are made beside steps, a small last chunk may shorten
+the hand-off (`prefill_worker.last_chunk`).
 
 **Order.** Urgent prompts go first, and the others share the rest. Equally urgent prompts share the time by max-min
 fairness: each may have an equal part, and the rest of a short prompt's part goes to the longer ones. So short prompts
@@ -27,13 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import inf
 from typing import TypeAlias
 
 from baton.step_cost_model import StepCostModel, pairs
 from engine.batch import Chunk
 from engine.step import ScheduledBatch
+from prefill_worker.last_chunk import last_chunk
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 
 LEVELS = 4  # a prompt that is less urgent than that many levels waits no longer for it
@@ -53,9 +55,12 @@ PageSeconds: TypeAlias = Callable[[PrefillRequest, int], float]
 """Seconds of a prompt's n-th page from now, counted from 0."""
 
 
-def build_batch(jobs: Collection[PrefillRequest], pace: StepCostModel, step: float, most: int) -> ScheduledBatch:
+def build_batch(
+    jobs: Collection[PrefillRequest], pace: StepCostModel, step: float, most: int, copy: float = 0.0
+) -> ScheduledBatch:
     """Whole pages of the prompts that are computing: as many as fit into the seconds that a step may last, and at most
-    `most` tokens, but at least one page. Counts in each prompt how long it has been passed over."""
+    `most` tokens, but at least one page. Counts in each prompt how long it has been passed over. `copy`: seconds to
+    copy a page beside a step; 0 if copies are made between steps."""
     ready = [job for job in jobs if job.ready_to_step]
     if not ready:
         return {}
@@ -68,6 +73,8 @@ def build_batch(jobs: Collection[PrefillRequest], pace: StepCostModel, step: flo
     cost = _cost(pace, ready[0].page_size)
     ranks = rank_requests(ready, [job for job in jobs if job.phase is PrefillPhase.WAITING])
     shares = share_pages(ranks, cost, seconds if pace.largest else inf, most)
+    if alone and copy and pace.largest:
+        shares = _leave_last_chunk(ready[0], shares, cost, fixed, copy)
     _count_skipped(ranks, cost, shares)
     return {job.name: _chunk(job, count) for job, count in shares.items()}
 
@@ -77,6 +84,16 @@ def _equal_steps(job: PrefillRequest, pace: StepCostModel, seconds: float) -> fl
     rest = pace.cost.token * job.pending + pace.cost.pair * pairs(job.pending, job.computed)
     steps = round(rest / seconds)
     return rest / steps if steps > 1 else inf
+
+
+def _leave_last_chunk(job: PrefillRequest, shares: Shares, cost: PageSeconds, fixed: float, copy: float) -> Shares:
+    """Once for each prompt, leave a small chunk to the step after the one that would complete it."""
+    pages = shares[job]
+    if job.last_chunk_cut or pages < job.total - job.ready:
+        return shares
+    job.last_chunk_cut = True
+    added = [0.0, *accumulate(cost(job, page) for page in reversed(range(pages)))]
+    return {job: pages - last_chunk(pages, fixed, added.__getitem__, copy)}
 
 
 def rank_requests(ready: Collection[PrefillRequest], waiting: Collection[PrefillRequest]) -> Ranks:

@@ -74,6 +74,7 @@ class PrefillRequest:
     computed_here: int = 0  # tokens
     pages_stored: int = 0  # pages written to the store
     first_step: float | None = None  # when its first chunk was planned, seconds
+    last_chunk_cut: bool = False  # it was decided how its last pages are divided
     in_step: bool = False  # it is part of the step that runs
     in_limbo: list[int] = field(default_factory=list[int])  # device pages that no step may write to yet
 

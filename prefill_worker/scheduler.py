@@ -58,6 +58,7 @@ from kvstore.keys import prompt_keys, unpack_tokens
 from kvstore.load_or_recompute import LoadInProgress, LoadRegret, choose_load_length
 from prefill_worker import shared_prefix
 from prefill_worker.chunking import build_batch
+from prefill_worker.last_chunk import CopyRate
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 
 _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
@@ -100,9 +101,10 @@ class PrefillScheduler:
         event_tokens: bool = False,
         calibration: Sequence[StepSample] = (),
         vocab_size: int | None = None,
+        copies_overlap: bool = False,
     ) -> None:
         """`calibration`: steps that were run before there was any work. `vocab_size`, where known: a token id of an
-        order must be lower, because it would fail the whole step."""
+        order must be lower, because it would fail the whole step. `copies_overlap`: copies are made beside steps."""
         self._config = config
         self._vocab_size = vocab_size
         self._page_size = page_size
@@ -118,6 +120,7 @@ class PrefillScheduler:
         self._page_bytes = 0
         self._step_limit = StepLimit(config.max_num_batched_tokens, page_size)
         self._step_costs = WorkerStepTimes(calibration)
+        self._copy_rate = CopyRate() if copies_overlap else None
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._regret = LoadRegret()
         self._step = 0
@@ -386,6 +389,8 @@ class PrefillScheduler:
         lease: int = getattr(event, "lease", 0)
         job = self._owners.get(lease)
         ended = self._copies.made(event) if isinstance(event, CopiedIn | CopiedOut) else []
+        if isinstance(event, CopiedOut) and self._copy_rate is not None:
+            self._copy_rate.copied(event.pages, now)
         if job is None:
             return [*ended]
         if not isinstance(event, NotReserved) and job.committed >= job.lost_at:
@@ -464,7 +469,8 @@ class PrefillScheduler:
         for job in self._requests.values():
             if job.in_limbo:
                 job.in_limbo = self._blocks.in_limbo(job.in_limbo)
-        plan = build_batch(self._requests.values(), self._step_costs, step, self._step_limit.tokens)
+        copy = self._copy_rate.seconds if self._copy_rate is not None else 0.0
+        plan = build_batch(self._requests.values(), self._step_costs, step, self._step_limit.tokens, copy)
         self._planned = now
         for name in plan:
             job = self._requests[name.request]
@@ -510,6 +516,8 @@ class PrefillScheduler:
 
     def _tick(self, now: float, paused: float) -> list[PrefillCommand]:
         commands: list[PrefillCommand] = []
+        if self._copy_rate is not None and not self._copies.under_way:
+            self._copy_rate.idle(now)
         for job in list(self._requests.values()):
             job.progressed_at += paused
             if job.phase is PrefillPhase.DONE:

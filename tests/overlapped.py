@@ -16,10 +16,12 @@ from typing import Any
 
 from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import WorkerRole
+from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Chunk
 from engine.step import ScheduledBatch, StepDone, StepFailed
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, batches
+from prefill_worker.scheduler import PrefillScheduler
 from simulator.clock import Body
 from simulator.device import digests
 from simulator.transport import SlotMemory
@@ -138,6 +140,11 @@ class OverlappedWorker(RigWorker):
         self, rig: OverlappedRig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore
     ) -> None:
         super().__init__(rig, role, num_pages, config, node)
+        self.state = (
+            DecodeScheduler(config, PAGE, num_pages, copies_overlap=True)
+            if isinstance(config, DecodeConfig)
+            else PrefillScheduler(config, PAGE, num_pages, copies_overlap=True)
+        )
         self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays))
         self._turn: Generator[float, None, bool] | None = None
         self._running: tuple[ScheduledBatch, Operation] | None = None

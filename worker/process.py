@@ -60,6 +60,7 @@ def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) ->
         event_tokens=config.store.event_tokens,
         calibration=worker.calibration,
         vocab_size=worker.runner.vocab_size,
+        copies_overlap=worker.runner.overlaps,
     )
     worker.serve(state, lambda: _prefill_samples(state.stats()), stop)
 

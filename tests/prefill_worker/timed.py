@@ -36,6 +36,7 @@ class Timed(WorkerShell):
     patience = 0.0
     config: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_num_seqs=64))
     pages: int = 8_000
+    overlap: bool = False  # copies are made beside steps
     time: float = 0.0
     ended: dict[str, float] = field(
         default_factory=dict[str, float]
@@ -47,7 +48,7 @@ class Timed(WorkerShell):
     sealed: set[bytes] = field(default_factory=set[bytes])
 
     def __post_init__(self) -> None:
-        self.state = PrefillScheduler(self.config, PAGE, self.pages)
+        self.state = PrefillScheduler(self.config, PAGE, self.pages, copies_overlap=self.overlap)
         self._keys: dict[int, list[bytes]] = {}  # of each write, by lease
         self._slots = itertools.count()
         self.handle(StoreUp(10**6, 1))
