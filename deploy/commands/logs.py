@@ -8,10 +8,12 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO, Self
 
 import typer
 
@@ -50,14 +52,15 @@ def logs(
     if level.upper() not in Level.__members__:
         raise InvalidRequest(f"{level!r} is no level; there are {', '.join(Level.__members__)}")
     wanted = Filter(request, Level[level.upper()])
-    files = [LogFile(path) for path in _paths(_folder(name), processes or ())]
-    for record in last(files, lines, wanted):
-        out_line(record.text)
-    while follow:
-        time.sleep(_POLL)
-        for record in heapq.merge(*(file.new() for file in files)):
-            if wanted.matches(record):
-                out_line(record.text)
+    with ExitStack() as opened:
+        files = [opened.enter_context(LogFile(path)) for path in _paths(_folder(name), processes or ())]
+        for record in last(files, lines, wanted):
+            out_line(record.text)
+        while follow:
+            time.sleep(_POLL)
+            for record in heapq.merge(*(file.new() for file in files)):
+                if wanted.matches(record):
+                    out_line(record.text)
 
 
 @dataclass(frozen=True, order=True)
@@ -82,29 +85,77 @@ class Filter:
 
 
 class LogFile:
-    """One file that grows and is replaced when it is rotated. A record's traceback belongs to it."""
+    """One log that grows and is rotated. A record's traceback belongs to it.
+
+    Owns a descriptor of the file that it reads, so it also reads what is written there while the file is renamed. Of a
+    log that is rotated several times between two calls it also reads the files between, as long as they are kept.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inode = 0
-        self._offset = 0
+        self._file: BinaryIO | None = None
         self._rest = b""  # of a line whose end is not written yet
         self._time = ""  # of the last record
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
     def new(self) -> list[Record]:
-        """Return the records since the last call, and all records of a new file; empty if there is no file."""
+        """Return the records since the last call; at the first call those of the newest file; empty without a file."""
+        data = b""
         try:
-            with self._path.open("rb") as file:
-                found = os.fstat(file.fileno())  # of this file: the path may name a newer one already
-                if found.st_ino != self._inode or found.st_size < self._offset:
-                    self._inode, self._offset, self._rest = found.st_ino, 0, b""
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+            newest = self._path.open("rb")
+        except FileNotFoundError:  # just renamed, or never written
+            newest = None
+        if self._file is None or newest is None or _inode(newest) == _inode(self._file):
+            if self._file is None:
+                self._file = newest
+            elif newest is not None:
+                newest.close()
+        else:
+            # The path names another file, so no writer has the former one any more: what it holds now is all.
+            between = self._rotated_since(newest)
+            for each in (*between, newest):
+                data += self._read()
+                self._file.close()
+                self._file = each
+        data += self._read()
+        *lines, self._rest = data.split(b"\n")
         return self._records(line.decode(errors="replace") for line in lines)
+
+    def _read(self) -> bytes:
+        """Return what the file has beyond the last call, with the rest of a line that was held back."""
+        if self._file is None:
+            return b""
+        if os.fstat(self._file.fileno()).st_size < self._file.tell():  # it was emptied
+            self._file.seek(0)
+            self._rest = b""
+        read, self._rest = self._rest + self._file.read(), b""
+        return read
+
+    def _rotated_since(self, newest: BinaryIO) -> list[BinaryIO]:
+        """Open the files between the one that is read and the newest one, the oldest first."""
+        assert self._file is not None
+        known = {_inode(newest)}
+        found: list[BinaryIO] = []
+        for number in count(1):
+            try:
+                each = self._path.with_name(f"{self._path.name}.{number}").open("rb")
+            except FileNotFoundError:
+                break
+            if _inode(each) == _inode(self._file):
+                each.close()
+                break
+            if _inode(each) in known:  # renamed while this looked
+                each.close()
+                continue
+            known.add(_inode(each))
+            found.insert(0, each)
+        return found
 
     def _records(self, lines: Iterable[str]) -> list[Record]:
         """Join the lines of each record."""
@@ -121,10 +172,14 @@ class LogFile:
         return records
 
 
-def last(files: Sequence[LogFile], count: int, wanted: Filter) -> list[Record]:
-    """Return the last `count` records of all files in order of time."""
-    kept = [deque(filter(wanted.matches, file.new()), maxlen=count) for file in files]
-    return list(heapq.merge(*kept))[-count:] if count else []
+def _inode(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_ino
+
+
+def last(files: Sequence[LogFile], most: int, wanted: Filter) -> list[Record]:
+    """Return the last `most` records of all files in order of time."""
+    kept = [deque(filter(wanted.matches, file.new()), maxlen=most) for file in files]
+    return list(heapq.merge(*kept))[-most:] if most else []
 
 
 def _folder(name: str) -> Path:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+from contextlib import closing
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import pytest
@@ -56,22 +59,64 @@ def line(second: int, text: str, level: str = "INFO") -> str:
     return f"2026-01-01T00:00:{second:02}.000 decode-0 {level} worker.loop {text}\n"
 
 
-def test_a_traceback_belongs_to_its_record_and_a_rotated_file_is_read_anew(tmp_path: Path):
+def words(file: LogFile) -> list[str]:
+    """The last word of each new record's first line."""
+    return [record.text.splitlines()[0].split()[-1] for record in file.new()]
+
+
+def test_a_traceback_belongs_to_its_record_and_a_line_is_shown_once_it_is_whole(tmp_path: Path):
     path, other = tmp_path / "a.log", tmp_path / "b.log"
     path.write_text(line(1, "one") + line(3, "broken", "ERROR") + "Traceback\n  at x\n" + "2026-01-01T00:00:04.000 dec")
     other.write_text(line(2, "two"))
-    files = [LogFile(path), LogFile(other)]
-    texts = [record.text.splitlines()[0][-6:] for record in last(files, 10, Filter())]
-    assert [text.split()[-1] for text in texts] == ["one", "two", "broken"]
-    with path.open("a") as file:
-        file.write("ode-0 INFO worker.loop whole\n")
-    assert [record.text[-5:] for record in files[0].new()] == ["whole"]
-    path.rename(tmp_path / "a.log.1")
-    assert files[0].new() == []
-    path.write_text(line(5, "new"))
-    assert [record.text[-3:] for record in files[0].new()] == ["new"]
-    errors = last([LogFile(tmp_path / "a.log.1")], 10, Filter(level=Level.ERROR))
+    with LogFile(path) as first, LogFile(other) as second:
+        texts = [record.text.splitlines()[0].split()[-1] for record in last([first, second], 10, Filter())]
+        assert texts == ["one", "two", "broken"]
+        with path.open("a") as file:
+            file.write("ode-0 INFO worker.loop whole\n")
+        assert words(first) == ["whole"]
+    with LogFile(path) as again:
+        errors = last([again], 10, Filter(level=Level.ERROR))
     assert [record.text.splitlines()[-1] for record in errors] == ["  at x"]
+
+
+def test_a_rotated_log_loses_no_line(tmp_path: Path):
+    path = tmp_path / "a.log"
+    path.write_text(line(1, "one"))
+    with LogFile(path) as file:
+        assert words(file) == ["one"]
+        with path.open("a") as late:
+            late.write(line(2, "before"))
+            path.rename(tmp_path / "a.log.1")
+            late.write(line(3, "renamed"))
+        assert words(file) == ["before", "renamed"], "there is no newer file yet"
+        with (tmp_path / "a.log.1").open("a") as late:
+            late.write(line(4, "last"))
+        path.write_text(line(5, "new"))
+        assert words(file) == ["last", "new"]
+        for text in ("second", "third", "fourth"):
+            for number in (2, 1):
+                if (old := tmp_path / f"a.log.{number}").exists():
+                    old.rename(tmp_path / f"a.log.{number + 1}")
+            path.rename(tmp_path / "a.log.1")
+            path.write_text(line(6, text))
+        assert words(file) == ["second", "third", "fourth"]
+        path.write_text("")
+        assert words(file) == []
+        path.write_text(line(7, "emptied"))
+        assert words(file) == ["emptied"]
+
+
+@pytest.mark.parametrize("kept", [1, 4])
+def test_what_the_handler_of_our_processes_rotates_is_followed_to_the_last_line(tmp_path: Path, kept: int):
+    handler = RotatingFileHandler(tmp_path / "a.log", maxBytes=200, backupCount=kept)
+    seen: list[str] = []
+    with LogFile(tmp_path / "a.log") as file, closing(handler):
+        for number in range(60):
+            handler.emit(logging.LogRecord("x", logging.INFO, "", 0, line(1, str(number)).strip(), None, None))
+            if number % 2 or kept == 4:  # at most one rotation between two looks: a second one may remove a file
+                seen += words(file)
+        seen += words(file)
+    assert seen == [str(number) for number in range(60)]
 
 
 def test_rates_between_two_looks():
