@@ -24,6 +24,15 @@ flags. `python .ci/cli_reference.py docs/cli.md` writes this page.
 |---|---|
 """
 
+NOT_RUN = {
+    "baton up --model Qwen/Qwen3-0.6B --prefill 1 --decode 2": "needs the network",
+    "baton size Qwen/Qwen3-0.6B --context 8192 --concurrency 16": "needs the network",
+    "baton bench": "takes minutes",
+    "baton bench interactive-chat --users 16 --requests 200 --report chat.html": "takes minutes",
+    "baton advise --poisson 4 --prompt lognormal:4000:1.0:32000 --output 300 --plot advice.svg": "takes minutes",
+}
+"""Examples that `tests/cluster/test_documents.py` does not run, with the reason."""
+
 
 def commands(group: Any = None, name: str = "baton") -> Iterator[tuple[str, Any]]:
     """Yield every command that does something, under its whole name."""
@@ -50,10 +59,11 @@ def page() -> str:
 
 def _section(name: str, command: Any) -> str:
     shown = "\n".join(f"$ {line}" for line in examples(command))
+    marks = "".join(f"<!-- not run: `{line}`: {NOT_RUN[line]} -->\n" for line in examples(command) if line in NOT_RUN)
     rows = "".join(_row(parameter) for parameter in command.params if parameter.name != "help")
     about = re.sub(r"\n(?!\n)\s*", " ", command.help).replace("\n ", "\n\n")
     table = f"\n| flag | what it says |\n|---|---|\n{rows}" if rows else ""
-    return f"\n## {name}\n\n{about}\n\n```console\n{shown}\n```\n{table}"
+    return f"\n## {name}\n\n{about}\n\n{marks}```console\n{shown}\n```\n{table}"
 
 
 def _row(parameter: Any) -> str:

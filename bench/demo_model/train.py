@@ -1,4 +1,4 @@
-"""Train the demo's model: `python -m bench.demo_model.train FOLDER [--size large]`. The same command resumes.
+"""Train the demo's model: `python -m bench.demo_model.train FOLDER [--size draft|large]`. The same command resumes.
 
 Owns the schedule and the state on disk. With `--processes 2` each draws its own rows, and they average their gradients.
 On a machine that others use, one process with one thread wastes least. `FOLDER/log.jsonl` has a line every 20 steps.
@@ -67,9 +67,11 @@ class Plan:
 
 
 _STAGES = (Stage(500, 16, 256), Stage(1_970, 8, 512), Stage(730, 4, 1_024), Stage(80, 2, 2_048))
+_LARGE_STAGES = (Stage(250, 16, 256), Stage(950, 8, 512), Stage(400, 4, 1_024), Stage(160, 2, 2_048))
 PLANS = {
+    "draft": Plan(80, 128, 2, 2, 40, 1.5e-3, _STAGES),
     "small": Plan(128, 256, 2, 2, 64, 1.2e-3, _STAGES),
-    "large": Plan(192, 384, 4, 3, 64, 1e-3, _STAGES),
+    "large": Plan(192, 384, 4, 3, 64, 1e-3, _LARGE_STAGES),
 }
 _WEIGHTS = (0.1, 1.0, 3.0, 3.0)
 _PROSE_SHARE = 0.15

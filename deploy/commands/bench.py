@@ -31,7 +31,7 @@ _TITLES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "whole request"}
 @command(
     "baton bench",
     "baton bench interactive-chat --users 16 --requests 200 --report chat.html",
-    "baton bench reasoning --length-scale 0.1 --json",
+    "baton bench reasoning --requests 10 --length-scale 0.1 --json",
     "baton bench --list",
 )
 def bench(

@@ -66,6 +66,7 @@ def main() -> int:
     _baton("up", "--name", NAME, "--prefill", "1", "--decode", "2", "--ray", "own", *settings)
     try:
         state = _state()
+        console.print(f"\nwatch all of this at [bold]http://{state.first.api}/dashboard[/] until the demo ends")
         with Client(state.target, state.operator, http=f"http://{state.first.api}") as client:
             remembered = _show_chat(client)
             survived = _show_failover(client)
@@ -76,7 +77,7 @@ def main() -> int:
     left = _left(state, processes)
     console.print("nothing is left of the cluster but its logs" if not left else f"[red]left behind: {left}[/]")
     console.print(f"\n[bold]{time.monotonic() - begin:.0f} s[/] in all")
-    console.print("`baton up` starts such a cluster and leaves it up. Watch it at http://127.0.0.1:8000/dashboard")
+    console.print("`baton up` starts such a cluster and leaves it up, with the page at http://127.0.0.1:8000/dashboard")
     return 0 if remembered and survived and not left else 1
 
 

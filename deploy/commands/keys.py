@@ -95,7 +95,7 @@ def keys_remove(
         out.print(escape(f"every client is refused now; to serve clients without keys, remove {path} and restart"))
 
 
-@app.command("cluster", epilog=as_examples(["baton keys cluster /etc/baton/cluster.key"]))
+@app.command("cluster", epilog=as_examples(["baton keys cluster ./cluster.key"]))
 @reported
 def keys_cluster(
     file: Annotated[Path, typer.Argument(help="The file to make; an existing file is never overwritten.")],

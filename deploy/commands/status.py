@@ -17,7 +17,7 @@ from deploy.commands.terminal import Json, Name, command, out, print_json, state
 from deploy.control_plane.reports import ClusterOverview, SupervisedProcess, read_overview
 
 
-@command("baton status", "baton status --name staging --json")
+@command("baton status", "baton status --json")
 def status(name: Name = "baton", as_json: Json = False) -> None:
     """Show the cluster's processes, their load, and its log folder."""
     found = collect(state_folder(name))

@@ -41,7 +41,7 @@ class RayOption(StrEnum):
 @command(
     "baton up --model ./model",
     "baton up --model Qwen/Qwen3-0.6B --prefill 1 --decode 2",
-    "baton up --config cluster.yaml --set store.host_cache_bytes=8GiB",
+    "baton up --config cluster.yaml --set store.host_cache_bytes=1GiB",
 )
 def up(
     model: Annotated[

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from tokenizers import Tokenizer
 from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.demo_model import checkpoint, evaluate, train
+from bench.demo_model import agreement, checkpoint, evaluate, train
 from bench.demo_model import tokenizer as tokenizers
 from bench.demo_model.conversation import BEGIN, Conversation, Message, render
 from bench.demo_model.network import Network, Shape, start
+from deploy.models import DEMO_MODEL
 from engine.models.config import load_spec
 
 pytestmark = pytest.mark.slow
@@ -64,8 +66,8 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
 
 
 def test_plans_stay_within_their_bounds() -> None:
-    """12 M parameters at most, and 2 M for one that may draft; both have one tokenizer."""
-    for name, most in (("large", 12_000_000), ("small", 2_000_000)):
+    """12 M parameters at most, and 0.3 M for the draft; all have one tokenizer."""
+    for name, most in (("large", 12_000_000), ("small", 2_000_000), ("draft", 300_000)):
         plan = train.PLANS[name]
         shape = Shape(
             TOKENIZER.get_vocab_size(), plan.hidden, plan.intermediate, plan.layers, plan.heads, plan.head_dim
@@ -129,3 +131,25 @@ def test_an_answer_must_have_the_value(said: str | None, right: bool) -> None:
     one = evaluate.prompts(TOKENIZER, 50, 1)[0]
     text = "I do not know that." if said is None else one.fact.answer.removesuffix(".") + said
     assert evaluate.right(TOKENIZER, one, TOKENIZER.encode(text).ids) == right
+
+
+def test_a_model_agrees_with_itself_and_not_with_another(tmp_path: Path) -> None:
+    network = Network(SHAPE)
+    start(network, TOKENIZER, 1)
+    folders = (DEMO_MODEL, checkpoint.write(tmp_path, network, TOKENIZER))
+    models: list[Any] = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+    asked = agreement.prompts(TOKENIZER, 3)
+    assert asked == agreement.prompts(TOKENIZER, 3)
+    assert all(TOKENIZER.decode(one, skip_special_tokens=False).endswith(f"{BEGIN}assistant\n") for one in asked)
+    with torch.inference_mode():
+        answered = agreement.answers(models[0], asked)
+        own, other = (agreement.agreements(model, asked, answered) for model in models)
+    assert [len(answer) for answer in own] == [len(answer) for answer in answered]
+    assert all(map(all, own))
+    assert sum(map(sum, other)) < sum(map(len, other)) / 2
+
+
+def test_a_run_ends_with_the_first_token_that_differs() -> None:
+    right, wrong = True, False
+    assert agreement.mean_run([[right, right, right, right, right, right]], 4) == (4 + 1) / 2
+    assert agreement.mean_run([[right, wrong, wrong, right, right]], 4) == (1 + 0 + 2) / 3

@@ -11,10 +11,21 @@ pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 
 def test_the_demo(machine: Machine):
-    demo = machine.run(sys.executable, "-m", "deploy.commands.demo", timeout=120)
-    assert demo.status == 0, demo
-    assert "it should say" not in demo.out
-    assert "the same tokens to the end" in demo.out
-    assert re.search(r"\b[2-9] attempts", demo.out), "the kill costs an attempt, and a busy machine perhaps one more"
-    assert "nothing is left" in demo.out
+    with machine.start(sys.executable, "-m", "deploy.commands.demo") as demo:
+        assert demo.stdout is not None
+        told = ""
+        while (watch := re.search(r"watch all of this at (\S+)", told)) is None:
+            line = demo.stdout.readline()
+            assert line, f"the demo has ended: {told}"
+            told += line
+        page = machine.run("curl", "-sS", "--max-time", "20", "-w", "%{http_code}", watch[1])
+        rest, _ = demo.communicate(timeout=120)
+    told += rest
+    assert page.out.endswith("200"), page
+    assert "<html" in page.out
+    assert demo.returncode == 0, told
+    assert "it should say" not in told
+    assert "the same tokens to the end" in told
+    assert re.search(r"\b[2-9] attempts", told), "the kill costs an attempt, and a busy machine perhaps one more"
+    assert "nothing is left" in told
     assert machine.left_behind() == []

@@ -1,0 +1,179 @@
+"""Every command of README and docs runs as written, in an empty folder, in the order of its page.
+
+A page has a machine of its own (`machine.py`), so ports and homes are those that the page shows. Pages that start no
+cluster share one machine and its cluster. What a reader has beyond an empty folder:
+
+- `_FILES`: the files that commands name, such as a model's directory. A file that the page shows with `cat` holds that.
+- A cluster. A command that needs one gets a cluster of one prefill and two decode workers if the page has started none.
+  A section gets a new one if an earlier one has made API keys. `baton up` ends the one before.
+- `_PLACEHOLDERS`: ids and keys that differ each time. Two commands are ended as their page says, by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine.cpu import build
+from tests.cluster.machine import HOME, ROOT, Done, Machine, unavailable
+from tests.support import documents
+from tests.support.documents import Command, Page
+
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+
+PAGES = {page.name: page for page in documents.pages() if page.run}
+_STARTING = [name for name, page in PAGES.items() if any(c.text.startswith("baton up") for c in page.run)]
+_GROUPS = [*((name,) for name in _STARTING), tuple(name for name in PAGES if name not in _STARTING)]
+_DEMO = ROOT / "deploy" / "models" / "baton-demo"
+_OPENSSL = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+_REQUEST = {"timestamp": 0, "input_length": 64, "output_length": 16, "hash_ids": [1]}
+_FILES = {
+    "./model": f"cp -r {_DEMO} model",
+    "cert.pem": f"{_OPENSSL} -addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout key.pem -out cert.pem",
+    "cluster.yaml": "echo 'cluster: {decode: 1}' > cluster.yaml",
+    "system-prompt.txt": "yes 'You are the support desk.' | head -n 20 > system-prompt.txt",
+    "trace.jsonl": f"yes '{json.dumps(_REQUEST)}' | head -n 50 > trace.jsonl",
+    "prefixes.jsonl": f"""echo '{json.dumps({"id": "support", "text": "Hello. " * 20})}' > prefixes.jsonl""",
+}
+_PLACEHOLDERS: dict[str, Callable[[Run], str]] = {}
+_ENDLESS = ("baton top", "baton logs decode-0 --follow", "baton top --interval 5 --requests 20")
+"""Commands that end with Ctrl-C, which a reader types as soon as they show something."""
+_CLUSTERLESS = ("up", "down", "keys", "advise", "size", "config", "doctor", "collect-env", "version")
+_IN_A_TERMINAL = """
+import os, pty, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execvp("bash", ["bash", "-c", sys.argv[1]])
+print(os.read(terminal, 100))
+os.write(terminal, b"\\x03")
+while True:
+    try:
+        if not os.read(terminal, 10_000):
+            break
+    except OSError:  # the other end is closed
+        break
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+class Run:
+    """Pages on a machine: their folders, whether the cluster is up, and the last API key that was made."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._is_up = False
+        self._folder = "/tmp"
+        self._section = ""
+        self._key = ""
+
+    def open(self, page: Page) -> None:
+        """Make the folder of a page, with the files that its commands name."""
+        self._folder = f"/tmp/{page.name.replace('/', '-')}"
+        assert self._machine.run("mkdir", self._folder).status == 0
+        shown = {command.text.removeprefix("cat "): command.output for command in page.run if _shows_a_file(command)}
+        for name, content in shown.items():
+            self._bash(f"cat > {name} <<'END'\n{content}END")
+        words = {word for command in page.run for word in command.text.split()}
+        for name in words & set(_FILES) - set(shown):
+            self._bash(_FILES[name])
+
+    def __call__(self, command: Command) -> Done:
+        """Run a command and return its end."""
+        if command.section != self._section and self._key:
+            self._take_down()
+            self._bash(f"rm {HOME}/.local/state/baton/baton/api-keys.json")
+            self._key = ""
+        self._section = command.section
+        if _needs_a_cluster(command) and not self._is_up:
+            self._bash("baton up --prefill 1 --decode 2")
+            self._is_up = True
+            self._bash("baton generate 'Hello!' --max-tokens 8")  # something to explain and to log
+        text = command.text
+        for placeholder, value in _PLACEHOLDERS.items():
+            text = text.replace(placeholder, value(self)) if placeholder in text else text
+        if command.language == "python":
+            self._bash(f"cat > program.py <<'END'\n{text}END")
+            text = "python program.py"
+        if text in _ENDLESS:
+            text = f"python -c {shlex.quote(_IN_A_TERMINAL)} {shlex.quote(text)}"
+        subcommand = text.split()[:2]
+        if subcommand == ["baton", "up"]:
+            self._take_down()
+        done = self._machine.run("bash", "-c", f"cd {self._folder}; {text} <<< 'Hello!'", timeout=120)
+        if subcommand in (["baton", "up"], ["baton", "down"]) and done.status == 0:
+            self._is_up = subcommand[1] == "up"
+        if text.startswith("baton keys add "):
+            self._key = done.out.strip()
+        return done
+
+    def last_request(self) -> str:
+        """The id of the last request."""
+        return self._machine.baton("explain", "--last", 1, "--json").json["requests"][0]["request_id"]
+
+    def last_key(self) -> str:
+        """The key that the page's last `baton keys add` has printed."""
+        return self._key
+
+    def _take_down(self) -> None:
+        if self._is_up:
+            self._bash("baton down")
+            self._is_up = False
+
+    def _bash(self, text: str) -> None:
+        done = self._machine.run("bash", "-c", f"cd {self._folder}; {text}", timeout=120)
+        assert done.status == 0, done
+
+
+_PLACEHOLDERS |= {
+    "5f1c2d9a70b3e846-1a2b3c4d.17": Run.last_request,
+    "baton-4kXq…": Run.last_key,
+}
+
+
+def _shows_a_file(command: Command) -> bool:
+    return command.text.startswith("cat ") and len(command.text.split()) == 2
+
+
+def _needs_a_cluster(command: Command) -> bool:
+    subcommands = re.findall(r"(?:^|\s)baton ([a-z-]+)", command.text)
+    asks = command.language == "python" or command.text.startswith("curl ")
+    return asks or any(each not in _CLUSTERLESS for each in subcommands)
+
+
+@contextmanager
+def _machine() -> Iterator[Machine]:
+    if reason := unavailable():
+        pytest.skip(reason)
+    build.library()  # compiled here, not while a command is waited for
+    with Machine() as made:
+        yield made
+
+
+@pytest.mark.parametrize("pages", _GROUPS, ids=lambda pages: "+".join(pages))
+def test_the_commands_of_pages_run_as_written(pages: tuple[str, ...]):
+    with _machine() as machine:
+        run = Run(machine)
+        for page in pages:
+            run.open(PAGES[page])
+            for command in PAGES[page].run:
+                import time
+
+                t0 = time.time()
+                done = run(command)
+                print(f"TIME {time.time() - t0:6.1f} {command.text[:100]!r}", flush=True)
+                expected = 130 if command.text in _ENDLESS else command.status
+                assert done.status == expected, f"{page}:{command.line}: {command.text}\n{done.out}\n{done.err}"
+                if "--temperature 0" in command.text and command.output:
+                    assert command.output.splitlines()[0] in done.out, f"{page}:{command.line} shows another answer"
+
+
+def test_what_a_reader_is_given_is_used():
+    """No rule above is left from a command that no page shows any more."""
+    text = "\n".join(command.text for page in PAGES.values() for command in page.run)
+    assert [name for name in (*_FILES, *_PLACEHOLDERS) if name not in text] == []
+    assert [line for line in _ENDLESS if line not in text.splitlines()] == []

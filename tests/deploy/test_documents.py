@@ -1,0 +1,97 @@
+"""What pages say of their commands is true. `tests/cluster/test_documents.py` runs every command without a reason."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+
+import pytest
+
+from tests.support import documents
+from tests.support.documents import ROOT, Command, Page
+
+READ = documents.pages()
+REFERENCE = runpy.run_path(str(ROOT / ".ci" / "cli_reference.py"))
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
+def test_what_comments_say_of_commands_is_true(page: Page):
+    assert not page.problems
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
+def test_scripts_of_commands_that_take_too_long_have_their_flags(page: Page):
+    for command in page.commands:
+        if command.reason.startswith("takes") and (script := _script(command)):
+            text = (ROOT / script).read_text()
+            for flag in re.findall(r"(?<!\S)--[\w-]+", command.text.partition("#")[0]):
+                assert f'"{flag}"' in text, f"{page.name}: {script} has no {flag}"
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
+def test_baton_commands_that_are_not_run_parse(page: Page):
+    known = dict(REFERENCE["commands"]())
+    for command in page.commands:
+        if command.reason and command.text.startswith("baton "):
+            words = shlex.split(command.text, comments=True)
+            name = max((name for name in known if words[: len(name.split())] == name.split()), key=len)
+            known[name].make_context(name, words[len(name.split()) :])
+
+
+def test_every_reason_of_an_example_is_used():
+    shown = {line for _, command in REFERENCE["commands"]() for line in REFERENCE["examples"](command)}
+    assert set(REFERENCE["NOT_RUN"]) <= shown
+
+
+def _script(command: Command) -> str:
+    """Return the file of a command like `python bench/x.py` or `python -m bench.x`."""
+    words = shlex.split(command.text, comments=True)
+    if words[0].rpartition("/")[2] != "python":
+        return ""
+    return words[1] if words[1] != "-m" else f"{words[2].replace('.', '/')}.py"
+
+
+def test_a_page_is_read_as_it_is_typed():
+    page = documents.parse(
+        "x.md",
+        "# One\n\n```console\n$ a \\\n    b\nshown\n$ c\n```\n\n## Two\n\n<!-- not run: `d`: needs a GPU -->\n"
+        "<!-- exit status 1: `e` -->\n\n```console\n$ d\n$ e\n```\n\n<!-- not run: `tests/rig.py` runs it -->\n"
+        "```python\nf()\n```\n",
+    )
+    assert page.problems == ()
+    assert [(c.section, c.text, c.output, c.reason, c.status) for c in page.commands] == [
+        ("One", "a \\\n    b", "shown\n", "", 0),
+        ("One", "c", "", "", 0),
+        ("Two", "d", "", "needs a GPU", 0),
+        ("Two", "e", "", "", 1),
+        ("Two", "f()\n", "", "`tests/rig.py` runs it", 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("comment", "problem"),
+    [
+        ("not run: `b`: needs a GPU", "which the block does not show"),
+        ("not run: no time", "is no reason"),
+        ("not run: `tests/none.py` runs it", "does not exist"),
+        ("exit status 1: `b`", "which the block does not show"),
+        ("not run:needs a GPU", "can't be read"),
+    ],
+)
+def test_a_comment_that_is_wrong_is_told(comment: str, problem: str):
+    page = documents.parse("x.md", f"<!-- {comment} -->\n```console\n$ a\n```\n")
+    assert problem in "".join(page.problems)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- not run: needs a GPU -->\n\ntext\n\n```console\n$ a\n```\n",
+        "```bash\na\n```\n",
+        "```\n$ a\n```\n",
+    ],
+    ids=["a comment before no block", "a shell's block", "a prompt in another block"],
+)
+def test_commands_that_no_test_would_see_are_told(text: str):
+    assert documents.parse("x.md", text).problems
