@@ -168,6 +168,7 @@ async def _start_api(
         pages = pages if hosts.is_wildcard(config.router.host) else http_address
         fronts = FrontProcesses(config, name, target, pages, operator_key())
         cleanup.push_async_callback(fronts.stop)
+        http.fronts = lambda: [(name, _reachable(at, config.router.host)) for name, at in fronts.metrics]
         return await fronts.start(listen(config.api.host, config.api.port))
     trust = config.api.trust_request_chat_template
     api = HttpApi(service, http.page, gate, feed, trust_templates=trust)

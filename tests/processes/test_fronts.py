@@ -114,6 +114,43 @@ def test_what_is_wrong_is_refused_and_health_is_the_routers(cluster: LocalCluste
         assert b"vllm:prompt_tokens_total" in answer.read()
 
 
+def discovered(cluster: LocalCluster) -> dict[str, str]:
+    """Metrics addresses of the fronts that the router tells Prometheus, by name."""
+    assert cluster.addresses is not None
+    with urllib.request.urlopen(f"http://{cluster.addresses.http}/discovery", timeout=DEADLINE) as answer:
+        found = json.load(answer)
+    return {each["labels"]["name"]: each["targets"][0] for each in found if each["labels"]["role"] == "front"}
+
+
+def metrics_of(address: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=DEADLINE) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_each_front_has_a_page_of_metrics(cluster: LocalCluster, client: openai.OpenAI) -> None:
+    pages = discovered(cluster)
+    assert sorted(pages) == ["router-front-0", "router-front-1"]
+
+    def handed() -> float:
+        return sum(metrics_of(address)["baton_front_requests_total"] for address in pages.values())
+
+    before = handed()
+    with client.completions.create(model="", prompt=PROMPT, max_tokens=400, stream=True, **GREEDY):
+        eventually(lambda: handed() > before, "the request is counted")
+        eventually(
+            lambda: sum(metrics_of(address)["baton_front_requests_running"] for address in pages.values()) == 1,
+            "it is counted as running",
+        )
+    eventually(
+        lambda: not any(metrics_of(address)["baton_front_requests_running"] for address in pages.values()),
+        "a request whose client is gone has ended",
+    )
+    for address in pages.values():
+        assert metrics_of(address)["process_resident_memory_bytes"] > 0
+        assert metrics_of(address)["baton_loop_age_seconds"] < 20
+
+
 def test_a_front_that_is_killed_takes_its_own_streams_along_and_comes_back(
     cluster: LocalCluster, client: openai.OpenAI, path: Path
 ) -> None:
@@ -147,6 +184,8 @@ def test_a_front_that_is_killed_takes_its_own_streams_along_and_comes_back(
         assert tokens == right[: len(tokens)]
         assert (len(tokens) == 300) == whole[number]
     eventually(lambda: len(fronts(cluster)) == 2 and victim not in fronts(cluster), what="another front")
+    eventually(lambda: len(discovered(cluster)) == 2, what="the metrics of another front")
+    assert all(metrics_of(address) for address in discovered(cluster).values())
     eventually(lambda: at_rest(cluster), what="everything freed")
     answer: Any = client.completions.create(model="", prompt=PROMPT, max_tokens=5, **GREEDY)
     assert answer.choices[0].token_ids == right[:5]

@@ -17,11 +17,12 @@ from baton import config, logs
 from baton.api_keys import KeyRing
 from baton.doors import server_tls
 from baton.errors import BatonError
+from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
 from baton.process import raise_descriptor_limit, settle
 from router.frontend.api.app import HttpApi
 from router.frontend.api.server import ApiServer
-from router.frontend.front.fleet import FrontOrder
+from router.frontend.front.fleet import FrontOrder, FrontReady
 from router.frontend.front.remote import RemoteRouter
 from router.frontend.identity import Gatekeeper
 from router.frontend.served_model import load
@@ -67,10 +68,15 @@ async def _serve(order: FrontOrder, settings: config.Config) -> None:
     listener = socket.socket(fileno=order.listener)
     listener.setblocking(False)
     await server.serve(listener)
+    metrics = Metrics()
+    metrics.loop_turned()
+    metrics.read_at_scrape(lambda: {"front_requests": router.requests, "front_requests_running": router.running})
+    address = metrics.serve(order.metrics)
     settle()
-    print("ready", flush=True)  # noqa: T201
+    print(msgspec.json.encode(FrontReady(address)).decode(), flush=True)  # noqa: T201
     try:
         while not stop.is_set():
+            metrics.loop_turned()
             keys.refresh()
             if tls is not None:
                 tls.refresh()
@@ -79,6 +85,7 @@ async def _serve(order: FrontOrder, settings: config.Config) -> None:
             except TimeoutError:
                 continue
     finally:
+        metrics.close()
         await server.stop()
         await router.close()
         tokenizing.close()

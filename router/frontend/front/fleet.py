@@ -36,6 +36,13 @@ class FrontOrder(msgspec.Struct, frozen=True):
     router: str  # gRPC target of the router's link for fronts
     pages: str  # host:port of the router's metrics and health
     pages_key: str | None  # an operator's, to show there
+    metrics: str  # host at which the front serves its own metrics, at a free port
+
+
+class FrontReady(msgspec.Struct, frozen=True):
+    """What a front says on its stdout once it serves."""
+
+    metrics: str  # host:port
 
 
 class FrontProcesses:
@@ -46,6 +53,7 @@ class FrontProcesses:
         `pages_key` the operator's key that is shown there, if there is one."""
         self._config, self._router, self._link, self._pages, self._pages_key = config, router, link, pages, pages_key
         self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._metrics: dict[int, str] = {}  # host:port of those that are ready
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = False
         self._listener: socket.socket | None = None
@@ -54,6 +62,11 @@ class FrontProcesses:
     def pids(self) -> list[int]:
         """Of the processes that run."""
         return [process.pid for process in self._processes.values()]
+
+    @property
+    def metrics(self) -> list[tuple[str, str]]:
+        """Name and host:port of the metrics of each front that serves."""
+        return [(self._name(number), address) for number, address in sorted(self._metrics.items())]
 
     async def start(self, listener: socket.socket) -> str:
         """Start all of them on that socket, and return "host:port" once they are ready. Raises StartupError."""
@@ -77,7 +90,7 @@ class FrontProcesses:
         """Start one, and wait until it is ready. Raises StartupError."""
         assert self._listener is not None
         descriptor = self._listener.fileno()
-        name = f"{self._router}-front-{number}"
+        name = self._name(number)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "router.frontend.front", pass_fds=(descriptor,),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -85,21 +98,28 @@ class FrontProcesses:
         self._processes[number] = process
         assert process.stdin is not None
         assert process.stdout is not None
-        order = FrontOrder(name, dump(self._config), descriptor, self._link, self._pages, self._pages_key)
+        host = self._config.router.host
+        order = FrontOrder(name, dump(self._config), descriptor, self._link, self._pages, self._pages_key, host)
         process.stdin.write(msgspec.json.encode(order) + b"\n")
         try:
             said = await asyncio.wait_for(process.stdout.readline(), _START)
         except TimeoutError:
             said = b""
-        if said.strip() != b"ready":
+        try:
+            self._metrics[number] = msgspec.json.decode(said, type=FrontReady).metrics
+        except msgspec.MsgspecError:
             await _end(process)
-            raise StartupError(f"the front {name} did not start; its log says why")
+            raise StartupError(f"the front {name} did not start; its log says why") from None
+
+    def _name(self, number: int) -> str:
+        return f"{self._router}-front-{number}"
 
     async def _keep(self, number: int) -> None:
         """Start a front again whenever it ends."""
         while not self._stopping:
             process = self._processes[number]
             code = await process.wait()
+            self._metrics.pop(number, None)
             log.warning("front %d, pid %d, has ended (%d); another one is started", number, process.pid, code)
             await asyncio.sleep(_AGAIN)
             try:

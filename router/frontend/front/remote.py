@@ -74,6 +74,14 @@ class RemoteRouter:
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._session: aiohttp.ClientSession | None = None
         self.dashboard = RemoteDashboard(self._channel, link)
+        self.requests = 0
+        """Handed to the router since the start."""
+        self._answers = set[RemoteAnswer]()  # that the router has not ended
+
+    @property
+    def running(self) -> int:
+        """Requests that the router has not ended."""
+        return len(self._answers)
 
     async def close(self) -> None:
         """End every call."""
@@ -95,6 +103,9 @@ class RemoteRouter:
             metadata += passed_on(origin.get(), received, self._trace_headers)
         call = self._stub.Generate(request, metadata=tuple(metadata), timeout=timeout)
         answer = RemoteAnswer(call, validated.n, received, self._link)
+        self.requests += 1
+        self._answers.add(answer)
+        answer.when_ended(partial(self._answers.discard, answer))
         return [
             Generation(validated.sample(number), stream, answer.close) for number, stream in enumerate(answer.streams)
         ]
@@ -197,6 +208,10 @@ class RemoteAnswer:
         self.streams = [RemoteStream(self._room.set) for _ in range(count)]
         self._reader = asyncio.create_task(self._read())
         self._reader.add_done_callback(looked_at)
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call `call` once the request has ended, however."""
+        self._reader.add_done_callback(lambda _: call())
 
     def close(self) -> None:
         """Cancel the request unless it has ended."""
