@@ -1,7 +1,8 @@
 """Record a command in a terminal as an animated SVG: `python -m bench.recording FILE.svg -- make demo`.
 
 The command runs once, for real. The picture plays what it wrote, at its own pace. Pauses of more than `PAUSE` seconds
-are cut to that. A reader that asks for less motion sees the last screen. The colours suit light and dark pages.
+are cut to that, and a spinner that turns is a pause, too. A reader that asks for less motion sees the last screen. The
+colours suit light and dark pages.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def record(command: Sequence[str], columns: int = COLUMNS, rows: int = ROWS) -> 
         if data:
             stream.feed(data)
         if now - last >= FRAME and screen.dirty:
-            frames.append(Frame(now - begin, _lines(screen)))
+            lines = _lines(screen)
+            if not frames or _still(lines) != _still(frames[-1].lines):
+                frames.append(Frame(now - begin, lines))
             screen.dirty.clear()
             last = now
     frames.append(Frame(time.monotonic() - begin, _lines(screen)))
@@ -74,6 +77,13 @@ def record(command: Sequence[str], columns: int = COLUMNS, rows: int = ROWS) -> 
     if status != 0:
         raise SystemExit(f"{' '.join(command)} ended with status {status}; nothing is recorded")
     return frames
+
+
+def _still(lines: tuple[Line, ...]) -> list[list[tuple[int, str, str]]]:
+    """Return lines without their spinners, which are braille."""
+    return [
+        [run for run in line if not all("\u2800" <= character <= "\u28ff" for character in run[1])] for line in lines
+    ]
 
 
 def _read(terminal: int) -> Iterator[bytes]:

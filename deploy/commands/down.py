@@ -11,7 +11,7 @@ from deploy.control_plane import state_file
 from deploy.control_plane.teardown import tear_down
 
 
-@command("baton down", "baton down --json")
+@command("baton down")
 def down(name: Name = "baton", as_json: Json = False) -> None:
     """End the cluster, and the Ray that `baton up` started for it. A Ray of yours stays up."""
     folder = state_folder(name)

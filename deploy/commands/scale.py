@@ -23,7 +23,7 @@ _POLL = 0.25
 _PATIENCE = 10.0  # seconds, for one answer of the supervisor
 
 
-@command("baton scale --decode 4", "baton scale --prefill 2 --decode 2 --timeout 120")
+@command("baton scale --decode 3", "baton scale --prefill 2 --decode 2 --timeout 120")
 def scale(
     prefill: Annotated[int | None, typer.Option(help="Prefill workers from now on.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers from now on.")] = None,

@@ -29,6 +29,12 @@ def test_a_command_is_recorded_as_its_terminal_shows_it():
     assert made[-1].lines[0] == ((0, "red", ' fill="#ff7b72" font-weight="bold"'), (4, "and <plain>", ""))
 
 
+def test_a_spinner_is_a_pause():
+    turn = r"import time; [print(f'\r\x1b[32m{c}\x1b[0m wait', end='', flush=True) or time.sleep(0.3) for c in '⠋⠙⠹⠸']"
+    made = recording.record([sys.executable, "-c", turn])
+    assert len(made) <= 3, "the empty screen, the first turn and the end"
+
+
 def test_a_command_that_fails_is_not_recorded():
     with pytest.raises(SystemExit, match="status 3"):
         recording.record(["sh", "-c", "exit 3"])

@@ -6,7 +6,9 @@ cluster share one machine and its cluster. What a reader has beyond an empty fol
 - `_FILES`: the files that commands name, such as a model's directory. A file that the page shows with `cat` holds that.
 - A cluster. A command that needs one gets a cluster of one prefill and two decode workers if the page has started none.
   A section gets a new one if an earlier one has made API keys. `baton up` ends the one before.
-- `_PLACEHOLDERS`: ids and keys that differ each time. Two commands are ended as their page says, by Ctrl-C.
+- `_PLACEHOLDERS`: ids and keys that differ each time. Some commands are ended as their page says, by Ctrl-C.
+
+An output of one line must be what the page shows, but for its numbers.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 class Run:
-    """Pages on a machine: their folders, whether the cluster is up, and the last API key that was made."""
+    """Pages on a machine: their folders, whether the cluster is up, and the section's first API key."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -92,7 +94,8 @@ class Run:
         if _needs_a_cluster(command) and not self._is_up:
             self._bash("baton up --prefill 1 --decode 2")
             self._is_up = True
-            self._bash("baton generate 'Hello!' --max-tokens 8")  # something to explain and to log
+            # There is a request to explain, and a log of it.
+            self._bash(f"BATON_API_KEY={self._key} baton generate 'Hello!' --max-tokens 8")
         text = command.text
         for placeholder, value in _PLACEHOLDERS.items():
             text = text.replace(placeholder, value(self)) if placeholder in text else text
@@ -108,15 +111,15 @@ class Run:
         if subcommand in (["baton", "up"], ["baton", "down"]) and done.status == 0:
             self._is_up = subcommand[1] == "up"
         if text.startswith("baton keys add "):
-            self._key = done.out.strip()
+            self._key = self._key or done.out.strip()
         return done
 
     def last_request(self) -> str:
         """The id of the last request."""
         return self._machine.baton("explain", "--last", 1, "--json").json["requests"][0]["request_id"]
 
-    def last_key(self) -> str:
-        """The key that the page's last `baton keys add` has printed."""
+    def key(self) -> str:
+        """The first API key that the section has made."""
         return self._key
 
     def _take_down(self) -> None:
@@ -131,8 +134,17 @@ class Run:
 
 _PLACEHOLDERS |= {
     "5f1c2d9a70b3e846-1a2b3c4d.17": Run.last_request,
-    "baton-4kXq…": Run.last_key,
+    "baton-4kXq…": Run.key,
 }
+
+
+def _pattern(shown: str) -> str:
+    """Return what matches an output of one line, whatever its numbers. Longer outputs match anything."""
+    if shown.count("\n") != 1:
+        return ""
+    for placeholder in _PLACEHOLDERS:
+        shown = shown.replace(placeholder, "…")
+    return re.sub(r"(?:\\\.)?\d+", r"\\d+", re.escape(shown.strip())).replace("…", ".*")
 
 
 def _shows_a_file(command: Command) -> bool:
@@ -161,15 +173,12 @@ def test_the_commands_of_pages_run_as_written(pages: tuple[str, ...]):
         for page in pages:
             run.open(PAGES[page])
             for command in PAGES[page].run:
-                import time
-
-                t0 = time.time()
                 done = run(command)
-                print(f"TIME {time.time() - t0:6.1f} {command.text[:100]!r}", flush=True)
                 expected = 130 if command.text in _ENDLESS else command.status
                 assert done.status == expected, f"{page}:{command.line}: {command.text}\n{done.out}\n{done.err}"
-                if "--temperature 0" in command.text and command.output:
-                    assert command.output.splitlines()[0] in done.out, f"{page}:{command.line} shows another answer"
+                assert re.search(_pattern(command.output), done.out), (
+                    f"{page}:{command.line}: {command.text}\n{done.out}"
+                )
 
 
 def test_what_a_reader_is_given_is_used():
