@@ -14,6 +14,9 @@ from baton.config import Config
 DEMO_MODEL = Path(__file__).parent / "baton-demo"
 """What `baton up` serves unless a model is named."""
 
+DRAFT_MODEL = DEMO_MODEL.with_name("baton-demo-draft")
+"""Its smaller sibling with the same tokenizer, which may draft for it."""
+
 
 def with_demo_model(config: Config) -> Config:
     """Return the configuration with `DEMO_MODEL` as its model."""

@@ -33,13 +33,13 @@ _STARTING = [name for name, page in PAGES.items() if any(c.text.startswith("bato
 _GROUPS = [*((name,) for name in _STARTING), tuple(name for name in PAGES if name not in _STARTING)]
 _DEMO = ROOT / "deploy" / "models" / "baton-demo"
 _OPENSSL = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-_REQUEST = {"timestamp": 0, "input_length": 64, "output_length": 16, "hash_ids": [1]}
+_REQUEST = '{"timestamp": %d000, "input_length": 64, "output_length": 16, "hash_ids": [1]}'
 _FILES = {
     "./model": f"cp -r {_DEMO} model",
     "cert.pem": f"{_OPENSSL} -addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout key.pem -out cert.pem",
     "cluster.yaml": "echo 'cluster: {decode: 1}' > cluster.yaml",
     "system-prompt.txt": "yes 'You are the support desk.' | head -n 20 > system-prompt.txt",
-    "trace.jsonl": f"yes '{json.dumps(_REQUEST)}' | head -n 50 > trace.jsonl",
+    "trace.jsonl": f"printf '{_REQUEST}\\n' $(seq 50) > trace.jsonl",
     "prefixes.jsonl": f"""echo '{json.dumps({"id": "support", "text": "Hello. " * 20})}' > prefixes.jsonl""",
 }
 _PLACEHOLDERS: dict[str, Callable[[Run], str]] = {}
