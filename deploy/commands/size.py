@@ -39,7 +39,7 @@ class Device(StrEnum):
 @command(
     "baton size ./model",
     "baton size Qwen/Qwen3-0.6B --context 8192 --concurrency 16",
-    "baton size ./model --context 32768 --concurrency 64 --device cuda --memory 80GiB",
+    "baton size ./model --context 4096 --concurrency 64 --device cuda --memory 80GiB",
 )
 def size(
     model: Annotated[str, typer.Argument(help="Directory of a checkpoint, or a hub id: only its config is read.")],

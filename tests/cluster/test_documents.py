@@ -5,7 +5,8 @@ cluster share one machine and its cluster. What a reader has beyond an empty fol
 
 - `_FILES`: the files that commands name, such as a model's directory. A file that the page shows with `cat` holds that.
 - A cluster. A command that needs one gets a cluster of one prefill and two decode workers if the page has started none.
-  A section gets a new one if an earlier one has made API keys. `baton up` ends the one before.
+  If an earlier section has made API keys, one that asks for a cluster gets a new one without keys. `baton up` ends the
+  one before.
 - `_PLACEHOLDERS`: ids and keys that differ each time. Some commands are ended as their page says, by Ctrl-C.
 
 An output of one line must be what the page shows, but for its numbers.
@@ -70,8 +71,7 @@ class Run:
         self._machine = machine
         self._is_up = False
         self._folder = "/tmp"
-        self._section = ""
-        self._key = ""
+        self._key = self._key_section = ""
 
     def open(self, page: Page) -> None:
         """Make the folder of a page, with the files that its commands name."""
@@ -86,11 +86,11 @@ class Run:
 
     def __call__(self, command: Command) -> Done:
         """Run a command and return its end."""
-        if command.section != self._section and self._key:
+        begins = command.text.startswith(("baton up", "baton keys add")) or _needs_a_cluster(command)
+        if self._key and command.section != self._key_section and begins:
             self._take_down()
             self._bash(f"rm {HOME}/.local/state/baton/baton/api-keys.json")
             self._key = ""
-        self._section = command.section
         if _needs_a_cluster(command) and not self._is_up:
             self._bash("baton up --prefill 1 --decode 2")
             self._is_up = True
@@ -111,7 +111,7 @@ class Run:
         if subcommand in (["baton", "up"], ["baton", "down"]) and done.status == 0:
             self._is_up = subcommand[1] == "up"
         if text.startswith("baton keys add "):
-            self._key = self._key or done.out.strip()
+            self._key, self._key_section = self._key or done.out.strip(), command.section
         return done
 
     def last_request(self) -> str:
