@@ -79,11 +79,9 @@ def record(command: Sequence[str], columns: int = COLUMNS, rows: int = ROWS) -> 
     return frames
 
 
-def _still(lines: tuple[Line, ...]) -> list[list[tuple[int, str, str]]]:
-    """Return lines without their spinners, which are braille."""
-    return [
-        [run for run in line if not all("\u2800" <= character <= "\u28ff" for character in run[1])] for line in lines
-    ]
+def _still(lines: tuple[Line, ...]) -> list[Line]:
+    """Return the lines without those of a spinner, which begin with a braille character."""
+    return [line for line in lines if not (line and "\u2800" <= line[0][1][0] <= "\u28ff")]
 
 
 def _read(terminal: int) -> Iterator[bytes]:
