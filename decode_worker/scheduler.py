@@ -429,6 +429,7 @@ class DecodeScheduler:
     @property
     def busy(self) -> bool:
         """There is something to do without waiting for a message, or for the end of a copy."""
+        self._leave_limbo()
         running = any(s.steps for s in self._sequences.values())
         return running or ((bool(self._copies) or self._write_through.copying) and self._room_for_copies > 0)
 
@@ -463,9 +464,8 @@ class DecodeScheduler:
         self._planned = now
         decoding: list[Sequence] = []
         partial_prefills: list[Sequence] = []
+        self._leave_limbo()
         for sequence in self._sequences.values():
-            if sequence.in_limbo:
-                sequence.in_limbo = self._blocks.in_limbo(sequence.in_limbo)
             if sequence.steps:
                 (decoding if sequence.pending == 1 else partial_prefills).append(sequence)
         if not partial_prefills:
@@ -479,6 +479,11 @@ class DecodeScheduler:
         overdue = now - self._config.first_step_ms / 1_000
         budget = BatchBudget(self._step_limit.tokens, prompts, parts, overdue, self._step_costs.rate(), self._alignment)
         return build_batch(decoding, partial_prefills, budget)
+
+    def _leave_limbo(self) -> None:
+        for sequence in self._sequences.values():
+            if sequence.in_limbo:
+                sequence.in_limbo = self._blocks.in_limbo(sequence.in_limbo)
 
     def _decoding(self) -> DecodeRows:
         return _rows([s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pending == 1])

@@ -440,6 +440,7 @@ class PrefillScheduler:
     @property
     def busy(self) -> bool:
         """There is something to do without waiting for a message, or for the end of a copy."""
+        self._leave_limbo()
         copies = bool(self._copies) and self._copies.under_way < self._config.copies_per_step
         return copies or any(job.ready_to_step for job in self._requests.values())
 
@@ -466,9 +467,7 @@ class PrefillScheduler:
     def schedule(self, now: float) -> ScheduledBatch:
         """The next step; empty when nothing computes."""
         step = self._config.step_ms / 1_000
-        for job in self._requests.values():
-            if job.in_limbo:
-                job.in_limbo = self._blocks.in_limbo(job.in_limbo)
+        self._leave_limbo()
         copy = self._copy_rate.seconds if self._copy_rate is not None else 0.0
         plan = build_batch(self._requests.values(), self._step_costs, step, self._step_limit.tokens, copy)
         self._planned = now
@@ -477,6 +476,11 @@ class PrefillScheduler:
             job.first_step = now if job.first_step is None else job.first_step
             job.in_step = True
         return plan
+
+    def _leave_limbo(self) -> None:
+        for job in self._requests.values():
+            if job.in_limbo:
+                job.in_limbo = self._blocks.in_limbo(job.in_limbo)
 
     def _in_step(self, plan: ScheduledBatch) -> list[PrefillRequest]:
         """The prompts of a step that has ended, as far as they are still here."""

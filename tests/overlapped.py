@@ -59,6 +59,7 @@ class OverlappedDevice(Device):
 
     num_pages: int
     delays: Iterator[int]
+    slow_copies: int = 1  # by what the delays of copies are multiplied
     steps: deque[Operation] = field(default_factory=deque[Operation])
     coming: deque[Operation] = field(default_factory=deque[Operation])
     leaving: deque[Operation] = field(default_factory=deque[Operation])
@@ -109,7 +110,7 @@ class OverlappedDevice(Device):
 
         reads, writes = ({}, contents) if inward else (contents, {})
         after = [each for each in self.steps if not each.reads and not each.writes]  # copies within the device
-        operation = Operation(do, reads, writes, next(self.delays), after if inward else ())
+        operation = Operation(do, reads, writes, self.slow_copies * next(self.delays), after if inward else ())
         return self._launch(self.coming if inward else self.leaving, operation)
 
     def advance(self) -> None:
@@ -145,7 +146,7 @@ class OverlappedWorker(RigWorker):
             if isinstance(config, DecodeConfig)
             else PrefillScheduler(config, PAGE, num_pages, copies_overlap=True)
         )
-        self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays))
+        self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies)
         self._turn: Generator[float, None, bool] | None = None
         self._running: tuple[ScheduledBatch, Operation] | None = None
         self._moving: list[tuple[int, Sequence[Copy], Operation]] = []
@@ -233,6 +234,6 @@ class OverlappedRig(Rig):
 
     worker_class = OverlappedWorker
 
-    def __init__(self, delays: Sequence[int], *args: Any, **settings: Any) -> None:
-        self.delays = delays
+    def __init__(self, delays: Sequence[int], *args: Any, slow_copies: int = 1, **settings: Any) -> None:
+        self.delays, self.slow_copies = delays, slow_copies
         super().__init__(*args, **settings)

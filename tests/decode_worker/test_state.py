@@ -561,3 +561,17 @@ def test_a_write_that_waits_for_its_own_worker_is_not_given_up() -> None:
         state.handle(Tick(0.0), now := now + 9.0)  # no copy has been made
     assert state.leases == (lease,)
     assert len(state.take_copies()) == 2
+
+
+def test_a_sequence_on_pages_in_limbo_runs_when_they_have_left_it() -> None:
+    one = worker()
+    pages = one.blocks.allocate(one.num_pages)
+    assert pages is not None
+    epoch = one.blocks.begin()
+    one.blocks.free(pages)
+    one.handle(order(PROMPT, 5, "r"))
+    assert not one.schedule()
+    assert not one.state.busy, "the loop would spin until the end of a copy"
+    one.blocks.end(epoch)
+    assert one.state.busy
+    assert one.schedule()

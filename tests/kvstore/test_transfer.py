@@ -9,6 +9,7 @@ import pytest
 from baton.messages import PageSource
 from baton.store_protocol import (
     Acquire,
+    EndLease,
     LeasedPage,
     LowerTierHits,
     NotReserved,
@@ -23,7 +24,18 @@ from baton.store_protocol import (
     Sealed,
     TierPages,
 )
-from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut, PageFetch, PrefixLookup, StorePages
+from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.client.transfer import (
+    CallStore,
+    CopiedIn,
+    CopiedOut,
+    CopyIn,
+    CopyOut,
+    CopyQueue,
+    PageFetch,
+    PrefixLookup,
+    StorePages,
+)
 from kvstore.load_or_recompute import DEFAULT_SPEEDS
 
 DISK, REMOTE = DEFAULT_SPEEDS["disk"], DEFAULT_SPEEDS["remote"]
@@ -175,3 +187,32 @@ def test_why_it_was_refused_is_kept() -> None:
     write = StorePages(1, b"", chain(1), hold=False)
     write.handle(NotReserved(1, "full"))
     assert write.refused == "full"
+
+
+def test_a_copy_into_a_page_in_limbo_waits_and_others_go_before_it() -> None:
+    blocks = DeviceBlockManager(3)
+    pages = blocks.allocate(3)
+    assert pages is not None
+    queue = CopyQueue(blocks)
+    epoch = blocks.begin()
+    blocks.free(pages[:1])
+    delayed, ready, out = CopyIn(1, 0, 5, pages[0], 0), CopyIn(2, 0, 6, pages[1], 0), CopyOut(3, 0, pages[0], 7)
+    queue.add([delayed, ready, out])
+    assert queue.take(8) == [ready, out]
+    assert not queue
+    blocks.end(epoch)
+    assert queue
+    assert queue.take(8) == [delayed]
+
+
+def test_a_lease_ends_after_its_copies() -> None:
+    queue = CopyQueue(DeviceBlockManager(3))
+    queue.add([CopyOut(1, index, index, index) for index in range(3)])
+    assert len(queue.take(2)) == 2
+    assert queue.end_lease(1) == []
+    assert queue.ending == (1,)
+    assert queue.take(2) == [], "what was not handed out is dropped"
+    assert queue.made(CopiedOut(1, 0, (0,))) == []
+    assert queue.made(CopiedOut(1, 1, (0,))) == [CallStore(EndLease(1))]
+    assert (queue.ending, queue.under_way) == ((), 0)
+    assert queue.end_lease(2) == [CallStore(EndLease(2))]

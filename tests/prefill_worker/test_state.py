@@ -430,3 +430,18 @@ def test_a_prompt_like_one_that_waits_for_slots_has_all_its_tokens_and_no_more()
         one.handle(Tick())
         one.rig.settle()
     assert [m.request for m in done(one.said)] == ["full", "first", "alike"]
+
+
+def test_a_prompt_on_pages_in_limbo_is_computed_when_they_have_left_it() -> None:
+    one = worker()
+    pages = one.blocks.allocate(one.num_pages)
+    assert pages is not None
+    epoch = one.blocks.begin()
+    one.blocks.free(pages)
+    one.handle(order(PROMPT))
+    one.hear()
+    assert not one.schedule()
+    assert not one.state.busy, "the loop would spin until the end of a copy"
+    one.blocks.end(epoch)
+    assert one.state.busy
+    assert one.schedule()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -30,7 +29,6 @@ from decode_worker.sequence import Sequence as DecodeSequence
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CallStore, CopyQueue
 from kvstore.keys import pack_tokens
-from prefill_worker.prefill_request import PrefillRequest
 from tests.overlapped import FAILS, OverlappedRig
 from tests.rig import PAGE, ROOT, reference
 from tests.simulator.test_hand_off import SHARED, HandOff
@@ -64,10 +62,10 @@ class Crowded(RuleBasedStateMachine):
 
     @initialize(
         slots=st.integers(6, 16), pages=st.integers(6, 10), chunk=st.integers(PAGE, 12), copies=st.integers(1, 8),
-        delays=DELAYS,
+        delays=DELAYS, slow_copies=st.sampled_from([1, 6]),
     )  # fmt: skip
-    def start(self, slots: int, pages: int, chunk: int, copies: int, delays: Sequence[int]) -> None:
-        self.rig = OverlappedRig(delays, slots, hold=5.0)
+    def start(self, slots: int, pages: int, chunk: int, copies: int, delays: Sequence[int], slow_copies: int) -> None:
+        self.rig = OverlappedRig(delays, slots, slow_copies=slow_copies, hold=5.0)
         prefill = PrefillConfig(
             max_num_batched_tokens=chunk, copies_per_step=copies, max_num_seqs=3, store_timeout_ms=2_000
         )
@@ -95,7 +93,7 @@ class Crowded(RuleBasedStateMachine):
     @rule(age=st.integers(1, 3), again=st.integers(1, 6), turns=st.integers(0, 2), remote=st.booleans())
     def replace(self, age: int, again: int, turns: int, remote: bool) -> None:
         """A request goes and a prompt of before comes again, which the store may have."""
-        self.cancel(age, True, False)
+        self.cancel(age, True, remote)
         if (prompt := self.requests.get(f"r{len(self.requests) - again}")) is not None:
             self.order(0, prompt[0], 4, 0, remote)
         self.one_decodes(turns)
@@ -186,10 +184,6 @@ def only_the_newest_operation_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceBlockManager, "end", lambda self, epoch: end(self, epoch) if epoch in self._under_way else None)
 
 
-def a_copy_in_takes_a_page_in_limbo(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CopyQueue, "_delayed", lambda self: set())
-
-
 def a_lease_ends_while_a_copy_is_under_way(patch: pytest.MonkeyPatch) -> None:
     end = CopyQueue.end_lease
 
@@ -207,28 +201,14 @@ def a_step_counts_for_a_sequence_that_lost_its_pages(patch: pytest.MonkeyPatch) 
     patch.setattr(DecodeSequence, "is_in", lambda self, chunk: True)
 
 
-def a_prompt_in_limbo_is_computed(patch: pytest.MonkeyPatch) -> None:
-    ready = PrefillRequest.ready_to_step
-
-    def hasty(self: PrefillRequest) -> bool:
-        kept, self.in_limbo = self.in_limbo, []
-        result: Any = ready.__get__(self)
-        self.in_limbo = kept
-        return result
-
-    patch.setattr(PrefillRequest, "ready_to_step", property(hasty))
-
-
 @pytest.mark.parametrize(
     "mutation",
     [
         what_is_freed_is_not_in_limbo,
         only_the_newest_operation_counts,
-        a_copy_in_takes_a_page_in_limbo,
         a_lease_ends_while_a_copy_is_under_way,
         a_lease_that_is_to_end_is_not_listed,
         a_step_counts_for_a_sequence_that_lost_its_pages,
-        a_prompt_in_limbo_is_computed,
     ],
 )
 def test_it_notices(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
