@@ -143,8 +143,9 @@ def with_share(config: Config, share: GpuShare | None) -> Config:
 def actor_options(device: str, share: float, node_gpus: int) -> dict[str, Any]:
     """Return the options of a worker's Ray actor that have to do with GPUs; none on a node without.
 
-    Ray sets CUDA_VISIBLE_DEVICES of an actor with `num_gpus` to its GPU. Of one without, Ray 2.50 to 2.54 hide all GPUs
-    and later ones none. So each case is spelt out: a worker on the CPU sees none, one whose device has an index all.
+    Ray sets CUDA_VISIBLE_DEVICES of an actor with `num_gpus` to its GPU. Of one without, older Rays hide all GPUs and
+    later ones none (ray#62492). So each case is spelt out: a worker on the CPU sees none, one whose device has an index
+    sees all.
     """
     if not node_gpus:
         return {}

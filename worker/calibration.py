@@ -24,7 +24,7 @@ _TOKEN = 1
 
 
 def calibrate(
-    step: Callable[[Sequence[Chunk]], object],
+    step: Callable[[Sequence[Chunk]], float],
     now: Callable[[], float],
     page_size: int,
     num_pages: int,
@@ -33,7 +33,8 @@ def calibrate(
     decodes: bool,
 ) -> tuple[StepSample, ...]:
     """Run `step` on chunks of all sizes that fit into `num_pages` pages, with rows if the worker `decodes`. What is in
-    the pages is read as if it were computed, and written over. `now` tells seconds."""
+    the pages is read as if it were computed, and written over. `step` returns seconds by the device's clock. `now`
+    tells those of the host's, which bounds the whole."""
     fitting = [
         chunks
         for chunks in _sizes(page_size, decodes)
@@ -52,7 +53,7 @@ def calibrate(
 def _measure(
     fitting: Sequence[Sequence[Chunk]],
     samples: list[StepSample],
-    step: Callable[[Sequence[Chunk]], object],
+    step: Callable[[Sequence[Chunk]], float],
     now: Callable[[], float],
     until: float,
 ) -> None:
@@ -61,9 +62,7 @@ def _measure(
             break
         times: list[float] = []
         while len(times) < 2 and sum(times) < SECONDS:  # one that takes so long is long beside what is done once
-            began = now()
-            step(chunks)
-            times.append(now() - began)
+            times.append(step(chunks))
         samples.append(sample_of(chunks, min(times)))
 
 

@@ -125,7 +125,12 @@ class WorkerLoop:
         layout = runner.layout
         self.num_pages = runner.num_pages
         self.calibration = calibrate(
-            *(lambda chunks: runner.launch(chunks).wait(), self.clock.now, config.pages.page_size, self.num_pages),
+            *(
+                lambda chunks: runner.launch(chunks).wait().seconds,
+                self.clock.now,
+                config.pages.page_size,
+                self.num_pages,
+            ),
             runner.max_positions,
             decodes=role == "decode",
         )

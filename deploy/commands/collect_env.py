@@ -17,6 +17,7 @@ from rich.markup import escape
 import baton
 from baton.system_memory import available_memory
 from deploy.commands.terminal import Json, command, out, print_json, size
+from engine.gpus import visible_gpus
 
 _PACKAGES = (
     "torch", "ray", "numpy", "grpcio", "protobuf", "pyzmq", "msgspec", "starlette", "uvicorn", "tokenizers",
@@ -91,7 +92,7 @@ def _torch() -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 a broken torch is what the report is about
         return {"error": f"{type(error).__name__}: {error}"}
     found = {"cpu capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
-    found |= {"cuda": torch.version.cuda or "none", "cuda available": torch.cuda.is_available()}
+    found |= {"cuda": torch.version.cuda or "none", "gpus for torch": str(visible_gpus())}
     return found
 
 

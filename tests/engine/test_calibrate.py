@@ -28,12 +28,13 @@ class Clocked:
         self._last: Sequence[Chunk] = ()
         self._first = dict.fromkeys((True, False), first)
 
-    def step(self, chunks: Sequence[Chunk]) -> None:
+    def step(self, chunks: Sequence[Chunk]) -> float:
         size = sample_of(chunks, 0.0)
         seconds = self._slower * MACHINE.of(size.tokens, size.pairs, size.rows, size.context)
-        self.now += seconds if chunks is self._last else 2 * seconds
-        self.now += self._first.pop(size.rows > 0, 0.0)
+        seconds = (seconds if chunks is self._last else 2 * seconds) + self._first.pop(size.rows > 0, 0.0)
+        self.now += seconds
         self._last = chunks
+        return seconds
 
 
 @pytest.mark.parametrize("decodes", [False, True])
@@ -57,13 +58,27 @@ def test_sizes_that_do_not_fit_are_left_out_and_a_slow_machine_gets_no_further_t
 def test_it_ends_with_the_first_size_that_does_not_fit_into_memory() -> None:
     clocked = Clocked()
 
-    def step(chunks: Sequence[Chunk]) -> None:
+    def step(chunks: Sequence[Chunk]) -> float:
         if sum(len(chunk.tokens) for chunk in chunks) > 100:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        clocked.step(chunks)
+        return clocked.step(chunks)
 
     found = calibration.calibrate(step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=False)
     assert [sample.tokens for sample in found] == [16, 64, 32]
+
+
+def test_samples_are_of_the_device_s_clock_not_of_the_host_s() -> None:
+    """The host does more than wait for the device, and a step that was only launched has not been computed."""
+    clocked, host = Clocked(), [0.0]
+
+    def step(chunks: Sequence[Chunk]) -> float:
+        host[0] += 0.001
+        return clocked.step(chunks)
+
+    found = calibration.calibrate(step, lambda: host[0], PAGE, 10_000, 8_192, decodes=True)
+    assert [each.seconds for each in found] == pytest.approx(
+        [MACHINE.of(each.tokens, each.pairs, each.rows, each.context) for each in found]
+    )
 
 
 @pytest.mark.parametrize("decodes", [False, True])
@@ -82,6 +97,10 @@ def test_an_engine_runs_them(engine: Callable[..., Engine]) -> None:
     for head in (True, False):
         loaded = engine("llama", head=head)
         pages, context = len(loaded.pool), loaded.config.max_positions
-        found = calibration.calibrate(loaded.step, time.perf_counter, PAGE, pages, context, decodes=head)
+        found = calibration.calibrate(
+            lambda chunks, loaded=loaded: loaded.launch(chunks).wait().seconds,
+            *(time.perf_counter, PAGE, pages, context),
+            decodes=head,
+        )
         assert {sample.rows > 0 for sample in found} == {head, False}
         assert all(sample.seconds > 0 for sample in found)
