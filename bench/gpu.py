@@ -11,7 +11,7 @@ that fails is told with its error, and the next one runs.
 2. tests: `pytest -m gpu`
 3. engine: steps on random weights of two shapes, 8B and 0.6B, made on the device: decoding 1, 8, 64 and 256 sequences
    of 2,000 tokens, prompts of 2,048 and 8,192; each as a share of the roofline
-4. pages: copies of pages in and out, pageable and pinned, alone and beside a step
+4. pages: copies of pages in and out, pageable, pinned, and by the worker's mover, alone and beside a step
 5. kill: SIGKILL during a copy. After the pidfd is readable no byte may change
 6. cluster: one prefill and one decode worker on one GPU through `deploy/local.py`
 
@@ -225,6 +225,11 @@ def _steps(name: str, engine: Engine, shape: Shape, device: Device, found: Limit
 def _pages(device: Device) -> Rows:
     for copied in gpu_pages.copies(device):
         yield Result("pages", copied.case, copied.rate / 1e9, "GB/s")
+    for layers in (1, 2) if device.fake else (2, 32):  # pages of 128 KiB and 2 MiB in bfloat16
+        shape = {"num_hidden_layers": layers, "num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 128}
+        pages = 32 if device.fake else 4_096 // layers
+        for copied in gpu_pages.moved(device, random_engine(_TINY | shape, device, pages, _PAGE)):
+            yield Result("pages", copied.case, copied.rate / 1e9, "GB/s")
 
 
 def _kill(device: Device) -> Rows:

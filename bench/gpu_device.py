@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -67,7 +67,7 @@ def limits(device: Device) -> Limits:
     return Limits(read=copied, compute=product)
 
 
-def random_engine(config: dict[str, object], device: Device, num_pages: int, page_size: int) -> Engine:
+def random_engine(config: Mapping[str, object], device: Device, num_pages: int, page_size: int) -> Engine:
     """An engine on random weights that are made on the device."""
     spec = parse_spec({**config, "torch_dtype": device.dtype})
     layout = layout_of(spec, device.dtype, page_size)

@@ -17,8 +17,10 @@ import torch
 
 from baton.unix import readable
 from bench.gpu_device import Device
+from engine.engine import Engine
 from engine.page_pool import PagePool
 from kvstore.checksum import page_checksum
+from kvstore.client.transfer import CopyIn, CopyOut
 
 PAGES = {"2 MiB": 2 * 2**20, "128 KiB": 128 * 2**10}
 _BYTES, _FAKE_BYTES = 256 * 2**20, 8 * 2**20  # of one measurement
@@ -46,7 +48,7 @@ def copies(device: Device) -> Iterator[Copied]:
         pages = PagePool(pool, size)
         plain = mmap.mmap(-1, total)
         try:
-            yield from _each(device, name, "pool", total, pages, memoryview(plain), count, size)
+            yield from _each(device, name, "one at a time", total, pages, memoryview(plain), count, size)
         finally:
             del pages
         if device.is_cuda:
@@ -56,7 +58,7 @@ def copies(device: Device) -> Iterator[Copied]:
 def _each(
     device: Device, name: str, way: str, total: int, pages: PagePool, host: memoryview, count: int, size: int
 ) -> Iterator[Copied]:
-    """What workers do: one page after the other, from pageable memory, each ended before the next."""
+    """The plainest way: one page after the other, in pageable memory, each ended before the next."""
 
     def out() -> None:
         for page in range(count):
@@ -97,6 +99,48 @@ def _pinned(device: Device, name: str, total: int, pool: torch.Tensor, count: in
     for direction, work in (("out", out), ("in", back)):
         yield Copied(f"{name} {direction}, pinned, alone", total / device.seconds(work, 3))
         yield Copied(f"{name} {direction}, pinned, beside a step", total / beside_a_step(device, work))
+
+
+class _Arena:
+    """A store's arena as a mover sees it, without a store."""
+
+    def __init__(self, slots: int, page_bytes: int) -> None:
+        self.slots, self.page_bytes = slots, page_bytes
+        self.view = memoryview(mmap.mmap(-1, slots * page_bytes))
+
+    def slot(self, index: int) -> memoryview:
+        return self.view[index * self.page_bytes : (index + 1) * self.page_bytes]
+
+
+def moved(device: Device, engine: Engine) -> Iterator[Copied]:
+    """Yield the speed of the worker's own mover, checksums included, on the pages of an engine."""
+    count, size = engine.num_pages, engine.layout.page_bytes
+    mover = engine.mover(verify=False)
+    mover.attach(_Arena(count, size))
+
+    def out() -> None:
+        moving = [
+            mover.start([CopyOut(first, page - first, page, page) for page in range(first, min(first + 64, count))])
+            for first in range(0, count, 64)
+        ]
+        for each in moving:
+            each.wait()
+
+    def back() -> None:
+        moving = [
+            mover.start([CopyIn(first, page - first, page, page, 0) for page in range(first, min(first + 64, count))])
+            for first in range(0, count, 64)
+        ]
+        for each in moving:
+            each.wait()
+
+    try:
+        for direction, work in (("out", out), ("in", back)):
+            case = f"{size // 1024:,} KiB {direction}, the worker's mover"
+            yield Copied(f"{case}, alone", count * size / device.seconds(work, 3))
+            yield Copied(f"{case}, beside a step", count * size / beside_a_step(device, work))
+    finally:
+        mover.close()
 
 
 def beside_a_step(device: Device, work: Callable[[], object]) -> float:
