@@ -95,7 +95,13 @@ class ModelTiming(Struct, frozen=True, forbid_unknown_fields=True):
         if self.disk is not None:
             segment = 64 * page_size * self.token_bytes
             own |= {"disk.path": "simulated", "disk.max_bytes": self.disk.max_bytes, "disk.segment_bytes": segment}
-        return load(None, {**own, **self.config, **overrides})
+        config = load(None, {**own, **self.config, **overrides})
+        if config.disk.path and self.disk is None:
+            raise ConfigError(
+                f"disk.path is {config.disk.path!r}, but this model has no times of a disk; add `disk:` with read, write "
+                "and latency to its file"
+            )
+        return config
 
 
 class StepWork(Struct, frozen=True):

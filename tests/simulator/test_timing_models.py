@@ -50,3 +50,8 @@ def test_a_worker_without_a_gpu_is_none(tmp_path: Path) -> None:
     file.write_text((MODELS / "a800_70b.yaml").read_text().replace("gpus: 8", "gpus: 0"))
     with pytest.raises(ConfigError, match="gpus"):
         read(str(file))
+
+
+def test_a_disk_without_times_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no times of a disk"):
+        read("a800_70b").configuration(512, {"disk.path": "/somewhere"})
