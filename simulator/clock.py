@@ -33,6 +33,10 @@ class Agenda:
     def after(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
         self.at(self.now + seconds, do, *args)
 
+    def resume(self, when: float, do: Callable[..., object], *args: Any) -> None:
+        """Let a process go on: as `at`, for an adversary to be late."""
+        self.at(when, do, *args)
+
     def run(self, until: Callable[[], bool], limit: float = inf) -> None:
         """Run events until `until` is true, none is planned, or the time `limit` is reached."""
         heap = self._heap
@@ -54,7 +58,7 @@ class VirtualProcess:
         self._agenda, self._body = agenda, body
         self._sleeps = 0  # number of the current sleep: the planned end of an earlier one is ignored
         self._until = agenda.now
-        agenda.at(agenda.now, self._go_on, 0)
+        agenda.resume(agenda.now, self._go_on, 0)
 
     def wake(self, when: float) -> None:
         """End the current sleep at `when`, if it would last longer."""
@@ -76,4 +80,4 @@ class VirtualProcess:
     def _sleep(self, until: float) -> None:
         self._until = until
         if until < inf:
-            self._agenda.at(until, self._go_on, self._sleeps)
+            self._agenda.resume(until, self._go_on, self._sleeps)

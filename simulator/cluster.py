@@ -7,7 +7,7 @@ import itertools
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from baton.messages import ModelCard, Namespace, Peer, Role, SamplingParams, Wor
 from router.events import RequestEnded, Submit
 from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
+from simulator.adversary import AdversarialAgenda, AdversarialNetwork, Adversary
 from simulator.clock import Agenda
 from simulator.device import CheckingDevice, PageMemory
 from simulator.disk import SimulatedDisk
@@ -70,22 +71,27 @@ class SimulatedCluster:
 
     def __init__(
         self, layout: Layout, timing: ModelTiming, config: Config, seed: int, placer: PlacementPolicy | None = None, *,
-        runs: bool = True, routers: int = 1, checked: bool = False,
+        runs: bool = True, routers: int = 1, checked: bool = False, adversary: Adversary | None = None,
     ) -> None:  # fmt: skip
         """Start all processes.
 
         `runs`: repeatable decode steps are simulated as one event, which is much faster and hardly changes results.
         `routers`: the number of routers that share the workers. Requests go to them in turn.
-        `checked`: pages have contents, and a step that reads a wrong one fails the simulation. Raises ConfigError with
-        a disk, whose pages have none.
+        `checked`: pages have contents. A step that reads a wrong one, and a client that gets a wrong token, fail the
+        simulation. Raises ConfigError with a disk, whose pages have none.
+        `adversary` chooses the order of events.
         """
-        self.agenda = Agenda()
+        self.agenda = Agenda() if adversary is None else AdversarialAgenda(adversary)
         self.layout, self.timing, self.config = layout, timing, config
         if checked and timing.disk is not None:
             raise ConfigError("a checked cluster has no disk tier: the pages on a simulated disk have no contents")
         self._seed, self._runs, self._checked = seed, runs, checked
         self._rng = random.Random(seed)
-        self.network = SimulatedNetwork(self.agenda, timing, random.Random(seed + 1))
+        self.network = (
+            SimulatedNetwork(self.agenda, timing, random.Random(seed + 1))
+            if adversary is None
+            else AdversarialNetwork(self.agenda, timing, adversary)
+        )
         self.measures = Measures(self.agenda)
         self._page_bytes = page_bytes = config.pages.page_size * timing.token_bytes
         self._namespace = Namespace(b"simulated model.", 1, "bfloat16", config.pages.page_size, 1)
@@ -109,7 +115,7 @@ class SimulatedCluster:
         self._addresses = [partial(self._at, name) for name in self._router_names]
         self._homes: dict[str, str] = {}  # the router of each open request, by request name
         self._ended_placed: Counter[str] = Counter()  # by routers that are gone
-        self._asked = itertools.count(1)
+        self._asked, self._requests = itertools.count(1), itertools.count(1)
         self.routers: dict[str, SimulatedRouter] = {}  # by name
         for name in self._router_names:
             self.start_router(name)
@@ -254,32 +260,44 @@ class SimulatedCluster:
     def run(self, load: Iterator[Arrival], limit: float = float("inf")) -> Measures:
         """Serve the load to its end, or until `limit` seconds have passed."""
         self._exhausted = False
-        self._next(load, itertools.count(1))
+        self._next(load)
         measures = self.measures
         with _rarely_collected():
             self.agenda.run(lambda: self._exhausted and measures.over == measures.arrived, limit)
         return measures
 
-    def _next(self, load: Iterator[Arrival], numbers: Iterator[int]) -> None:
+    def advance(self, seconds: float) -> None:
+        """Let time pass, beside any load that has been submitted."""
+        until = self.agenda.now + seconds
+        self.agenda.run(lambda: False, until)
+
+    def _next(self, load: Iterator[Arrival]) -> None:
         arrival = next(load, None)
         if arrival is None:
             self._exhausted = True
         else:
-            self.agenda.at(_BEGIN + arrival.at, self._submit, arrival, load, numbers)
+            self.agenda.at(_BEGIN + arrival.at, self._submit, arrival, load)
 
-    def _submit(self, arrival: Arrival, load: Iterator[Arrival], numbers: Iterator[int]) -> None:
-        name = f"r{next(numbers)}"
+    def _submit(self, arrival: Arrival, load: Iterator[Arrival]) -> None:
+        self.submit(arrival)
+        self._next(load)
+
+    def submit(self, arrival: Arrival, router: str = "") -> str:
+        """Submit a request now, to that router if it lives; return the request's name."""
+        name = f"r{next(self._requests)}"
         self.measures.begin(name, arrival)
-        self._ask(name, arrival)
-        self._next(load, numbers)
+        self._ask(name, arrival, router)
+        return name
 
-    def _ask(self, name: str, arrival: Arrival) -> None:
-        """Submit a request to the next live router, or retry later if there is none."""
+    def _ask(self, name: str, arrival: Arrival, chosen: str = "") -> None:
+        """Submit a request to the chosen router or the next live one, or retry later if there is none."""
         if not self.routers:
             self.agenda.after(_ASK_AGAIN, self._ask, name, arrival)
             return
         living = list(self.routers.items())
         home, router = living[next(self._asked) % len(living)]
+        if chosen in self.routers:
+            home, router = chosen, self.routers[chosen]
         self._homes[name] = home
         router.submit(
             Submit(
@@ -300,12 +318,16 @@ class SimulatedCluster:
         again = f"{name}+"
         self._ask(again, self.measures.ask_again(name, again))
 
-    def tokens(self, request: str, count: int, spacing: float) -> None:
+    def tokens(self, request: str, tokens: Sequence[int], spacing: float) -> None:
         """Forward to the measures; see `simulator.router.Clients`."""
-        self.measures.tokens(request, count, spacing)
+        if self._checked:
+            self.measures.check(request, tokens)
+        self.measures.tokens(request, len(tokens), spacing)
 
     def ended(self, end: RequestEnded) -> None:
         """Forward to the measures; see `simulator.router.Clients`."""
+        if self._checked:
+            self.measures.check_end(end)
         self.measures.ended(end)
         self._homes.pop(end.request, None)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from engine.batch import Sampled
 from router.events import Cancelled, Failed, Finished, RequestEnded
 from simulator.clock import Agenda
-from simulator.worker import ScriptedOutput
+from simulator.worker import END, ScriptedOutput
 from simulator.workloads import Arrival
 
 _PERCENTILES = (50, 90, 95, 99)
@@ -82,6 +82,18 @@ class Measures:
             live.gaps.append((spacing, count - 1))
         live.last = now
         live.tokens += count
+
+    def check(self, request: str, tokens: Sequence[int]) -> None:
+        """Raise AssertionError unless these are the next tokens of the request's output."""
+        live, output = self._live[request], self.outputs[request]
+        left = live.arrival.output - live.tokens
+        right = [output.token.token] * min(len(tokens), left - 1) + [END.token] * (len(tokens) >= left)
+        assert list(tokens) == right, f"{request} gets {tokens} after {live.tokens} tokens, {left} before its end"
+
+    def check_end(self, end: RequestEnded) -> None:
+        """Raise AssertionError if a finished request has not got its whole output."""
+        if isinstance(end.outcome, Finished) and (live := self._live.get(end.request)) is not None:
+            assert live.tokens == live.arrival.output, f"{end.request} ends after {live.tokens} tokens"
 
     def ended(self, end: RequestEnded) -> None:
         live = self._live.pop(end.request, None)

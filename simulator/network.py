@@ -53,8 +53,8 @@ class SimulatedNetwork:
             return
         self._agenda.after(self._timing.message, self._deliver, to, deliver, words)
 
-    def call(self, to: str, deliver: Callable[..., object], *words: Any) -> None:
-        """Send a message between a worker and its node's store."""
+    def call(self, connection: int, to: str, deliver: Callable[..., object], *words: Any) -> None:
+        """Send a message over the connection of a worker and its node's store."""
         self._agenda.after(self._timing.call, self._deliver, to, deliver, words)
 
     def pages(
@@ -76,8 +76,12 @@ class SimulatedNetwork:
             begins = max(gone - seconds + self._timing.network_latency, self._receiving[receiver[0]])
             self._receiving[receiver[0]] = arrived = begins + seconds
         link = (sender[1], receiver[1])
-        self._arrivals[link] = arrived = max(arrived, self._arrivals[link])
+        self._arrivals[link] = arrived = max(arrived + self._lateness(), self._arrivals[link])
         self._agenda.at(arrived, self._deliver, receiver[1], deliver, words)
+
+    def _lateness(self) -> float:
+        """Return the seconds by which a message to another store is late; an adversary's are not 0."""
+        return 0.0
 
     def _apart(self, one: str, other: str) -> bool:
         names = [process.peer.name for each in (one, other) if (process := self.process(each)) is not None]

@@ -21,7 +21,7 @@ from simulator.router_shell import RouterShell
 class Clients(Protocol):
     """The clients of a router, which get the tokens and ends of requests."""
 
-    def tokens(self, request: str, count: int, spacing: float) -> None:
+    def tokens(self, request: str, tokens: Sequence[int], spacing: float) -> None:
         """Take tokens. Each but the first was generated `spacing` seconds after the one before."""
         ...
 
@@ -74,7 +74,7 @@ class SimulatedRouter(RouterShell):
             self._network.message(self.incarnation, to, process.receive_from_router, self.place, envelope)
 
     def emit(self, request: str, tokens: Sequence[int]) -> None:
-        self._clients.tokens(request, len(tokens), self._spacing)
+        self._clients.tokens(request, tokens, self._spacing)
 
     def end_request(self, end: RequestEnded) -> None:
         self._clients.ended(end)

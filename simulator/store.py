@@ -87,7 +87,7 @@ class SimulatedStore(StoreShell):
 
     def call(self, worker: SimulatedWorker, call: Any) -> None:
         """Send a worker's call to this store."""
-        self._network.call(self.peer.incarnation, self.hear, worker.connection, call)
+        self._network.call(worker.connection, self.peer.incarnation, self.hear, worker.connection, call)
 
     def hear(self, connection: int, call: Any) -> None:
         """Handle a worker's call that has arrived."""
@@ -95,11 +95,11 @@ class SimulatedStore(StoreShell):
 
     def worker_gone(self, worker: SimulatedWorker) -> None:
         """Handle a worker's death, as the kernel reports it. Its earlier calls still count."""
-        self._network.call(self.peer.incarnation, self._bury, worker)
+        self._network.call(worker.connection, self.peer.incarnation, self._bury, worker)
 
     def worker_left(self, worker: SimulatedWorker) -> None:
         """Handle a worker that closes its connection while its process lives on."""
-        self._network.call(self.peer.incarnation, self._disconnect, worker)
+        self._network.call(worker.connection, self.peer.incarnation, self._disconnect, worker)
 
     def _disconnect(self, worker: SimulatedWorker) -> None:
         if self._workers.pop(worker.connection, None) is not None:
@@ -159,7 +159,7 @@ class SimulatedStore(StoreShell):
         """Answer a worker. Heartbeats are not simulated: workers learn of a store's end at once."""
         if not isinstance(reply, StoreHeartbeat) and (worker := self._workers.get(connection)) is not None:
             said = StoreUp(reply.slots, reply.page_bytes) if isinstance(reply, Attached) else reply
-            self._network.call(worker.peer.incarnation, worker.receive_from_store, said, connection)
+            self._network.call(connection, worker.peer.incarnation, worker.receive_from_store, said, connection)
 
     def tell_router(self, message: FromStore, router: str) -> None:
         self._routers.say(message, router)

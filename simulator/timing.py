@@ -98,8 +98,8 @@ class ModelTiming(Struct, frozen=True, forbid_unknown_fields=True):
         config = load(None, {**own, **self.config, **overrides})
         if config.disk.path and self.disk is None:
             raise ConfigError(
-                f"disk.path is {config.disk.path!r}, but this model has no times of a disk; add `disk:` with read, write "
-                "and latency to its file"
+                f"disk.path is {config.disk.path!r}, but this model has no times of a disk; add `disk:` with read, "
+                "write and latency to its file"
             )
         return config
 

@@ -30,6 +30,7 @@ from baton.router_links import RouterMessage
 from baton.store_protocol import LeaseHeartbeat
 from engine.batch import Sampled
 from engine.step import ScheduledBatch, StepDone
+from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost
 from kvstore.events.changes import page_runs
 from simulator.clock import Agenda, Body, VirtualProcess
@@ -265,6 +266,10 @@ class SimulatedWorker(WorkerShell):
 
     def _output(self, name: AttemptName) -> ScriptedOutput:
         return self._outputs.get(name.request, _STRANGER)
+
+    def duplicate_page(self, order: DuplicatePage) -> None:
+        if self._device is not None:
+            self._device.duplicate(order)
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
