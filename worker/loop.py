@@ -46,6 +46,7 @@ from baton.system_memory import available_memory
 from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
+from decode_worker.sliding_window import SlidingWindow
 from engine.checkpoint import hub
 from engine.engine import Engine, FittingPages, dtype_of, layout_of, linear_maker
 from engine.gpu_memory import worker_bytes
@@ -139,6 +140,7 @@ class WorkerLoop:
         self._model = config.model.served_name
         self.metrics = Metrics()
         self._events = KvEventPublisher(self.peer.incarnation, self._model, self.clock, host)
+        window = runner.window
         card = ModelCard(
             namespace,
             layout.page_bytes,
@@ -147,6 +149,7 @@ class WorkerLoop:
             self.num_pages,
             self.calibration,
             runner.has_lm_head,
+            0 if window is None else SlidingWindow(window, config.pages.page_size, self.num_pages).pages,
         )
         hello = Hello(
             self.peer,
