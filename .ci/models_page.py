@@ -46,7 +46,8 @@ FOOT = """
 - Dynamic NTK scaling changes nothing up to `max_position_embeddings`, which is the longest sequence here.
 - A mixture of experts is computed by torch, expert by expert. In bfloat16 two experts may be so nearly alike to the
   router that another batch takes the other one.
-- An architecture that is not in the table is refused when the cluster starts, by name.
+- An architecture that is not in the table is refused when the cluster starts, by name, unless vLLM's runner serves it
+  ([vllm.md](vllm.md)).
 """
 
 GENERATION = "tests/engine/test_generation.py"

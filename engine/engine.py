@@ -92,7 +92,6 @@ class Engine:
     ) -> None:
         """With `native`, kernels of our own do what they can do here; without, torch does everything."""
         self.config = config
-        self.window = config.widest_window
         self.layout = layout
         self.fingerprint = fingerprint
         self.has_lm_head = model_weights.head is not None  # it can generate tokens
@@ -200,12 +199,11 @@ class Engine:
         with device_errors(), self._stream_ends_with_errors():
             begun: Any = torch.cuda.Event(enable_timing=True)
             ended: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # waiting threads sleep
-            stream = torch.cuda.current_stream(self.pool.device)
-            begun.record(stream)
+            begun.record()
             scores: dict[int, list[PromptTokenLogprob]] = {}
             masks, batches = self._prepare(chunks)
             parts = list(self._parts(chunks, batches, scores))
-            ended.record(stream)
+            ended.record()
         watch.watch(ended)
         return LaunchedStep(begun, ended, lambda: _results(self._draw(chunks, parts, masks, scores)))
 
@@ -317,7 +315,7 @@ class Engine:
         return [(part, self._flatten([chunks[place] for place in part])) for part in (alone, rest)]
 
     def _flatten(self, chunks: Sequence[Chunk]) -> Batch:
-        return flatten(chunks, self.layout.page_size, self._num_pages, self.config.vocab_size, self.window)
+        return flatten(chunks, self.layout.page_size, self._num_pages, self.config.vocab_size)
 
     def _logits(self, batch: Batch) -> tuple[torch.Tensor | None, Sequence[int] | None]:
         """Run the model: logits of the rows that a token is drawn from, if there are any and there is a head; and the

@@ -60,13 +60,12 @@ class OverlappedDevice(Device):
     num_pages: int
     delays: Iterator[int]
     slow_copies: int = 1  # by what the delays of copies are multiplied
-    window: int | None = None
     steps: deque[Operation] = field(default_factory=deque[Operation])
     coming: deque[Operation] = field(default_factory=deque[Operation])
     leaving: deque[Operation] = field(default_factory=deque[Operation])
 
     def __post_init__(self) -> None:
-        super().__init__(self.num_pages, PAGE, self.window)
+        super().__init__(self.num_pages, PAGE)
 
     @property
     def under_way(self) -> bool:
@@ -77,9 +76,8 @@ class OverlappedDevice(Device):
         reads: dict[tuple[int, int], int] = {}
         writes: dict[tuple[int, int], int] = {}
         for tokens, chunk in zip(known, chunks, strict=True):
-            expected = digests(tokens)
-            for position in range(self.first_read(chunk), chunk.end):
-                place, digest = (chunk.pages[position // PAGE], position % PAGE), expected[position]
+            for position, digest in enumerate(digests(tokens)[: chunk.end]):
+                place = (chunk.pages[position // PAGE], position % PAGE)
                 (reads if position < chunk.start else writes)[place] = digest
         delay = next(self.delays)
         pages = [list(chunk.pages) for chunk in chunks]  # as they were when it was launched
@@ -140,16 +138,15 @@ class OverlappedWorker(RigWorker):
     device: OverlappedDevice
 
     def __init__(
-        self, rig: OverlappedRig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig,
-        node: RigStore, window: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(rig, role, num_pages, config, node, window)
+        self, rig: OverlappedRig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore
+    ) -> None:
+        super().__init__(rig, role, num_pages, config, node)
         self.state = (
-            DecodeScheduler(config, PAGE, num_pages, copies_overlap=True, window=window)
+            DecodeScheduler(config, PAGE, num_pages, copies_overlap=True)
             if isinstance(config, DecodeConfig)
             else PrefillScheduler(config, PAGE, num_pages, copies_overlap=True)
         )
-        self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies, window)
+        self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies)
         self._turn: Generator[float, None, bool] | None = None
         self._running: tuple[ScheduledBatch, Operation] | None = None
         self._moving: list[tuple[int, Sequence[Copy], Operation]] = []

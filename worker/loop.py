@@ -20,8 +20,8 @@ import msgspec
 import torch
 
 from baton.clock import PauseDetector, Tick
-from baton.config import Config, DecodeConfig, PrefillConfig
-from baton.errors import DeviceLost, NotEnoughMemory, StoreError
+from baton.config import Config
+from baton.errors import DeviceLost, StoreError
 from baton.logs import RateLimit, RateLimitedLog
 from baton.membership import SendToRouter
 from baton.messages import (
@@ -42,18 +42,10 @@ from baton.monotonic_clock import MonotonicClock
 from baton.router_links import RouterLinks, RouterMessage
 from baton.samples import Sample
 from baton.store_protocol import LeaseHeartbeat
-from baton.system_memory import available_memory
 from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
-from decode_worker.sliding_window import SlidingWindow
 from engine.checkpoint import hub
-from engine.engine import Engine, FittingPages, dtype_of, layout_of, linear_maker
-from engine.gpu_memory import worker_bytes
-from engine.gpus import resolve_device, visible_gpus
-from engine.models.config import load_spec
-from engine.models.memory import weight_bytes
-from engine.models.weights import TORCH_DTYPES
 from engine.runner import Moving, Runner, Running
 from engine.sampling.grammars import GrammarCompiler
 from engine.step import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
@@ -62,11 +54,9 @@ from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePag
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, StoreUp
 from kvstore.events.changes import page_runs
 from kvstore.events.publisher import KvEventPublisher
-from kvstore.layout import PageLayout
 from worker.alarm import Alarm
 from worker.calibration import calibrate
 from worker.gpu_metrics import GpuMetrics
-from worker.pool_size import CudaMemory, await_memory, fitting_pages, pool_pages
 from worker.turn import AwaitStore, CollectStep, CopyEnded, CopyPages, Publish, Receive, RunStep, turn
 
 log = logging.getLogger(__name__)
@@ -140,7 +130,6 @@ class WorkerLoop:
         self._model = config.model.served_name
         self.metrics = Metrics()
         self._events = KvEventPublisher(self.peer.incarnation, self._model, self.clock, host)
-        window = runner.window
         card = ModelCard(
             namespace,
             layout.page_bytes,
@@ -149,7 +138,6 @@ class WorkerLoop:
             self.num_pages,
             self.calibration,
             runner.has_lm_head,
-            0 if window is None else SlidingWindow(window, config.pages.page_size, self.num_pages).pages,
         )
         hello = Hello(
             self.peer,
@@ -494,57 +482,6 @@ class WorkerLoop:
             "connections_refused": refused(),
             "malformed_messages": self._routers.malformed + self._events.malformed,
         }
-
-
-def load(config: Config, role: WorkerRole) -> Engine:
-    """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError, NotEnoughMemory, or
-    StartupError for a CUDA device that is not here."""
-    own = config.worker(role)
-    page_size = config.pages.page_size
-    head = role == "decode" or config.prefill.lm_head
-    path = hub.resolve(config.model.path)
-    model = load_spec(path)
-    layout = layout_of(model, config.model.dtype, page_size, config.model.kv_cache_dtype)
-    gpus = visible_gpus()
-    device = resolve_device(config.device_of(role), gpus)
-    num_pages: int | FittingPages
-    if device == "cpu":
-        if gpus.problem and gpus.wasted:
-            log.warning("computes on the CPU: %s", gpus.problem)
-        size, room = own.kv_cache_bytes.on_cpu, available_memory()
-        if size > room.available:
-            raise NotEnoughMemory(
-                f"the page pool takes {size} bytes and {room.bound} leaves {room.available}; lower kv_cache_bytes"
-            )
-        num_pages = pool_pages(size, layout)
-    else:
-        weights = weight_bytes(model, TORCH_DTYPES[dtype_of(model, config.model.dtype)], linear_maker(device), head)
-        num_pages = _pages_on_gpu(device, own, weights, layout)
-    settings = config.model
-    return Engine.load(
-        path,
-        settings.dtype,
-        device,
-        num_pages,
-        page_size,
-        head,
-        own.threads or None,
-        settings.native,
-        settings.kv_cache_dtype,
-    )
-
-
-def _pages_on_gpu(
-    device: str, own: PrefillConfig | DecodeConfig, weights: int, layout: PageLayout
-) -> int | FittingPages:
-    """Wait for the memory of a predecessor that has died, and return how many pages there will be."""
-    memory = CudaMemory(device)
-    share = 1.0 if own.num_gpus == "auto" else own.num_gpus
-    if own.kv_cache_bytes:
-        await_memory(weights + own.kv_cache_bytes, memory)
-        return pool_pages(own.kv_cache_bytes, layout)
-    await_memory(worker_bytes(memory.read().total, own.gpu_memory_utilization, share), memory)
-    return lambda make: fitting_pages(make, memory, own, layout.page_size, share)
 
 
 def _namespace(runner: Runner, page_size: int) -> Namespace:

@@ -21,7 +21,8 @@ from baton.process import settle
 from baton.samples import Sample
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
 from prefill_worker.scheduler import PrefillScheduler, PrefillStats
-from worker.loop import WorkerLoop, load
+from worker.load_runner import load
+from worker.loop import WorkerLoop
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +39,10 @@ def run(
     """Serve until `stop` is set, at first as `role`. `routers` are ZMQ endpoints, `node` names the store to use, `host`
     is this node's address. Raises ModelError, NotEnoughMemory or StartupError when it can't start, and DeviceLost when
     its device does nothing more for this process."""
-    engine = load(config, role)
+    runner = load(config, role)
     serves: WorkerRole | None = role
     while serves is not None:
-        with WorkerLoop(config, serves, name, node, routers, host, engine) as worker:
+        with WorkerLoop(config, serves, name, node, routers, host, runner) as worker:
             settle()
             log.info("%s worker %s serves with %d pages", serves, worker.peer.incarnation, worker.num_pages)
             try:
@@ -91,7 +92,6 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         vocab_size=worker.runner.vocab_size,
         grammars=worker.grammars,
         copies_overlap=worker.runner.overlaps,
-        window=worker.runner.window,
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 

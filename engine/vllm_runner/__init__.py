@@ -1,0 +1,9 @@
+"""A runner whose model, kernels and weights are vLLM's: its executor and model runner, driven step by step.
+
+vLLM computes. Baton's schedulers decide each step, Baton's pages hold K and V, and Baton's sampler draws every token.
+vLLM runs in a child process of the worker, since a mistake there may end its process. `runner` is the worker's side,
+`child` the other; `messages` is what they say to each other. Nothing of vLLM is imported but in the child.
+"""
+
+VLLM_VERSION = "0.32.0"
+"""The one release whose inner interfaces this was written for. Others are refused."""

@@ -1,0 +1,430 @@
+"""The worker's side of vLLM: a `Runner` that sends each step and copy to the child, and hears of their ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from baton.errors import DeviceLost, ModelError, StartupError, UnsupportedModel
+from baton.trace import Tracer
+from engine.batch import Chunk, Sampled, TokenDraw
+from engine.block_table import BlockTable
+from engine.checkpoint.safetensors_reader import TensorFiles
+from engine.runner import Finished, Slots, copied_in, copied_out
+from engine.sampling.mask_threads import MaskThreads
+from engine.vllm_runner import VLLM_VERSION, messages
+from engine.vllm_runner.messages import (
+    Answer,
+    Attach,
+    Copied,
+    Drawn,
+    Duplicate,
+    Failed,
+    In,
+    Load,
+    Loaded,
+    Order,
+    Out,
+    Row,
+    SentDraw,
+    Step,
+)
+from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut
+from kvstore.layout import PageLayout
+
+NUMERICS_VERSION = 1
+"""Raised whenever K or V that vLLM makes here differ by more than rounding from those of an earlier release of this."""
+
+_PATIENCE = 600.0  # seconds for a model to load
+_FAREWELL = 10.0  # seconds for the child to end
+_UNSUPPORTED = ("unsupported_model", "ValueError", "ValidationError", "NotImplementedError")
+"""What vLLM raises for a configuration that it can't serve."""
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the executor runs in the child itself
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are Baton's to divide
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class _Pending:
+    """An order that awaits its answer."""
+
+    def __init__(self) -> None:
+        self._answered = threading.Event()
+        self._answer: Answer | None = None
+        self._lost = ""
+
+    def answer(self, answer: Answer) -> None:
+        self._answer = answer
+        self._answered.set()
+
+    def lose(self, why: str) -> None:
+        self._lost = why
+        self._answered.set()
+
+    @property
+    def done(self) -> bool:
+        return self._answered.is_set()
+
+    def wait(self, seconds: float | None = None) -> Answer:
+        """Raises DeviceLost when the child has gone, and TimeoutError."""
+        if not self._answered.wait(seconds):
+            raise TimeoutError(f"no answer from vLLM within {seconds} s")
+        if self._answer is None:
+            raise DeviceLost(self._lost)
+        return self._answer
+
+
+@dataclass
+class _Known:
+    """What vLLM knows of a sequence after its last step."""
+
+    name: int
+    end: int  # tokens computed
+    pages: list[int]
+    token: int | None  # that was drawn then
+
+
+class VllmRunner:
+    """A model in a child process. `load` makes one."""
+
+    numerics_version = NUMERICS_VERSION
+    has_lm_head = True
+    overlaps = True
+    device = "cpu"
+
+    def __init__(
+        self, link: Connection, process: subprocess.Popen[bytes], loaded: Loaded, order: Load, fingerprint: bytes
+    ) -> None:
+        self.fingerprint = fingerprint
+        self.layout = PageLayout(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, order.page_size, loaded.dtype)
+        self.tracer = Tracer()
+        self.num_pages = order.num_pages
+        self.vocab_size = loaded.vocab_size
+        self.max_positions = loaded.max_positions
+        self._max_rows, self._max_tokens = order.max_rows, order.max_tokens
+        self._process = process
+        self._child = ChildLink(link)
+        self._masks = MaskThreads()
+        self._known: weakref.WeakKeyDictionary[BlockTable, _Known] = weakref.WeakKeyDictionary()
+        self._gone: deque[int] = deque()
+        self._named = 0
+
+    @property
+    def process_id(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    @classmethod
+    def load(
+        cls, path: Path, dtype: str, num_pages: int, page_size: int, *, max_rows: int, max_tokens: int, threads: int
+    ) -> Self:
+        """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
+
+        A step has at most `max_rows` chunks and `max_tokens` tokens. Raises ModelError (UnsupportedModel where vLLM or
+        this runner can't serve the model) and StartupError.
+        """
+        order = Load(str(path), dtype, num_pages, page_size, max_rows, max_tokens, threads)
+        fingerprint = _fingerprint(path)
+        ours, theirs = Pipe()
+        with theirs:
+            environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+            argv = [sys.executable, "-m", "engine.vllm_runner.child", str(theirs.fileno())]
+            process = subprocess.Popen(  # noqa: S603 - a list, no shell
+                argv, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+            )
+        try:
+            ours.send_bytes(msgspec.msgpack.encode(order))
+            if not ours.poll(_PATIENCE):
+                raise StartupError(f"vLLM has not loaded {path} within {_PATIENCE:.0f} s")
+            answer = msgspec.msgpack.decode(ours.recv_bytes(), type=messages.Answer)
+        except (EOFError, OSError) as error:
+            raise StartupError(f"vLLM's process ended while it loaded {path}; its log says why") from error
+        except BaseException:
+            _end(process)
+            raise
+        if isinstance(answer, Failed):
+            _end(process)
+            kind = UnsupportedModel if answer.kind in _UNSUPPORTED else ModelError
+            raise kind(f"vLLM can't serve {path} with pages of {page_size} tokens: {answer.message}")
+        assert isinstance(answer, Loaded)
+        return cls(ours, process, answer, order, fingerprint)
+
+    def launch(self, chunks: Sequence[Chunk]) -> RunningStep:
+        """Send a step. A mask that is late leaves its chunk without a token."""
+        if len(chunks) > self._max_rows or sum(len(chunk.tokens) for chunk in chunks) > self._max_tokens:
+            raise ValueError(f"a step has at most {self._max_rows} chunks and {self._max_tokens} tokens")
+        rows = [self._row(chunk) for chunk in chunks]
+        known = [self._known.get(chunk.pages) if isinstance(chunk.pages, BlockTable) else None for chunk in chunks]
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        masks = [draw.mask for chunk in chunks if (draw := chunk.sample) is not None and draw.mask is not None]
+        if not masks:
+            pending = self._child.order(
+                Step([_with_draw(row, chunk) for row, chunk in zip(rows, chunks, strict=True)], gone)
+            )
+            return RunningStep(pending, known)
+        under_way = self._masks.start(masks)
+
+        def masked() -> Step:
+            self._masks.wait(under_way)
+            return Step([_with_draw(*each) for each in zip(rows, chunks, strict=True)], gone)
+
+        return RunningStep(self._child.order_later(masked), known)
+
+    def duplicate(self, source: int, dest: int) -> None:
+        self._child.tell(Duplicate(source, dest))
+
+    def mover(self, *, verify: bool) -> VllmMover:
+        return VllmMover(self._child, verify=verify)
+
+    def wake(self, alarm: Callable[[], None]) -> None:
+        self._child.alarm = alarm
+
+    def close(self) -> None:
+        """End the child."""
+        self._child.close()
+        try:
+            self._process.wait(_FAREWELL)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _row(self, chunk: Chunk) -> Row:
+        """A chunk as the child is told of it, without its draw. Raises ValueError for one that it can't run."""
+        end, page_size = chunk.end, self.layout.page_size
+        covering = -(-end // page_size)
+        if not chunk.tokens or chunk.start < 0 or end > self.max_positions:
+            raise ValueError(
+                f"a chunk needs tokens below {self.max_positions}, not {len(chunk.tokens)} at {chunk.start}"
+            )
+        if len(chunk.pages) < covering:
+            raise ValueError(f"positions up to {end - 1} need {covering} pages, not {len(chunk.pages)}")
+        if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.vocab_size:
+            raise ValueError(f"a token is not in 0 to {self.vocab_size - 1}")
+        pages = list(chunk.pages[:covering])
+        if min(pages) < 0 or max(pages) >= self.num_pages:
+            raise ValueError(f"a page is not in 0 to {self.num_pages - 1}")
+        fresh = pages[-1] if end % page_size and (covering - 1) * page_size >= chunk.start else None
+        name, appends, first_new = self._follow(chunk, pages)
+        scoring = chunk.scoring
+        targets, first, top = ((), 0, 0) if scoring is None else (scoring.targets, scoring.first, scoring.top)
+        return Row(
+            name, appends, list(chunk.tokens), chunk.start, pages[first_new:], fresh, None, list(targets), first, top
+        )
+
+    def _follow(self, chunk: Chunk, pages: list[int]) -> tuple[int, bool, int]:
+        """The row's name, whether it goes on from its last step, and the first page that vLLM does not know."""
+        table = chunk.pages
+        if not isinstance(table, BlockTable):
+            self._named += 1
+            self._gone.append(self._named)  # of the next step
+            return self._named, False, 0
+        known = self._known.get(table)
+        appends = (
+            known is not None
+            and chunk.sample is not None
+            and known.token is not None
+            and known.end == chunk.start
+            and list(chunk.tokens) == [known.token]
+            and pages[: len(known.pages)] == known.pages
+        )
+        if known is None:
+            self._named += 1
+            known = self._known[table] = _Known(self._named, 0, [], None)
+            weakref.finalize(table, self._gone.append, known.name)
+        first_new = len(known.pages) if appends else 0
+        known.end, known.pages, known.token = chunk.end, pages, None
+        return known.name, appends, first_new
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _with_draw(row: Row, chunk: Chunk) -> Row:
+    draw = chunk.sample
+    if draw is None or (draw.mask is not None and not draw.mask.ready):
+        return row if not row.appends else _late(row)
+    return msgspec.structs.replace(row, draw=SentDraw.of(draw))
+
+
+def _late(row: Row) -> Row:
+    """A row whose mask is late draws some token, which is not told."""
+    return msgspec.structs.replace(row, draw=SentDraw.of(TokenDraw(temperature=0.0)), told=False)
+
+
+class RunningStep:
+    """A step that the child was sent."""
+
+    def __init__(self, pending: _Pending, known: Sequence[_Known | None]) -> None:
+        self._pending, self._known = pending, known
+
+    def done(self) -> bool:
+        return self._pending.done
+
+    def wait(self) -> Finished:
+        answer = self._pending.wait()
+        if isinstance(answer, Failed):
+            raise RuntimeError(f"vLLM: {answer.kind}: {answer.message}")
+        assert isinstance(answer, Drawn)
+        for known, sampled in zip(self._known, answer.sampled, strict=True):
+            if known is not None:
+                known.token = sampled.token if sampled is not None else None
+        return Finished(list[Sampled | None](answer.sampled), answer.scores, answer.seconds)
+
+
+class VllmMover:
+    """Copies between the child's pages and an arena, which the child maps."""
+
+    def __init__(self, child: ChildLink, *, verify: bool) -> None:
+        self._child, self._verify = child, verify
+        self._last: _Pending | None = None
+
+    def attach(self, arena: Slots) -> None:
+        self._last = self._child.attach(Attach(arena.slots, arena.page_bytes), arena.fd)  # pyright: ignore
+
+    def start(self, copies: Sequence[Copy]) -> MovingPages:
+        pages, slots = [copy.page for copy in copies], [copy.slot for copy in copies]
+        if isinstance(copies[0], CopyOut):
+            pending = self._child.order(Out(pages, slots))
+        else:
+            sums = [copy.checksum for copy in copies if isinstance(copy, CopyIn)] if self._verify else []
+            pending = self._child.order(In(slots, pages, sums))
+        self._last = pending
+        return MovingPages(copies, pending)
+
+    def close(self) -> bool:
+        """Orders are carried out in order, so the last one's end is that of all."""
+        if self._last is None:
+            return True
+        try:
+            self._last.wait(_FAREWELL)
+        except TimeoutError:
+            return False
+        except DeviceLost:
+            return True  # its process has ended
+        return True
+
+
+class MovingPages:
+    """Copies that the child was sent."""
+
+    def __init__(self, copies: Sequence[Copy], pending: _Pending) -> None:
+        self._copies, self._pending = copies, pending
+
+    def done(self) -> bool:
+        return self._pending.done
+
+    def wait(self) -> CopiedIn | CopiedOut:
+        answer = self._pending.wait()
+        if isinstance(answer, Failed):
+            raise DeviceLost(f"vLLM could not copy pages: {answer.kind}: {answer.message}")
+        assert isinstance(answer, Copied)
+        if isinstance(self._copies[0], CopyOut):
+            return copied_out(self._copies, answer.checksums)
+        return copied_in(self._copies, answer.intact)
+
+
+class ChildLink:
+    """Orders out and answers in. A thread sends, since an order may wait for masks, and one receives."""
+
+    def __init__(self, link: Connection) -> None:
+        self.alarm: Callable[[], None] = lambda: None
+        self._link = link
+        self._awaited: deque[_Pending] = deque()
+        self._lost = ""
+        self._orders: queue.SimpleQueue[Callable[[], tuple[Order, int | None, _Pending | None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._lock = threading.Lock()
+        for name, run in (("vllm-orders", self._send), ("vllm-answers", self._receive)):
+            threading.Thread(target=run, name=name, daemon=True).start()
+
+    def order(self, order: Order) -> _Pending:
+        return self.order_later(lambda: order)
+
+    def order_later(self, make: Callable[[], Order], fd: int | None = None) -> _Pending:
+        """Send what `make` returns once all earlier orders have been sent. It is called on another thread."""
+        if self._lost:
+            raise DeviceLost(self._lost)
+        pending = _Pending()
+        self._orders.put(lambda: (make(), fd, pending))
+        return pending
+
+    def tell(self, order: Order) -> None:
+        """Send an order that has no answer."""
+        if self._lost:
+            raise DeviceLost(self._lost)
+        self._orders.put(lambda: (order, None, None))
+
+    def attach(self, order: Attach, fd: int) -> _Pending:
+        duplicate = os.dup(fd)
+        return self.order_later(lambda: order, duplicate)
+
+    def close(self) -> None:
+        self._orders.put(None)
+
+    def _send(self) -> None:
+        while (make := self._orders.get()) is not None:
+            order, fd, pending = make()
+            try:
+                with self._lock:
+                    if pending is not None:
+                        if self._lost:
+                            pending.lose(self._lost)
+                            continue
+                        self._awaited.append(pending)
+                self._link.send_bytes(msgspec.msgpack.encode(order))
+                if fd is not None:
+                    send_handle(self._link, fd, 0)
+            except OSError as error:
+                self._lose(f"vLLM's process has gone: {error}")
+            finally:
+                if fd is not None:
+                    os.close(fd)
+        self._link.close()
+
+    def _receive(self) -> None:
+        answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Answer)
+        try:
+            while True:
+                answer = answers.decode(self._link.recv_bytes())
+                self._awaited.popleft().answer(answer)
+                self.alarm()
+        except (EOFError, OSError, TypeError) as error:  # the last where this side has closed the link
+            self._lose(f"vLLM's process has gone: {error or 'it ended'}")
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            self._lost = self._lost or why
+            lost = list(self._awaited)
+            self._awaited.clear()
+        for pending in lost:
+            pending.lose(why)
+        self.alarm()
+
+
+def _fingerprint(path: Path) -> bytes:
+    """The checkpoint's content and vLLM's release: its K and V are not those of another engine to the last bit."""
+    config = json.dumps(json.loads((path / "config.json").read_bytes()), sort_keys=True).encode()
+    with TensorFiles(path) as files:
+        content = files.fingerprint(config)
+    return hashlib.blake2b(content + f"vllm {VLLM_VERSION}".encode(), digest_size=16).digest()

