@@ -25,8 +25,8 @@ import msgspec
 from msgspec import Struct
 
 from baton.errors import StartupError
-from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
+from engine.step.batch import Chunk, TokenDraw
 
 _PAGE_SIZE, _PAGES, _STEP_TOKENS = 16, 512, 512
 _GREEDY = TokenDraw(temperature=0)

@@ -30,8 +30,8 @@ import numpy.typing as npt
 
 from baton.step_cost_model import StepCoefficients, pairs
 from bench import models, report
-from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
+from engine.step.batch import Chunk, TokenDraw
 
 _PAGE_SIZE = 16
 _POOL_TOKENS = 32_768

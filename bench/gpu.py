@@ -46,9 +46,9 @@ from bench.gpu_device import Device, limits, random_engine, step_seconds
 from bench.report import Result
 from bench.roofline import Limits, Shape
 from deploy.local import LocalCluster
-from engine.batch import Chunk, TokenDraw
+from engine.device.gpus import visible_gpus
 from engine.engine import Engine
-from engine.gpus import visible_gpus
+from engine.step.batch import Chunk, TokenDraw
 
 _ROOT = Path(__file__).parent.parent
 _PAGE = 16
@@ -146,7 +146,7 @@ def _limits(device: Device, measured: list[Limits]) -> Rows:
         device.sync()
         if used is not None and (now := _used_mib()) is not None:
             taken = now - used - torch.cuda.memory_reserved(device.name) / 2**20
-            yield Result("limits", "context with cuBLAS (engine.gpu_memory.CONTEXT_BYTES)", taken, "MiB")
+            yield Result("limits", "context with cuBLAS (engine.device.gpu_memory.CONTEXT_BYTES)", taken, "MiB")
     found = limits(device)
     measured.append(found)
     yield Result("limits", "copy, bytes read and written", found.read / 1e9, "GB/s")

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 
 from bench.roofline import Limits
-from engine.batch import Chunk
 from engine.checkpoint.formats.format import Shape
 from engine.engine import Engine, layout_of, linear_maker
 from engine.models.config import parse_spec
 from engine.models.weights import TORCH_DTYPES, assembled
+from engine.step.batch import Chunk
 
 _SIGMA = 0.02
 

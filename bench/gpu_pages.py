@@ -17,8 +17,8 @@ import torch
 
 from baton.unix import readable
 from bench.gpu_device import Device
+from engine.device.page_pool import PagePool
 from engine.engine import Engine
-from engine.page_pool import PagePool
 from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopyIn, CopyOut
 

@@ -23,9 +23,9 @@ from dataclasses import replace
 
 from baton.messages import Grammar
 from bench import models, report
-from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
 from engine.sampling.grammars import FollowedGrammar, GrammarCompiler
+from engine.step.batch import Chunk, TokenDraw
 
 EOS = 1
 PAGE = 16

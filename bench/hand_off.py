@@ -42,7 +42,7 @@ from baton.store_protocol import (
     StoreReply,
 )
 from baton.wire import ClusterKeys
-from engine.page_pool import PagePool
+from engine.device.page_pool import PagePool
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, PageFetch, StorePages, batches

@@ -34,8 +34,8 @@ from bench.bare import BareEngine
 from bench.neighbours import Neighbours
 from bench.streams import Gap, Prompts, Router, Streams, first_token
 from deploy.local import LocalCluster
-from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
+from engine.step.batch import Chunk, TokenDraw
 
 PROMPT = 2_000  # tokens
 ALLOWED = 0.010  # seconds, besides prefill and two steps

@@ -39,9 +39,9 @@ from baton.membership import SendToRouter
 from baton.messages import Accepted, Decode, SamplingParams
 from bench import report
 from decode_worker.scheduler import DecodeScheduler
-from engine.batch import Sampled, flatten
 from engine.sampling.host_sampler import HostSampler
-from engine.step import StepDone
+from engine.step.batch import Sampled, flatten
+from engine.step.outcome import StepDone
 from kvstore.keys import pack_tokens
 
 PAGE, VOCAB = 16, 32_000

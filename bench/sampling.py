@@ -31,9 +31,9 @@ import torch
 from msgspec.structs import replace as with_fields
 
 from bench import report
-from engine.batch import TokenDraw
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.host_sampler import HostSampler
+from engine.step.batch import TokenDraw
 
 CASES = {
     "greedy": (TokenDraw(temperature=0.0), 4.0),

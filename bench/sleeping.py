@@ -14,8 +14,8 @@ from functools import partial
 from unittest.mock import patch
 
 from baton.process import main
-from engine.batch import Chunk, Sampled
 from engine.engine import Engine, StepOutput
+from engine.step.batch import Chunk, Sampled
 from simulator import timing
 from worker.process import run
 

@@ -26,8 +26,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from decode_worker.sequence import Sequence
-from engine.batch import Chunk, TokenDraw
-from engine.step import ScheduledBatch
+from engine.step.batch import Chunk, TokenDraw
+from engine.step.outcome import ScheduledBatch
 
 _STRETCH = 4.0  # seconds that a long partial prefill may be overtaken for each second that it takes
 _ALIGNMENT = 128  # tokens: the kernels' tiles are full, and two of these take less than most objectives for a step

@@ -51,13 +51,13 @@ from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.step_budget import DecodeRows, StepBudget
 from decode_worker.write_through import WriteThrough
-from engine.batch import Chunk, Sampled
-from engine.block_table import BlockTable
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
-from engine.step import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
-from engine.step_limit import StepLimit
-from engine.step_timing import WorkerStepTimes
+from engine.step.batch import Chunk, Sampled
+from engine.step.block_table import BlockTable
+from engine.step.limit import StepLimit
+from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
+from engine.step.timing import WorkerStepTimes
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import (
     CallStore,

@@ -29,10 +29,10 @@ from baton.messages import (
     SamplingParams,
     TokenLogprob,
 )
-from engine.batch import Chunk, PromptScoring, TokenDraw
-from engine.block_table import BlockTable
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammar
+from engine.step.batch import Chunk, PromptScoring, TokenDraw
+from engine.step.block_table import BlockTable
 from kvstore.client.transfer import PageFetch
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, partial_key, split_keys
 from kvstore.load_or_recompute import LoadInProgress

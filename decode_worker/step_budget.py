@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from baton.config import DecodeConfig
 from baton.messages import StepSample
-from engine.step_limit import StepLimit
-from engine.step_timing import WorkerStepTimes
+from engine.step.limit import StepLimit
+from engine.step.timing import WorkerStepTimes
 
 _MIXED = 8.0
 """Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on

@@ -48,10 +48,10 @@ from baton.operator_port import MAX_PATH_BYTES
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses
-from deploy.desired import ClusterScale, ProcessSpec, listening, plan, scale_of, worker_role, workers_on
-from deploy.gpu_sharing import GpuShare, share_gpus, uses_assigned_gpu, with_share
+from deploy.placement.desired import ClusterScale, ProcessSpec, listening, plan, scale_of, worker_role, workers_on
+from deploy.placement.gpu_sharing import GpuShare, share_gpus, uses_assigned_gpu, with_share
 from deploy.processes import ProcessIdentity, end, share_cores
-from engine.gpus import visible_gpus
+from engine.device.gpus import visible_gpus
 
 _POLL = 0.05
 _MODULES: Mapping[str, Sequence[str]] = {

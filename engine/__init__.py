@@ -1,6 +1,6 @@
 """Running a model: the batch that goes in, the tokens that come out. Knows no request, no socket and no schedule.
 
-In reading order: `spec` (what a model is), `batch` (what a step is asked), `engine` (one step), `models.transformer`,
+In reading order: `spec` (what a model is), `step` (what a step is asked), `engine` (one step), `models.transformer`,
 `attention.torch_sdpa` (pages), `sampling.sampler` (the draw). Weights come from `models.families`, `models.weights` and
 `checkpoint`. The kernels for CPUs are in `cpu`.
 

@@ -22,7 +22,6 @@ from baton.errors import ModelError, NotEnoughMemory
 from baton.messages import PromptTokenLogprob
 from baton.trace import Tracer
 from engine.attention.torch_sdpa import TorchAttention
-from engine.batch import Batch, Chunk, Sampled, flatten
 from engine.cpu import build, decode, huge_pages, prefill
 from engine.cpu.packed_linear import PackedLinears
 from engine.cpu.thread_pool import ThreadPool
@@ -30,19 +29,20 @@ from engine.cuda.copies import CudaCopies
 from engine.cuda.errors import device_errors
 from engine.cuda.mover import OverlappedMover
 from engine.cuda.steps import LaunchedStep, StepWatch
-from engine.gpus import resolve_device
-from engine.layers.linear import LinearMaker, PlainLinears
+from engine.device.gpus import resolve_device
+from engine.device.page_mover import HostMover
+from engine.device.page_pool import PagePool
 from engine.models import weights
 from engine.models.config import load_spec
 from engine.models.config_file import DTYPES
+from engine.models.linear import LinearMaker, PlainLinears
 from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
-from engine.page_mover import HostMover
-from engine.page_pool import PagePool
 from engine.runner import Mover, PromptScores, Ran, Running
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import sampler_for
 from engine.spec import ModelSpec
+from engine.step.batch import Batch, Chunk, Sampled, flatten
 from kvstore.layout import PageLayout
 
 _FEWEST_APART = 4
@@ -136,7 +136,7 @@ class Engine:
         on their number when the weights are loaded.
 
         `dtype` "auto" is the checkpoint's own; `kv_cache_dtype`, that of the pages, is the same by "auto". `device`
-        "auto" is cuda where there is one (`engine.gpus`). Without `head` the engine makes pages and never tokens.
+        "auto" is cuda where there is one. Without `head` the engine makes pages and never tokens.
         `threads` None is one for each CPU of this process: the setting is torch's, so it holds for the whole process.
         Without `native`, torch does all the work.
         Raises ModelError (ModelNotFound, UnsupportedModel, CorruptWeights), NotEnoughMemory, and StartupError for a

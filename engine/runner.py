@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from baton.messages import PromptTokenLogprob
 from baton.trace import Tracer
-from engine.batch import Chunk, Sampled
+from engine.step.batch import Chunk, Sampled
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy
 from kvstore.layout import PageLayout
 

@@ -33,8 +33,8 @@ from math import inf
 from typing import TypeAlias
 
 from baton.step_cost_model import StepCostModel, pairs
-from engine.batch import Chunk
-from engine.step import ScheduledBatch
+from engine.step.batch import Chunk
+from engine.step.outcome import ScheduledBatch
 from prefill_worker.last_chunk import last_chunk
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.messages import MAX_KEYS_PER_CALL, AttemptHeld, AttemptName, PageSource
-from engine.block_table import BlockTable
+from engine.step.block_table import BlockTable
 from kvstore.client.transfer import PageFetch, PrefixLookup, StorePages
 from kvstore.load_or_recompute import LoadInProgress
 

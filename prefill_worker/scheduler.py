@@ -36,10 +36,10 @@ from baton.messages import (
 from baton.router_fairness import RouterFairness
 from baton.store_protocol import NotReserved, StoreCall, StoreReply
 from baton.waits import WaitEdge
-from engine.block_table import BlockTable
-from engine.step import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
-from engine.step_limit import StepLimit
-from engine.step_timing import WorkerStepTimes
+from engine.step.block_table import BlockTable
+from engine.step.limit import StepLimit
+from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
+from engine.step.timing import WorkerStepTimes
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import (
     CallStore,

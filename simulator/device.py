@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.batch import Chunk
+from engine.step.batch import Chunk
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, CopyIn
 from simulator.transport import SlotMemory

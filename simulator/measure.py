@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import Sampled
+from engine.step.batch import Sampled
 from router.events import Cancelled, Failed, Finished, RequestEnded
 from simulator.clock import Agenda
 from simulator.worker import END, ScriptedOutput

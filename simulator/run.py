@@ -17,9 +17,9 @@ from decode_worker.scheduler import DecodeCommand, DecodeEvent, DecodeScheduler
 from decode_worker.sequence import Sequence as DecodeSequence
 from decode_worker.sequence import SequencePhase
 from decode_worker.step_budget import STEP_WEIGHT
-from engine.batch import Sampled
-from engine.step import ScheduledBatch
-from engine.step_timing import sample_of
+from engine.step.batch import Sampled
+from engine.step.outcome import ScheduledBatch
+from engine.step.timing import sample_of
 from prefill_worker.scheduler import PrefillScheduler
 
 

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from baton.config import Config, load
 from baton.errors import ConfigError
 from baton.messages import StepSample
-from engine.batch import Chunk
+from engine.step.batch import Chunk
 from router.placement.step_costs import DecodeCost, PrefillCost, pairs
 
 MODELS = Path(__file__).parent / "models"

@@ -28,8 +28,8 @@ from baton.messages import (
 )
 from baton.router_links import RouterMessage
 from baton.store_protocol import LeaseHeartbeat
-from engine.batch import Sampled
-from engine.step import ScheduledBatch, StepDone
+from engine.step.batch import Sampled
+from engine.step.outcome import ScheduledBatch, StepDone
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost
 from kvstore.events.changes import page_runs

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from baton.membership import SendToRouter
 from baton.messages import Message, WorkerRole
-from engine.step import ScheduledBatch
+from engine.step.outcome import ScheduledBatch
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut
 from simulator.clock import Body

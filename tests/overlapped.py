@@ -17,8 +17,8 @@ from typing import Any
 from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import WorkerRole
 from decode_worker.scheduler import DecodeScheduler
-from engine.batch import Chunk
-from engine.step import ScheduledBatch, StepDone, StepFailed
+from engine.step.batch import Chunk
+from engine.step.outcome import ScheduledBatch, StepDone, StepFailed
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, batches
 from prefill_worker.scheduler import PrefillScheduler

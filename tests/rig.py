@@ -18,8 +18,8 @@ from baton.membership import SendToRouter
 from baton.messages import FromStore, Message, Namespace, PageSource, Peer, WorkerRole
 from baton.store_protocol import Attach, Attached, LeaseHeartbeat, StoreReply
 from decode_worker.scheduler import DecodeScheduler
-from engine.batch import Chunk, Sampled
-from engine.step import ScheduledBatch, StepDone, StepOutOfMemory
+from engine.step.batch import Chunk, Sampled
+from engine.step.outcome import ScheduledBatch, StepDone, StepOutOfMemory
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost, StoreUp
 from kvstore.server.events import (

@@ -16,8 +16,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
+from engine.step.batch import Chunk, TokenDraw
 
 NOTED = 0.1  # seconds: shorter gaps are not kept
 _STEP = 0.02  # seconds between two steps

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from baton.messages import MAX_STEP_SAMPLES, StepSample
-from engine.batch import Chunk, TokenDraw
-from engine.step_timing import sample_of
+from engine.step.batch import Chunk, TokenDraw
+from engine.step.timing import sample_of
 
 SECONDS = 0.2  # for all that is measured; the size whose turn it is then is still finished
 

@@ -14,9 +14,9 @@ from baton.errors import ConfigError, ModelError, NotEnoughMemory, UnsupportedMo
 from baton.messages import WorkerRole
 from baton.system_memory import available_memory
 from engine.checkpoint import hub
+from engine.device.gpu_memory import worker_bytes
+from engine.device.gpus import resolve_device, visible_gpus
 from engine.engine import Engine, FittingPages, dtype_of, layout_of, linear_maker
-from engine.gpu_memory import worker_bytes
-from engine.gpus import resolve_device, visible_gpus
 from engine.models.config import load_spec
 from engine.models.config_file import ConfigFile
 from engine.models.memory import weight_bytes

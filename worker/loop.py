@@ -48,7 +48,7 @@ from baton.wire import Poller, refused
 from engine.checkpoint import hub
 from engine.runner import Moving, Runner, Running
 from engine.sampling.grammars import GrammarCompiler
-from engine.step import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
+from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from kvstore.client.connection import StoreClient, store_address
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, StoreUp

@@ -13,9 +13,9 @@ import torch
 
 from baton.config import DecodeConfig, PrefillConfig
 from baton.errors import NotEnoughMemory
-from engine.batch import Chunk, LogitsEdits, TokenDraw
+from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes, worker_bytes
 from engine.engine import Engine
-from engine.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes, worker_bytes
+from engine.step.batch import Chunk, LogitsEdits, TokenDraw
 from kvstore.layout import PageLayout
 
 PREDECESSOR_PATIENCE = 10.0  # seconds for which a dead process's memory may be missing

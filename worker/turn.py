@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeAlias
 from msgspec import Struct
 
 from baton.messages import WorkerRole
-from engine.step import ScheduledBatch
+from engine.step.outcome import ScheduledBatch
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, batches
 

@@ -17,7 +17,7 @@ from rich.markup import escape
 import baton
 from baton.system_memory import available_memory
 from deploy.commands.terminal import Json, command, out, print_json, size
-from engine.gpus import visible_gpus
+from engine.device.gpus import visible_gpus
 
 _PACKAGES = (
     "torch", "ray", "numpy", "grpcio", "protobuf", "pyzmq", "msgspec", "starlette", "uvicorn", "tokenizers",

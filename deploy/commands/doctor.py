@@ -19,7 +19,7 @@ from baton.system_memory import available_memory
 from deploy.commands.collect_env import version_of
 from deploy.commands.terminal import ConfigFile, Json, Settings, coloured, command, load, out, print_json
 from deploy.control_plane import preflight, probe, state_file
-from engine.gpus import visible_gpus
+from engine.device.gpus import visible_gpus
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 

@@ -17,7 +17,7 @@ from deploy.control_plane.bring_up import Watch, ask_overview, why_failed
 from deploy.control_plane.reports import ClusterOverview
 from deploy.control_plane.state_file import State
 from deploy.control_plane.teardown import namespace_of
-from deploy.desired import ClusterScale
+from deploy.placement.desired import ClusterScale
 
 _POLL = 0.25
 _PATIENCE = 10.0  # seconds, for one answer of the supervisor

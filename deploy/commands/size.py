@@ -18,8 +18,8 @@ from baton.errors import ConfigError, InvalidRequest, ModelNotFound
 from baton.system_memory import available_memory
 from deploy.commands.terminal import Json, command, out, print_json
 from deploy.commands.terminal import size as shown
-from engine.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
-from engine.gpus import visible_gpus
+from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
+from engine.device.gpus import visible_gpus
 
 if TYPE_CHECKING:
     from engine.models.memory import WorkerMemory

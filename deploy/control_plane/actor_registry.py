@@ -20,7 +20,7 @@ from deploy.addresses import ServiceAddresses
 from deploy.control_plane.actors import PROCESS_KEY, STOP_PATIENCE, Host, Order, end_here
 from deploy.control_plane.kv import RayKvKeys
 from deploy.control_plane.reports import Failure, ProcessRecord, Report
-from deploy.gpu_sharing import GpuShare, NodeHardware, actor_options
+from deploy.placement.gpu_sharing import GpuShare, NodeHardware, actor_options
 from deploy.processes import ProcessIdentity
 
 SUPERVISOR = "supervisor"

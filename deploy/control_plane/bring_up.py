@@ -20,7 +20,7 @@ from deploy.control_plane.reconcile import JOIN_PATIENCE
 from deploy.control_plane.reports import ClusterOverview
 from deploy.control_plane.state_file import RayLink, State
 from deploy.control_plane.teardown import Say, namespace_of, tear_down
-from deploy.desired import scale_of
+from deploy.placement.desired import scale_of
 
 RayChoice: TypeAlias = Literal["auto", "own", "join"]
 Watch: TypeAlias = Callable[[ClusterOverview], None]

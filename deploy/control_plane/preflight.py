@@ -19,7 +19,7 @@ from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
 from deploy.processes import session_members
-from engine.gpus import resolve_device, visible_gpus
+from engine.device.gpus import resolve_device, visible_gpus
 
 _PROCESS_BYTES = 300 * 2**20  # approximate memory of a worker besides its KV pages and its weights
 

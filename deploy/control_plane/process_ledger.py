@@ -20,7 +20,7 @@ from deploy.control_plane.reconcile import (
     reconcile,
 )
 from deploy.control_plane.reports import Failure, SupervisedProcess
-from deploy.desired import ProcessSpec, role_of
+from deploy.placement.desired import ProcessSpec, role_of
 from deploy.processes import ProcessIdentity
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
-from deploy.desired import ProcessSpec
+from deploy.placement.desired import ProcessSpec
 
 RESTART_PATIENCE = 30.0  # seconds, unless configured (cluster.restart_patience_ms)
 JOIN_PATIENCE = 900.0  # seconds from start until the router lists it: large weights load slowly

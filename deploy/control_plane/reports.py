@@ -10,7 +10,7 @@ import msgspec
 from baton.errors import BatonError, from_reason
 from baton.messages import Role
 from deploy.addresses import ServiceAddresses
-from deploy.desired import ClusterScale
+from deploy.placement.desired import ClusterScale
 from deploy.processes import ProcessIdentity
 
 

@@ -42,8 +42,8 @@ from deploy.control_plane.reconcile import (
 )
 from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview, SupervisedProcess, gpu_text
 from deploy.control_plane.state_file import replace
-from deploy.desired import ClusterScale, ProcessSpec, listening, plan, workers_on
-from deploy.gpu_sharing import GpuShare, NodeHardware, with_share
+from deploy.placement.desired import ClusterScale, ProcessSpec, listening, plan, workers_on
+from deploy.placement.gpu_sharing import GpuShare, NodeHardware, with_share
 
 DESIRED_KEY = "desired"
 TURN = 0.25  # seconds

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from engine.batch import Batch, Ints, Span
+from engine.step.batch import Batch, Ints, Span
 from kvstore.layout import PageLayout
 
 SMALLEST_BUCKET = 3

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.batch import Batch
 from engine.cpu import features
 from engine.cpu.build import Library
 from engine.cpu.packed_linear import packed
 from engine.cpu.thread_pool import ThreadPool
-from engine.layers import rotary
-from engine.layers.linear import Linear
+from engine.models import rotary
+from engine.models.linear import Linear
 from engine.models.weights import LayerWeights, MlpWeights, ModelWeights
 from engine.spec import ModelSpec
+from engine.step.batch import Batch
 from kvstore.layout import PageLayout
 
 MOST_ROWS = 64

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from engine.cpu import huge_pages
-from engine.layers.linear import Dense, Linear, stacked
+from engine.models.linear import Dense, Linear, stacked
 
 TILE = 64
 """Outputs whose weights stand together."""

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from baton.trace import Tracer
-from engine.batch import Batch, Ints
 from engine.cpu import build, features
 from engine.cpu.build import Library
 from engine.cpu.decode import dense_mlp
 from engine.cpu.packed_linear import packed
-from engine.layers import rotary
-from engine.layers.linear import Linear
+from engine.models import rotary
+from engine.models.linear import Linear
 from engine.models.weights import LayerWeights, ModelWeights
 from engine.spec import ModelSpec
+from engine.step.batch import Batch, Ints
 from kvstore.layout import PageLayout
 
 BLOCK_ROWS = 256

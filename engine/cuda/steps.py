@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from engine.batch import Sampled
 from engine.cuda.errors import device_errors
 from engine.runner import Finished, PromptScores
+from engine.step.batch import Sampled
 
 
 class Event(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.layers.linear import Linear, LinearMaker
+from engine.models.linear import Linear, LinearMaker
 from engine.models.weights import ModelWeights, outline
 from engine.spec import ModelSpec
 

@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional
 
 from engine.attention.torch_sdpa import AttentionBackend, AttentionStep
-from engine.batch import Batch
-from engine.layers import rotary
+from engine.models import rotary
 from engine.models.weights import ExpertsWeights, KeyValueWeights, LayerWeights, MlpWeights, ModelWeights
 from engine.spec import ExpertsSpec, ModelSpec, RopeSpec
+from engine.step.batch import Batch
 
 NUMERICS_VERSION = 1
 """Raised whenever a change here makes K or V that differ by more than rounding; part of every page key's namespace."""

@@ -19,8 +19,8 @@ from baton.errors import CorruptWeights
 from engine.checkpoint.formats import FORMATS
 from engine.checkpoint.formats.format import FLOATS, Shape, Take
 from engine.checkpoint.safetensors_reader import TensorFiles
-from engine.layers.linear import Dense, Linear, LinearMaker, stacked
 from engine.models.families import registry
+from engine.models.linear import Dense, Linear, LinearMaker, stacked
 from engine.spec import ExpertsSpec, ModelSpec
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

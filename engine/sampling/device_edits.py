@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import TokenDraw
 from engine.sampling.parcel import Parcel
+from engine.step.batch import TokenDraw
 
 NUMBERS_AT_ONCE = 1 << 23
 """Rows are computed in blocks of so many logits. A temporary of 64-bit numbers then takes 64 MiB at most."""

@@ -15,13 +15,13 @@ import torch
 from msgspec import Struct
 
 from baton.messages import PromptTokenLogprob
-from engine.batch import Sampled, TokenDraw
 from engine.sampling import counter_rng, device_rng, filters
 from engine.sampling.device_edits import NUMBERS_AT_ONCE, Edits
 from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, depth, heat, mass
 from engine.sampling.filter_edges import filters as filters_tokens
 from engine.sampling.filters import FilterRows
 from engine.sampling.parcel import Parcel
+from engine.step.batch import Sampled, TokenDraw
 
 _SORTED_AT_ONCE = NUMBERS_AT_ONCE // 4  # whole rows, which need four times as many temporaries
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from engine.batch import TokenDraw
+from engine.step.batch import TokenDraw
 
 PREFIX = 256
 """Filters look at so many of the likeliest tokens first. Sorting a whole vocabulary costs more than a small model's

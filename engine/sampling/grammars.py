@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton import grammars
 from baton.errors import BatonError
 from baton.messages import Grammar
-from engine.batch import Bits
+from engine.step.batch import Bits
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 
 from baton.messages import PromptTokenLogprob
-from engine.batch import Floats, Ints, LogitsEdits, Sampled, TokenDraw, TokenMask
 from engine.sampling import counter_rng
 from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, depth, filters, heat, mass
 from engine.sampling.race import Race
+from engine.step.batch import Floats, Ints, LogitsEdits, Sampled, TokenDraw, TokenMask
 
 Doubles = npt.NDArray[np.float64]
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from baton.messages import LogitsRules
-from engine.batch import Floats, Ints, LogitsEdits
+from engine.step.batch import Floats, Ints, LogitsEdits
 
 
 class LogitsEditor:

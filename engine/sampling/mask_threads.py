@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from msgspec import Struct
 
-from engine.batch import TokenMask
+from engine.step.batch import TokenMask
 
 _MOST_THREADS = 4
 PATIENCE = 0.05

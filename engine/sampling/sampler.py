@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from baton.messages import PromptTokenLogprob
-from engine.batch import Sampled, TokenDraw
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.host_sampler import HostSampler
+from engine.step.batch import Sampled, TokenDraw
 
 
 class Sampler(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from baton.messages import Grammar
-from engine.batch import TokenMask
+from engine.step.batch import TokenMask
 
 
 class OutputGrammar(Protocol):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from baton.messages import PromptTokenLogprob
-from engine.batch import Sampled, TokenDraw
 from engine.sampling.sampler import Sampler, sampler_for
+from engine.step.batch import Sampled, TokenDraw
 from engine.vllm_runner.messages import Row
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from baton.messages import PromptTokenLogprob
-from engine.batch import Bits, Floats, Ints, LogitsEdits, Sampled, TokenDraw, TokenMask
+from engine.step.batch import Bits, Floats, Ints, LogitsEdits, Sampled, TokenDraw, TokenMask
 
 
 class SentMask(Struct, frozen=True, gc=False):

@@ -22,11 +22,11 @@ import msgspec
 
 from baton.errors import DeviceLost, ModelError, StartupError, UnsupportedModel
 from baton.trace import Tracer
-from engine.batch import Chunk, Sampled, TokenDraw
-from engine.block_table import BlockTable
 from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.runner import Finished, Slots, copied_in, copied_out
 from engine.sampling.mask_threads import MaskThreads
+from engine.step.batch import Chunk, Sampled, TokenDraw
+from engine.step.block_table import BlockTable
 from engine.vllm_runner import VLLM_VERSION, messages
 from engine.vllm_runner.messages import (
     Answer,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench import bare, random_model
-from engine.batch import Chunk, Sampled
 from engine.engine import Engine
+from engine.step.batch import Chunk, Sampled
 
 PAGE_SIZE = 16
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from bench import sleeping
-from engine.batch import Chunk, Sampled, TokenDraw
+from engine.step.batch import Chunk, Sampled, TokenDraw
 from simulator.timing import StepTimes
 
 

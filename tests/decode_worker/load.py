@@ -13,8 +13,8 @@ from baton.membership import SendToRouter
 from baton.messages import Cancel, Decode, Message, Refused, SamplingParams, Tokens
 from decode_worker.growth_reserve import GrowthOutlook, GrowthReserve
 from decode_worker.scheduler import DecodeCommand, DecodeScheduler
-from engine.batch import Sampled
-from engine.step import ScheduledBatch, StepDone
+from engine.step.batch import Sampled
+from engine.step.outcome import ScheduledBatch, StepDone
 from kvstore.keys import pack_tokens
 from simulator.worker_shell import WorkerShell, at_once
 

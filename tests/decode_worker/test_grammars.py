@@ -15,10 +15,10 @@ from baton.config import DecodeConfig
 from baton.membership import SendToRouter
 from baton.messages import AttemptFailed, AttemptName, Decode, Grammar, Message, Refused, SamplingParams
 from decode_worker.scheduler import DecodeScheduler
-from engine.batch import Sampled
 from engine.sampling.grammars import FollowedGrammar, GrammarCompiler
 from engine.sampling.host_sampler import HostSampler
-from engine.step import StepDone
+from engine.step.batch import Sampled
+from engine.step.outcome import StepDone
 from kvstore.keys import pack_tokens
 from tests.decode_worker.load import OnePageEach
 from tests.decode_worker.test_state import finishes, tokens_of

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.config import DecodeConfig
 from baton.messages import Accepted, Decode, PromptLogprobs, PromptTokenLogprob, Resend, SamplingParams, Tokens
-from engine.step import ScheduledBatch, StepDone
+from engine.step.outcome import ScheduledBatch, StepDone
 from kvstore.keys import pack_tokens
 from tests.rig import PAGE, ROOT, Rig, RigWorker, digests, reference
 

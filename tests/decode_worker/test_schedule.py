@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from baton.messages import AttemptName, SamplingParams
 from decode_worker.batching import BatchBudget, build_batch, chunk_alignment
 from decode_worker.sequence import Sequence, SequencePhase
-from engine.block_table import BlockTable
-from engine.step import ScheduledBatch
+from engine.step.block_table import BlockTable
+from engine.step.outcome import ScheduledBatch
 
 PAGE = 16
 NEVER = -1.0

@@ -29,8 +29,8 @@ from baton.messages import (
 )
 from baton.store_protocol import EndLease, Reserved
 from decode_worker.scheduler import DecodeScheduler
-from engine.batch import Sampled
-from engine.step import StepDone, StepFailed
+from engine.step.batch import Sampled
+from engine.step.outcome import StepDone, StepFailed
 from kvstore.client.transfer import CallStore, CopiedOut, StoreUp
 from kvstore.keys import pack_tokens
 from tests.decode_worker.load import OnePageEach

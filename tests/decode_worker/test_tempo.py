@@ -13,9 +13,9 @@ from baton.config import DecodeConfig
 from baton.messages import AttemptName, StepSample
 from baton.step_cost_model import pairs
 from decode_worker.step_budget import DecodeRows, StepBudget
-from engine.batch import Chunk
-from engine.step import ScheduledBatch
-from engine.step_timing import WorkerStepTimes
+from engine.step.batch import Chunk
+from engine.step.outcome import ScheduledBatch
+from engine.step.timing import WorkerStepTimes
 
 GRAIN = 16
 

@@ -22,7 +22,7 @@ from deploy.commands.doctor import Finding, examine
 from deploy.control_plane import preflight
 from deploy.control_plane.bring_up import _settle
 from deploy.models import with_demo_model
-from engine.gpus import visible_gpus
+from engine.device.gpus import visible_gpus
 from engine.models.config import load_spec
 from router.frontend.chat.template import ChatTemplate
 

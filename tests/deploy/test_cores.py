@@ -7,7 +7,7 @@ import os
 import pytest
 
 from baton.config import Config, load
-from deploy.desired import ClusterScale, plan, workers_on
+from deploy.placement.desired import ClusterScale, plan, workers_on
 from deploy.processes import share_cores
 
 

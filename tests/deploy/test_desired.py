@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config import Config, RouterConfig
-from deploy.desired import START_ORDER, ClusterScale, ProcessSpec, plan, scale_of
+from deploy.placement.desired import START_ORDER, ClusterScale, ProcessSpec, plan, scale_of
 
 OPEN = Config(router=RouterConfig(host="0.0.0.0"))
 

@@ -15,9 +15,9 @@ from baton.errors import StartupError
 from deploy import local
 from deploy.control_plane.actor_registry import hardware_of
 from deploy.control_plane.reports import gpu_text
-from deploy.desired import ClusterScale, ProcessSpec, plan
-from deploy.gpu_sharing import GpuShare, NodeHardware, actor_options, nodes_for, share_gpus, with_share
-from engine.gpus import Gpu, VisibleGpus
+from deploy.placement.desired import ClusterScale, ProcessSpec, plan
+from deploy.placement.gpu_sharing import GpuShare, NodeHardware, actor_options, nodes_for, share_gpus, with_share
+from engine.device.gpus import Gpu, VisibleGpus
 
 OPEN = {"router.host": "0.0.0.0"}
 H100 = {"ray.io/accelerator-type": "H100"}

@@ -24,8 +24,8 @@ from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview
 from deploy.control_plane.state_file import RayLink, State
 from deploy.control_plane.supervisor import DesiredCluster, Supervisor
 from deploy.control_plane.teardown import _sockets
-from deploy.desired import ClusterScale, listening
 from deploy.local import LocalCluster
+from deploy.placement.desired import ClusterScale, listening
 from deploy.processes import ProcessIdentity
 
 UNIX = ServiceAddresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "unix:/run/me/router.sock")

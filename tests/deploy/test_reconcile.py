@@ -30,7 +30,7 @@ from deploy.control_plane.reconcile import (
     reconcile,
 )
 from deploy.control_plane.reports import Failure
-from deploy.desired import ProcessSpec
+from deploy.placement.desired import ProcessSpec
 from deploy.processes import ProcessIdentity
 
 ROUTER = ProcessSpec("router", "router", "a")

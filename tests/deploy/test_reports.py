@@ -15,8 +15,8 @@ from deploy.commands import generate, show
 from deploy.commands.progress import Progress
 from deploy.control_plane.bring_up import why_failed
 from deploy.control_plane.reports import ClusterOverview, Failure, SupervisedProcess
-from deploy.desired import ClusterScale
 from deploy.local import LocalCluster
+from deploy.placement.desired import ClusterScale
 from deploy.processes import ProcessIdentity
 
 ADDRESSES = ServiceAddresses("127.0.0.1:1001", "tcp://127.0.0.1:1002", "127.0.0.1:1003")

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.batch import Chunk, Sampled, TokenDraw
 from engine.engine import Engine
+from engine.step.batch import Chunk, Sampled, TokenDraw
 
 GREEDY = TokenDraw(temperature=0)
 

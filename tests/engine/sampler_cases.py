@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from baton.messages import PromptTokenLogprob
-from engine.batch import Bits, LogitsEdits, Sampled, TokenDraw
 from engine.sampling.host_sampler import HostSampler
 from engine.sampling.sampler import Sampler
+from engine.step.batch import Bits, LogitsEdits, Sampled, TokenDraw
 
 
 class FixedMask:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.batch import Chunk, TokenDraw, flatten
-from engine.block_table import BlockTable
+from engine.step.batch import Chunk, TokenDraw, flatten
+from engine.step.block_table import BlockTable
 from tests.engine.driver import GREEDY
 
 PAGE, PAGES, VOCAB = 4, 50, 100

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton.step_cost_model import StepCoefficients, StepCostModel
-from engine.batch import Chunk
 from engine.engine import Engine
-from engine.step_timing import sample_of
+from engine.step.batch import Chunk
+from engine.step.timing import sample_of
 from worker import calibration
 
 MACHINE = StepCoefficients(fixed=0.001, token=2e-5, pair=2e-9, row=5e-5, context=1e-7)

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.batch import TokenDraw
 from engine.sampling import counter_rng, device_edits, device_rng, device_sampler
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.host_sampler import HostSampler
 from engine.sampling.sampler import sampler_for
+from engine.step.batch import TokenDraw
 from tests.engine.sampler_cases import assert_same_draws, assert_same_scores, random_draw, random_logits
 from tests.support.thorough import examples
 

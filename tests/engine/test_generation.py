@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
+from engine.step.batch import Chunk, TokenDraw
 from tests.checkpoints import RECIPES, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, generate_together, prompt_of
 from tests.support.thorough import examples

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from baton import config
-from engine.batch import Chunk, TokenDraw
+from engine.device.gpu_memory import worker_bytes
+from engine.device.gpus import resolve_device, visible_gpus
 from engine.engine import Engine
-from engine.gpu_memory import worker_bytes
-from engine.gpus import resolve_device, visible_gpus
 from engine.sampling import counter_rng, device_rng
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.filter_edges import PREFIX
+from engine.step.batch import Chunk, TokenDraw
 from tests import checkpoints
 from tests.engine.sampler_cases import assert_same_draws, assert_same_scores, random_draw, random_logits
 from worker.load_runner import load

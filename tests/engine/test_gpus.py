@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton.errors import StartupError
-from engine import gpus
 from engine.attention.torch_sdpa import TorchAttention
-from engine.gpus import Gpu, TorchBuild, VisibleGpus, find_gpus, resolve_device
+from engine.device import gpus
+from engine.device.gpus import Gpu, TorchBuild, VisibleGpus, find_gpus, resolve_device
 from kvstore.layout import PageLayout
 
 CUDA = TorchBuild("2.11.0+cu130", "13.0")
@@ -89,7 +89,7 @@ def test_torch_agrees() -> None:
     assert (build.version, build.cuda) == (torch.__version__, torch.version.cuda)
     found = gpus.visible_gpus()
     assert len(found.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    script = "import sys; from engine import gpus; gpus.visible_gpus(); sys.exit('torch' in sys.modules)"
+    script = "import sys; from engine.device import gpus; gpus.visible_gpus(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

@@ -19,12 +19,12 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from baton.messages import Grammar, LogitsRules
-from engine.batch import Sampled, TokenDraw, TokenMask
 from engine.engine import Engine
 from engine.sampling.grammars import FollowedGrammar, GrammarCompiler
 from engine.sampling.host_sampler import HostSampler
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.mask_threads import MaskThreads
+from engine.step.batch import Sampled, TokenDraw, TokenMask
 from router.frontend.detokenizer import DEFAULT_TEXT, TextStream
 from router.frontend.detokenizer import Tokenizer as Text
 from tests.checkpoints import EOS, VOCAB

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from baton.errors import DeviceLost
-from engine.batch import Sampled
 from engine.cuda.errors import device_errors
 from engine.cuda.steps import LaunchedStep, StepWatch
+from engine.step.batch import Sampled
 
 
 class FakeEvent:

@@ -17,9 +17,9 @@ from transformers.generation.logits_process import (
 )
 
 from baton.messages import LogitsRules
-from engine.batch import Sampled, TokenDraw
 from engine.sampling.host_sampler import HostSampler, apply
 from engine.sampling.logits_rules import LogitsEditor
+from engine.step.batch import Sampled, TokenDraw
 from tests.support.thorough import examples
 
 VOCAB = 40

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from engine.cpu.packed_linear import PackedLinears
-from engine.layers.linear import PlainLinears
 from engine.models.config import parse_spec
+from engine.models.linear import PlainLinears
 from engine.models.memory import weight_bytes
 from engine.models.weights import expected_tensors
 from engine.spec import ModelSpec

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import Chunk, Sampled, TokenDraw, flatten
 from engine.cpu import build
 from engine.cpu.decode import MOST_ROWS, NativeDecode
 from engine.cpu.packed_linear import PackedLinear, tiled
 from engine.cpu.thread_pool import ThreadPool
 from engine.engine import Engine
+from engine.step.batch import Chunk, Sampled, TokenDraw, flatten
 from tests import checkpoints
 from tests.checkpoints import RECIPES, TORCH_ONLY, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, prompt_of

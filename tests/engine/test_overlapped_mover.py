@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.cuda.mover import OverlappedMover
-from engine.page_pool import PagePool
+from engine.device.page_pool import PagePool
 from engine.runner import Mover
 from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut

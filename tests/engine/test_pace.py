@@ -6,8 +6,8 @@ import pytest
 
 from baton.messages import MAX_STEP_SAMPLES, AttemptName, StepSample
 from baton.step_cost_model import pairs
-from engine.batch import Chunk
-from engine.step_timing import WorkerStepTimes, sample_of
+from engine.step.batch import Chunk
+from engine.step.timing import WorkerStepTimes, sample_of
 
 PAGES = range(100)
 ROW, LONG, TAIL = Chunk([1], 50, PAGES), Chunk([1] * 256, 512, PAGES), Chunk([1] * 5, 16, PAGES)

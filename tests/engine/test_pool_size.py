@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from baton.config import PrefillConfig
 from baton.errors import NotEnoughMemory
-from engine.batch import Chunk
+from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes, worker_bytes
 from engine.engine import Engine
-from engine.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes, worker_bytes
+from engine.step.batch import Chunk
 from kvstore.layout import DTYPE_BYTES, PageLayout
 from worker.pool_size import await_memory, fitting_pages, largest_steps, pool_pages
 

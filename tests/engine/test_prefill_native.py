@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from engine.batch import Chunk, TokenDraw, flatten
-from engine.block_table import BlockTable
 from engine.cpu import build, prefill
 from engine.cpu.packed_linear import PackedLinear
 from engine.cpu.prefill import Kernels, NativePrefill, OneDnnProducts, OwnProducts, cut
 from engine.engine import Engine
-from engine.layers import rotary
+from engine.models import rotary
 from engine.models.config import parse_spec
 from engine.models.weights import TORCH_DTYPES
 from engine.spec import RopeSpec
+from engine.step.batch import Chunk, TokenDraw, flatten
+from engine.step.block_table import BlockTable
 from kvstore.layout import PageLayout
 from tests.checkpoints import RECIPES, TORCH_ONLY, VOCAB, Reference
 from tests.engine.driver import GREEDY, assert_same_tokens, generate, prompt_of

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.batch import Chunk, PromptScoring, TokenDraw
 from engine.engine import Engine
+from engine.step.batch import Chunk, PromptScoring, TokenDraw
 from tests.checkpoints import RECIPES, Reference
 from tests.engine.driver import GREEDY, prompt_of
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.batch import TokenDraw
 from engine.sampling import counter_rng
 from engine.sampling.filter_edges import PREFIX
 from engine.sampling.host_sampler import HostSampler
+from engine.step.batch import TokenDraw
 from tests.support.thorough import examples
 
 draws = st.builds(

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import Chunk
-from engine.step_limit import StepLimit
+from engine.step.batch import Chunk
+from engine.step.limit import StepLimit
 
 
 @given(st.integers(1, 10_000), st.integers(1, 100), st.integers(1, 200))

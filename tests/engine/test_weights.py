@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import CorruptWeights, ModelError, ModelNotFound, NotEnoughMemory
-from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
+from engine.step.batch import Chunk, TokenDraw
 
 Checkpoints = Callable[[str], Path]
 

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.messages import AttemptFailed, AttemptName, Cancel, Prefill, Prefilled, Refused, RouterHeartbeat
-from engine.step import StepFailed
+from engine.step.outcome import StepFailed
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.keys import pack_tokens, page_keys, split_keys
 from prefill_worker import shared_prefix

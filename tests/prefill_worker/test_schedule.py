@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from baton.messages import AttemptName, StepSample
 from baton.step_cost_model import StepCostModel, pairs
-from engine.block_table import BlockTable
-from engine.step import ScheduledBatch
+from engine.step.block_table import BlockTable
+from engine.step.outcome import ScheduledBatch
 from prefill_worker.chunking import LEVELS, STEPS_PER_LEVEL, build_batch
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 

@@ -20,7 +20,7 @@ from baton.messages import (
     Started,
     Tokens,
 )
-from engine.step import StepFailed
+from engine.step.outcome import StepFailed
 from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.prefill_request import PrefillPhase
 from tests.decode_worker.test_state import tokens_of

@@ -13,7 +13,7 @@ from baton.config import PrefillConfig
 from baton.messages import AttemptFailed, Message, Prefill, Prefilled
 from baton.step_cost_model import pairs
 from baton.store_protocol import Acquire, PagesUnavailable, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply
-from engine.step import ScheduledBatch, StepDone
+from engine.step.outcome import ScheduledBatch, StepDone
 from kvstore.client.transfer import StoreUp
 from kvstore.keys import pack_tokens
 from prefill_worker.scheduler import PrefillScheduler

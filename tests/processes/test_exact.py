@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from deploy.local import LocalCluster
-from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
+from engine.step.batch import Chunk, TokenDraw
 from tests import checkpoints
 from tests.support import workload
 from tests.support.cluster import at_rest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton.config import DecodeConfig
 from baton.messages import Cancel, Decode, SamplingParams
-from engine.batch import Chunk, Sampled, TokenDraw
-from engine.step import ScheduledBatch
+from engine.step.batch import Chunk, Sampled, TokenDraw
+from engine.step.outcome import ScheduledBatch
 from kvstore.keys import pack_tokens
 from simulator.run import RunDecodeScheduler, RunDone
 from tests.decode_worker.test_state import tokens_of

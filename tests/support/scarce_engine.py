@@ -15,8 +15,8 @@ import torch
 
 from baton.messages import WorkerRole
 from baton.process import main
-from engine.batch import Chunk
 from engine.engine import Engine
+from engine.step.batch import Chunk
 from worker.process import run as run_worker
 
 TOKENS = "SCARCE_TOKENS"

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from engine.batch import Chunk
 from engine.cuda.mover import OverlappedMover
+from engine.device.page_pool import PagePool
 from engine.engine import Engine
-from engine.page_pool import PagePool
 from engine.runner import Finished, PromptScores
+from engine.step.batch import Chunk
 
 _SLOWEST = 0.004  # seconds that a step or a copy waits before it begins
 

@@ -17,10 +17,10 @@ import torch
 pytest.importorskip("vllm")
 
 from baton.errors import DeviceLost, UnsupportedModel
-from engine.batch import Chunk, LogitsEdits, PromptScoring, Sampled, TokenDraw
-from engine.block_table import BlockTable
 from engine.engine import Engine
 from engine.runner import Finished
+from engine.step.batch import Chunk, LogitsEdits, PromptScoring, Sampled, TokenDraw
+from engine.step.block_table import BlockTable
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.page_pool import PagePool
+from engine.device.page_pool import PagePool
 from engine.runner import Moved, Slots, copied_in, copied_out
 from kvstore.checksum import page_checksum
 from kvstore.client.transfer import Copy, CopyIn, CopyOut

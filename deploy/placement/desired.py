@@ -19,7 +19,7 @@ from baton.config import Config
 from baton.hosts import is_loopback
 from baton.messages import Role, WorkerRole
 from baton.operator_address import operator_of_router
-from deploy.gpu_sharing import GpuShare, NodeHardware, least_used, nodes_for, share_gpus, uses_assigned_gpu
+from deploy.placement.gpu_sharing import GpuShare, NodeHardware, least_used, nodes_for, share_gpus, uses_assigned_gpu
 
 START_ORDER: tuple[Role, ...] = ("router", "store", "prefill", "decode")
 _FIRST = "router"  # name of the first router; the next one is router-1

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from engine.block_table import BlockTable, Ints
+from engine.step.block_table import BlockTable, Ints
 
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.bool_]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.batch import Chunk
+from engine.step.batch import Chunk
 
 
 class StepLimit:

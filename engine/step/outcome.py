@@ -8,7 +8,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from baton.messages import AttemptName, PromptTokenLogprob
-from engine.batch import Chunk, Sampled
+from engine.step.batch import Chunk, Sampled
 
 ScheduledBatch: TypeAlias = dict[AttemptName, Chunk]
 """One chunk for each attempt in the step, in the order in which they are run."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from baton.messages import MAX_STEP_SAMPLES, StepSample
 from baton.step_cost_model import StepCostModel, pairs
-from engine.batch import Chunk
-from engine.step import ScheduledBatch
+from engine.step.batch import Chunk
+from engine.step.outcome import ScheduledBatch
 
 _AT_ONCE = 8  # steps without prompts that are learned from together: they are many and alike, and a fit takes 0.2 ms
 _CHUNK = 512  # tokens of a step whose speed is told as that of computing prompts, unless none had so many
