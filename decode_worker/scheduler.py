@@ -391,6 +391,7 @@ class DecodeScheduler:
         for lease in fetch.leases:
             del self._fetching[lease]
             commands += self._copies.end_lease(lease)
+        sequence.in_limbo = self._copies.busy(sequence.pages)  # where copies under way still write
         return commands
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
@@ -483,7 +484,7 @@ class DecodeScheduler:
     def _leave_limbo(self) -> None:
         for sequence in self._sequences.values():
             if sequence.in_limbo:
-                sequence.in_limbo = self._blocks.in_limbo(sequence.in_limbo)
+                sequence.in_limbo = self._copies.busy(sequence.in_limbo)
 
     def _decoding(self) -> DecodeRows:
         return _rows([s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pending == 1])

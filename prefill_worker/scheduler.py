@@ -418,6 +418,7 @@ class PrefillScheduler:
         if fetch.ended:
             job.fetch = None
             commands += [c for lease in fetch.leases for c in self._drop(lease)]
+            job.in_limbo = self._copies.busy(job.pages)  # where copies under way still write
             commands += self._compute(job)
         return commands
 
@@ -480,7 +481,7 @@ class PrefillScheduler:
     def _leave_limbo(self) -> None:
         for job in self._requests.values():
             if job.in_limbo:
-                job.in_limbo = self._blocks.in_limbo(job.in_limbo)
+                job.in_limbo = self._copies.busy(job.in_limbo)
 
     def _in_step(self, plan: ScheduledBatch) -> list[PrefillRequest]:
         """The prompts of a step that has ended, as far as they are still here."""

@@ -388,6 +388,7 @@ class CopyQueue:
         self._copies: list[Copy] = []  # not handed out
         self._under_way: dict[int, int] = {}  # by lease: how many were handed out and not reported
         self._ending: set[int] = set()  # leases to end after the copies under way
+        self._coming: dict[tuple[int, int], int] = {}  # device pages that are being copied into, by lease and index
 
     def __bool__(self) -> bool:
         """Whether there is a copy to hand out."""
@@ -408,12 +409,17 @@ class CopyQueue:
         taken, self._copies = ready[:count], ready[count:] + waiting
         for copy in taken:
             self._under_way[copy.lease] = self._under_way.get(copy.lease, 0) + 1
+            if isinstance(copy, CopyIn):
+                self._coming[copy.lease, copy.index] = copy.page
         return taken
 
     def made(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
         """Copies that were handed out have been made. Their lease ends now, if it was to and they were the last."""
         if event.lease not in self._under_way:
             return []
+        if isinstance(event, CopiedIn):
+            for index in (*event.indices, *event.corrupt):
+                del self._coming[event.lease, index]
         self._under_way[event.lease] -= event.pages
         if self._under_way[event.lease] > 0:
             return []
@@ -445,6 +451,14 @@ class CopyQueue:
     def under_way(self) -> int:
         """Copies that were handed out and not reported."""
         return sum(self._under_way.values())
+
+    def busy(self, pages: Sequence[int]) -> list[int]:
+        """Those of the device pages that no step may write to yet: in limbo, or copied into at this moment."""
+        waiting = self._blocks.in_limbo(pages)
+        if not self._coming:
+            return waiting
+        coming = {*self._coming.values(), *waiting}
+        return [page for page in pages if page in coming]
 
     def _delayed(self) -> set[int]:
         """Pages in limbo that are to be copied into."""

@@ -165,6 +165,20 @@ TestCrowded = Crowded.TestCase
 TestCrowded.settings = automaton(count=300, steps=50)
 
 
+def test_a_fetch_that_ends_while_its_copies_are_under_way():
+    """The store is silent for too long, and the prompt is computed: not before the pages are written no more."""
+    machine = Crowded()
+    machine.start(slots=6, pages=6, chunk=4, copies=1, delays=[1], slow_copies=1)
+    machine.both(1)
+    machine.order(count=1, own=[30] * 6, priority=0, remote=True, shared=4)
+    for turns in (1, 5, 6):
+        machine.both(turns)
+    machine.time_passes(3.0)
+    machine.both(1)
+    machine.every_token_is_the_reference()
+    machine.teardown()
+
+
 # --- mistakes, planted ------------------------------------------------------------------------------------------------
 
 

@@ -12,5 +12,5 @@ from worker.process import run
 
 if __name__ == "__main__":
     role = "decode" if sys.argv[1] == "decode" else "prefill"
-    with patch("worker.loop.Engine", ThreadedEngine):
+    with patch("worker.load_runner.Engine", ThreadedEngine):
         sys.exit(main("worker", partial(run, role), sys.argv[2:]))
