@@ -32,7 +32,7 @@ TARGETS = {"decode-1": 0.75, "decode-8": 0.75}
 def main(argv: Sequence[str] | None = None) -> int:
     asked = _parse(argv)
     try:
-        with bare_engine(asked.model, asked.dtype, asked.threads, asked.max_num_batched_tokens) as engine:
+        with bare_engine(asked.model, asked.dtype, asked.threads, asked.step_tokens) as engine:
             report.say(report.machine())
             vocabulary = models.LLAMA_100M["vocab_size"]
             turns = Turns({OWN: engine}, vocabulary, asked.threads, TORCH_DTYPES[asked.dtype])
