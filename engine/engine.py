@@ -233,6 +233,9 @@ class Engine:
         if self._cuda is not None:
             self._cuda[1].alarm = alarm
 
+    def close(self) -> None:
+        """Nothing is beside this process; its end gives the device back."""
+
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:

@@ -142,6 +142,10 @@ class Runner(Protocol):
         """From now on call `alarm`, from any thread, whenever a step or a copy has ended that went on beside."""
         ...
 
+    def close(self) -> None:
+        """End what the runner has beside this process. Nothing is called after it."""
+        ...
+
 
 class Ran:
     """A step that had ended when it was launched."""

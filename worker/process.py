@@ -9,6 +9,7 @@ it was given at the start, the engine's threads. What the pool held is forgotten
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -39,18 +40,18 @@ def run(
     """Serve until `stop` is set, at first as `role`. `routers` are ZMQ endpoints, `node` names the store to use, `host`
     is this node's address. Raises ModelError, NotEnoughMemory or StartupError when it can't start, and DeviceLost when
     its device does nothing more for this process."""
-    runner = load(config, role)
     serves: WorkerRole | None = role
-    while serves is not None:
-        with WorkerLoop(config, serves, name, node, routers, host, runner) as worker:
-            settle()
-            log.info("%s worker %s serves with %d pages", serves, worker.peer.incarnation, worker.num_pages)
-            try:
-                _SERVE[serves](worker, config, stop)
-            except DeviceLost as error:
-                log.error("this process ends and must be replaced: %s", error)
-                raise
-            serves = None if stop.is_set() else worker.next_role
+    with contextlib.closing(load(config, role)) as runner:
+        while serves is not None:
+            with WorkerLoop(config, serves, name, node, routers, host, runner) as worker:
+                settle()
+                log.info("%s worker %s serves with %d pages", serves, worker.peer.incarnation, worker.num_pages)
+                try:
+                    _SERVE[serves](worker, config, stop)
+                except DeviceLost as error:
+                    log.error("this process ends and must be replaced: %s", error)
+                    raise
+                serves = None if stop.is_set() else worker.next_role
 
 
 def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) -> None:

@@ -25,9 +25,9 @@ def load_spec(path: Path) -> ModelSpec:
         raise ModelNotFound(f"{path} is not a directory; give the directory of a checkpoint, or a hub id")
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} holds no config.json; is it the directory of a checkpoint?")
-    raw = _read_object(path / "config.json")
+    raw = read_object(path / "config.json")
     generation = path / "generation_config.json"
-    return parse_spec(raw, _read_object(generation) if generation.is_file() else {})
+    return parse_spec(raw, read_object(generation) if generation.is_file() else {})
 
 
 def parse_spec(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -36,7 +36,7 @@ def parse_spec(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = No
     return replace(family_of(config).read(config), weight_format=formats.name_of(raw.get("quantization_config")))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ModelError when the file can't be read or holds anything else."""
     try:
         value: Any = json.loads(path.read_bytes())

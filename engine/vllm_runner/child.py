@@ -97,6 +97,8 @@ def main(fd: int) -> None:
                 answer = child.carry_out(order)
         except Exception as error:  # one bad order must not end the others; the worker hears of it
             log.exception("an order failed")
+            if isinstance(order, Duplicate):
+                raise  # it has no answer: the worker hears of it by this process's end
             answer = Failed(error.reason if isinstance(error, BatonError) else type(error).__name__, str(error))
         if answer is not None:
             link.send_bytes(msgspec.msgpack.encode(answer))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -44,13 +46,14 @@ from engine.vllm_runner.messages import (
     SentDraw,
     Step,
 )
+from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut
 from kvstore.layout import PageLayout
 
 NUMERICS_VERSION = 1
 """Raised whenever K or V that vLLM makes here differ by more than rounding from those of an earlier release of this."""
 
-_PATIENCE = 600.0  # seconds for a model to load
+_PATIENCE = 600.0  # seconds for a model to load, or for any other order
 _FAREWELL = 10.0  # seconds for the child to end
 _UNSUPPORTED = ("unsupported_model", "ValueError", "ValidationError", "NotImplementedError")
 """What vLLM raises for a configuration that it can't serve."""
@@ -83,10 +86,14 @@ class _Pending:
     def done(self) -> bool:
         return self._answered.is_set()
 
-    def wait(self, seconds: float | None = None) -> Answer:
-        """Raises DeviceLost when the child has gone, and TimeoutError."""
+    def ended(self, seconds: float) -> bool:
+        """Wait until the order was carried out or the child has gone; return whether either has come."""
+        return self._answered.wait(seconds)
+
+    def wait(self, seconds: float = _PATIENCE) -> Answer:
+        """Raises DeviceLost when the child has gone, or does not answer in time."""
         if not self._answered.wait(seconds):
-            raise TimeoutError(f"no answer from vLLM within {seconds} s")
+            raise DeviceLost(f"no answer from vLLM within {seconds:.0f} s")
         if self._answer is None:
             raise DeviceLost(self._lost)
         return self._answer
@@ -156,6 +163,7 @@ class VllmRunner:
                 raise StartupError(f"vLLM has not loaded {path} within {_PATIENCE:.0f} s")
             answer = msgspec.msgpack.decode(ours.recv_bytes(), type=messages.Answer)
         except (EOFError, OSError) as error:
+            _end(process)
             raise StartupError(f"vLLM's process ended while it loaded {path}; its log says why") from error
         except BaseException:
             _end(process)
@@ -171,22 +179,18 @@ class VllmRunner:
         """Send a step. A mask that is late leaves its chunk without a token."""
         if len(chunks) > self._max_rows or sum(len(chunk.tokens) for chunk in chunks) > self._max_tokens:
             raise ValueError(f"a step has at most {self._max_rows} chunks and {self._max_tokens} tokens")
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]  # not the rows that this step alone has
         rows = [self._row(chunk) for chunk in chunks]
         known = [self._known.get(chunk.pages) if isinstance(chunk.pages, BlockTable) else None for chunk in chunks]
-        gone = [self._gone.popleft() for _ in range(len(self._gone))]
         masks = [draw.mask for chunk in chunks if (draw := chunk.sample) is not None and draw.mask is not None]
-        if not masks:
-            pending = self._child.order(
-                Step([_with_draw(row, chunk) for row, chunk in zip(rows, chunks, strict=True)], gone)
-            )
-            return RunningStep(pending, known)
-        under_way = self._masks.start(masks)
+        under_way = self._masks.start(masks) if masks else None
 
-        def masked() -> Step:
-            self._masks.wait(under_way)
+        def step() -> Step:
+            if under_way is not None:
+                self._masks.wait(under_way)
             return Step([_with_draw(*each) for each in zip(rows, chunks, strict=True)], gone)
 
-        return RunningStep(self._child.order_later(masked), known)
+        return RunningStep(self._child.order(step), known)
 
     def duplicate(self, source: int, dest: int) -> None:
         self._child.tell(Duplicate(source, dest))
@@ -299,29 +303,25 @@ class VllmMover:
         self._last: _Pending | None = None
 
     def attach(self, arena: Slots) -> None:
-        self._last = self._child.attach(Attach(arena.slots, arena.page_bytes), arena.fd)  # pyright: ignore
+        assert isinstance(arena, Arena), "only a store's arena can be mapped by another process"
+        order = Attach(arena.slots, arena.page_bytes)
+        self._last = self._child.order(lambda: order, os.dup(arena.fd))
 
     def start(self, copies: Sequence[Copy]) -> MovingPages:
         pages, slots = [copy.page for copy in copies], [copy.slot for copy in copies]
         if isinstance(copies[0], CopyOut):
-            pending = self._child.order(Out(pages, slots))
+            order = Out(pages, slots)
         else:
             sums = [copy.checksum for copy in copies if isinstance(copy, CopyIn)] if self._verify else []
-            pending = self._child.order(In(slots, pages, sums))
-        self._last = pending
+            order = In(slots, pages, sums)
+        self._last = pending = self._child.order(lambda: order)
         return MovingPages(copies, pending)
 
     def close(self) -> bool:
         """Orders are carried out in order, so the last one's end is that of all."""
         if self._last is None:
             return True
-        try:
-            self._last.wait(_FAREWELL)
-        except TimeoutError:
-            return False
-        except DeviceLost:
-            return True  # its process has ended
-        return True
+        return self._last.ended(_FAREWELL)
 
 
 class MovingPages:
@@ -343,74 +343,89 @@ class MovingPages:
         return copied_in(self._copies, answer.intact)
 
 
+class _Outgoing(NamedTuple):
+    """An order to send: `make` returns it, `fd` follows it, and `pending` awaits its answer, if it has one."""
+
+    make: Callable[[], Order]
+    fd: int | None
+    pending: _Pending | None
+
+
 class ChildLink:
-    """Orders out and answers in. A thread sends, since an order may wait for masks, and one receives."""
+    """Orders out and answers in. A thread sends, since an order may wait for masks, and one receives. Whatever ends
+    either of them is told to all that wait: the child is lost then."""
 
     def __init__(self, link: Connection) -> None:
         self.alarm: Callable[[], None] = lambda: None
         self._link = link
         self._awaited: deque[_Pending] = deque()
         self._lost = ""
-        self._orders: queue.SimpleQueue[Callable[[], tuple[Order, int | None, _Pending | None]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._orders: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         for name, run in (("vllm-orders", self._send), ("vllm-answers", self._receive)):
             threading.Thread(target=run, name=name, daemon=True).start()
 
-    def order(self, order: Order) -> _Pending:
-        return self.order_later(lambda: order)
-
-    def order_later(self, make: Callable[[], Order], fd: int | None = None) -> _Pending:
-        """Send what `make` returns once all earlier orders have been sent. It is called on another thread."""
-        if self._lost:
-            raise DeviceLost(self._lost)
+    def order(self, make: Callable[[], Order], fd: int | None = None) -> _Pending:
+        """Send what `make` returns once all earlier orders have been sent. It is called on another thread. Takes over
+        `fd`. Raises DeviceLost."""
         pending = _Pending()
-        self._orders.put(lambda: (make(), fd, pending))
+        self._put(_Outgoing(make, fd, pending))
         return pending
 
     def tell(self, order: Order) -> None:
-        """Send an order that has no answer."""
-        if self._lost:
-            raise DeviceLost(self._lost)
-        self._orders.put(lambda: (order, None, None))
-
-    def attach(self, order: Attach, fd: int) -> _Pending:
-        duplicate = os.dup(fd)
-        return self.order_later(lambda: order, duplicate)
+        """Send an order that has no answer. Raises DeviceLost."""
+        self._put(_Outgoing(lambda: order, None, None))
 
     def close(self) -> None:
         self._orders.put(None)
 
+    def _put(self, outgoing: _Outgoing) -> None:
+        if self._lost:
+            if outgoing.fd is not None:
+                os.close(outgoing.fd)
+            raise DeviceLost(self._lost)
+        self._orders.put(outgoing)
+
     def _send(self) -> None:
-        while (make := self._orders.get()) is not None:
-            order, fd, pending = make()
+        while (outgoing := self._orders.get()) is not None:
             try:
-                with self._lock:
-                    if pending is not None:
-                        if self._lost:
-                            pending.lose(self._lost)
-                            continue
-                        self._awaited.append(pending)
-                self._link.send_bytes(msgspec.msgpack.encode(order))
-                if fd is not None:
-                    send_handle(self._link, fd, 0)
-            except OSError as error:
-                self._lose(f"vLLM's process has gone: {error}")
+                content = msgspec.msgpack.encode(outgoing.make())
+                if self._expect(outgoing.pending):
+                    self._link.send_bytes(content)
+                    if outgoing.fd is not None:
+                        send_handle(self._link, outgoing.fd, 0)
+            except Exception as error:  # noqa: BLE001 - the thread must not end without a word: others wait for it
+                self._lose(f"vLLM's process can't be told anything more: {type(error).__name__}: {error}")
+                if outgoing.pending is not None:
+                    outgoing.pending.lose(self._lost)
             finally:
-                if fd is not None:
-                    os.close(fd)
-        self._link.close()
+                if outgoing.fd is not None:
+                    os.close(outgoing.fd)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._link.fileno())) as ending:
+            ending.shutdown(socket.SHUT_RDWR)  # what the other thread reads has an end, and so has the child's
+
+    def _expect(self, pending: _Pending | None) -> bool:
+        """Await the answer. Return whether there is still a child to give it."""
+        with self._lock:
+            if self._lost:
+                if pending is not None:
+                    pending.lose(self._lost)
+                return False
+            if pending is not None:
+                self._awaited.append(pending)
+            return True
 
     def _receive(self) -> None:
-        answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Answer)
+        answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(messages.Answer)
         try:
             while True:
                 answer = answers.decode(self._link.recv_bytes())
                 self._awaited.popleft().answer(answer)
                 self.alarm()
-        except (EOFError, OSError, TypeError) as error:  # the last where this side has closed the link
-            self._lose(f"vLLM's process has gone: {error or 'it ended'}")
+        except Exception as error:  # noqa: BLE001 - as in `_send`
+            self._lose(f"vLLM's process has gone: {type(error).__name__}: {error}")
+        finally:
+            self._link.close()
 
     def _lose(self, why: str) -> None:
         with self._lock:
@@ -418,7 +433,7 @@ class ChildLink:
             lost = list(self._awaited)
             self._awaited.clear()
         for pending in lost:
-            pending.lose(why)
+            pending.lose(self._lost)
         self.alarm()
 
 
