@@ -13,12 +13,12 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -109,8 +109,26 @@ class _Known:
     token: int | None  # that was drawn then
 
 
+class ChildProcess(Protocol):
+    """What vLLM runs in, with the methods of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+def launch_child(fd: int, environment: Mapping[str, str]) -> ChildProcess:
+    """Start a child at the other end of the socket `fd`."""
+    argv = [sys.executable, "-m", "engine.vllm_runner.child", str(fd)]
+    return subprocess.Popen(argv, pass_fds=[fd], env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - a list, no shell
+
+
 class VllmRunner:
     """A model in a child process. `load` makes one."""
+
+    launch_child: ClassVar[Callable[[int, Mapping[str, str]], ChildProcess]] = staticmethod(launch_child)
+    """Starts the child. The tests have a faster one."""
 
     numerics_version = NUMERICS_VERSION
     has_lm_head = True
@@ -118,7 +136,7 @@ class VllmRunner:
     device = "cpu"
 
     def __init__(
-        self, link: Connection, process: subprocess.Popen[bytes], loaded: Loaded, order: Load, fingerprint: bytes
+        self, link: Connection, process: ChildProcess, loaded: Loaded, order: Load, fingerprint: bytes
     ) -> None:
         self.fingerprint = fingerprint
         self.layout = PageLayout(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, order.page_size, loaded.dtype)
@@ -153,10 +171,7 @@ class VllmRunner:
         ours, theirs = Pipe()
         with theirs:
             environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
-            argv = [sys.executable, "-m", "engine.vllm_runner.child", str(theirs.fileno())]
-            process = subprocess.Popen(  # noqa: S603 - a list, no shell
-                argv, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
-            )
+            process = cls.launch_child(theirs.fileno(), environment)
         try:
             ours.send_bytes(msgspec.msgpack.encode(order))
             if not ours.poll(_PATIENCE):
@@ -258,7 +273,7 @@ class VllmRunner:
         return known.name, appends, first_new
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: ChildProcess) -> None:
     process.kill()
     process.wait()
 

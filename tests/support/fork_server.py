@@ -1,20 +1,28 @@
-"""Processes of test clusters, forked from one that has imported all they need: torch alone takes a core for a second.
+"""Processes of test clusters, forked from one that has imported all they need: torch alone takes a core for a second,
+and vLLM more than ten.
 
 A server per test worker imports the modules once and starts no thread. It forks a process for each order. That process
 goes on as `deploy.child` does: it runs a module as `__main__`, with its own arguments, output and environment, and dies
 with the server. The server ends with the test worker. Tests of a command line or an environment use
 `deploy.local.launch`, and so do processes behind a command prefix. `tests/cluster` starts all processes as users do.
+
+Where vLLM is installed the server has imported it, too. It forks vLLM processes for runners of the test worker itself.
+Each worker of a cluster forks a process at its own start that waits to become its vLLM: a child of the worker, as
+outside of tests.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
@@ -23,13 +31,19 @@ from baton.unix import readable
 from deploy import child
 from deploy.local import Child, launch
 
+_VLLM_CHILD = "engine.vllm_runner.child"
+_HAS_VLLM = importlib.util.find_spec("vllm") is not None
+_VLLM = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.plugins")
+"""What takes vLLM ten seconds to import."""
+_MESSAGE = 1 << 20  # bytes of an order at most
+
 
 class ForkedProcess:
-    """A process of the server's, with the methods of `subprocess.Popen`."""
+    """A forked process, with the methods of `subprocess.Popen`. `reap` waits for its end and returns its code."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, pid: int, reap: Callable[[int], int]) -> None:
         self.pid = pid
-        self._server = server
+        self._reap = reap
         self._descriptor = os.pidfd_open(pid)
         self._code: int | None = None
 
@@ -38,7 +52,7 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         if self._code is None and readable(self._descriptor, 0):
-            self._code = self._server.ask({"reap": self.pid})
+            self._code = self._reap(self.pid)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -49,25 +63,30 @@ class ForkedProcess:
         assert code is not None
         return code
 
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
 
 class ForkServer:
     """The server, as the tests use it."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", __name__]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self._link, theirs = _pair()
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._lock = Lock()
 
-    def ask(self, order: dict[str, Any]) -> int:
+    def ask(self, order: Mapping[str, Any], fds: Sequence[int] = ()) -> int:
         with self._lock:
-            assert self._server.stdin
-            assert self._server.stdout
-            self._server.stdin.write(json.dumps(order) + "\n")
-            return int(self._server.stdout.readline())
+            socket.send_fds(self._link, [json.dumps(order).encode()], fds)
+            return int(self._link.recv(_MESSAGE))
 
-    def launch(self, argv: Sequence[str], out: BinaryIO, err: BinaryIO) -> ForkedProcess:
-        order = {"argv": argv, "out": out.name, "err": err.name, "environ": dict(os.environ), "folder": str(Path.cwd())}
-        return ForkedProcess(self, self.ask(order))
+    def launch(self, argv: Sequence[str], fds: Sequence[int], environment: Mapping[str, str]) -> ForkedProcess:
+        """Fork a process with the first two of `fds` for its output and errors. Its last arguments are the numbers of
+        the others."""
+        order = {"argv": argv, "environ": dict(environment), "folder": str(Path.cwd())}
+        return ForkedProcess(self.ask(order, fds), lambda pid: self.ask({"reap": pid}))
 
 
 _server = cache(ForkServer)
@@ -75,36 +94,95 @@ _server = cache(ForkServer)
 
 def forked(enter: Sequence[str], argv: Sequence[str], out: BinaryIO, err: BinaryIO) -> Child:
     """Start a process as `deploy.local.launch` does, sooner."""
-    return launch(enter, argv, out, err) if enter else _server().launch(argv, out, err)
+    return launch(enter, argv, out, err) if enter else _server().launch(argv, [out.fileno(), err.fileno()], os.environ)
 
 
-def _serve() -> dict[str, Any]:
-    """Carry out orders until stdin ends. Return the order in a forked process."""
-    for line in sys.stdin:
-        order = json.loads(line)
+def forked_vllm(fd: int, environment: Mapping[str, str]) -> ForkedProcess:
+    """Start a process as `engine.vllm_runner.runner.launch_child` does, sooner."""
+    return _server().launch([_VLLM_CHILD], [1, 2, fd], environment)
+
+
+# --- within the server --------------------------------------------------------------------------------------------
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends between which orders and their descriptors pass whole."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _order(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next order. Ends the process when the other end has closed."""
+    content, fds, _, _ = socket.recv_fds(link, _MESSAGE, 8)
+    if not content:
+        sys.exit()
+    return json.loads(content), fds
+
+
+def _serve(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Carry out orders until the test worker ends. Return the order in a forked process."""
+    while True:
+        order, fds = _order(link)
         if (ended := order.get("reap")) is not None:
-            print(os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1]), flush=True)
+            link.send(str(_reap(ended)).encode())
         elif pid := os.fork():
-            print(pid, flush=True)
+            link.send(str(pid).encode())
+            for fd in fds:
+                os.close(fd)
         else:
-            return order
-    sys.exit()
+            link.close()
+            return order, fds
 
 
-def _main() -> None:
-    import worker.process  # noqa: F401
+def _reap(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    gc.freeze()
-    server = os.getpid()
-    order = _serve()
+
+def _become(parent: int, order: Mapping[str, Any], fds: Sequence[int]) -> None:
+    """Go on as the process that was ordered."""
     os.environ.clear()
     os.environ.update(order["environ"])
     os.chdir(order["folder"])
-    for number, path in enumerate((os.devnull, order["out"], order["err"])):
-        opened = os.open(path, os.O_WRONLY if number else os.O_RDONLY)
+    argv = [*order["argv"], *map(str, fds)]
+    child.run(parent, argv)
+
+
+def _prepare_vllm() -> None:
+    """Fork the process that this worker will run vLLM in, and have the worker take it."""
+    from engine.vllm_runner.runner import VllmRunner
+
+    worker = os.getpid()
+    ours, theirs = _pair()
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        order, fds = _order(theirs)
+        theirs.close()
+        _become(worker, order, fds)
+        sys.exit()
+    theirs.close()
+    VllmRunner.launch_child = staticmethod(partial(_wake_vllm, ours, pid))
+
+
+def _wake_vllm(link: socket.socket, pid: int, fd: int, environment: Mapping[str, str]) -> ForkedProcess:
+    order = {"argv": [_VLLM_CHILD], "environ": dict(environment), "folder": str(Path.cwd())}
+    with link:
+        socket.send_fds(link, [json.dumps(order).encode()], [fd])
+    return ForkedProcess(pid, _reap)
+
+
+def _main() -> None:
+    link = socket.socket(fileno=int(sys.argv[1]))
+    for module in ("worker.process", *(_VLLM if _HAS_VLLM else ())):
+        importlib.import_module(module)
+    gc.freeze()
+    server = os.getpid()
+    order, (out, err, *fds) = _serve(link)
+    for number, opened in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
         os.dup2(opened, number)
         os.close(opened)
-    child.run(server, order["argv"])
+    if order["argv"][0] == "worker" and _HAS_VLLM:
+        _prepare_vllm()
+    _become(server, order, fds)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from deploy.local import LocalCluster
+from deploy.local import LocalCluster, launch
 from tests import checkpoints
 from tests.support import workload
 from tests.support.eventually import eventually
 
-SHAPES = {"1P+1D": (1, 1, "always"), "2P+2D": (2, 2, "auto"), "colocated": (0, 1, "auto")}
+SHAPES = {
+    "1P+1D": (1, 1, "always"),
+    "2P+2D": (2, 2, "auto"),
+    "colocated": (0, 1, "auto"),
+    "2 colocated": (0, 2, "auto"),
+}
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::2]
 WIDE = {**checkpoints.WIDE, "head_dim": 64}
 
@@ -32,7 +37,15 @@ def expected(path: Path) -> dict[tuple[int, ...], list[int]]:
     return workload.references(path, PROMPTS)
 
 
-def cluster(path: Path, shape: str, folder: Path, **more: object) -> LocalCluster:
+class CommandCluster(LocalCluster):
+    """Its processes start as users start them: none is forked with vLLM imported."""
+
+    launch = staticmethod(launch)
+
+
+def cluster(
+    path: Path, shape: str, folder: Path, kind: type[LocalCluster] = LocalCluster, **more: object
+) -> LocalCluster:
     prefill, decode, split = SHAPES[shape]
     own = {
         "model.engine": "vllm",
@@ -42,10 +55,10 @@ def cluster(path: Path, shape: str, folder: Path, **more: object) -> LocalCluste
         "router.attempt_timeout_ms": 300_000,
         **more,
     }
-    return LocalCluster(workload.settings(path, prefill, decode, **own), folder)
+    return kind(workload.settings(path, prefill, decode, **own), folder, patience=200.0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["1P+1D", "2P+2D", "colocated"])
 def test_requests_at_once_get_the_reference_tokens(
     shape: str, path: Path, expected: dict[tuple[int, ...], list[int]], tmp_path: Path
 ) -> None:
@@ -62,7 +75,7 @@ def test_streams_outlive_the_death_of_vllm(
     path: Path, expected: dict[tuple[int, ...], list[int]], tmp_path: Path
 ) -> None:
     """vLLM's process is killed; its worker ends, and another goes on with the same tokens."""
-    with cluster(path, "2P+2D", tmp_path) as running, ThreadPoolExecutor(1) as pool:
+    with cluster(path, "2 colocated", tmp_path, CommandCluster) as running, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(workload.ask_all, running.address, PROMPTS)
         victim = _child_of(running.pids["decode-0"])
         eventually(lambda: psutil.Process(victim).cpu_times().user > 0, what="vLLM at work")
