@@ -95,7 +95,7 @@ class ModelConfig(_Section, frozen=True):
     """What is served."""
 
     path: str = ""  # directory of a Hugging Face checkpoint, or a hub id; required
-    engine: Literal["auto", "native", "vllm"] = "auto"  # what computes; auto: native where it knows the model
+    engine: Literal["auto", "native", "vllm"] = "auto"  # what computes; auto: docs/vllm.md has the rule
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: as dtype
     served_model_name: str | tuple[str, ...] = ""  # names clients use, the first in answers; default: end of path

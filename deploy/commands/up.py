@@ -30,6 +30,14 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class EngineOption(StrEnum):
+    """What computes."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    VLLM = "vllm"
+
+
 class RayOption(StrEnum):
     """The Ray to run on."""
 
@@ -41,12 +49,16 @@ class RayOption(StrEnum):
 @command(
     "baton up --model ./model",
     "baton up --model Qwen/Qwen3-0.6B --prefill 1 --decode 2",
+    "baton up --model ./model --engine vllm --set pages.page_size=32",
     "baton up --config cluster.yaml --set store.host_cache_bytes=1GiB",
 )
 def up(
     model: Annotated[
         str, typer.Option(help="Directory of a Hugging Face checkpoint, or a hub id; by default Baton's demo model.")
     ] = "",
+    engine: Annotated[
+        EngineOption | None, typer.Option(help="native, vllm, or auto: `baton doctor MODEL` says which and why.")
+    ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Number format; auto is the checkpoint's own.")] = None,
     tool_call_parser: Annotated[str, typer.Option(help="Format of tool calls; by default as the template tells.")] = "",
     reasoning_parser: Annotated[str, typer.Option(help="Format of reasoning; by default as the template tells.")] = "",
@@ -71,6 +83,7 @@ def up(
 ) -> None:
     """Start a cluster and return once it serves. On a failure, print the cause and leave nothing behind."""
     flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
+    flags |= {"model.engine": engine and engine.value}
     flags |= {"model.tool_call_parser": tool_call_parser, "model.reasoning_parser": reasoning_parser}
     flags |= {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.routers": routers}
     flags |= {"api.host": host, "api.port": port, "api.insecure": insecure or None}

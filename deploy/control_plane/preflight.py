@@ -19,7 +19,10 @@ from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
 from deploy.processes import session_members
+from engine.checkpoint import hub
 from engine.device.gpus import resolve_device, visible_gpus
+from engine.models.config_file import read_object
+from engine.vllm_runner.requirements import Installation, problem
 
 _PROCESS_BYTES = 300 * 2**20  # approximate memory of a worker besides its KV pages and its weights
 
@@ -31,6 +34,7 @@ def check(config: Config) -> None:
     check_doors(config)
     check_ports(config)
     check_device(config)
+    check_engine(config)
     check_memory(config, available_memory())
 
 
@@ -127,6 +131,22 @@ def check_device(config: Config) -> None:
     if config.cluster.prefill:
         resolve_device(config.device_of("prefill"))
     resolve_device(config.device_of("decode"))
+
+
+def check_engine(config: Config) -> None:
+    """Check that vLLM's runner can serve the model if `model.engine` names it and all workers run here.
+
+    Of a hub model that was not fetched yet, only the installation of vLLM is looked at. Whether our own engine knows a
+    model is seen by its worker: that question imports torch. Raises ConfigError and ModelError.
+    """
+    if config.model.engine != "vllm" or not is_loopback(config.router.host):
+        return
+    path, gpus = hub.cached(config.model.path), visible_gpus()
+    raw = read_object(path / "config.json") if path is not None else None
+    roles: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
+    for device in {resolve_device(config.device_of(role), gpus) for role, count in roles if count}:
+        if lack := problem(Installation.find(), raw, config.pages.page_size, device):
+            raise ConfigError(f"model.engine is vllm, and vLLM's runner can't: {lack}")
 
 
 def check_name_free(folder: Path) -> None:

@@ -34,3 +34,19 @@ def resolve(model: str) -> Path:
         raise ModelNotFound(
             f"{model!r} is no directory here, and could not be fetched from the hub: {reason}"
         ) from error
+
+
+def cached(model: str) -> Path | None:
+    """The directory of `model` as `resolve` would return it without a network; None if its config is not here."""
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return path
+    if not _HUB_ID.fullmatch(model):
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = Path(snapshot_download(model, allow_patterns=WANTED, local_files_only=True))
+    except Exception:  # noqa: BLE001 - as above; here they all mean that it was not fetched yet
+        return None
+    return found if (found / "config.json").is_file() else None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ModelError, ModelNotFound
+from baton.errors import ModelNotFound
 from engine.checkpoint import formats
-from engine.models.config_file import ConfigFile
+from engine.models.config_file import ConfigFile, read_object
 from engine.models.families.registry import family_of
 from engine.spec import ModelSpec
 
@@ -34,14 +33,3 @@ def parse_spec(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = No
     """As `load_spec`, for parsed files."""
     config = ConfigFile(raw, generation or {})
     return replace(family_of(config).read(config), weight_format=formats.name_of(raw.get("quantization_config")))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelError when the file can't be read or holds anything else."""
-    try:
-        value: Any = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} can't be read: {error}; fetch the checkpoint again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__}, not an object; fetch the checkpoint again")
-    return value

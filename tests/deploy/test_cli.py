@@ -24,6 +24,8 @@ from deploy.control_plane.bring_up import _settle
 from deploy.models import with_demo_model
 from engine.device.gpus import visible_gpus
 from engine.models.config import load_spec
+from engine.vllm_runner import VLLM_VERSION, requirements
+from engine.vllm_runner.requirements import Installation
 from router.frontend.chat.template import ChatTemplate
 
 PORTS = ("router.grpc_port", "router.internal_port", "router.http_port", "api.port")
@@ -200,6 +202,14 @@ def test_doctor_looks_at_everything():
     assert result.exit_code == 1  # the Ray that RAY_ADDRESS names does not answer
     assert all(finding["advice"] for finding in findings if finding["level"] == "bad")
     assert "→" in call("doctor").stdout
+
+
+def test_a_cluster_of_vllm_is_refused_with_the_reason(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(requirements, "_find", lambda: Installation("0.1.0"))
+    reason, message = error("up", "--model", model, "--engine", "vllm", "--set", "model.device=cpu", *ANY_PORT)
+    assert reason == "config"
+    assert f"vLLM 0.1.0 is installed and Baton's runner needs {VLLM_VERSION}: pip install" in message
+    assert call("up", "--engine", "sglang").exit_code == 2
 
 
 def test_a_wrong_flag_is_a_usage_error():

