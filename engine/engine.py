@@ -199,11 +199,12 @@ class Engine:
         with device_errors(), self._stream_ends_with_errors():
             begun: Any = torch.cuda.Event(enable_timing=True)
             ended: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # waiting threads sleep
-            begun.record()
+            stream = torch.cuda.current_stream(self.pool.device)
+            begun.record(stream)
             scores: dict[int, list[PromptTokenLogprob]] = {}
             masks, batches = self._prepare(chunks)
             parts = list(self._parts(chunks, batches, scores))
-            ended.record()
+            ended.record(stream)
         watch.watch(ended)
         return LaunchedStep(begun, ended, lambda: _results(self._draw(chunks, parts, masks, scores)))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from baton import config
+from engine.cuda.copies import CudaCopies
 from engine.device.gpu_memory import worker_bytes
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.engine import Engine
@@ -18,6 +21,8 @@ from engine.sampling import counter_rng, device_rng
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.filter_edges import PREFIX
 from engine.step.batch import Chunk, TokenDraw
+from kvstore.arena.memory import Arena
+from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests import checkpoints
 from tests.engine.sampler_cases import assert_same_draws, assert_same_scores, random_draw, random_logits
 from worker.load_runner import load
@@ -51,6 +56,47 @@ def test_a_page_survives_the_way_to_host_memory_and_back(checkpoint: Callable[[s
     engine.pages.copy_out(1, there)
     engine.pages.copy_in(there, 5)
     assert torch.equal(engine.pages.view(1).cpu(), engine.pages.view(5).cpu())
+
+
+def test_a_launched_step_draws_the_same_and_is_timed_by_the_device(checkpoint: Callable[[str], Path]) -> None:
+    engine = Engine.load(checkpoint("llama"), "float32", "cuda", 64, 16, head=True)
+    rung = threading.Event()
+    engine.wake(rung.set)
+    chunks = [Chunk(list(range(3, 203)), 0, list(range(13)), TokenDraw(temperature=0.0))]
+    expected = engine.step(chunks)
+    running = engine.launch(chunks)
+    assert rung.wait(30)
+    assert running.done()
+    time.sleep(0.2)  # the loop looks late
+    finished = running.wait()
+    assert finished.sampled == expected
+    assert 0 < finished.seconds < 0.2
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_pages_move_beside_steps(
+    pins: bool, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of the device into an arena and back, while a step runs; with pinned slots and through buffers."""
+    engine = Engine.load(checkpoint("llama"), "float32", "cuda", 64, 16, head=False)
+    if not pins:
+        monkeypatch.setattr(CudaCopies, "pin", lambda self, memory: False)
+    arena = Arena.create(64 * engine.layout.page_bytes)
+    arena.divide(engine.layout.page_bytes)
+    engine.step([Chunk(list(range(3, 163)), 0, list(range(10)))])
+    before = [engine.pages.view(page).cpu() for page in range(10)]
+    mover = engine.mover(verify=True)
+    mover.attach(arena)
+    running = engine.launch([Chunk(list(range(3, 163)), 0, list(range(20, 30)))])
+    out = mover.start([CopyOut(1, index, index, 2 * index) for index in range(10)]).wait()
+    assert isinstance(out, CopiedOut)
+    engine.duplicate(11, 40)
+    copies = [CopyIn(2, index, 2 * index, 40 + index, checksum) for index, checksum in enumerate(out.checksums)]
+    assert mover.start(copies).wait() == CopiedIn(2, tuple(range(10)))
+    running.wait()
+    for page, expected in enumerate(before):
+        assert torch.equal(engine.pages.view(40 + page).cpu(), expected)
+    assert mover.close()
 
 
 @pytest.mark.parametrize("prefix", [4, PREFIX])
