@@ -116,6 +116,15 @@ class ModelCard(Struct, frozen=True):
     pool_pages: Count
     steps: StepSamples = ()  # of a calibration: what is known of its speed before it has served anybody
     lm_head: bool = True  # it can generate tokens, so it may become a decode worker if it is none
+    window_pages: Count = 0  # that a token attends to at most; 0: some layer of the model attends to all tokens
+
+    @property
+    def context_pages(self) -> int:
+        """The pages of the longest context that a decode worker with this pool takes. Where every layer has a window,
+        only those of the window need be there at a time."""
+        if 0 < self.window_pages < self.pool_pages:
+            return max(self.pool_pages, -(-self.max_context // self.namespace.page_size))
+        return self.pool_pages
 
 
 class Hello(Message, frozen=True):

@@ -9,6 +9,7 @@ what all of them are going to take (`decode_worker.growth_reserve`).
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf
 
 from decode_worker.growth_reserve import GrowthOutlook, GrowthReserve
 from decode_worker.sequence import Sequence, SequencePhase
@@ -39,21 +40,19 @@ class SequenceAdmission:
             if not staying or staying[-1].priority <= newcomer.priority or staying[-1].rank < newcomer.rank:
                 return None
             leaving.append(staying.pop())
-            freed += self._blocks.count_unshared(leaving[-1].pages)
+            freed += self._own(leaving[-1])
         return leaving
 
     def fits(self, sequence: Sequence, holders: Collection[Sequence], freed: int = 0) -> bool:
         """Whether it may have pages beside these `holders` of some, when `freed` pages more than now are available."""
-        own = self._blocks.new_blocks_needed(sequence.reusable_keys(), sequence.pages_needed)
-        if freed:
-            own = sequence.pages_needed  # what is freed may be what it would have shared
+        keys, pages = sequence.reservation()
+        # What is freed may be what it would have shared.
+        own = pages if freed else self._blocks.new_blocks_needed(keys, pages)
         left = self._blocks.available + freed - own
         if left < 0 or not holders:
             return left >= 0
         outlooks = [self._outlook(each) for each in holders]
-        return left >= self._reserve.pages_to_keep(
-            [*outlooks, _outlook(sequence, sequence.pages_needed, own)], self._page_size
-        )
+        return left >= self._reserve.pages_to_keep([*outlooks, _outlook(sequence, pages, own)], self._page_size)
 
     def growth_reserve(self, holders: Collection[Sequence]) -> int:
         """Pages to keep free for these."""
@@ -66,9 +65,25 @@ class SequenceAdmission:
             self._reserve.ended(begun, sequence.generated, cut)
 
     def _outlook(self, holder: Sequence) -> GrowthOutlook:
-        return _outlook(holder, len(holder.pages), self._blocks.count_unshared(holder.pages))
+        return _outlook(holder, holder.pages.num_held, self._own(holder))
+
+    def _own(self, holder: Sequence) -> int:
+        """How many pages only this sequence refers to."""
+        return self._blocks.count_unshared(holder.pages, holder.pages.first)
 
 
 def _outlook(sequence: Sequence, pages: int, own: int) -> GrowthOutlook:
     generated = sequence.generated
-    return GrowthOutlook(generated, sequence.max_tokens - generated, len(sequence.tokens), pages, own)
+    known = len(sequence.tokens) - sequence.pages.first * sequence.page_size
+    return GrowthOutlook(generated, sequence.max_tokens - generated, known, pages, own, _most(sequence, pages))
+
+
+def _most(sequence: Sequence, pages: int) -> float:
+    """How many of the pool's pages it will ever take at a time. Those before its window are given back, but stay while
+    cached ones after them are in use."""
+    window = sequence.window
+    if window is None:
+        return inf
+    in_parts = sequence.in_parts if sequence.pages else sequence.must_be_in_parts
+    cached = not in_parts and sequence.cached_pages >= sequence.pages.first
+    return pages + window.pages if cached else max(pages, window.pages)

@@ -55,8 +55,8 @@ def chunk_alignment(page_size: int) -> int:
 
 
 def build_batch(decoding: list[Sequence], partial_prefills: list[Sequence], budget: BatchBudget) -> ScheduledBatch:
-    """Chunks for the running sequences, each of which must hold the pages that its known tokens need: those with one
-    token to compute, and those with more."""
+    """Chunks for the running sequences: those with one token to compute, and those with more. Each must hold the pages
+    that its known tokens need, or at least a page for its next ones."""
     if len(decoding) > budget.tokens:
         decoding = sorted(decoding, key=lambda s: (s.last_step, s.rank))[: budget.tokens]
     plan = {s.name: _chunk(s, 1) for s in decoding}
@@ -88,7 +88,8 @@ def _share_budget(partial_prefills: list[Sequence], budget: BatchBudget, room: i
             waiting.append(sequence)
     left = max(left - taken, whole if long else 0)
     for sequence in long + waiting:
-        count = sequence.chunk_limit if sequence.chunk_limit <= left else left // whole * whole
+        most = sequence.chunk_limit
+        count = min(most if most <= left else left // whole * whole, sequence.computable)
         if count <= 0:
             break
         chosen.append((sequence, count))

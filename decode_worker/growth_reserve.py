@@ -26,6 +26,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -48,9 +49,10 @@ class GrowthOutlook(Struct, frozen=True):
 
     generated: int  # output tokens it has
     left: int  # output tokens that max_tokens still allows
-    known: int  # tokens in all
+    known: int  # tokens in all; of a model with a window, from the first page on that it holds
     pages: int  # that it holds
     own: int  # of these, pages that only this sequence refers to
+    most: float = inf  # pages that it will ever hold at a time
 
 
 class GrowthReserve(Protocol):
@@ -92,15 +94,15 @@ class LearnedGrowthReserve:
         """See `GrowthReserve`. O(sequences · horizons)."""
         if not holders:
             return 0
-        columns = np.array([(o.generated, o.left, o.known, o.pages, o.own) for o in holders], dtype=np.float64)
-        generated, left, known, pages, own = columns.T[:, :, None]
+        columns = np.array([(o.generated, o.left, o.known, o.pages, o.own, o.most) for o in holders], dtype=np.float64)
+        generated, left, known, pages, own, most = columns.T[:, :, None]
         ahead = _horizons(left)
         survives = self._survives(generated, ahead) * (ahead <= left)
-        growth = np.maximum(0, np.ceil((known + np.minimum(ahead, left)) / page_size) - pages)
+        growth = np.maximum(0, np.minimum(np.ceil((known + np.minimum(ahead, left)) / page_size), most) - pages)
         taken = (survives * growth - (1 - survives) * own).sum(0)
         spread = np.sqrt((survives * (1 - survives) * (growth + own) ** 2).sum(0))
         worst = int(np.ceil((taken + _MARGIN * spread).max()))
-        allowed = int(np.maximum(0, np.ceil((known + left) / page_size) - pages).sum())
+        allowed = int(np.maximum(0, np.minimum(np.ceil((known + left) / page_size), most) - pages).sum())
         return min(allowed, max(len(holders), worst))
 
     def _survives(self, generated: _Vector, ahead: _Vector) -> _Vector:

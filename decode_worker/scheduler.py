@@ -49,6 +49,7 @@ from decode_worker.admission import SequenceAdmission
 from decode_worker.batching import BatchBudget, build_batch, chunk_alignment
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
 from decode_worker.sequence import Sequence, SequencePhase
+from decode_worker.sliding_window import SlidingWindow
 from decode_worker.step_budget import DecodeRows, StepBudget
 from decode_worker.write_through import WriteThrough
 from engine.sampling.logits_rules import LogitsEditor
@@ -119,11 +120,13 @@ class DecodeScheduler:
         vocab_size: int | None = None,
         grammars: OutputGrammars | None = None,
         copies_overlap: bool = False,
+        window: int | None = None,
     ) -> None:
         """`headroom`: the rule for admission, the learned one unless told otherwise. `calibration`: steps that were
         run before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it
         would fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
-        `copies_overlap`: copies are made beside steps, and delay none."""
+        `copies_overlap`: copies are made beside steps, and delay none. `window`: the positions that no layer of the
+        model looks beyond, a token's own included; none: some layer attends to all."""
         self._config = config
         self._vocab_size = vocab_size
         self._grammars = grammars
@@ -131,6 +134,7 @@ class DecodeScheduler:
         self._page_size, self._alignment = page_size, chunk_alignment(page_size)
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
+        self._window = None if window is None else SlidingWindow(window, page_size, num_pages)
         self._sequences = AttemptTable[Sequence]()
         self._admission = SequenceAdmission(self._blocks, headroom or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
@@ -221,6 +225,7 @@ class DecodeScheduler:
             priority=priority,
             arrival=next(self._arrivals),
             page_size=self._page_size,
+            window=self._window,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             prefilled_remotely=order.prefilled_remotely,
             sources=order.sources,
@@ -234,17 +239,16 @@ class DecodeScheduler:
             return [*commands, SendToRouter(failed, router)]
         sequence.extend_keys()
         most = -(-(order.prompt + order.max_tokens) // self._page_size)
-        if most > self._num_pages:
+        if most > self._num_pages and (self._window is None or not self._window.fits):
             message = f"prompt and output take up to {most} pages and this worker has {self._num_pages}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         waits = self._router_fairness.must_wait(router, self._held(), now)
-        if waits or (made := self._make_room(sequence)) is None:
+        if waits or not self._make_room(sequence, commands):
             self._router_fairness.refused(router, now)
             return [
                 *commands,
                 SendToRouter(Refused(*_named(name), "busy", f"{self._blocks.available} pages are free"), router),
             ]
-        commands += made
         self._router_fairness.admitted(router)
         self._sequences.add(sequence)
         if grammar is not None and self._grammars is not None:
@@ -256,44 +260,46 @@ class DecodeScheduler:
 
     # --- admission ----------------------------------------------------------------------------------------------
 
-    def _make_room(self, newcomer: Sequence) -> list[DecodeCommand] | None:
-        """Reserve pages for a newcomer, if need be those of less urgent sequences; none, and no change, if there is no
-        room."""
+    def _make_room(self, newcomer: Sequence, commands: list[DecodeCommand]) -> bool:
+        """Reserve pages for a newcomer, if need be those of less urgent sequences. Return whether there is room."""
         leaving = self._admission.displaced_by(newcomer, self._sequences.values(), self._write_through.spare)
         if leaving is None:
-            return None
-        commands = [command for victim in leaving for command in self._preempt(victim)]
+            return False
+        for victim in leaving:
+            commands += self._preempt(victim)
         while (made := self._reserve(newcomer)) is None:
-            commands += self._abandon_write()
-        return commands + made
+            # What is written through only for others' sake makes room.
+            if (given_up := self._write_through.abandon()) is None:
+                assert self._window is not None, "there is room, and nothing holds it"
+                return False  # cached pages that were counted are kept by those of others after them
+            commands += given_up
+        commands += made
+        return True
 
     def _held(self) -> Mapping[str, int]:
         """Device pages by owner; shared ones count for each."""
         held: Counter[str] = Counter()
         for sequence in self._sequences.values():
-            held[sequence.owner] += len(sequence.pages)
+            held[sequence.owner] += sequence.pages.num_held
         return held
 
     def _holders(self) -> list[Sequence]:
         return [s for s in self._sequences.values() if s.pages]
 
-    def _abandon_write(self) -> list[DecodeCommand]:
-        """What is written through only for others' sake makes room."""
-        given_up = self._write_through.abandon()
-        assert given_up is not None, "there is room, and nothing holds it"
-        return [*given_up]
-
     def _reserve(self, sequence: Sequence) -> list[DecodeCommand] | None:
-        """Device pages for every known token, the cached prefix among them; all or nothing. If the whole prefix is
-        here, so may be the beginning of the page after it: that is copied."""
-        keys = sequence.reusable_keys()
+        """Device pages for every known token, or for a part of them, the cached prefix among them; all or nothing. If
+        the whole prefix is here, so may be the beginning of the page after it: that is copied."""
+        keys, needed = sequence.reservation()
+        in_parts = sequence.must_be_in_parts
         cached = self._blocks.match(keys)
-        rest = sequence.partial_key(len(sequence.tokens) - 1) if cached == len(keys) and not sequence.unscored else b""
+        whole = cached == len(keys) and not sequence.unscored and not in_parts
+        rest = sequence.partial_key(len(sequence.tokens) - 1) if whole else b""
         beginning = self._blocks.find_beginning(rest) if rest else None
-        pages = self._blocks.allocate_with_prefix(keys, sequence.pages_needed)
+        pages = self._blocks.allocate_with_prefix(keys, needed)
         if pages is None:
             return None
         sequence.pages, sequence.in_limbo = BlockTable(pages), self._blocks.in_limbo(pages[cached:])
+        sequence.known_at_first, sequence.in_parts = len(sequence.tokens), in_parts
         sequence.computed = cached * self._page_size
         sequence.cached_pages = cached
         sequence.stored_pages = max(sequence.stored_pages, cached)
@@ -303,10 +309,11 @@ class DecodeScheduler:
         return [] if pages[cached] == beginning else [DuplicatePage(beginning, pages[cached])]
 
     def _begin(self, sequence: Sequence, goal: int, now: float) -> list[DecodeCommand]:
-        """Fetch the pages from the cached prefix up to `goal`, or run at once where no full one is to be fetched."""
+        """Fetch the pages from the cached prefix up to `goal`, or run at once where no full one is to be fetched. A
+        sequence in parts computes all, since it has no room for what it would fetch."""
         have, full = sequence.computed // self._page_size, len(sequence.reusable_keys())
         keys = sequence.fetchable_keys()[have:goal]
-        if have == full or not keys:
+        if have == full or not keys or sequence.in_parts:
             return self._run(sequence, now)
         if not self._store_up:
             return self._end_fetch(sequence, "the node's store is gone", now)
@@ -321,6 +328,7 @@ class DecodeScheduler:
 
     def _run(self, sequence: Sequence, now: float) -> list[DecodeCommand]:
         sequence.phase = SequencePhase.RUNNING
+        self._give_back_unseen(sequence)
         sequence.running_since, sequence.remaining_prefill = now, sequence.pending
         loading = sequence.loading
         predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
@@ -439,10 +447,10 @@ class DecodeScheduler:
         rank where none are left; then resume preempted ones, in order of rank, as far as there is room."""
         commands: list[DecodeCommand] = []
         lacking = [
-            s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pages_needed > len(s.pages)
+            s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pages_wanted > len(s.pages)
         ]
         for sequence in sorted(lacking, key=lambda s: s.rank):
-            while sequence.phase is SequencePhase.RUNNING and (missing := sequence.pages_needed - len(sequence.pages)):
+            while sequence.phase is SequencePhase.RUNNING and (missing := sequence.pages_wanted - len(sequence.pages)):
                 if (grown := self._blocks.allocate(missing)) is not None:
                     sequence.pages.extend(grown)
                     sequence.in_limbo += self._blocks.in_limbo(grown)
@@ -579,6 +587,8 @@ class DecodeScheduler:
                 self._admission.ended(sequence, cut=sequence.finish == "length")
                 sequence.phase = SequencePhase.ENDED
                 self._release_pages(sequence)
+            else:
+                self._give_back_unseen(sequence)
         return [*(SendToRouter(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
 
     def _append(self, sequence: Sequence, drawn: Items[Sampled]) -> Delta:
@@ -603,7 +613,7 @@ class DecodeScheduler:
             # A page of the same tokens may have other low bits, if kernels for few rows or another worker made it. In
             # exchange for it, the rest of the prompt would be scored by what happened to be cached.
             return
-        for page in range(sequence.cached_pages, sequence.computed // self._page_size):
+        for page in range(sequence.cached_pages, sequence.cacheable):
             tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
             key = sequence.keys[page]
             self._blocks.cache_block(key, sequence.parent_of(page), sequence.pages[page], tokens)
@@ -611,6 +621,16 @@ class DecodeScheduler:
             # gone.
             sequence.pages.exchange(page, self._blocks.deduplicate(key, sequence.pages[page]))
             sequence.cached_pages = page + 1
+
+    def _give_back_unseen(self, sequence: Sequence) -> None:
+        """Let go of the pages that no layer looks at any more. Copies of them that are under way have references of
+        their own."""
+        if self._window is None:
+            return
+        given_back = sequence.pages.give_back(self._window.first_page(sequence.computed))
+        self._blocks.free(given_back)
+        if sequence.in_limbo:
+            sequence.in_limbo = [page for page in sequence.in_limbo if page not in given_back]
 
     def _share_beginnings(self, sequence: Sequence) -> None:
         """Let others copy the page in which the tokens that the attempt began with end: with the last of these, which a
@@ -652,7 +672,7 @@ class DecodeScheduler:
         return commands
 
     def _release_pages(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence.pages)
+        self._blocks.free(sequence.pages.held)
         sequence.pages, sequence.in_limbo = BlockTable(), []
 
     def _tick(self, now: float, paused: float) -> list[DecodeCommand]:
@@ -742,6 +762,9 @@ class DecodeScheduler:
         self._blocks.validate()
         for sequence in self._sequences.values():
             assert sequence.computed <= len(sequence.tokens), sequence.name
+            if sequence.pages.first:
+                assert self._window is not None
+                assert sequence.pages.first <= self._window.first_page(sequence.computed), sequence.name
             assert sequence.computed <= len(sequence.pages) * self._page_size or not sequence.pages, sequence.name
             assert (sequence.phase is SequencePhase.WAITING_FOR_REMOTE_KVS) == (sequence.fetch is not None), (
                 sequence.name

@@ -29,6 +29,7 @@ from baton.messages import (
     SamplingParams,
     TokenLogprob,
 )
+from decode_worker.sliding_window import SlidingWindow
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammar
 from engine.step.batch import Chunk, PromptScoring, TokenDraw
@@ -61,12 +62,15 @@ class Sequence:
     priority: int
     arrival: int  # order of arrival at this worker
     page_size: int
+    window: SlidingWindow | None = None  # that every layer of the model has
     owner: str = ""  # incarnation of the router that ordered it
     deadline: float | None = None
     phase: SequencePhase = SequencePhase.WAITING_FOR_REMOTE_KVS
     pages: BlockTable = field(default_factory=BlockTable)  # given back and reserved again as another table
     in_limbo: list[int] = field(default_factory=list[int])  # of these, those that no step may write to yet
     keys: list[bytes] = field(default_factory=list[bytes])  # of the full pages of `tokens`
+    known_at_first: int = 0  # tokens known when pages were last reserved
+    in_parts: bool = False  # it was given pages for a part of these only
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
     cached_pages: int = 0  # pages from the start that this sequence has handed to the device cache
     stored_pages: int = 0  # pages from the start that need no write-through any more
@@ -145,6 +149,48 @@ class Sequence:
     def pages_needed(self) -> int:
         """Device pages that all known tokens take."""
         return -(-len(self.tokens) // self.page_size)
+
+    @property
+    def exceeds_pool(self) -> bool:
+        """Whether all its tokens may take more pages than there are; only its window's need be there."""
+        return self.window is not None and self._total_pages > self.window.num_pages
+
+    @property
+    def _total_pages(self) -> int:
+        return -(-(self.prompt + self.max_tokens) // self.page_size)
+
+    @property
+    def must_be_in_parts(self) -> bool:
+        """Whether pages for all known tokens would leave too few for what follows."""
+        return self.window is not None and self.window.in_parts(self.pages_needed, self._total_pages)
+
+    def reservation(self) -> tuple[Items[bytes], int]:
+        """The keys of the cached pages that it begins with, and how many pages it needs in all to begin."""
+        if self.window is not None and self.must_be_in_parts:
+            return (), min(self.pages_needed, self.window.part)
+        return self.reusable_keys(), self.pages_needed
+
+    @property
+    def pages_wanted(self) -> int:
+        """How far its table should reach: to the end of the known tokens, or of the part."""
+        if self.in_parts and self.window is not None:
+            return min(self.pages_needed, self.window.first_page(self.computed) + self.window.part)
+        return self.pages_needed
+
+    @property
+    def computable(self) -> int:
+        """Pending tokens that there are pages for."""
+        return min(len(self.tokens), len(self.pages) * self.page_size) - self.computed
+
+    @property
+    def cacheable(self) -> int:
+        """Pages from the start that may be cached on the device, once they are full. A cached page keeps all before it
+        in the cache, so none is cached that would let a context which is larger than the pool grow there."""
+        if self.in_parts or self.cached_pages < self.pages.first:
+            return 0
+        if self.pages.first or self.exceeds_pool:
+            return min(self.computed, self.known_at_first) // self.page_size
+        return self.computed // self.page_size
 
     def extend_keys(self) -> None:
         """Derive the keys of the pages that have filled up since."""

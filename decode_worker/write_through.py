@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from baton.messages import MAX_KEYS_PER_CALL
 from decode_worker.sequence import Sequence
+from engine.step.block_table import BlockTable
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyQueue, StorePages, TransferEvent
 
@@ -25,7 +27,23 @@ class _PageWrite:
     store: StorePages
     pages: list[int]
     sequence: Sequence
+    table: BlockTable  # where they stand, from entry `start` on
+    start: int
     progressed_at: float  # seconds
+
+    @property
+    def let_go(self) -> list[int]:
+        """The pages that would become available, but for those that others refer to. A cached page does not while the
+        sequence has cached pages after it."""
+        sequence, now = self.sequence, self.sequence.pages
+        if not now:
+            return self.pages
+        if sequence.window is None:  # if it was preempted and resumed, it refers to the same pages again
+            return []
+        if now is self.table:
+            return self.pages[max(0, sequence.cached_pages - self.start) : max(0, now.first - self.start)]
+        again = now[self.start : self.start + len(self.pages)]
+        return [page for page, own in zip_longest(self.pages, again) if page != own]
 
 
 class WriteThrough:
@@ -50,6 +68,8 @@ class WriteThrough:
     def store(self, sequence: Sequence, now: float) -> list[CallStore]:
         """Write the pages of `sequence` that have filled up since the last time."""
         full = sequence.computed // self._page_size
+        if sequence.stored_pages < sequence.pages.first:  # given back while there was no store
+            sequence.writes_through = False
         first, sequence.stored_pages = sequence.stored_pages, max(sequence.stored_pages, full)
         if not sequence.writes_through:
             return []
@@ -59,7 +79,7 @@ class WriteThrough:
             store = StorePages(next(self._numbers), sequence.parent_of(start), sequence.keys[start:end], hold=False)
             pages = sequence.pages[start:end]
             self._blocks.incref(pages)
-            self._under_way[store.lease] = _PageWrite(store, pages, sequence, now)
+            self._under_way[store.lease] = _PageWrite(store, pages, sequence, sequence.pages, start, now)
             calls += self._copies.add(store.start())
             for index, page in enumerate(pages):
                 calls += self._copies.add(store.offer(index, page))
@@ -95,14 +115,12 @@ class WriteThrough:
     @property
     def spare(self) -> int:
         """Device pages that would be available if all were given up whose sequences have let go of theirs."""
-        return sum(
-            self._blocks.count_unshared(each.pages) for each in self._under_way.values() if not each.sequence.pages
-        )
+        return sum(self._blocks.count_unshared(each.let_go) for each in self._under_way.values())
 
     def abandon(self) -> list[CallStore] | None:
-        """End the oldest write of a sequence that has let go of its pages; none: there is no such write."""
+        """End the oldest write of pages that their sequence has let go of; none: there is no such write."""
         for lease, page_write in self._under_way.items():
-            if not page_write.sequence.pages:
+            if page_write.let_go:
                 return self._end(lease)
         return None
 

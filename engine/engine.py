@@ -92,6 +92,7 @@ class Engine:
     ) -> None:
         """With `native`, kernels of our own do what they can do here; without, torch does everything."""
         self.config = config
+        self.window = config.widest_window
         self.layout = layout
         self.fingerprint = fingerprint
         self.has_lm_head = model_weights.head is not None  # it can generate tokens
@@ -319,7 +320,7 @@ class Engine:
         return [(part, self._flatten([chunks[place] for place in part])) for part in (alone, rest)]
 
     def _flatten(self, chunks: Sequence[Chunk]) -> Batch:
-        return flatten(chunks, self.layout.page_size, self._num_pages, self.config.vocab_size)
+        return flatten(chunks, self.layout.page_size, self._num_pages, self.config.vocab_size, self.window)
 
     def _logits(self, batch: Batch) -> tuple[torch.Tensor | None, Sequence[int] | None]:
         """Run the model: logits of the rows that a token is drawn from, if there are any and there is a head; and the

@@ -120,6 +120,11 @@ class Runner(Protocol):
     def max_positions(self) -> int: ...
 
     @property
+    def window(self) -> int | None:
+        """The positions that no layer looks beyond, a token's own included. None: some layer attends to all."""
+        ...
+
+    @property
     def device(self) -> str:
         """Such as "cpu" or "cuda:1"."""
         ...

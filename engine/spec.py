@@ -102,6 +102,16 @@ class ModelSpec:
         return tuple(layer.window for layer in self.layers)
 
     @property
+    def widest_window(self) -> int | None:
+        """The positions that no layer looks beyond, a token's own included. None: some layer attends to all."""
+        widest = 0
+        for window in self.windows:
+            if window is None:
+                return None
+            widest = max(widest, window)
+        return widest
+
+    @property
     def attention_scale(self) -> float:
         """What the products of queries and keys are multiplied with."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale

@@ -316,9 +316,9 @@ class ClusterMembership:
         return next((member.hello.model for member in self._live.values() if member.hello.model), None)
 
     @property
-    def largest_pool(self) -> int | None:
-        """Pages of the largest decode worker; none while none is live."""
-        return max((m.hello.model.pool_pages for m in self.with_role("decode") if m.hello.model), default=None)
+    def longest_context(self) -> int | None:
+        """The most pages that a context may have on any decode worker; none while none is live."""
+        return max((m.hello.model.context_pages for m in self.with_role("decode") if m.hello.model), default=None)
 
     # --- coming and going -------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.step.batch import Chunk
+from engine.step.block_table import BlockTable
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, CopyIn
 from simulator.transport import SlotMemory
@@ -47,22 +48,31 @@ class PageMemory:
 
 
 class CheckingDevice:
-    """A worker's device pages."""
+    """A worker's device pages, and a model whose layers look at the last `window` positions, or at all."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, window: int | None = None) -> None:
         self.pages = [[0] * page_size for _ in range(num_pages)]
-        self._page_size = page_size
+        self._page_size, self._window = page_size, window
 
     def compute(self, known: Sequence[int], chunk: Chunk) -> int:
-        """Check all pages below a chunk of the tokens `known`, write those of the chunk, and return its last digest."""
+        """Check the pages below a chunk of the tokens `known` that it looks at, and write those of the chunk. Return
+        its last digest."""
         expected, size = digests(known), self._page_size
-        for position in range(chunk.start):
+        for position in range(self.first_read(chunk), chunk.start):
             found = self.pages[chunk.pages[position // size]][position % size]
             assert found == expected[position], f"a wrong page was read at position {position}"
         assert list(chunk.tokens) == list(known[chunk.start : chunk.end])
         for position in range(chunk.start, chunk.end):
             self.pages[chunk.pages[position // size]][position % size] = expected[position]
         return expected[chunk.end - 1]
+
+    def first_read(self, chunk: Chunk) -> int:
+        """The first position that the chunk looks at."""
+        first = 0 if self._window is None else max(0, chunk.start - self._window + 1)
+        if isinstance(chunk.pages, BlockTable):
+            kept = chunk.pages.first * self._page_size
+            assert first >= kept, f"position {first} lies in a page that was given back"
+        return first
 
     def copy(self, copies: Sequence[Copy], arena: SlotMemory) -> None:
         """Copy pages from or to the store's arena."""

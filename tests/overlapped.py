@@ -60,12 +60,13 @@ class OverlappedDevice(Device):
     num_pages: int
     delays: Iterator[int]
     slow_copies: int = 1  # by what the delays of copies are multiplied
+    window: int | None = None
     steps: deque[Operation] = field(default_factory=deque[Operation])
     coming: deque[Operation] = field(default_factory=deque[Operation])
     leaving: deque[Operation] = field(default_factory=deque[Operation])
 
     def __post_init__(self) -> None:
-        super().__init__(self.num_pages, PAGE)
+        super().__init__(self.num_pages, PAGE, self.window)
 
     @property
     def under_way(self) -> bool:
@@ -76,8 +77,9 @@ class OverlappedDevice(Device):
         reads: dict[tuple[int, int], int] = {}
         writes: dict[tuple[int, int], int] = {}
         for tokens, chunk in zip(known, chunks, strict=True):
-            for position, digest in enumerate(digests(tokens)[: chunk.end]):
-                place = (chunk.pages[position // PAGE], position % PAGE)
+            expected = digests(tokens)
+            for position in range(self.first_read(chunk), chunk.end):
+                place, digest = (chunk.pages[position // PAGE], position % PAGE), expected[position]
                 (reads if position < chunk.start else writes)[place] = digest
         delay = next(self.delays)
         pages = [list(chunk.pages) for chunk in chunks]  # as they were when it was launched
@@ -138,15 +140,16 @@ class OverlappedWorker(RigWorker):
     device: OverlappedDevice
 
     def __init__(
-        self, rig: OverlappedRig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore
-    ) -> None:
-        super().__init__(rig, role, num_pages, config, node)
+        self, rig: OverlappedRig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig,
+        node: RigStore, window: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(rig, role, num_pages, config, node, window)
         self.state = (
-            DecodeScheduler(config, PAGE, num_pages, copies_overlap=True)
+            DecodeScheduler(config, PAGE, num_pages, copies_overlap=True, window=window)
             if isinstance(config, DecodeConfig)
             else PrefillScheduler(config, PAGE, num_pages, copies_overlap=True)
         )
-        self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies)
+        self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies, window)
         self._turn: Generator[float, None, bool] | None = None
         self._running: tuple[ScheduledBatch, Operation] | None = None
         self._moving: list[tuple[int, Sequence[Copy], Operation]] = []

@@ -75,16 +75,17 @@ class RigWorker(WorkerShell):
     patience = 0.0  # time stands still during a turn
 
     def __init__(
-        self, rig: Rig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore
-    ) -> None:
+        self, rig: Rig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore,
+        window: int | None = None,
+    ) -> None:  # fmt: skip
         self.role = role
         self.rig = rig
         self.node = node
         self.num_pages = num_pages
         self.most_tokens = 1_000_000  # a step of more does not fit into the device's memory
-        self.device = Device(num_pages, PAGE)
+        self.device = Device(num_pages, PAGE, window)
         self.state: Any = (
-            DecodeScheduler(config, PAGE, num_pages)
+            DecodeScheduler(config, PAGE, num_pages, window=window)
             if isinstance(config, DecodeConfig)
             else PrefillScheduler(config, PAGE, num_pages)
         )
@@ -270,9 +271,10 @@ class Rig(HeldAgenda):
         self.stores[node].restart()
 
     def worker(
-        self, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: str = "n0"
-    ) -> RigWorker:
-        worker = self.worker_class(self, role, num_pages, config, self.stores[node])
+        self, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: str = "n0",
+        window: int | None = None,
+    ) -> RigWorker:  # fmt: skip
+        worker = self.worker_class(self, role, num_pages, config, self.stores[node], window)
         worker.attach()
         return worker
 

@@ -45,6 +45,7 @@ from baton.store_protocol import LeaseHeartbeat
 from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
+from decode_worker.sliding_window import SlidingWindow
 from engine.checkpoint import hub
 from engine.runner import Moving, Runner, Running
 from engine.sampling.grammars import GrammarCompiler
@@ -130,6 +131,7 @@ class WorkerLoop:
         self._model = config.model.served_name
         self.metrics = Metrics()
         self._events = KvEventPublisher(self.peer.incarnation, self._model, self.clock, host)
+        window = runner.window
         card = ModelCard(
             namespace,
             layout.page_bytes,
@@ -138,6 +140,7 @@ class WorkerLoop:
             self.num_pages,
             self.calibration,
             runner.has_lm_head,
+            0 if window is None else SlidingWindow(window, config.pages.page_size, self.num_pages).pages,
         )
         hello = Hello(
             self.peer,

@@ -93,6 +93,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         vocab_size=worker.runner.vocab_size,
         grammars=worker.grammars,
         copies_overlap=worker.runner.overlaps,
+        window=worker.runner.window,
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 

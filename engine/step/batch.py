@@ -192,8 +192,11 @@ class Batch(Struct, frozen=True, gc=False):
         return span.table[: -(-span.end // self.page_size)]
 
 
-def flatten(chunks: Sequence[Chunk], page_size: int, num_pages: int, vocab_size: int) -> Batch:
-    """Lay `chunks`, at least one, end to end. O(tokens), whatever comes before them.
+def flatten(
+    chunks: Sequence[Chunk], page_size: int, num_pages: int, vocab_size: int, window: int | None = None
+) -> Batch:
+    """Lay `chunks`, at least one, end to end. O(tokens), whatever comes before them. `window`: the positions that no
+    layer looks beyond, a token's own included; None: some layer attends to all.
 
     Raises ValueError for a chunk that no model and no pool of this size could run: on some devices an index out of
     range would end the process, and with it every other request.
@@ -218,6 +221,8 @@ def flatten(chunks: Sequence[Chunk], page_size: int, num_pages: int, vocab_size:
         if len(table) < covering:
             raise ValueError(f"positions up to {end - 1} need {covering} pages, not {len(table)}")
         table.check(num_pages)
+        if table.first and (window is None or max(0, start - window + 1) // page_size < table.first):
+            raise ValueError(f"a token at {start} attends to pages before the table's entry {table.first}")
         spans.append(Span(first, last, start, end, table.array))
         tokens += chunk.tokens
         if count == 1:

@@ -21,17 +21,22 @@ class BlockTable(Sequence[int]):
     Pages are appended, and an entry may be exchanged for a page of the same contents. So an array that follows this one
     on a device need only be sent the entries from the lowest changed one on. The array grows by moving. A step that has
     been given the old array may go on with it, since nothing is taken out of it.
+
+    Where all layers of a model attend to a window, pages before it are given back. Their entries stay, so that an index
+    is always a position divided by the size of a page, and no step reads them.
     """
 
-    __slots__ = ("__weakref__", "_checked", "_count", "_limit", "address", "array")
+    __slots__ = ("__weakref__", "_checked", "_count", "_limit", "address", "array", "first")
 
     array: Ints
     """Its first `len(self)` entries are the pages. Never changed from outside, and replaced when the table grows."""
     address: int
     """Where the array begins in this process's memory, which lasts as long as the array."""
+    first: int
+    """How many entries from the start were given back."""
 
     def __init__(self, pages: Iterable[int] = ()) -> None:
-        self._count = self._checked = self._limit = 0
+        self._count = self._checked = self._limit = self.first = 0
         self._move(np.empty(_FEWEST, np.int64))
         self.extend(pages)
 
@@ -50,6 +55,23 @@ class BlockTable(Sequence[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
         return self.array[: self._count][index].tolist()
+
+    @property
+    def held(self) -> list[int]:
+        """The pages that were not given back."""
+        return self[self.first :]
+
+    @property
+    def num_held(self) -> int:
+        return self._count - self.first
+
+    def give_back(self, first: int) -> list[int]:
+        """No step reads the entries before `first` any more. Return those of them that were held until now."""
+        if first <= self.first:
+            return []
+        pages = self[self.first : first]
+        self.first = min(first, self._count)
+        return pages
 
     def extend(self, pages: Iterable[int]) -> None:
         """Append pages. O(pages) amortized."""

@@ -99,10 +99,11 @@ class DeviceBlockManager:
         """How many pages at the start of `keys` are cached. Changes nothing, not even the eviction order."""
         return len(self._tree.match(keys))
 
-    def count_unshared(self, pages: Sequence[int]) -> int:
-        """Return how many of these pages, in the order of their chain, only the caller refers to. Shared pages come
-        first, so a search finds the place where they end: O(log pages)."""
-        return len(pages) - bisect_left(pages, True, key=lambda page: self._references[page] == 1)
+    def count_unshared(self, pages: Sequence[int], first: int = 0) -> int:
+        """Return how many of these pages, in the order of their chain from number `first` on, only the caller refers
+        to. Shared pages come first, so a search finds the place where they end: O(log pages). Where all layers have a
+        window, another sequence may have given back what comes first, and this is an estimate."""
+        return len(pages) - bisect_left(pages, True, first, key=lambda page: self._references[page] == 1)
 
     def new_blocks_needed(self, keys: Sequence[bytes], total: int) -> int:
         """Return by how many pages `available` shrinks if `total` are taken so: the fresh ones, and the cached ones

@@ -358,7 +358,7 @@ def _open(ask: PlacementRequest, table: WorkerTable) -> Floats:
     decode worker could ever take it."""
     d = table.num_decode
     answer = table.open.copy()
-    answer[:d][table.pool[:d] < ask.pages_needed] = NEVER
+    answer[:d][table.context_pages[:d] < ask.pages_needed] = NEVER
     if not ask.excluded:
         return answer
     able = answer.copy()

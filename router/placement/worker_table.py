@@ -30,7 +30,7 @@ NEVER, FULL, OPEN = -1.0, 0.0, 1.0  # may a worker be given work: not any more, 
 _MIXED = 8.0  # times a step without prompts: what one with prompts may take, unless decode.itl_ms says
 _COLUMNS = (
     "open", "until", "rate", "fixed", "token", "pair", "chunk", "stretch",
-    "rows", "step", "crowd", "per_context", "turnover", "room", "pool", "tpot", "slack",
+    "rows", "step", "crowd", "per_context", "turnover", "room", "context_pages", "tpot", "slack",
 )  # fmt: skip
 _NODE_COLUMNS = ("stored", "serves", "disk_latency", "disk_rate", "latency", "rate", "measured")
 
@@ -94,7 +94,7 @@ class WorkerTable:
         self.per_context: Floats = c["per_context"]  # seconds of a step for each token of that
         self.turnover: Floats = c["turnover"]  # seconds until one of the sequences has ended
         self.free_pages: Floats = c["room"]  # pages that are free, and will be
-        self.pool: Floats = c["pool"]  # pages in all
+        self.context_pages: Floats = c["context_pages"]  # of the longest context that it takes
         self.tightest_tpot: Floats = c["tpot"]  # the tightest objective of its sequences
         self.slack: Floats = c["slack"]  # pages that one of its sequences gives back
         n = dict(zip(_NODE_COLUMNS, self._node_cells, strict=True))
@@ -219,7 +219,7 @@ class WorkerTable:
             step.context,
             output * plain / max(1, rows),
             room if rows else pool,
-            pool,
+            member.hello.model.context_pages if member.hello.model else 0,
             min((work.tpot for work in member.assigned.values() if work.tpot is not None), default=inf),
             max(1.0, (pool - room) / max(1, rows)),
         )

@@ -193,7 +193,7 @@ class RequestManager:
 
     def _settle_length(self, request: Request) -> None:
         """Raises InvalidRequest or ContextTooLong. Without a worker, an open length stays open."""
-        card, pool = self._members.card, self._members.largest_pool
+        card, pool = self._members.card, self._members.longest_context
         context = min(self._limits.max_context, card.max_context) if card else self._limits.max_context
         pool_tokens = None if pool is None else pool * self._config.pages.page_size
         length = settle_length(request.prompt, request.max_tokens, context, pool_tokens)

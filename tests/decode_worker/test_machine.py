@@ -7,6 +7,8 @@ every sequence ends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -14,7 +16,8 @@ from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import Cancel, Decode, FetchIncomplete, Prefill, SamplingParams, Tokens
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.sequence import Sequence, SequencePhase
+from decode_worker.sequence import Sequence as DecodeSequence
+from decode_worker.sequence import SequencePhase
 from kvstore.client.transfer import StoreUp
 from kvstore.keys import cacheable_pages, pack_tokens
 from tests.decode_worker.load import OnePageEach
@@ -32,19 +35,27 @@ PROMPTS = st.builds(
 
 
 class DecodeMachine(RuleBasedStateMachine):
+    windows: Sequence[int | None] = [None]  # of the model; tokens
+    longer = 1  # times as long are outputs
+
     @initialize(
         pages=st.integers(12, 24), tokens=st.integers(1, 24), copies=st.integers(1, 8), slots=st.integers(4, 24),
         share=st.sampled_from([0.01, 1.0]), greedy=st.booleans(), grain=st.sampled_from([PAGE, PAGE - 1]),
+        data=st.data(),
     )  # fmt: skip
-    def start(self, pages: int, tokens: int, copies: int, slots: int, share: float, greedy: bool, grain: int) -> None:
+    def start(
+        self, pages: int, tokens: int, copies: int, slots: int, share: float, greedy: bool, grain: int,
+        data: st.DataObject,
+    ) -> None:  # fmt: skip
         self.rig = Rig(slots, hold=5.0)
         config = DecodeConfig(
             max_num_batched_tokens=tokens, copies_per_step=copies, copy_share=share, fetch_timeout_ms=2_000,
             first_step_ms=50, ageing_ms=int(AGEING * 1_000),
         )  # fmt: skip
-        self.worker: RigWorker = self.rig.worker("decode", pages, config)
+        window = data.draw(st.sampled_from(self.windows), "window")
+        self.worker: RigWorker = self.rig.worker("decode", pages, config, window=window)
         if greedy:
-            self.worker.state = DecodeScheduler(config, PAGE, pages, headroom=OnePageEach())
+            self.worker.state = DecodeScheduler(config, PAGE, pages, headroom=OnePageEach(), window=window)
             self.worker.handle(StoreUp(slots, PAGE_BYTES))
         self.worker.state._grain = grain  # less than a page, as where pages are large
         self.prefill = self.rig.worker(
@@ -56,7 +67,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.steps = 0
 
     @property
-    def sequences(self) -> dict[str, Sequence]:
+    def sequences(self) -> dict[str, DecodeSequence]:
         return self.worker.state._sequences
 
     def phases(self) -> dict[str, SequencePhase]:
@@ -65,10 +76,15 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(
         prompt=PROMPTS, count=st.integers(1, 20), priority=st.sampled_from([0, 0, 0, -1, 1, 3]),
         split=st.booleans(), awaited=st.booleans(), made=st.sampled_from(["nothing", "full pages", "all"]),
+        times=st.integers(1, 3),
     )  # fmt: skip
-    def order(self, prompt: list[int], count: int, priority: int, split: bool, awaited: bool, made: str) -> None:
+    def order(
+        self, prompt: list[int], count: int, priority: int, split: bool, awaited: bool, made: str, times: int
+    ) -> None:
         """With `split` pages are to be fetched; some of them may never be made."""
         request = f"r{len(self.requests)}"
+        if self.longer > 1:
+            prompt, count = prompt * times, count * self.longer
         self.requests[request] = (prompt, count)
         full = cacheable_pages(len(prompt), PAGE) * PAGE
         before, known = self.phases(), {r: (s.rank, s.priority) for r, s in self.sequences.items()}
@@ -208,3 +224,15 @@ class DecodeMachine(RuleBasedStateMachine):
 
 TestDecodeMachine = DecodeMachine.TestCase
 TestDecodeMachine.settings = automaton(count=150, steps=50)
+
+
+class WindowMachine(DecodeMachine):
+    """A model whose layers all have a window. Most contexts are larger than the pool. The device notices a page that
+    was given back too early."""
+
+    windows: Sequence[int | None] = [2, 9, 17, 30]
+    longer = 6
+
+
+TestWindowMachine = WindowMachine.TestCase
+TestWindowMachine.settings = automaton(count=150, steps=50)

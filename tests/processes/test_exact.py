@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from deploy.local import LocalCluster
-from engine.engine import Engine
+from engine.engine import Engine, layout_of
+from engine.models.config import ModelSpec
 from engine.step.batch import Chunk, TokenDraw
 from tests import checkpoints
 from tests.support import workload
@@ -36,6 +37,7 @@ RUNS = cases(
     ],
 )
 PROMPTS = workload.prompts()
+_LONG = 100  # tokens, several times a window
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,28 @@ def test_pages_of_which_a_step_computes_a_part(
             answers = workload.ask_all(cluster.address, PROMPTS[:24])
             workload.compare(path, PROMPTS[:24], answers, expected("llama"))
         assert any(answer.usage.cached_tokens >= 512 for answer in answers)
+
+
+@pytest.mark.parametrize("shape", cases(list(SHAPES), ["1P+1D", "colocated"]))
+def test_a_window_lets_contexts_exceed_the_pool(shape: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Every layer looks at 23 tokens, and a decode worker has pages for 640, of which eight requests share some."""
+    path, page = checkpoint("wide-mistral-window"), 16
+    prefill, decode, split = SHAPES[shape]
+    page_bytes = layout_of(ModelSpec.from_directory(path), "float32", page).page_bytes
+    settings = workload.settings(
+        path, prefill, decode, **{"router.disaggregation": split, "decode.kv_cache_bytes": 40 * page_bytes}
+    )
+    prompts = [prompt for prompt in PROMPTS if len(prompt) >= 500][:2] + PROMPTS[:6]
+    assert max(map(len, prompts)) > 40 * page
+    wanted = workload.references(path, prompts, _LONG)
+    with LocalCluster(settings, tmp_path) as cluster:
+        answers = workload.ask_all(cluster.address, prompts, _LONG)
+        workload.compare(path, prompts, answers, wanted)
+        if split == "always":
+            assert any(answer.work.pages_fetched for answer in answers)
+        short, count = min(prompts, key=len), 41 * page
+        answers = workload.ask_all(cluster.address, [short], count)
+        workload.compare(path, [short], answers, workload.references(path, [short], count))
 
 
 def test_prefill_on_one_node_and_decode_on_another(

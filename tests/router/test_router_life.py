@@ -377,6 +377,18 @@ def test_open_length_is_what_the_largest_pool_has_left() -> None:
     assert lab.decode.max_tokens == 8 * PAGE - 10
 
 
+@pytest.mark.parametrize(("window_pages", "fits"), [(0, False), (3, True), (8, False)])
+def test_a_context_larger_than_the_pool_fits_where_all_layers_have_a_window(window_pages: int, fits: bool) -> None:
+    """A pool of 8 pages has no room for a window of 8 and one page more."""
+    lab = Lab()
+    lab.join("decode", "decode-0", model=msgspec.structs.replace(card(pool_pages=8), window_pages=window_pages))
+    lab.submit(prompt=10, max_tokens=20 * PAGE)
+    if fits:
+        assert lab.decode.max_tokens == 20 * PAGE
+    else:
+        assert isinstance(error(lab), ContextTooLong)
+
+
 def test_a_request_too_large_for_a_worker_goes_to_a_larger_one() -> None:
     lab = Lab()
     lab.join("decode", "decode-0", model=card(pool_pages=8))

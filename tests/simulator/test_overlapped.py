@@ -60,6 +60,9 @@ TestOverlapped.settings = automaton(count=100, steps=60)
 class Crowded(RuleBasedStateMachine):
     """One node, and pools and an arena that a few requests fill: what is given back is taken again at once."""
 
+    window: int | None = None  # of the model; tokens
+    longer = 1  # times as long are outputs
+
     @initialize(
         slots=st.integers(6, 16), pages=st.integers(6, 10), chunk=st.integers(PAGE, 12), copies=st.integers(1, 8),
         delays=DELAYS, slow_copies=st.sampled_from([1, 6]),
@@ -71,7 +74,7 @@ class Crowded(RuleBasedStateMachine):
         )
         decode = DecodeConfig(max_num_batched_tokens=chunk, copies_per_step=copies, fetch_timeout_ms=2_000)
         self.prefill = self.rig.worker("prefill", pages, prefill)
-        self.decode = self.rig.worker("decode", pages, decode)
+        self.decode = self.rig.worker("decode", pages, decode, window=self.window)
         self.requests: dict[str, tuple[list[int], int]] = {}
 
     @rule(shared=st.sampled_from([0, 4, 8, 12]), own=st.lists(st.integers(30, 33), min_size=1, max_size=9),
@@ -79,6 +82,7 @@ class Crowded(RuleBasedStateMachine):
     def order(self, shared: int, own: list[int], count: int, priority: int, remote: bool) -> None:
         prompt = SHARED[:shared] + own
         request = f"r{len(self.requests)}"
+        count *= self.longer
         self.requests[request] = (prompt, count)
         remote = remote and len(prompt) > PAGE
         fetch = -(-(len(prompt) - 1) // PAGE) if remote else 0
@@ -177,6 +181,17 @@ def test_a_fetch_that_ends_while_its_copies_are_under_way():
     machine.both(1)
     machine.every_token_is_the_reference()
     machine.teardown()
+
+
+class WindowedCrowd(Crowded):
+    """The same of a model whose layers all have a window: pages are given back in the middle of outputs, too."""
+
+    window = 9
+    longer = 4
+
+
+TestWindowedCrowd = WindowedCrowd.TestCase
+TestWindowedCrowd.settings = automaton(count=150, steps=50)
 
 
 # --- mistakes, planted ------------------------------------------------------------------------------------------------
