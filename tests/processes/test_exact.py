@@ -13,7 +13,7 @@ import torch
 
 from deploy.local import LocalCluster
 from engine.engine import Engine, layout_of
-from engine.models.config import ModelSpec
+from engine.models.config import load_spec
 from engine.step.batch import Chunk, TokenDraw
 from tests import checkpoints
 from tests.support import workload
@@ -99,7 +99,7 @@ def test_a_window_lets_contexts_exceed_the_pool(shape: str, checkpoint: Callable
     """Every layer looks at 23 tokens, and a decode worker has pages for 640, of which eight requests share some."""
     path, page = checkpoint("wide-mistral-window"), 16
     prefill, decode, split = SHAPES[shape]
-    page_bytes = layout_of(ModelSpec.from_directory(path), "float32", page).page_bytes
+    page_bytes = layout_of(load_spec(path), "float32", page).page_bytes
     settings = workload.settings(
         path, prefill, decode, **{"router.disaggregation": split, "decode.kv_cache_bytes": 40 * page_bytes}
     )
