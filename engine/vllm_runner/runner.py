@@ -133,6 +133,7 @@ class VllmRunner:
     numerics_version = NUMERICS_VERSION
     has_lm_head = True
     overlaps = True
+    window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
     device = "cpu"
 
     def __init__(
