@@ -230,6 +230,9 @@ class Engine:
             return HostMover(self.pages, verify=verify)
         return OverlappedMover(self._cuda[0], lambda: self._alarm(), verify=verify)
 
+    def check(self) -> None:
+        """It computes in this process."""
+
     def wake(self, alarm: Callable[[], None]) -> None:
         self._alarm = alarm
         if self._cuda is not None:

@@ -144,7 +144,12 @@ class Runner(Protocol):
         ...
 
     def wake(self, alarm: Callable[[], None]) -> None:
-        """From now on call `alarm`, from any thread, whenever a step or a copy has ended that went on beside."""
+        """From now on call `alarm`, from any thread, whenever a step or a copy has ended that went on beside, and when
+        the device is lost."""
+        ...
+
+    def check(self) -> None:
+        """Raise DeviceLost if what computes has gone, as far as is known without asking it."""
         ...
 
     def close(self) -> None:

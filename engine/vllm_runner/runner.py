@@ -217,6 +217,9 @@ class VllmRunner:
     def wake(self, alarm: Callable[[], None]) -> None:
         self._child.alarm = alarm
 
+    def check(self) -> None:
+        self._child.check()
+
     def close(self) -> None:
         """End the child."""
         self._child.close()
@@ -392,14 +395,21 @@ class ChildLink:
         """Send an order that has no answer. Raises DeviceLost."""
         self._put(_Outgoing(lambda: order, None, None))
 
+    def check(self) -> None:
+        """Raises DeviceLost."""
+        if self._lost:
+            raise DeviceLost(self._lost)
+
     def close(self) -> None:
         self._orders.put(None)
 
     def _put(self, outgoing: _Outgoing) -> None:
-        if self._lost:
+        try:
+            self.check()
+        except DeviceLost:
             if outgoing.fd is not None:
                 os.close(outgoing.fd)
-            raise DeviceLost(self._lost)
+            raise
         self._orders.put(outgoing)
 
     def _send(self) -> None:
