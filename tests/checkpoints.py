@@ -39,6 +39,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from tests.engines import ENGINE
+
 VOCAB = 1000
 EOS = 2
 MAX_POSITIONS = 4096
@@ -143,7 +145,7 @@ RECIPES: Mapping[str, Recipe] = {
         },
     ),
 }
-WIDE: Mapping[str, Any] = {"initializer_range": 0.1, "hidden_size": 256, "intermediate_size": 512}
+WIDE: Mapping[str, Any] = {"initializer_range": 0.1, "hidden_size": 256, "intermediate_size": 512, **ENGINE.wide}
 """Settings for a checkpoint that is wide enough to need no larger weights: its output depends on every page too."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "mixtral", "qwen3-moe")
 TORCH_ONLY = frozenset({"phi3-longrope", "gemma3", "mixtral", "qwen3-moe"})
@@ -179,7 +181,7 @@ def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float3
 
 def config(name: str, **settings: Any) -> PreTrainedConfig:
     """The config of `RECIPES[name]`, with `settings` changed."""
-    return RECIPES[name].config(**{**_SIZES, **RECIPES[name].settings, **settings})
+    return RECIPES[name].config(**{**_SIZES, **RECIPES[name].settings, **ENGINE.checkpoint, **settings})
 
 
 @lru_cache

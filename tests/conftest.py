@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from baton.wire import use_keys
 from deploy.local import LocalCluster
 from tests.cluster_keys import KEYS
+from tests.engines import ENGINE
 from tests.support.fork_server import forked
 
 # Machines are shared and noisy: how long an example takes says nothing about the code.
@@ -19,6 +20,14 @@ settings.register_profile("baton", deadline=None, suppress_health_check=[HealthC
 settings.register_profile("thorough", settings.get_profile("baton"))  # see tests/support/thorough.py
 settings.register_profile("fast", settings.get_profile("baton"), max_examples=25)
 settings.load_profile("baton")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests of our own engine where another one is under test."""
+    if ENGINE.name != "native":
+        native = [item for item in items if item.get_closest_marker("native")]
+        config.hook.pytest_deselected(items=native)
+        items[:] = [item for item in items if item not in native]
 
 
 @pytest.fixture(autouse=True)

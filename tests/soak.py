@@ -1,13 +1,18 @@
 """`make soak`: a cluster of real processes under load, with deaths and stops at random, for as long as you like.
 
-    .venv/bin/python -m tests.soak [--minutes 20] [--kills 50] [--requests 10000] [--hostile 10] [--fuzz 10] [--seed N]
+    .venv/bin/python -m tests.soak [--minutes 20] [--families 15] [--kills 50] [--requests 10000] [--hostile 10]
+        [--fuzz 10] [--seed N]
 
 Every request must end with the reference's tokens, whatever died meanwhile, while one decode worker lives; and when
-the load ends, nothing may be left running or held. Then stores with disk tiers are killed 50 times, and again in a
+the load ends, nothing may be left running or held. Then the same is done for each family of models on each shape of
+cluster, with 64 requests at a time. Then stores with disk tiers are killed 50 times, and again in a
 cluster of two nodes (see `tests/store_deaths.py`). Then come 10,000 requests of mixed length, colocated and split,
 which must leave every pool empty (see `tests/soak_requests.py`). Then come hostile clients, strangers and hung
 processes beside honest streams (see `tests/soak_hostile.py`), and last a fuzzer of every socket (`tests/fuzz`). Prints
 its seed first, and a line of JSON after each part.
+
+With `BATON_TEST_ENGINE=vllm`, in the environment of `make test-vllm`, vLLM computes. Its own processes are
+killed, too.
 """
 
 from __future__ import annotations
@@ -15,19 +20,21 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+
+import psutil
 
 from baton.client import Client, Generated
 from deploy.local import LocalCluster
 from tests import checkpoints
+from tests.engines import ENGINE
 from tests.fuzz.run import fuzz
 from tests.soak_hostile import hostile
 from tests.soak_requests import requests
@@ -35,79 +42,115 @@ from tests.store_deaths import store_deaths
 from tests.support import workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
+from tests.support.fork_server import forked
 
-STREAMS = 6
+STREAMS, CROWD = 6, 64  # requests at a time; of a family
+OUTPUT = 48  # tokens
 BETWEEN_FAULTS = (0.5, 4.0)  # seconds
+SURE = 1e-3  # two best logits closer than this may swap between implementations
+ENDS = 30.0  # seconds in which a worker ends after a part of its has been killed, on a busy machine
+SHAPES = {"1P+1D": (1, 1), "2P+2D": (2, 2), "colocated": (0, 1)}
+QUICK = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000, "decode.fetch_timeout_ms": 3_000}
+PATIENT = {"router.max_attempts": 1_000, "router.queue_timeout_ms": 300_000, "router.attempt_timeout_ms": 300_000}
+"""Where there is one decode worker, requests wait for its successor, however often it dies."""
 
 
 class Chaos:
-    """Kills, stops and restarts processes, always leaving one decode worker that runs."""
+    """Kills, stops and restarts processes. Where there are two decode workers it always leaves one that runs. A worker
+    may have processes of its own, which die and stop as it does."""
 
     def __init__(self, cluster: LocalCluster, rng: random.Random) -> None:
         self._cluster = cluster
         self._rng = rng
-        self._stopped: dict[str, float] = {}  # name → when to wake it
+        self._names = sorted(name for name in cluster.pids if not name.startswith("router"))
+        self._stopped: dict[str, tuple[float, psutil.Process]] = {}  # name → when to wake which of its processes
         self.faults: Counter[str] = Counter()
 
     def act(self, now: float) -> None:
-        for name in [name for name, wake in self._stopped.items() if wake <= now]:
-            del self._stopped[name]
-            self._cluster.kill(name, signal.SIGCONT)
-        victim = self._rng.choice(["store-0", "prefill-0", "prefill-1", "decode-0", "decode-1"])
-        if victim in self._stopped:
+        for name, (wake, process) in list(self._stopped.items()):
+            if wake <= now:
+                del self._stopped[name]
+                process.resume()
+        victim = self._rng.choice(self._names)
+        others = {name for name in self._names if name.startswith("decode")} - {victim}
+        if victim in self._stopped or (victim.startswith("decode") and others and not any(map(self._serves, others))):
             return
-        other = {"decode-0": "decode-1", "decode-1": "decode-0"}.get(victim)
-        if other and (other in self._stopped or not self._live(other)):
-            return
+        process, what = self._part(victim)
         if self._rng.random() < 0.3:
-            self._cluster.kill(victim, signal.SIGSTOP)
-            self._stopped[victim] = now + self._rng.uniform(0.2, 4.0)
-            self.faults[f"stop {victim}"] += 1
+            process.suspend()
+            self._stopped[victim] = (now + self._rng.uniform(0.2, 4.0), process)
+            self.faults[f"stop {what}"] += 1
         else:
-            self._cluster.kill(victim)
+            process.kill()
+            eventually(lambda: victim not in self._cluster.pids, f"the end of {victim} without its {what}", ENDS)
             self._cluster.start(victim)
-            self.faults[f"kill {victim}"] += 1
+            self.faults[f"kill {what}"] += 1
 
     def settle(self) -> None:
-        for name in self._stopped:
-            self._cluster.kill(name, signal.SIGCONT)
+        for _, process in self._stopped.values():
+            process.resume()
         self._stopped.clear()
 
-    def _live(self, name: str) -> bool:
+    def _part(self, name: str) -> tuple[psutil.Process, str]:
+        """The process of that name or, as often, one that it has made."""
+        process = psutil.Process(self._cluster.pids[name])
+        parts = process.children(recursive=True)
+        if parts and self._rng.random() < 0.5:
+            return self._rng.choice(parts), f"vLLM of {name}"
+        return process, name
+
+    def _serves(self, name: str) -> bool:
+        if name in self._stopped:
+            return False
         with Client(self._cluster.address, self._cluster.operator) as client:
             return any(p.name == name and p.state == 1 for p in client.status(timeout=60.0).processes)
 
 
-def soak(seconds: float, seed: int, folder: Path) -> dict[str, object]:
+def prompts_of(path: Path, seed: int) -> dict[tuple[int, ...], list[int]]:
+    """Prompts, and the tokens that follow each."""
+    model = checkpoints.reference(path)
+    expected: dict[tuple[int, ...], list[int]] = {}
+    for prompt in [prompt for prompt in workload.prompts(seed=seed) if len(prompt) < 800][:24]:
+        tokens, gaps = model.generate(prompt, OUTPUT)
+        if min(gaps) > SURE:
+            expected[tuple(prompt)] = tokens
+    assert len(expected) > 4
+    return expected
+
+
+def soak(
+    seconds: float,
+    seed: int,
+    folder: Path,
+    path: Path,
+    expected: Mapping[tuple[int, ...], list[int]],
+    shape: tuple[int, int] = (2, 2),
+    streams: int = STREAMS,
+) -> dict[str, object]:
     """Run it; raises AssertionError at the first wrong or lost token."""
-    rng = random.Random(seed)
-    path = checkpoints.make("llama", folder / "model")
-    prompts = [prompt for prompt in workload.prompts(seed=seed) if len(prompt) < 800][:24]
-    count = 48
-    expected = workload.references(path, prompts, count)
-    quick = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000, "decode.fetch_timeout_ms": 3_000}
-    settings = workload.settings(path, 2, 2, **quick)
+    rng, prompts = random.Random(seed), list(expected)
+    settings = workload.settings(path, *shape, **QUICK, **PATIENT)
     done = cached = attempts = 0
-    with LocalCluster(settings, folder / "cluster") as cluster, ThreadPoolExecutor(STREAMS) as pool:
+    with LocalCluster(settings, folder) as cluster, ThreadPoolExecutor(streams) as pool:
         chaos = Chaos(cluster, rng)
-        running: dict[Future[Generated], list[int]] = {}
+        running: dict[Future[Generated], tuple[int, ...]] = {}
         start = time.monotonic()
         next_fault = start + 1.0
         while time.monotonic() - start < seconds or running:
             now = time.monotonic()
-            while len(running) < STREAMS and now - start < seconds:
+            while len(running) < streams and now - start < seconds:
                 prompt = rng.choice(prompts)
-                running[pool.submit(workload.ask, cluster.address, prompt, count)] = prompt
+                running[pool.submit(workload.ask, cluster.address, prompt, OUTPUT)] = prompt
             if now >= next_fault and now - start < seconds:
                 chaos.act(now)
-                next_fault = now + rng.uniform(*BETWEEN_FAULTS)
+                next_fault = time.monotonic() + rng.uniform(*BETWEEN_FAULTS)
             if now - start >= seconds:
                 chaos.settle()
             finished, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
             for future in finished:
                 prompt = running.pop(future)
                 answer = future.result()
-                assert answer.token_ids == expected[tuple(prompt)], f"wrong tokens for a prompt of {len(prompt)}"
+                assert answer.token_ids == expected[prompt], f"wrong tokens for a prompt of {len(prompt)}"
                 done += 1
                 cached += answer.usage.cached_tokens
                 attempts += answer.work.attempts
@@ -116,29 +159,46 @@ def soak(seconds: float, seed: int, folder: Path) -> dict[str, object]:
         "seed": seed,
         "seconds": round(seconds),
         "requests": done,
-        "tokens": done * count,
+        "tokens": done * OUTPUT,
         "attempts": attempts,
         "cached_tokens": cached,
         "faults": dict(sorted(chaos.faults.items())),
     }
 
 
+def families(seconds: float, seed: int, folder: Path) -> Iterator[dict[str, object]]:
+    """Soak each family on each shape, so long in all."""
+    each = seconds / len(checkpoints.FAMILIES) / len(SHAPES)
+    for family in checkpoints.FAMILIES:
+        path = checkpoints.make(family, folder / family)
+        expected = prompts_of(path, seed)
+        for name, shape in SHAPES.items():
+            result = soak(each, seed, folder / f"{family}-{name}", path, expected, shape, CROWD)
+            yield {"family": family, "shape": name, **result}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.soak")
     parser.add_argument("--minutes", type=float, default=20.0, help="of deaths and stops of everything")
+    parser.add_argument("--families", type=float, default=15.0, help="minutes of the same for every family and shape")
     parser.add_argument("--kills", type=int, default=50, help="of the store, above a disk tier")
     parser.add_argument("--requests", type=int, default=10_000, help="of mixed length, to pools that are too small")
     parser.add_argument("--hostile", type=float, default=10.0, help="minutes of hostile clients and hung processes")
     parser.add_argument("--fuzz", type=float, default=10.0, help="minutes of a fuzzer on every socket")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     given = parser.parse_args(argv)
+    if ENGINE.name == "vllm":
+        LocalCluster.launch = staticmethod(forked)  # else a worker would be down for a quarter of a minute each time
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     print(f"seed {given.seed}, commit {commit.stdout.strip()}", flush=True)
     with tempfile.TemporaryDirectory(prefix="baton-soak-") as temporary:
         folder = Path(temporary)
+        path = checkpoints.make("llama", folder / "model")
         if given.minutes:
-            print(json.dumps(soak(given.minutes * 60, given.seed, folder)), flush=True)
-        path = checkpoints.make("llama", folder / "store-model")
+            result = soak(given.minutes * 60, given.seed, folder / "faults", path, prompts_of(path, given.seed))
+            print(json.dumps(result), flush=True)
+        for result in families(given.families * 60, given.seed, folder / "families") if given.families else ():
+            print(json.dumps(result), flush=True)
         for nodes in (("a",), ("a", "b")) if given.kills else ():
             result = store_deaths(given.kills, given.seed, folder / f"{len(nodes)}-nodes", path, nodes)
             print(json.dumps(result), flush=True)

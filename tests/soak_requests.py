@@ -26,10 +26,10 @@ from tests.support import workload
 from tests.support.cluster import at_rest, process
 from tests.support.eventually import eventually
 from tests.support.metrics_page import nothing_held, samples, total
+from tests.support.workload import PAGE_BYTES
 
 AT_ONCE = 24  # requests
 CANCELLED = 20  # one in so many
-PAGE_BYTES = 2 * 4 * 2 * 16 * 16 * 4  # of the "llama" checkpoint in float32
 POOLS = {
     "store.host_cache_bytes": 512 * PAGE_BYTES,
     "prefill.kv_cache_bytes": 128 * PAGE_BYTES,

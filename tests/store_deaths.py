@@ -22,12 +22,12 @@ from tests.support import workload
 from tests.support.cluster import at_rest, process
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
+from tests.support.workload import PAGE, PAGE_BYTES
 
 COUNT = 24  # tokens generated
 STREAMS = 4
 BETWEEN_DEATHS = (0.3, 2.5)  # seconds
 SURE = 1e-3  # two best logits closer than this may swap between implementations
-PAGE_BYTES = 2 * 4 * 2 * 16 * 16 * 4  # of the "llama" checkpoint in float32
 
 SETTINGS: Mapping[str, object] = {
     **workload.SLOW_ENGINE,
@@ -50,10 +50,10 @@ def documents(path: Path) -> Mapping[tuple[int, ...], list[int]]:
     model = checkpoints.reference(path)
     expected: dict[tuple[int, ...], list[int]] = {}
     for _ in range(8):
-        text = [rng.randrange(3, checkpoints.VOCAB) for _ in range(320)]
+        text = [rng.randrange(3, checkpoints.VOCAB) for _ in range(20 * PAGE)]
         for _ in range(3):
             tail = [rng.randrange(3, checkpoints.VOCAB) for _ in range(rng.randrange(1, 60))]
-            prompt = text[: 16 * rng.randrange(8, 21)] + tail
+            prompt = text[: PAGE * rng.randrange(8, 21)] + tail
             tokens, gaps = model.generate(prompt, COUNT)
             if min(gaps) > SURE:
                 expected[tuple(prompt)] = tokens

@@ -18,13 +18,14 @@ import pytest
 from deploy.local import LocalCluster
 from kvstore.disk.record_format import RecordLayout
 from tests import checkpoints
-from tests.store_deaths import PAGE_BYTES
 from tests.support import workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
+from tests.support.workload import PAGE, PAGE_BYTES
 
 LAYOUT = RecordLayout(PAGE_BYTES)
-FULL = 12  # pages of a prompt of 200 tokens that its worker may take from elsewhere
+FULL = 12  # pages of the prompt that its worker may take from elsewhere
+PROMPT = FULL * PAGE + PAGE // 2  # tokens
 POOL = 40  # pages on the worker's device
 COUNT = 12  # tokens generated
 
@@ -43,7 +44,7 @@ class Site:
         self.cluster.kill("store-0")
         shutil.rmtree(self.disk)
         self.start_store()
-        prompt = self.tokens(200)
+        prompt = self.tokens(PROMPT)
         self.ask(prompt)
         eventually(lambda: self.on_disk() >= FULL, what="pages on the disk")
         return prompt
@@ -62,7 +63,7 @@ class Site:
 
     def ask_again(self, prompt: list[int]) -> int:
         """The same when the worker's device has forgotten it, because of another prompt as large as its pool."""
-        workload.ask(self.cluster.address, self.tokens(16 * POOL - 1), 1)
+        workload.ask(self.cluster.address, self.tokens(PAGE * POOL - 1), 1)
         return self.ask(prompt)
 
     def tokens(self, count: int) -> list[int]:

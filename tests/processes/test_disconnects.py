@@ -38,7 +38,7 @@ STEADY = 0.6  # seconds that it must stay so: a store's figures may be half a se
 PROMPT, OUTPUT = 1_500, 400  # tokens
 SETTINGS = {
     **workload.SLOW_ENGINE,
-    "prefill.max_num_batched_tokens": 16,  # a chunk is a page, so that a prompt takes a while
+    "prefill.max_num_batched_tokens": workload.PAGE,  # a chunk is a page, so that a prompt takes a while
     "cluster.heartbeat_ms": 100,  # how old a worker's load may be
     "cluster.heartbeat_timeout_ms": 30_000,  # a store that stands still is not given up
     "router.queue_timeout_ms": 120_000,

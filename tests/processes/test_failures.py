@@ -52,7 +52,7 @@ def expected(path: Path, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def test_a_prefill_worker_killed_while_it_computes(start: Callable[..., LocalCluster], path: Path) -> None:
-    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": 16})
+    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": workload.PAGE})
     streams = Streams(cluster)
     with watching(cluster, "prefill-0") as running:
         future = streams.start(VERY_LONG, 12)
@@ -81,7 +81,9 @@ def test_a_decode_worker_killed_while_it_streams(start: Callable[..., LocalClust
 def test_a_death_is_told_by_the_store_and_not_only_by_silence(
     start: Callable[..., LocalCluster], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = start(1, 2, **{"cluster.heartbeat_timeout_ms": 3_600_000, "prefill.max_num_batched_tokens": 16})
+    cluster = start(
+        1, 2, **{"cluster.heartbeat_timeout_ms": 3_600_000, "prefill.max_num_batched_tokens": workload.PAGE}
+    )
     streams = Streams(cluster)
     future = streams.start(LONG[:300], 150)
     eventually(lambda: len(streams.seen[0]) > 10, what="the stream under way")
@@ -140,7 +142,7 @@ def test_a_worker_joins_once_its_store_has_taken_it_in(start: Callable[..., Loca
 
 
 def test_a_prefill_worker_stopped_replaced_and_woken(start: Callable[..., LocalCluster], path: Path) -> None:
-    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": 16})
+    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": workload.PAGE})
     streams = Streams(cluster)
     with watching(cluster, "prefill-0") as running:
         future = streams.start(VERY_LONG, 12)
@@ -162,7 +164,7 @@ def test_a_prefill_worker_stopped_replaced_and_woken(start: Callable[..., LocalC
 
 
 def test_a_client_that_goes_away_frees_its_pages(start: Callable[..., LocalCluster]) -> None:
-    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": 16})
+    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": workload.PAGE})
     request: SamplingOptions = {"max_tokens": 500, "temperature": 0.0, "ignore_eos": True}
     with watching(cluster, "prefill-0") as running, Client(cluster.address, cluster.operator) as client:
         while_prefilling = client.generate(VERY_LONG, **request)

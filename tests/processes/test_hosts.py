@@ -202,7 +202,11 @@ CUT: Mapping[str, Callable[[Client, float], bool]] = {
 def test_the_cable_is_cut_in_mid_transfer(two: Hosts, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """In each case another prompt of 3,000 tokens, of which some pages have come and others are being computed."""
     path = checkpoint("llama")
-    quick = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000, "prefill.max_num_batched_tokens": 16}
+    quick = {
+        "cluster.heartbeat_ms": 100,
+        "cluster.heartbeat_timeout_ms": 1_000,
+        "prefill.max_num_batched_tokens": workload.PAGE,
+    }
     quick |= workload.SLOW_ENGINE  # that there is a middle
     rng = random.Random(3)
     with (

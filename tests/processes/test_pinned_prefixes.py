@@ -16,8 +16,8 @@ from tests import checkpoints
 from tests.support import workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import samples, total
+from tests.support.workload import PAGE, PAGE_BYTES
 
-PAGE = 4 * 2 * 2 * 16 * 16 * 4  # bytes: layers, K and V, heads, tokens, dimensions, float32
 SLOTS = 96  # of the arena, and of either worker's pool
 PREFIX = 20  # pages
 QUOTA = 2 * PREFIX
@@ -25,8 +25,10 @@ QUOTA = 2 * PREFIX
 
 @pytest.fixture
 def cluster(checkpoint: Callable[[str], Path], tmp_path: Path) -> Iterator[LocalCluster]:
-    small = dict.fromkeys(("store.host_cache_bytes", "prefill.kv_cache_bytes", "decode.kv_cache_bytes"), SLOTS * PAGE)
-    settings = workload.settings(checkpoint("llama"), 1, 1, **small, **{"store.pin_bytes": QUOTA * PAGE})
+    small = dict.fromkeys(
+        ("store.host_cache_bytes", "prefill.kv_cache_bytes", "decode.kv_cache_bytes"), SLOTS * PAGE_BYTES
+    )
+    settings = workload.settings(checkpoint("llama"), 1, 1, **small, **{"store.pin_bytes": QUOTA * PAGE_BYTES})
     with LocalCluster(settings, tmp_path) as running:
         yield running
 
@@ -39,35 +41,35 @@ def some(tokens: int, seed: int) -> list[int]:
 def flood(cluster: LocalCluster, seed: int) -> None:
     """Prompts of three times as many pages as anything holds."""
     for i in range(12):
-        workload.ask(cluster.address, some(24 * 16 + 1, seed + i), count=1)
+        workload.ask(cluster.address, some(24 * PAGE + 1, seed + i), count=1)
 
 
 def cached(cluster: LocalCluster, prefix: list[int]) -> int:
     """Pages of a prefix that need not be computed for a prompt that begins with it."""
-    return workload.ask(cluster.address, [*prefix, 5, 6, 7], count=4).usage.cached_tokens // 16
+    return workload.ask(cluster.address, [*prefix, 5, 6, 7], count=4).usage.cached_tokens // PAGE
 
 
 def test_a_pinned_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], cluster: LocalCluster) -> None:
-    kept, other = some(PREFIX * 16, 1), some(PREFIX * 16, 2)
+    kept, other = some(PREFIX * PAGE, 1), some(PREFIX * PAGE, 2)
     with Client(cluster.address, cluster.operator) as client:
         made = client.pin_prefix(kept, id="kept", timeout=30)
-        assert (made.pin.pages, made.pin.bytes, made.pin.node) == (PREFIX, PREFIX * PAGE, "local")
-        assert (made.tokens_computed, made.tokens_cached) == (PREFIX * 16, 0)
+        assert (made.pin.pages, made.pin.bytes, made.pin.node) == (PREFIX, PREFIX * PAGE_BYTES, "local")
+        assert (made.tokens_computed, made.tokens_cached) == (PREFIX * PAGE, 0)
         again = client.pin_prefix(kept, id="again", timeout=30)
-        assert (again.tokens_computed, again.tokens_cached) == (0, PREFIX * 16)
+        assert (again.tokens_computed, again.tokens_cached) == (0, PREFIX * PAGE)
         workload.ask(cluster.address, other, count=1)
         flood(cluster, 100)
         assert cached(cluster, other) == 0
         answer = workload.ask(cluster.address, [*kept, 5, 6, 7])
-        assert answer.usage.cached_tokens == PREFIX * 16
+        assert answer.usage.cached_tokens == PREFIX * PAGE
         assert (answer.work.prefill_worker, answer.work.pages_fetched) == ("", PREFIX)
         prompts = [[*kept, 5, 6, 7]]
         workload.compare(checkpoint("llama"), prompts, [answer], workload.references(checkpoint("llama"), prompts))
         # Both pins are of the same pages, which count once; more than the quota is refused.
         with pytest.raises(QuotaExceeded, match=r"store\.pin_bytes"):
-            client.pin_prefix(some((QUOTA - PREFIX + 1) * 16, 3), timeout=30)
+            client.pin_prefix(some((QUOTA - PREFIX + 1) * PAGE, 3), timeout=30)
         with pytest.raises(QuotaExceeded, match=r"store\.pin_bytes"):
-            client.pin_prefix(some((QUOTA + 1) * 16, 3), timeout=30)
+            client.pin_prefix(some((QUOTA + 1) * PAGE, 3), timeout=30)
         assert [pin.id for pin in client.pins()] == ["again", "kept"]
         client.unpin("kept")
         with pytest.raises(PinNotFound):
@@ -80,7 +82,7 @@ def test_a_pinned_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], clu
 
 
 def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
-    prefix = some(PREFIX * 16, 1)
+    prefix = some(PREFIX * PAGE, 1)
     with Client(cluster.address, cluster.operator) as client:
         client.pin_prefix(prefix, ttl_ms=1_000, timeout=30)
         eventually(lambda: not client.pins(), what="no pin")
@@ -90,12 +92,14 @@ def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
 
 
 def test_a_pin_is_made_anew_when_its_store_dies(cluster: LocalCluster) -> None:
-    prefix = some(PREFIX * 16, 1)
+    prefix = some(PREFIX * PAGE, 1)
     with Client(cluster.address, cluster.operator) as client:
         client.pin_prefix(prefix, id="kept", timeout=30)
         cluster.kill("store-0")
         cluster.start("store-0")
-        eventually(lambda: total(samples(cluster, "store-0"), "pinned_bytes") == PREFIX * PAGE, "the pages pinned")
+        eventually(
+            lambda: total(samples(cluster, "store-0"), "pinned_bytes") == PREFIX * PAGE_BYTES, "the pages pinned"
+        )
         assert [pin.node for pin in client.pins()] == ["local"]
         flood(cluster, 100)
         assert cached(cluster, prefix) == PREFIX

@@ -11,9 +11,9 @@ from tests import checkpoints
 from tests.support import workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
+from tests.support.workload import PAGE
 
-PAGE = 16
-SHARED = 100  # pages
+SHARED = 1_600 // PAGE  # pages
 
 
 def test_four_prompts_that_begin_alike_compute_it_once(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

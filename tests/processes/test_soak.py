@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests import checkpoints
-from tests.soak import soak
+from tests.soak import prompts_of, soak
 from tests.soak_hostile import hostile
 from tests.soak_requests import requests
 from tests.support.thorough import cases
 
 
 def test_ten_seconds_of_deaths_and_stops(tmp_path: Path) -> None:
-    result = soak(10.0, seed=11, folder=tmp_path)
+    path = checkpoints.make("llama", tmp_path / "model")
+    result = soak(10.0, 11, tmp_path / "cluster", path, prompts_of(path, 11))
     assert result["requests"]
     assert result["faults"]
 

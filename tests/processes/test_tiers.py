@@ -14,10 +14,11 @@ import pytest
 
 from deploy.local import LocalCluster, LocalNode
 from kvstore.disk.files import NodeDirectory
-from tests.store_deaths import PAGE_BYTES, SETTINGS, Load, documents, store_deaths
+from tests.store_deaths import SETTINGS, Load, documents, store_deaths
 from tests.support import workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
+from tests.support.workload import PAGE_BYTES
 
 UNSHARE = ["unshare", "--mount"]
 NODE = "local"

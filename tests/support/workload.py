@@ -12,11 +12,16 @@ from typing import Any
 from baton import config
 from baton.client import Client, Generated
 from tests import checkpoints
+from tests.engines import ENGINE
 
 TIE = 1e-4  # two best logits closer than this may swap between implementations
 TIES_ALLOWED = 0.005  # of all tokens
 OUTPUT = 24  # tokens
 
+
+PAGE = ENGINE.page_size  # tokens
+PAGE_BYTES = 4 * 2 * 2 * PAGE * ENGINE.head_dim * 4
+"""Of the "llama" checkpoint: layers, K and V, heads, tokens, dimensions, float32."""
 
 SLOW_ENGINE = {"model.native": False}
 """Native kernels compute a prompt of this small a model before a disk could have read it, or anybody could have killed
@@ -44,12 +49,13 @@ def settings(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> c
             "decode.max_num_batched_tokens": 128,
             "prefill.threads": 1,
             "decode.threads": 1,
+            **ENGINE.settings,
             **more,
         },
     )
 
 
-def prompts(page_size: int = 16, chunk: int = 128, seed: int = 0) -> list[list[int]]:
+def prompts(page_size: int = PAGE, chunk: int = 128, seed: int = 0) -> list[list[int]]:
     """64 prompts of 1 to 2,000 tokens: page and chunk boundaries and their neighbours, shared prefixes, repeats."""
     rng = random.Random(seed)
 
@@ -60,7 +66,7 @@ def prompts(page_size: int = 16, chunk: int = 128, seed: int = 0) -> list[list[i
     lengths = [1, 2, *(edge + step for edge in edges for step in (-1, 0, 1)), 700, 1_024, 1_500, 1_999, 2_000]
     made = [some(length) for length in lengths]
     shared = some(400)
-    made += [shared[: 16 * rng.randrange(3, 25)] + some(rng.randrange(1, 60)) for _ in range(20)]
+    made += [shared[: page_size * rng.randrange(3, 400 // page_size)] + some(rng.randrange(1, 60)) for _ in range(20)]
     made += [shared[: rng.randrange(40, 400)] for _ in range(5)]
     made += [list(rng.choice(made)) for _ in range(64 - len(made))]
     rng.shuffle(made)
