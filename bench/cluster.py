@@ -12,11 +12,14 @@ from deploy.local import LocalCluster
 _ROLES = {"P": cluster_pb2.ROLE_PREFILL, "D": cluster_pb2.ROLE_DECODE}
 
 
-def local(model: Path, prefill: int, decode: int, settings: Mapping[str, object] | None = None) -> LocalCluster:
-    """Not started yet. `settings`, "section.setting" → value, are the configuration's. Raises ConfigError."""
+def local(
+    model: Path, prefill: int, decode: int, settings: Mapping[str, object] | None = None, patience: float = 90.0
+) -> LocalCluster:
+    """Not started yet. `settings`, "section.setting" → value, are the configuration's; `patience` is the time limit of
+    its start, in seconds. Raises ConfigError."""
     ports = {f"router.{kind}_port": 0 for kind in ("grpc", "internal", "http")} | {"api.port": 0}
     shape = {"model.path": str(model), "cluster.prefill": prefill, "cluster.decode": decode}
-    return LocalCluster(config.load(None, {**ports, **shape, **(settings or {})}))
+    return LocalCluster(config.load(None, {**ports, **shape, **(settings or {})}), patience=patience)
 
 
 def shape(status: cluster_pb2.GetStatusResponse) -> str:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+import psutil
+
 
 def pin(pid: int, cores: Collection[int]) -> None:
     """From now on the process runs on these alone. Raises ProcessLookupError when it has ended."""
@@ -16,6 +18,14 @@ def pin(pid: int, cores: Collection[int]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(thread, cores)
         done |= remaining
+
+
+def pin_tree(pid: int, cores: Collection[int]) -> None:
+    """`pin` the process and all that descend from it. Raises ProcessLookupError when it has ended."""
+    pin(pid, cores)
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(ProcessLookupError):
+            pin(child.pid, cores)
 
 
 def of(pid: int) -> set[frozenset[int]]:

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 
@@ -43,14 +44,19 @@ from baton.store_protocol import (
 )
 from baton.wire import ClusterKeys
 from engine.device.page_pool import PagePool
+from engine.runner import Mover, Runner
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, PageFetch, StorePages, batches
 
 _PATIENCE = 30.0  # seconds
-_PAGES = 512  # in one hand-off, of prompts with
-_PROMPT = 64  # pages each: 1,024 tokens
+PAGES = 512  # in one hand-off, of prompts with
+_PROMPT = 64  # pages each
 _WORD = 64  # pages that one message tells of
+
+
+Out: TypeAlias = Callable[[Sequence[Copy]], CopiedOut]
+In: TypeAlias = Callable[[Sequence[Copy]], CopiedIn]
 
 
 @dataclass(frozen=True)
@@ -114,31 +120,63 @@ class Worker:
 
 
 def hand_offs(page_bytes: int, runs: int) -> list[HandOff]:
-    """Several runs, each of all three kinds."""
+    """Several runs, each of all three kinds, between pools of this process."""
     torch.set_num_threads(1)  # a second one would spin for a while after every comparison, on the store's core
-    with store_process(3 * _PAGES * page_bytes) as cluster:
+    ours, theirs = _pools(page_bytes)
+    with _workers(page_bytes) as (writer, reader):
+        out = _from_pool(writer, ours)
+        kinds = {verify: (out, _to_pool(reader, theirs, verify)) for verify in (False, True)}
+        measured = _measure(writer, reader, kinds, page_bytes, runs)
+        assert all(torch.equal(ours.view(page), theirs.view(page)) for page in range(PAGES)), "other bytes"
+        return measured
+
+
+def between_runners(ours: Runner, theirs: Runner, runs: int) -> list[HandOff]:
+    """The same between two runners with `PAGES` pages each, whose pages have the same layout."""
+    with _workers(ours.layout.page_bytes) as (writer, reader):
+        kinds = {
+            verify: (_by_mover(writer, ours.mover(verify=verify)), _by_mover(reader, theirs.mover(verify=verify)))
+            for verify in (False, True)
+        }
+        return _measure(writer, reader, kinds, ours.layout.page_bytes, runs)
+
+
+@contextmanager
+def _workers(page_bytes: int) -> Iterator[tuple[Worker, Worker]]:
+    """The two ends of a hand-off, at a store of their own."""
+    with store_process(3 * PAGES * page_bytes) as cluster:
         writer, reader = Worker(cluster, page_bytes), Worker(cluster, page_bytes)
         try:
-            made = torch.randint(0, 256, (_PAGES, page_bytes), dtype=torch.uint8)
-            ours, theirs = PagePool(made, page_bytes), PagePool(torch.zeros_like(made), page_bytes)
-
-            def hand_off(verify: bool) -> float:
-                keys = [secrets.token_bytes(16) for _ in range(_PAGES)]
-                return _timed(lambda: _hand_off(writer, reader, ours, theirs, keys, verify))
-
-            for _ in range(4):
-                hand_off(verify=True)  # every slot is touched once
-            measured: list[HandOff] = []
-            for _ in range(runs):
-                copying = _timed(lambda: _copy(ours, writer, reader, theirs))
-                sealing, verifying = hand_off(verify=False), hand_off(verify=True)
-                assert all(torch.equal(ours.view(page), theirs.view(page)) for page in range(_PAGES)), "other bytes"
-                size = _PAGES * page_bytes
-                measured.append(HandOff(size / copying, size / sealing, size / verifying))
-            return measured
+            yield writer, reader
         finally:
             writer.close()
             reader.close()
+
+
+def _pools(page_bytes: int) -> tuple[PagePool, PagePool]:
+    made = torch.randint(0, 256, (PAGES, page_bytes), dtype=torch.uint8)
+    return PagePool(made, page_bytes), PagePool(torch.zeros_like(made), page_bytes)
+
+
+def _measure(
+    writer: Worker, reader: Worker, kinds: Mapping[bool, tuple[Out, In]], page_bytes: int, runs: int
+) -> list[HandOff]:
+    """`kinds`: how pages are copied, without and with verification."""
+    ours, theirs = _pools(page_bytes)
+
+    def hand_off(verify: bool) -> float:
+        keys = [secrets.token_bytes(16) for _ in range(PAGES)]
+        return _timed(lambda: _hand_off(writer, reader, *kinds[verify], keys))
+
+    for _ in range(4):
+        hand_off(verify=True)  # every slot is touched once
+    measured: list[HandOff] = []
+    for _ in range(runs):
+        copying = _timed(lambda: _copy(ours, writer, reader, theirs))
+        sealing, verifying = hand_off(verify=False), hand_off(verify=True)
+        size = PAGES * page_bytes
+        measured.append(HandOff(size / copying, size / sealing, size / verifying))
+    return measured
 
 
 def round_trips(calls: int) -> dict[str, list[float]]:
@@ -173,18 +211,16 @@ def _copy(ours: PagePool, writer: Worker, reader: Worker, theirs: PagePool) -> N
 
     No lease covers these slots: the store does not use them meanwhile.
     """
-    for page in range(_PAGES):
+    for page in range(PAGES):
         ours.copy_out(page, writer.store.slot(page))
-    for page in range(_PAGES):
+    for page in range(PAGES):
         theirs.copy_in(reader.store.slot(page), page)
 
 
-def _hand_off(
-    writer: Worker, reader: Worker, ours: PagePool, theirs: PagePool, keys: Sequence[bytes], verify: bool
-) -> None:
+def _hand_off(writer: Worker, reader: Worker, out: Out, into: In, keys: Sequence[bytes]) -> None:
     """Every prompt is known from the start, as to workers with a queue: the store reserves the slots of one while the
     pages of another are copied."""
-    starts = range(0, _PAGES, _PROMPT)
+    starts = range(0, PAGES, _PROMPT)
     fetches = [PageFetch(reader.leases, keys[at : at + _PROMPT], range(at, at + _PROMPT), wait=True) for at in starts]
     ships = [StorePages(next(writer.leases), b"", keys[at : at + _PROMPT], hold=True) for at in starts]
     fetching = {lease: fetch for fetch in fetches for lease in fetch.leases}
@@ -199,14 +235,12 @@ def _hand_off(
         reply = writer.hear()
         write = shipping[_lease(reply)]
         for batch in batches(_copies(write.handle(reply)), _WORD):
-            checksums = tuple(_out(writer, ours, copy) for copy in batch)
-            _call(writer, write.handle(CopiedOut(batch[0].lease, batch[0].index, checksums)))
+            _call(writer, write.handle(out(batch)))
     while not all(fetch.complete for fetch in fetches):
         reply = reader.hear()
         fetch = fetching[_lease(reply)]
         for batch in batches(_copies(fetch.handle(reply)), _WORD):
-            indices = tuple(copy.index for copy in batch if _in(reader, theirs, copy, verify))
-            _call(reader, fetch.handle(CopiedIn(batch[0].lease, indices)))
+            _call(reader, fetch.handle(into(batch)))
     _call(writer, [EndLease(write.lease) for write in ships])
     _call(reader, [EndLease(lease) for fetch in fetches for lease in fetch.leases])
 
@@ -226,18 +260,33 @@ def _copies(asked: Sequence[StoreCall | Copy]) -> list[Copy]:
     return [copy for copy in asked if isinstance(copy, CopyIn | CopyOut)]
 
 
-def _out(writer: Worker, ours: PagePool, copy: Copy) -> int:
-    slot = writer.store.slot(copy.slot)
-    ours.copy_out(copy.page, slot)
-    return page_checksum(slot)
+def _from_pool(writer: Worker, ours: PagePool) -> Out:
+    def out(copies: Sequence[Copy]) -> CopiedOut:
+        checksums: list[int] = []
+        for copy in copies:
+            slot = writer.store.slot(copy.slot)
+            ours.copy_out(copy.page, slot)
+            checksums.append(page_checksum(slot))
+        return CopiedOut(copies[0].lease, copies[0].index, tuple(checksums))
+
+    return out
 
 
-def _in(reader: Worker, theirs: PagePool, copy: Copy, verify: bool) -> bool:
-    slot = reader.store.slot(copy.slot)
-    if verify:
-        return isinstance(copy, CopyIn) and theirs.copy_in_checked(slot, copy.page) == copy.checksum
-    theirs.copy_in(slot, copy.page)
-    return True
+def _to_pool(reader: Worker, theirs: PagePool, verify: bool) -> In:
+    def one(copy: Copy) -> bool:
+        slot = reader.store.slot(copy.slot)
+        if verify:
+            return isinstance(copy, CopyIn) and theirs.copy_in_checked(slot, copy.page) == copy.checksum
+        theirs.copy_in(slot, copy.page)
+        return True
+
+    return lambda copies: CopiedIn(copies[0].lease, tuple(copy.index for copy in copies if one(copy)))
+
+
+def _by_mover(worker: Worker, mover: Mover) -> Callable[[Sequence[Copy]], Any]:
+    """Copies by a runner's mover, each batch waited for: the limit does nothing meanwhile either."""
+    mover.attach(worker.store.arena)
+    return lambda copies: mover.start(copies).wait()
 
 
 def _timed(action: Callable[[], None]) -> float:

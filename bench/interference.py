@@ -120,11 +120,11 @@ def start(stack: ExitStack, name: str, model: Path, asked: argparse.Namespace, t
     settings.setdefault("cluster.trace_steps", trace_steps)
     if asked.trace is not None:
         settings["cluster.trace_dir"] = str(asked.trace.resolve())
-    made = stack.enter_context(cluster.local(model, 1 if split else 0, 1, settings))
+    made = stack.enter_context(cluster.local(model, 1 if split else 0, 1, settings, asked.patience))
     if split:
         first, *rest = sorted(os.sched_getaffinity(0))
         for process, pid in made.pids.items():
-            cores.pin(pid, {first} if process == "decode-0" else rest)
+            cores.pin_tree(pid, {first} if process == "decode-0" else rest)
         before = os.sched_getaffinity(0)
         cores.pin(os.getpid(), rest)
         stack.callback(cores.pin, os.getpid(), before)
@@ -172,12 +172,12 @@ async def measure(model: Path, asked: argparse.Namespace) -> dict[str, list[Seen
     """Every side that is asked for, one after the other. Raises BatonError."""
     # One event loop for all: channels of gRPC don't outlive theirs without complaint. Starting a side blocks it, while
     # there is nothing else to do.
-    seen = {name: await _ours(name, model, asked) for name in (COLOCATED, SPLIT) if asked.ours}
+    seen = {name: await _ours(name, model, asked) for name in asked.ours}
     return seen | {name: await _theirs(name, model, asked) for name in _VLLM if asked.vllm}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = _parse(argv)
+    asked = parse(argv)
     report.say(report.machine())
     try:
         seen = asyncio.run(measure(models.directory("100m"), asked))
@@ -189,17 +189,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one run of 3 long prompts, instead of 3 of 6")
     parser.add_argument("--runs", type=int, help="the median of so many runs is reported")
     parser.add_argument("--longs", type=int, metavar="N", help="long prompts in each run, one every 2 s")
     parser.add_argument("--no-vllm", dest="vllm", action="store_false", help="only ours")
-    parser.add_argument("--no-ours", dest="ours", action="store_false", help="only vLLM")
+    parser.add_argument("--no-ours", dest="ours", action="store_const", const=(), help="only vLLM")
+    parser.add_argument("--no-colocated", dest="ours", action="store_const", const=(SPLIT,), help="of ours only 1P+1D")
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds for a cluster to start")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="where vLLM's environment is, or is made")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="workers and store trace every step into it")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.SETTING=VALUE")
     parser.add_argument("--seed", type=int, default=1)
+    parser.set_defaults(ours=(COLOCATED, SPLIT))
     asked = parser.parse_args(argv)
     asked.runs = asked.runs or (1 if asked.quick else 3)
     asked.longs = asked.longs or (3 if asked.quick else 6)

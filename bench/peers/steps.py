@@ -1,0 +1,159 @@
+"""The protocol of `bench.peers.adapter`, with the course of every step besides: `python -m bench.peers.steps SIDE …`.
+
+- `vllm MODEL`: vLLM's own `LLM.generate`, in one process.
+- `baton MODEL THREADS`: Baton's `VllmRunner`, bare, in a loop.
+
+An answer also has `ends`, when each step ended, and `model`, what the model runner took of it, both in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from bench.peers import adapter
+
+PAGE_SIZE = 32  # tokens; vLLM's kernels for CPUs take multiples of it
+STEP_TOKENS = 2_048
+_MAX_TOKENS = 4_096  # of one sequence
+_ROWS, _PAGES = 64, 1_024
+
+
+class Course(NamedTuple):
+    """What came of a job: its tokens, when each step ended, and what the model runner took of each. Seconds."""
+
+    tokens: adapter.Tokens
+    ends: list[float]
+    model: list[float]
+
+
+class Decoding(NamedTuple):
+    """The steps of a job that only decode, as medians in seconds: of a whole step, and of the model's part."""
+
+    step: float
+    model: float
+
+    @classmethod
+    def of(cls, course: Course, count: int) -> Decoding:
+        """`count` tokens were generated for each prompt, so the last `count` - 1 steps had no prompt in them."""
+        gaps = [later - earlier for earlier, later in pairwise(course.ends)][-(count - 1) :]
+        return cls(median(gaps), median(course.model[-(count - 1) :]))
+
+
+Run = Callable[[adapter.Tokens, int], Course]
+
+
+def serve(load: Callable[[], Run]) -> None:
+    """The process of a side: load it, then do what comes in on stdin."""
+    answers = adapter.only_answers()
+    run = load()
+    print('{"ready": true}', file=answers, flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        began = time.perf_counter()
+        course = run(job["prompts"], job["count"])
+        told = {"seconds": time.perf_counter() - began, **course._asdict()}
+        print(json.dumps(told), file=answers, flush=True)
+
+
+def vllm(model: str) -> Run:
+    """vLLM as it is by default, with pages of the same size."""
+    library = import_module("vllm")  # by name: only one environment has it
+    llm: Any = library.LLM(
+        model,
+        skip_tokenizer_init=True,
+        max_model_len=_MAX_TOKENS,
+        max_num_batched_tokens=STEP_TOKENS,
+        max_num_seqs=_ROWS,
+        block_size=PAGE_SIZE,
+        disable_log_stats=True,
+    )
+    engine = llm.llm_engine
+    executor = engine.engine_core.engine_core.model_executor
+    ends: list[float] = []
+    model_seconds: list[float] = []
+    spent = [0.0]
+
+    def timed(name: str) -> None:
+        call = getattr(executor, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            made = call(*args, **kwargs)
+            spent[0] += time.perf_counter() - began
+            return made
+
+        setattr(executor, name, wrapper)
+
+    timed("execute_model")
+    timed("sample_tokens")
+    step = engine.step
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        spent[0] = 0.0
+        made = step(*args, **kwargs)
+        ends.append(time.perf_counter())
+        model_seconds.append(spent[0])
+        return made
+
+    engine.step = noted
+
+    def run(prompts: adapter.Tokens, count: int) -> Course:
+        ends.clear()
+        model_seconds.clear()
+        wanted = library.SamplingParams(
+            temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False
+        )
+        made = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
+        return Course([list(one.outputs[0].token_ids) for one in made], list(ends), list(model_seconds))
+
+    return run
+
+
+def baton(model: str, threads: str) -> Run:
+    """The runner that a worker has, without worker, store and router."""
+    from engine.step.batch import Chunk, TokenDraw
+    from engine.step.block_table import BlockTable
+    from engine.vllm_runner.runner import VllmRunner
+
+    runner = VllmRunner.load(
+        Path(model), "auto", _PAGES, PAGE_SIZE, max_rows=_ROWS, max_tokens=STEP_TOKENS, threads=int(threads)
+    )
+    greedy = TokenDraw(temperature=0.0)
+
+    def step(tokens: Sequence[list[int]], chunks: Sequence[Chunk]) -> tuple[float, float]:
+        finished = runner.launch(chunks).wait()
+        for row, drawn in zip(tokens, finished.sampled, strict=True):
+            assert drawn is not None
+            row.append(drawn.token)
+        return time.perf_counter(), finished.seconds
+
+    def run(prompts: adapter.Tokens, count: int) -> Course:
+        tokens = [list(prompt) for prompt in prompts]
+        each = -(-(max(map(len, tokens)) + count) // PAGE_SIZE)
+        tables = [BlockTable(range(row * each, (row + 1) * each)) for row in range(len(tokens))]
+        course: list[tuple[float, float]] = []
+        at_once = max(1, STEP_TOKENS // max(map(len, tokens)))
+        for first in range(0, len(tokens), at_once):
+            part = slice(first, first + at_once)
+            chunks = [Chunk(list(row), 0, table, greedy) for row, table in zip(tokens[part], tables[part], strict=True)]
+            course.append(step(tokens[part], chunks))
+        for _ in range(count - 1):
+            rows = zip(tokens, tables, strict=True)
+            course.append(step(tokens, [Chunk([row[-1]], len(row) - 1, table, greedy) for row, table in rows]))
+        ends, seconds = zip(*course, strict=True)
+        return Course([row[-count:] for row in tokens], list(ends), list(seconds))
+
+    return run
+
+
+if __name__ == "__main__":
+    side, *arguments = sys.argv[1:]
+    serve(lambda: {"vllm": vllm, "baton": baton}[side](*arguments))
