@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _preload(asked: argparse.Namespace) -> None:
-    """All that is started from now on has Intel's OpenMP runtime and tcmalloc, as vLLM's documentation advises for CPUs.
+    """Preload Intel's OpenMP runtime and tcmalloc into all that is started, as vLLM's documentation advises for CPUs.
 
     They are taken from the environment of `bench/engine_peers.py`, where there is one.
     """

@@ -33,31 +33,36 @@ def load(config: Config, role: WorkerRole) -> Runner:
     """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError, NotEnoughMemory, or
     StartupError for a CUDA device that is not here or a process that ends too early."""
     path = hub.resolve(config.model.path)
-    choice = engine_of(config, path, resolve_device(config.device_of(role), visible_gpus()))
+    device = resolve_device(config.device_of(role), visible_gpus())
+    choice = engine_of(config, path, device)
     log.info("the engine is %s: %s", choice.engine, choice.why)
-    return _vllm(config, role) if choice.engine == "vllm" else _native(config, role)
+    return _vllm(config, role, device) if choice.engine == "vllm" else _native(config, role)
 
 
-def _vllm(config: Config, role: WorkerRole) -> VllmRunner:
-    """vLLM in a child process, on a CPU."""
+def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
+    """vLLM in a child process. On a GPU whose pool has no size of its own, vLLM finds out how many pages fit."""
     own, page_size = config.worker(role), config.pages.page_size
-    if resolve_device(config.device_of(role), visible_gpus()) != "cpu":
-        raise ConfigError("vLLM's runner was only tried on CPUs; set model.device to cpu")
     if config.model.kv_cache_dtype != "auto":
         raise ConfigError(
             "model.kv_cache_dtype is for the native engine; vLLM's runner keeps pages in the model's dtype"
         )
     path = hub.resolve(config.model.path)
-    size = _room_for(own.kv_cache_bytes.on_cpu)
+    num_pages: int | None = None
+    if device == "cpu" or own.kv_cache_bytes:
+        size = _room_for(own.kv_cache_bytes.on_cpu) if device == "cpu" else int(own.kv_cache_bytes)
+        num_pages = pool_pages(size, _largest_page(path, config.model.dtype, page_size))
+    share = 1.0 if own.num_gpus == "auto" else own.num_gpus
     tokens = max(config.prefill.max_num_batched_tokens, config.decode.max_num_batched_tokens)  # it may change its role
     return VllmRunner.load(
         path,
         config.model.dtype,
-        pool_pages(size, _largest_page(path, config.model.dtype, page_size)),
+        num_pages,
         page_size,
         max_rows=tokens,
         max_tokens=tokens + max(_PROMPT_TOKENS, 2 * page_size),
         threads=own.threads or len(os.sched_getaffinity(0)),
+        device=device,
+        memory_share=own.gpu_memory_utilization * share,
     )
 
 

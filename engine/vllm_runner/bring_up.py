@@ -8,6 +8,7 @@ warm-up.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from baton.errors import UnsupportedModel
@@ -15,7 +16,7 @@ from engine.vllm_runner.messages import Load
 from engine.vllm_runner.requirements import Installation, wrong_version
 
 EXTENSION = "engine.vllm_runner.extension.BatonExtension"
-_CHECKED = 0.05  # of the memory must be free at the start; how much pages take is Baton's decision
+_PREDECESSOR, _POLL = 10.0, 0.25  # seconds
 NULL_BLOCKS = 1  # vLLM keeps its first block for padding; page i is block i + 1
 
 
@@ -37,34 +38,26 @@ def bring_up(order: Load) -> tuple[Any, Any]:
     from vllm.v1.executor.abstract import Executor
 
     load_general_plugins()
-    arguments: dict[str, Any] = {
-        "model": order.path,
-        "dtype": order.dtype,
-        "block_size": order.page_size,
-        "num_gpu_blocks_override": order.num_pages + NULL_BLOCKS,
-        "max_num_seqs": order.max_rows,
-        "max_num_batched_tokens": order.max_tokens,
-        "worker_extension_cls": EXTENSION,
-        "gpu_memory_utilization": _CHECKED,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "disable_hybrid_kv_cache_manager": True,
-        "skip_tokenizer_init": True,
-        "async_scheduling": False,
-        "disable_log_stats": True,
-        "seed": 0,
-    }
+    arguments = engine_arguments(order)
     config = EngineArgs(**arguments).create_engine_config()
-    if config.model_config.max_model_len > (longest := order.num_pages * order.page_size):
-        # vLLM wants room for one sequence of the model's full length.
-        config = EngineArgs(**arguments, max_model_len=longest).create_engine_config()
+    if order.num_pages is not None:
+        if config.model_config.max_model_len > (longest := order.num_pages * order.page_size):
+            # vLLM wants room for one sequence of the model's full length.
+            config = EngineArgs(**arguments | {"max_model_len": longest}).create_engine_config()
+        # Else vLLM measures what is free and refuses a model whose weights take more than `memory_share` of all memory.
+        config.cache_config.kv_cache_memory_bytes = (order.num_pages + NULL_BLOCKS) * _page_bytes(config)
+    elif order.device == "cuda":
+        _await_memory(order.memory_share)
     executor = Executor.get_class(config)(config)
     core.register_all_kvcache_specs(config)
     specs = executor.get_kv_cache_specs()
     supported = executor.get_supported_kv_cache_layouts()
     layout = core.resolve_kv_cache_layout(config, supported, [one for worker in specs for one in worker.values()])
     executor.set_kv_cache_layout(layout.name)
+    before = config.model_config.max_model_len
     caches = get_kv_cache_configs(config, specs, executor.determine_available_memory())
+    if (fitting := config.model_config.max_model_len) != before:
+        executor.collective_rpc("update_max_model_len", args=(fitting,))
     for cache in caches:
         cache.kv_cache_layout = config.cache_config.kv_cache_layout
     whole = generate_scheduler_kv_cache_config(caches)
@@ -81,3 +74,49 @@ def bring_up(order: Load) -> tuple[Any, Any]:
     executor.initialize_from_config(caches)
     executor.compile_or_warm_up_model()
     return config, executor
+
+
+def engine_arguments(order: Load) -> dict[str, Any]:
+    """Return what vLLM's `EngineArgs` are made of. Nothing of vLLM is imported here.
+
+    On a GPU vLLM compiles and captures graphs, which a CPU has none of. Where it finds out how many pages fit, it also
+    finds out how long a sequence may be (-1).
+    """
+    arguments: dict[str, Any] = {
+        "model": order.path,
+        "dtype": order.dtype,
+        "block_size": order.page_size,
+        "max_num_seqs": order.max_rows,
+        "max_num_batched_tokens": order.max_tokens,
+        "worker_extension_cls": EXTENSION,
+        "gpu_memory_utilization": order.memory_share,
+        "enforce_eager": order.device == "cpu",
+        "enable_prefix_caching": False,
+        "disable_hybrid_kv_cache_manager": True,
+        "skip_tokenizer_init": True,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if order.num_pages is None:
+        return arguments | {"max_model_len": -1}
+    return arguments | {"num_gpu_blocks_override": order.num_pages + NULL_BLOCKS}
+
+
+def _await_memory(share: float) -> None:
+    """Wait until that part of the GPU is free: the driver gives a killed predecessor's memory back some time later."""
+    import torch
+
+    deadline = time.monotonic() + _PREDECESSOR
+    while time.monotonic() < deadline:
+        free, total = torch.cuda.mem_get_info()
+        if free >= share * total:
+            return
+        time.sleep(_POLL)
+
+
+def _page_bytes(config: Any) -> int:
+    """At most what a page takes of one of vLLM's processes: K and V of all layers and heads."""
+    model = config.model_config
+    heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
+    return 2 * layers * heads * model.get_head_size() * model.dtype.itemsize * config.cache_config.block_size

@@ -43,7 +43,8 @@ class Child:
     def loaded(self) -> Loaded:
         model = self._config.model_config
         shape = {name: self.shape[name] for name in ("num_layers", "num_kv_heads", "head_dim", "dtype")}
-        return Loaded(**shape, vocab_size=model.get_vocab_size(), max_positions=model.max_model_len)
+        pages = self._config.cache_config.num_gpu_blocks - self._null
+        return Loaded(num_pages=pages, **shape, vocab_size=model.get_vocab_size(), max_positions=model.max_model_len)
 
     def attach(self, order: Attach, fd: int) -> Copied:
         self._arena = Arena.attach(fd, order.slots, order.page_bytes)

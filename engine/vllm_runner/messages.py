@@ -139,15 +139,18 @@ class Row(Struct, frozen=True, gc=False):
 
 
 class Load(Struct, frozen=True, tag=True):
-    """Load a checkpoint. The first message."""
+    """Load a checkpoint. The first message. Without `num_pages` there are as many as fit on the GPU, of which vLLM may
+    use the part `memory_share` in all."""
 
     path: str
     dtype: str
-    num_pages: int
+    num_pages: int | None
     page_size: int
     max_rows: int
     max_tokens: int
     threads: int
+    device: str = "cpu"
+    memory_share: float = 0.05
 
 
 class Attach(Struct, frozen=True, tag=True):
@@ -187,7 +190,9 @@ class In(Struct, frozen=True, tag=True):
 
 
 class Loaded(Struct, frozen=True, tag=True):
-    """The model is ready."""
+    """The model is ready, with so many pages."""
+
+    num_pages: int
 
     num_layers: int
     num_kv_heads: int

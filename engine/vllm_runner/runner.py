@@ -61,9 +61,24 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the executor runs in the child itself
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are Baton's to divide
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 is vLLM's default on a GPU; `steps` and `extension` were written for V1
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+def child_environment(environ: Mapping[str, str], device: str, threads: int) -> dict[str, str]:
+    """Return the environment of a child: vLLM takes the first GPU that it sees, so it sees one. Raises StartupError for
+    a CUDA device that CUDA_VISIBLE_DEVICES leaves out."""
+    own = {**environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return own
+    visible = [one.strip() for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    number = int(index or 0)
+    if visible and number >= len(visible):
+        raise StartupError(f"the device is {device} and CUDA_VISIBLE_DEVICES is {','.join(visible)}")
+    return own | {"CUDA_VISIBLE_DEVICES": visible[number] if visible else str(number)}
 
 
 class _Pending:
@@ -134,15 +149,21 @@ class VllmRunner:
     has_lm_head = True
     overlaps = True
     window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
-    device = "cpu"
 
     def __init__(
-        self, link: Connection, process: ChildProcess, loaded: Loaded, order: Load, fingerprint: bytes
+        self,
+        link: Connection,
+        process: ChildProcess,
+        loaded: Loaded,
+        order: Load,
+        fingerprint: bytes,
+        device: str = "cpu",
     ) -> None:
         self.fingerprint = fingerprint
         self.layout = PageLayout(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, order.page_size, loaded.dtype)
         self.tracer = Tracer()
-        self.num_pages = order.num_pages
+        self.num_pages = loaded.num_pages
+        self.device = device
         self.vocab_size = loaded.vocab_size
         self.max_positions = loaded.max_positions
         self._max_rows, self._max_tokens = order.max_rows, order.max_tokens
@@ -160,19 +181,39 @@ class VllmRunner:
 
     @classmethod
     def load(
-        cls, path: Path, dtype: str, num_pages: int, page_size: int, *, max_rows: int, max_tokens: int, threads: int
+        cls,
+        path: Path,
+        dtype: str,
+        num_pages: int | None,
+        page_size: int,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        threads: int,
+        device: str = "cpu",
+        memory_share: float = 0.05,
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
 
-        A step has at most `max_rows` chunks and `max_tokens` tokens. Raises ModelError (UnsupportedModel where vLLM or
-        this runner can't serve the model) and StartupError.
+        A step has at most `max_rows` chunks and `max_tokens` tokens. `device` is "cpu" or a CUDA device. The child may
+        use the part `memory_share` of that device's memory in all, and `num_pages` None means as many as fit there.
+        Raises ModelError (UnsupportedModel where vLLM or this runner can't serve the model) and StartupError.
         """
-        order = Load(str(path), dtype, num_pages, page_size, max_rows, max_tokens, threads)
+        order = Load(
+            str(path),
+            dtype,
+            num_pages,
+            page_size,
+            max_rows,
+            max_tokens,
+            threads,
+            device.partition(":")[0],
+            memory_share,
+        )
         fingerprint = _fingerprint(path)
         ours, theirs = Pipe()
         with theirs:
-            environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
-            process = cls.launch_child(theirs.fileno(), environment)
+            process = cls.launch_child(theirs.fileno(), child_environment(os.environ, device, threads))
         try:
             ours.send_bytes(msgspec.msgpack.encode(order))
             if not ours.poll(_PATIENCE):
@@ -189,7 +230,7 @@ class VllmRunner:
             kind = UnsupportedModel if answer.kind in _UNSUPPORTED else ModelError
             raise kind(f"vLLM can't serve {path} with pages of {page_size} tokens: {answer.message}")
         assert isinstance(answer, Loaded)
-        return cls(ours, process, answer, order, fingerprint)
+        return cls(ours, process, answer, order, fingerprint, device)
 
     def launch(self, chunks: Sequence[Chunk]) -> RunningStep:
         """Send a step. A mask that is late leaves its chunk without a token."""

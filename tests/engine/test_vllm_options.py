@@ -1,0 +1,75 @@
+"""What vLLM's runner is started with, on a CPU and on a GPU. Neither vLLM nor a GPU is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import load as config_of
+from baton.errors import StartupError
+from engine.vllm_runner.bring_up import NULL_BLOCKS, engine_arguments
+from engine.vllm_runner.messages import Load
+from engine.vllm_runner.runner import child_environment
+from worker import load_runner
+
+CPU = Load("m", "auto", 100, 32, 8, 64, 2)
+GPU = Load("m", "auto", None, 16, 8, 64, 2, "cuda", 0.45)
+
+
+def test_on_a_cpu_pages_are_counted_here_and_nothing_is_compiled():
+    made = engine_arguments(CPU)
+    assert made["num_gpu_blocks_override"] == 100 + NULL_BLOCKS
+    assert made["enforce_eager"]
+    assert "max_model_len" not in made
+
+
+def test_on_a_gpu_vllm_finds_out_how_many_pages_and_positions_fit():
+    made = engine_arguments(GPU)
+    assert "num_gpu_blocks_override" not in made
+    assert made["max_model_len"] == -1
+    assert made["gpu_memory_utilization"] == 0.45
+    assert not made["enforce_eager"]
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "seen"),
+    [("cuda", None, "0"), ("cuda:1", None, "1"), ("cuda:1", "4,6", "6"), ("cuda", "GPU-ab, GPU-cd", "GPU-ab")],
+)
+def test_a_child_sees_one_gpu_and_drives_the_first_of_vllms_model_runners(device: str, visible: str | None, seen: str):
+    environ = {"PATH": "/bin"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    made = child_environment(environ, device, 3)
+    assert made["CUDA_VISIBLE_DEVICES"] == seen
+    assert made["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert (made["OMP_NUM_THREADS"], made["PATH"]) == ("3", "/bin")
+    assert "CUDA_VISIBLE_DEVICES" not in child_environment({}, "cpu", 1)
+
+
+def test_a_gpu_that_is_hidden_is_told():
+    with pytest.raises(StartupError, match=r"cuda:2 .*4,6"):
+        child_environment({"CUDA_VISIBLE_DEVICES": "4,6"}, "cuda:2", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "pages", "share"),
+    [
+        ("cpu", {"decode.kv_cache_bytes": "1MiB"}, 16, 0.9),
+        ("cuda", {}, None, 0.9),
+        ("cuda:1", {"decode.num_gpus": 0.5, "decode.gpu_memory_utilization": 0.8}, None, 0.4),
+        ("cuda", {"decode.kv_cache_bytes": "2MiB"}, 32, 0.9),
+    ],
+)
+def test_a_workers_settings_reach_its_runner(
+    device: str, settings: dict[str, object], pages: int | None, share: float, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"torch_dtype": "float16"}))
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(load_runner.VllmRunner, "load", lambda *given, **named: asked.update(named, num_pages=given[2]))
+    config = config_of(overrides={"model.path": str(tmp_path), "pages.page_size": 32} | settings)
+    load_runner._vllm(config, "decode", device)
+    assert (asked["num_pages"], asked["device"]) == (pages, device)
+    assert asked["memory_share"] == pytest.approx(share)
