@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -47,6 +47,7 @@ from deploy.local import LocalCluster
 
 GOAL = 0.95
 THEIRS, BARE, OURS = "LLM.generate", "VllmRunner, bare", "decode worker"
+_EAGER = "LLM.generate, eager"  # as `VllmRunner` has it on a CPU: nothing is compiled
 _DECODE = tuple(case for case in CASES if case.output > 1)
 _SHORT = tuple(replace(case, output=24) for case in _DECODE)
 _POOL = "512MiB"
@@ -66,7 +67,7 @@ class Run:
     seconds: float
     gap: float
     model: float
-    tokens: Tokens = ()  # type: ignore[assignment]  # a cluster's are not looked at
+    tokens: Tokens = field(default_factory=list[list[int]])  # a cluster's are not looked at
     others: float = 0.0
 
     @property
@@ -99,25 +100,34 @@ class Worker:
         (self._metrics,) = (each.metrics_address for each in processes if each.role == cluster_pb2.ROLE_DECODE)
 
     def __call__(self, prompts: Tokens, count: int) -> Run:
-        before = self._steps()
-        seconds, gap = asyncio.run(self._generate(prompts, count))
-        number, took = (now - then for now, then in zip(self._steps(), before, strict=True))
-        return Run(seconds, gap, took / number)
+        return asyncio.run(self._generate(prompts, count))
 
-    async def _generate(self, prompts: Tokens, count: int) -> tuple[float, float]:
-        """Seconds to the last token of all; and the median of what lies between two tokens."""
+    async def _generate(self, prompts: Tokens, count: int) -> Run:
         async with grpc.aio.insecure_channel(self._address) as channel:
             server = Router(channel)
 
-            async def one(prompt: Sequence[int]) -> list[float]:
-                return [time.perf_counter() async for made in server.generate(prompt, count) for _ in range(made)]
+            arrived: list[list[float]] = [[] for _ in prompts]
+            all_begun = asyncio.Event()
+
+            async def one(prompt: Sequence[int], times: list[float]) -> None:
+                async for made in server.generate(prompt, count):
+                    times.extend([time.perf_counter()] * made)
+                    if all(arrived):
+                        all_begun.set()
+
+            async def steps_without_prompts() -> tuple[float, float]:
+                await all_begun.wait()
+                return await asyncio.to_thread(self._steps)
 
             began = time.perf_counter()
-            arrived = await asyncio.gather(*map(one, prompts))
+            early = asyncio.create_task(steps_without_prompts())
+            await asyncio.gather(*map(one, prompts, arrived))
+            before = await early
+        number, took = (now - then for now, then in zip(self._steps(), before, strict=True))
         if any(len(times) != count for times in arrived):
             raise BatonError(f"a stream did not have {count} tokens")
         gaps = [later - earlier for times in arrived for earlier, later in pairwise(times)]
-        return max(times[-1] for times in arrived) - began, median(gaps)
+        return Run(max(times[-1] for times in arrived) - began, median(gaps), took / max(1.0, number))
 
     def _steps(self) -> tuple[float, float]:
         """The worker's steps so far, and the seconds they took."""
@@ -194,7 +204,9 @@ def decode(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
     with ExitStack() as stack:
         command = [sys.executable, "-m", "bench.peers.steps"]
         sides: dict[str, Side] = {}
-        for name, told in ((THEIRS, ["vllm", str(model)]), (BARE, ["baton", str(model), str(asked.threads)])):
+        told_by_name = {THEIRS: ["vllm", str(model)], BARE: ["baton", str(model), str(asked.threads)]}
+        told_by_name |= {_EAGER: ["vllm", str(model), "eager"]} if asked.eager else {}
+        for name, told in told_by_name.items():
             report.say(f"starting {name}")
             sides[name] = alone(stack.enter_context(PeerProcess(name, [*command, *told], variables)))
         report.say(f"starting {OURS}")
@@ -283,6 +295,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="that count, of each case (8; arrivals 3)")
     parser.add_argument("--parts", default=",".join(_PARTS), help="those to run, in this order")
     parser.add_argument("--model", default="100m", help="100m, or the directory of a checkpoint")
+    parser.add_argument("--eager", action="store_true", help="decode: vLLM without compiling besides")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side (all cores)")
     parser.add_argument(
         "--peers", type=Path, metavar="FOLDER", help="where the environment of `vllm serve` is or is made"

@@ -1,6 +1,6 @@
 """The protocol of `bench.peers.adapter`, with the course of every step besides: `python -m bench.peers.steps SIDE …`.
 
-- `vllm MODEL`: vLLM's own `LLM.generate`, in one process.
+- `vllm MODEL`: vLLM's own `LLM.generate`, in one process. `vllm MODEL eager`: the same, nothing compiled.
 - `baton MODEL THREADS`: Baton's `VllmRunner`, bare, in a loop.
 
 An answer also has `ends`, when each step ended, and `model`, what the model runner took of it, both in seconds.
@@ -63,7 +63,7 @@ def serve(load: Callable[[], Run]) -> None:
         print(json.dumps(told), file=answers, flush=True)
 
 
-def vllm(model: str) -> Run:
+def vllm(model: str, how: str = "compiled") -> Run:
     """vLLM as it is by default, with pages of the same size."""
     library = import_module("vllm")  # by name: only one environment has it
     llm: Any = library.LLM(
@@ -74,6 +74,7 @@ def vllm(model: str) -> Run:
         max_num_seqs=_ROWS,
         block_size=PAGE_SIZE,
         disable_log_stats=True,
+        enforce_eager=how == "eager",
     )
     engine = llm.llm_engine
     executor = engine.engine_core.engine_core.model_executor
