@@ -25,7 +25,7 @@ from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 from msgspec import Meta, MsgspecError, Struct
 
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
@@ -88,6 +88,8 @@ class Namespace(Struct, frozen=True):
     kv_dtype: str
     page_size: Annotated[int, Meta(ge=1)]
     layout: Count  # version of the page layout
+    form: str  # of a page's bytes (`kvstore.layout`)
+    kv_heads: Annotated[int, Meta(ge=1)]  # parts of a page that are hashed on their own
     adapter: str = ""
 
 

@@ -36,6 +36,7 @@ from kvstore.disk.io_threads import DiskTier
 from kvstore.disk.orders import DeleteFolder, FolderDeleted
 from kvstore.disk.record_format import RecordLayout
 
+KV_HEADS = 8  # of a page: each is hashed on its own
 PAGE_SIZES = (128 * 2**10, 2**20)
 TARGET = 0.8
 
@@ -67,7 +68,7 @@ def measure(directory: Path, page_bytes: int, size: int, runs: int) -> tuple[Spe
     with tempfile.TemporaryDirectory(prefix="baton-disk-", dir=directory) as name:
         folder = Path(name)
         setting = DiskConfig(path=name, max_bytes=Bytes(4 * size + 2**30))
-        layout = RecordLayout(page_bytes)
+        layout = RecordLayout(page_bytes, KV_HEADS)
         per_segment = (setting.segment_bytes - layout.header_bytes) // layout.record_bytes
         segments = max(1, size // setting.segment_bytes)
         memory = _Memory(page_bytes, segments * per_segment)
@@ -119,7 +120,7 @@ class _Memory:
         os.close(fd)
         for page in range(pages):
             self.slot(page)[:] = os.urandom(page_bytes)
-        self.checksums = [page_checksum(self.slot(page)) for page in range(pages)]
+        self.checksums = [page_checksum(self.slot(page), KV_HEADS) for page in range(pages)]
 
     def slot(self, number: int) -> memoryview:
         return self.view[number * self.page_bytes : (number + 1) * self.page_bytes]
@@ -188,7 +189,7 @@ class _Tier(_Side):
         self._flushed = False
         self._ended: list[DiskOutcome] = []
         self._keys = [secrets.token_bytes(16) for _ in range(memory.pages)]
-        self._carry_out(self._index.open(b"bench", memory.page_bytes))
+        self._carry_out(self._index.open(b"bench", memory.page_bytes, KV_HEADS))
         self._until(lambda: self._index.stats().state == "on")
 
     def write(self) -> float:

@@ -22,6 +22,7 @@ from engine.engine import Engine
 from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopyIn, CopyOut
 
+KV_HEADS = 8  # of a page: each is hashed on its own
 PAGES = {"2 MiB": 2 * 2**20, "128 KiB": 128 * 2**10}
 _BYTES, _FAKE_BYTES = 256 * 2**20, 8 * 2**20  # of one measurement
 _BUSY_SIZE, _FAKE_BUSY_SIZE = 8_192, 256  # of the matrices of the step in the background
@@ -45,7 +46,7 @@ def copies(device: Device) -> Iterator[Copied]:
     for name, size in PAGES.items():
         count = total // size
         pool = torch.zeros((count, size), dtype=torch.uint8, device=device.name)
-        pages = PagePool(pool, size)
+        pages = PagePool(pool, size, KV_HEADS)
         plain = mmap.mmap(-1, total)
         try:
             yield from _each(device, name, "one at a time", total, pages, memoryview(plain), count, size)
@@ -71,7 +72,7 @@ def _each(
     def checked() -> None:
         out()
         for page in range(count):
-            page_checksum(host[page * size : (page + 1) * size])
+            page_checksum(host[page * size : (page + 1) * size], KV_HEADS)
 
     for direction, work in (("out", out), ("in", back), ("out with checksums", checked)):
         yield Copied(f"{name} {direction}, {way}, alone", total / device.seconds(work, 3))
@@ -205,10 +206,10 @@ def kill_while_copying(device: Device, pages: int = 32) -> Killed:
         if not readable(gone, _DEADLINE):
             raise TimeoutError("the process is not gone")
         until_gone = time.perf_counter() - began
-        seen = [page_checksum(_slot(shared, page)) for page in range(pages)]
+        seen = [page_checksum(_slot(shared, page), KV_HEADS) for page in range(pages)]
         free = _until_free(device, before - taken // 10) if taken > 2**26 else None
         time.sleep(_SETTLED)
-        changed = sum(page_checksum(_slot(shared, page)) != seen[page] for page in range(pages))
+        changed = sum(page_checksum(_slot(shared, page), KV_HEADS) != seen[page] for page in range(pages))
         return Killed(until_gone, changed, free)
     finally:
         child.kill()
@@ -233,7 +234,7 @@ def _copy_for_ever(arena: int, device: str, pages: int) -> None:
     """The process that is killed: writes other bytes into every slot, round after round."""
     shared = mmap.mmap(arena, 0)
     pool = torch.zeros((pages, _CHILD_PAGE), dtype=torch.uint8, device=device)
-    copier = PagePool(pool, _CHILD_PAGE)
+    copier = PagePool(pool, _CHILD_PAGE, KV_HEADS)
     for number in range(10**9):
         pool.fill_(number % 251)
         for page in range(pages):

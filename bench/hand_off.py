@@ -50,6 +50,7 @@ from kvstore.client.connection import StoreClient, store_address
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, PageFetch, StorePages, batches
 
 _PATIENCE = 30.0  # seconds
+KV_HEADS = 8  # of a page: each is hashed on its own
 PAGES = 512  # in one hand-off, of prompts with
 _PROMPT = 64  # pages each
 _WORD = 64  # pages that one message tells of
@@ -88,9 +89,9 @@ def store_process(host_cache_bytes: int) -> Iterator[str]:
 class Worker:
     """One attachment to the store that waits for its answers."""
 
-    def __init__(self, cluster: str, page_bytes: int) -> None:
+    def __init__(self, cluster: str, page_bytes: int, kv_heads: int = KV_HEADS) -> None:
         peer = Peer("decode", "bench", "bench", f"bench-{secrets.token_hex(4)}", os.getpid())
-        namespace = Namespace(bytes(16), 1, "float32", 16, page_bytes)
+        namespace = Namespace(bytes(16), 1, "float32", 16, page_bytes, form="split", kv_heads=kv_heads)
         self.store = StoreClient(store_address(cluster, "bench"), peer, namespace, page_bytes, _PATIENCE)
         self.leases = itertools.count(1)
         deadline = time.monotonic() + _PATIENCE
@@ -133,7 +134,7 @@ def hand_offs(page_bytes: int, runs: int) -> list[HandOff]:
 
 def between_runners(ours: Runner, theirs: Runner, runs: int) -> list[HandOff]:
     """The same between two runners with `PAGES` pages each, whose pages have the same layout."""
-    with _workers(ours.layout.page_bytes) as (writer, reader):
+    with _workers(ours.layout.page_bytes, ours.layout.num_kv_heads) as (writer, reader):
         kinds = {
             verify: (_by_mover(writer, ours.mover(verify=verify)), _by_mover(reader, theirs.mover(verify=verify)))
             for verify in (False, True)
@@ -142,10 +143,10 @@ def between_runners(ours: Runner, theirs: Runner, runs: int) -> list[HandOff]:
 
 
 @contextmanager
-def _workers(page_bytes: int) -> Iterator[tuple[Worker, Worker]]:
+def _workers(page_bytes: int, kv_heads: int = KV_HEADS) -> Iterator[tuple[Worker, Worker]]:
     """The two ends of a hand-off, at a store of their own."""
     with store_process(3 * PAGES * page_bytes) as cluster:
-        writer, reader = Worker(cluster, page_bytes), Worker(cluster, page_bytes)
+        writer, reader = Worker(cluster, page_bytes, kv_heads), Worker(cluster, page_bytes, kv_heads)
         try:
             yield writer, reader
         finally:
@@ -155,7 +156,7 @@ def _workers(page_bytes: int) -> Iterator[tuple[Worker, Worker]]:
 
 def _pools(page_bytes: int) -> tuple[PagePool, PagePool]:
     made = torch.randint(0, 256, (PAGES, page_bytes), dtype=torch.uint8)
-    return PagePool(made, page_bytes), PagePool(torch.zeros_like(made), page_bytes)
+    return PagePool(made, page_bytes, KV_HEADS), PagePool(torch.zeros_like(made), page_bytes, KV_HEADS)
 
 
 def _measure(
@@ -266,7 +267,7 @@ def _from_pool(writer: Worker, ours: PagePool) -> Out:
         for copy in copies:
             slot = writer.store.slot(copy.slot)
             ours.copy_out(copy.page, slot)
-            checksums.append(page_checksum(slot))
+            checksums.append(page_checksum(slot, KV_HEADS))
         return CopiedOut(copies[0].lease, copies[0].index, tuple(checksums))
 
     return out

@@ -40,6 +40,7 @@ from kvstore.checksum import page_checksum
 from kvstore.transport.interface import AskPeer, ExpectPages, PagesLanded, PeerRequested, SendPages
 from kvstore.transport.zmq_transport import ZmqTransport
 
+KV_HEADS = 8  # of a page: each is hashed on its own
 PAGES = (128 * 1024, 2**20)  # bytes
 MEMORY = 2**28
 ROUND = 2**28
@@ -137,7 +138,7 @@ def _receive_all(parent: Connection, page_bytes: int, keys: str) -> None:
         connect(bare, sent)
         transport = ZmqTransport(Peer("store", "receiver", "b", "receiver", 2))
         cleanup.callback(transport.close)
-        transport.use(memory, page_bytes)
+        transport.use(memory, page_bytes, KV_HEADS)
         parent.send("ready")
         fetch = 0
         while kind := parent.recv():
@@ -165,11 +166,11 @@ class _Served:
 
     def __init__(self, memory: memoryview, page_bytes: int) -> None:
         pages = [memory[start : start + page_bytes] for start in range(0, ROUND, page_bytes)]
-        self._pages = tuple(SentPage(index, page_checksum(page)) for index, page in enumerate(pages))
+        self._pages = tuple(SentPage(index, page_checksum(page, KV_HEADS)) for index, page in enumerate(pages))
         self._sent: dict[int, int] = {}  # by fetch
         self._number = 0
         self.transport = ZmqTransport(Peer("store", "sender", "a", "sender", 1))
-        self.transport.use(memory, page_bytes)
+        self.transport.use(memory, page_bytes, KV_HEADS)
 
     def __enter__(self) -> Self:
         return self

@@ -97,7 +97,7 @@ class Engine:
         self.fingerprint = fingerprint
         self.has_lm_head = model_weights.head is not None  # it can generate tokens
         self.pool = pool
-        self.pages = PagePool(pool, layout.page_bytes)
+        self.pages = PagePool(pool, layout.page_bytes, layout.num_kv_heads)
         self._num_pages = len(pool)
         self._alarm: Callable[[], None] = lambda: None
         self._cuda: tuple[CudaCopies, StepWatch] | None = None  # of a device that goes on beside its worker
@@ -228,7 +228,7 @@ class Engine:
     def mover(self, *, verify: bool) -> Mover:
         if self._cuda is None:
             return HostMover(self.pages, verify=verify)
-        return OverlappedMover(self._cuda[0], lambda: self._alarm(), verify=verify)
+        return OverlappedMover(self._cuda[0], lambda: self._alarm(), self.layout.num_kv_heads, verify=verify)
 
     def check(self) -> None:
         """It computes in this process."""

@@ -22,7 +22,7 @@ START = b""
 """Stands for "no page" where the parent of a chain's first page is asked for."""
 
 # As long as a key, so that what is hashed for a root can never be what is hashed for a page: no key reads like this.
-_ROOT_MAGIC = b"baton namespace1"
+_ROOT_MAGIC = b"baton namespace2"
 
 
 def namespace_root(namespace: Namespace, tenant: str = "", salt: str = "") -> bytes:
@@ -30,11 +30,11 @@ def namespace_root(namespace: Namespace, tenant: str = "", salt: str = "") -> by
 
     `tenant` separates caches that must not be shared. It comes from an authenticated identity, never from the request
     itself. `salt` is the request's own and separates caches within a tenant."""
-    numbers = struct.pack("<QQQ", namespace.numerics, namespace.page_size, namespace.layout)
+    numbers = struct.pack("<QQQQ", namespace.numerics, namespace.page_size, namespace.layout, namespace.kv_heads)
     # Every text is counted, so no two sequences of texts are the same bytes. No salt adds no bytes: keys without one
     # are those of earlier versions.
     salts = (salt,) if salt else ()
-    texts = b"".join(_counted(text) for text in (namespace.kv_dtype, namespace.adapter, tenant, *salts))
+    texts = b"".join(_counted(text) for text in (namespace.kv_dtype, namespace.form, namespace.adapter, tenant, *salts))
     return blake2b(_ROOT_MAGIC + namespace.model + numbers + texts, digest_size=KEY_BYTES).digest()
 
 

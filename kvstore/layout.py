@@ -1,11 +1,15 @@
 """The shape of one KV page, in bytes. Nothing else knows it.
 
-A page is one contiguous blob, heads outermost:
+A page is one contiguous blob, heads outermost, so that a tensor-parallel rank's heads are one contiguous byte range,
+whatever the degree on the other side of a hand-off. Behind the head, its numbers lie as the kernels that compute with
+them keep them. That order is the page's *form*:
 
-    [kv_head, layer, 2 (K then V), page_size, head_dim]
+    split       [kv_head, layer, 2 (K then V), page_size, head_dim]     our own engine
+    paired      [kv_head, layer, page_size, 2 · head_dim]               vLLM on CUDA: K and V of a token side by side
+    cpu-…       [kv_head, layer, 2 · page_size · head_dim]              vLLM on a CPU, packed for an instruction set
 
-so a tensor-parallel rank's heads are one contiguous byte range, whatever the degree on the other side of a hand-off. A
-page moves between device, arena and disk with one plain copy.
+So a page moves between device, arena and disk with plain copies. Pages of different forms never meet: the form is part
+of every page key's namespace.
 
 This module imports no torch: the store and the router use it too.
 """
@@ -16,18 +20,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-LAYOUT_VERSION = 1
-"""Raised whenever the meaning of a page's bytes changes; part of every page key's namespace."""
+LAYOUT_VERSION = 2
+"""Raised whenever the meaning of a page's bytes or of its checksum changes; part of every page key's namespace."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Element types that a page may hold, with their size in bytes."""
+
+SPLIT, PAIRED = "split", "paired"
+_PACKED = "cpu-"
+FORMS = (SPLIT, PAIRED, *(_PACKED + isa for isa in ("amx", "neon", "rvv", "vec", "vec16", "vsx", "vxe")))
+"""What a page's form may be."""
 
 
 @dataclass(frozen=True)
 class PageLayout:
     """How `page_size` tokens' keys and values lie in one page.
 
-    Raises ValueError for a dimension below one, or a dtype that no page holds.
+    Raises ValueError for a dimension below one, or a dtype or form that no page has.
     """
 
     num_layers: int
@@ -35,6 +44,7 @@ class PageLayout:
     head_dim: int
     page_size: int
     dtype: str
+    form: str = SPLIT
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
@@ -43,15 +53,22 @@ class PageLayout:
                 raise ValueError(f"page layout: {name} is {value!r}; it must be a whole number above zero")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"page layout: dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+        if self.form not in FORMS:
+            raise ValueError(f"page layout: form {self.form!r} is none of {', '.join(FORMS)}")
 
     @property
     def version(self) -> int:
         return LAYOUT_VERSION
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """(num_kv_heads, num_layers, 2, page_size, head_dim), in elements."""
-        return (self.num_kv_heads, self.num_layers, 2, self.page_size, self.head_dim)
+    def shape(self) -> tuple[int, ...]:
+        """That of the form, in elements; KV heads first, then layers."""
+        outer = (self.num_kv_heads, self.num_layers)
+        if self.form == SPLIT:
+            return (*outer, 2, self.page_size, self.head_dim)
+        if self.form == PAIRED:
+            return (*outer, self.page_size, 2 * self.head_dim)
+        return (*outer, 2 * self.page_size * self.head_dim)
 
     @property
     def token_bytes(self) -> int:

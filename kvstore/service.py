@@ -340,9 +340,9 @@ class StoreService:
                     pass  # the connection has ended meanwhile
                 case TellRouter(message=message, router=router):
                     self._routers.say(message, router)
-                case DivideArena(page_bytes=page_bytes):
+                case DivideArena(page_bytes=page_bytes, kv_heads=kv_heads):
                     self._arena.divide(page_bytes)
-                    self._transport.use(self._arena.view, page_bytes)
+                    self._transport.use(self._arena.view, page_bytes, kv_heads)
                 case DiskOrder() as order:
                     assert self._disk is not None, "an order for a disk tier that there is not"
                     with self._tracer.span("order to the disk", "copies"):

@@ -102,7 +102,7 @@ class SimulatedDisk:
 
     def _open(self, epoch: int) -> None:
         """Deliver the results of `kvstore.disk.recovery_scan`: each page once, parents first, oldest first."""
-        layout = RecordLayout(self._page_bytes)
+        layout = RecordLayout(self._page_bytes, 1)
         found = sorted((each for records in self._segments.values() for each in records.values()), key=itemgetter(0))
         known = {START}
         records: list[FoundRecord] = []

@@ -490,4 +490,7 @@ class WorkerLoop:
 
 def _namespace(runner: Runner, page_size: int) -> Namespace:
     layout = runner.layout
-    return Namespace(runner.fingerprint, runner.numerics_version, layout.dtype, page_size, layout.version)
+    return Namespace(
+        runner.fingerprint, runner.numerics_version, layout.dtype, page_size, layout.version, layout.form,
+        layout.num_kv_heads,
+    )  # fmt: skip

@@ -69,9 +69,13 @@ class MovingThread:
 class OverlappedMover:
     """Copies between a device's pages and an arena."""
 
-    def __init__(self, device: DeviceCopies, alarm: Callable[[], None], *, verify: bool, piece: int = _PIECE) -> None:
-        """`alarm` is called on another thread whenever copies have been made. `piece`: bytes pinned at a time."""
+    def __init__(
+        self, device: DeviceCopies, alarm: Callable[[], None], kv_heads: int, *, verify: bool, piece: int = _PIECE
+    ) -> None:
+        """`alarm` is called on another thread whenever copies have been made. `kv_heads` of a page are hashed each on
+        its own. `piece`: bytes pinned at a time."""
         self._device, self._alarm, self._verify, self._piece = device, alarm, verify, piece
+        self._kv_heads = kv_heads
         self._arena: _PinnedArena | None = None
         # One thread for copies in: two requests may want the same page, and the later copy is to be the last.
         self._in = ThreadPoolExecutor(1, "copies-in")
@@ -118,6 +122,7 @@ class OverlappedMover:
 
     def _copy_out(self, arena: _PinnedArena, copies: Sequence[Copy]) -> CopiedOut:
         checksums: list[int] = []
+        heads = self._kv_heads
         for group in _groups(copies):
             staged = [None if arena.pinned(copy.slot) else self._staging(place) for place, copy in enumerate(group)]
             for copy, buffer in zip(group, staged, strict=True):
@@ -125,7 +130,7 @@ class OverlappedMover:
             self._device.finish(inward=False)
             for copy, buffer in zip(group, staged, strict=True):
                 slot = arena.slot(copy.slot)
-                checksums.append(page_checksum(slot) if buffer is None else copy_page(slot, buffer))
+                checksums.append(page_checksum(slot, heads) if buffer is None else copy_page(slot, buffer, heads))
         return copied_out(copies, checksums)
 
     def _copy_in(self, arena: _PinnedArena, copies: Sequence[Copy]) -> CopiedIn:
@@ -142,9 +147,9 @@ class OverlappedMover:
         verify = self._verify and isinstance(copy, CopyIn)
         if arena.pinned(copy.slot):
             self._device.copy_in(slot, copy.page)
-            checksum = page_checksum(slot) if verify else 0
+            checksum = page_checksum(slot, self._kv_heads) if verify else 0
         else:
-            checksum = copy_page(self._staging(place), slot)
+            checksum = copy_page(self._staging(place), slot, self._kv_heads)
             self._device.copy_in(self._staging(place), copy.page)
         return not isinstance(copy, CopyIn) or not verify or checksum == copy.checksum
 

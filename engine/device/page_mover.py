@@ -34,7 +34,7 @@ class HostMover:
         assert self._arena is not None, "a copy without an arena"
         slot = self._arena.slot(copy.slot)
         self._pool.copy_out(copy.page, slot)
-        return page_checksum(slot)
+        return page_checksum(slot, self._pool.kv_heads)
 
     def _copy_in(self, copy: Copy) -> bool:
         """Returns whether the page is intact, as far as that is to be verified."""

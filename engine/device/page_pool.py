@@ -8,13 +8,14 @@ from kvstore.checksum import page_checksum
 
 
 class PagePool:
-    """Wraps the pool's tensor, [num_pages, …]. Host memory is any writable buffer of one page.
+    """Wraps the pool's tensor, [num_pages, …], of pages of so many KV heads. Host memory is any writable buffer of one
+    page.
 
     On a CPU a copy is one memory move on the calling thread. A tensor's own copy divides itself among threads. Their
     meeting costs more than copying a page, and a hundred times that when another program has their core."""
 
-    def __init__(self, pool: torch.Tensor, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
+    def __init__(self, pool: torch.Tensor, page_bytes: int, kv_heads: int) -> None:
+        self.page_bytes, self.kv_heads = page_bytes, kv_heads
         self._pages = pool.view(torch.uint8).view(len(pool), page_bytes)
         self._view = self._pages.view(-1).numpy().data if pool.device.type == "cpu" else None
 
@@ -50,8 +51,8 @@ class PagePool:
         which the cache still has, so that all of it costs little more than the copy."""
         self.copy_in(src, page)
         if self._view is not None:
-            return page_checksum(self._view[page * self.page_bytes : (page + 1) * self.page_bytes])
-        return page_checksum(src)
+            return page_checksum(self._view[page * self.page_bytes : (page + 1) * self.page_bytes], self.kv_heads)
+        return page_checksum(src, self.kv_heads)
 
     def view(self, page: int) -> torch.Tensor:
         """The bytes of one device page, [page_bytes] uint8; writing to it writes to the page."""

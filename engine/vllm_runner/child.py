@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import signal
 import sys
 from multiprocessing.connection import Connection
@@ -15,8 +16,7 @@ import msgspec
 from baton.errors import BatonError
 from engine.vllm_runner import messages
 from engine.vllm_runner.messages import Answer, Attach, Copied, Duplicate, Failed, In, Load, Loaded, Order, Out, Step
-from kvstore.arena.memory import Arena
-from kvstore.checksum import page_checksum
+from kvstore.checksum import join_checksums
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +38,19 @@ class Child:
         self._worker: Any = self._executor.driver_worker.worker
         self.shape = self._worker.baton_prepare()
         self._steps = Steps(self._executor)
-        self._arena: Arena | None = None
 
     def loaded(self) -> Loaded:
         model = self._config.model_config
-        shape = {name: self.shape[name] for name in ("num_layers", "num_kv_heads", "head_dim", "dtype")}
+        shape = {name: self.shape[name] for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "form")}
         pages = self._config.cache_config.num_gpu_blocks - self._null
         return Loaded(num_pages=pages, **shape, vocab_size=model.get_vocab_size(), max_positions=model.max_model_len)
 
     def attach(self, order: Attach, fd: int) -> Copied:
-        self._arena = Arena.attach(fd, order.slots, order.page_bytes)
-        self._worker.baton_attach(self._arena.view, order.page_bytes)
+        """Takes over `fd`."""
+        try:
+            self._worker.baton_attach(f"/proc/{os.getpid()}/fd/{fd}", order.slots, order.page_bytes)
+        finally:
+            os.close(fd)
         return Copied()
 
     def carry_out(self, order: Step | Duplicate | Out | In) -> Answer | None:
@@ -60,18 +62,16 @@ class Child:
                 self._worker.baton_duplicate(source + self._null, dest + self._null)
                 return None
             case Out(pages=pages, slots=slots):
-                self._worker.baton_out([page + self._null for page in pages], slots)
-                return Copied(checksums=[page_checksum(self._slot(slot)) for slot in slots])
+                heads = self._worker.baton_out([page + self._null for page in pages], slots)
+                return Copied(checksums=[join_checksums(each) for each in heads])
             case In(slots=slots, pages=pages, checksums=checksums):
-                self._worker.baton_in(slots, [page + self._null for page in pages])
+                blocks = [page + self._null for page in pages]
+                heads = self._worker.baton_in(slots, blocks, bool(checksums))
                 if not checksums:
                     return Copied(intact=[True] * len(slots))
-                found = [page_checksum(self._slot(slot)) for slot in slots]
-                return Copied(intact=[one == right for one, right in zip(found, checksums, strict=True)])
-
-    def _slot(self, slot: int) -> memoryview:
-        assert self._arena is not None
-        return self._arena.slot(slot)
+                return Copied(
+                    intact=[join_checksums(each) == right for each, right in zip(heads, checksums, strict=True)]
+                )
 
 
 def main(fd: int) -> None:

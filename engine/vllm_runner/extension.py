@@ -1,23 +1,28 @@
 """What Baton adds to vLLM's worker: its pages in and out, and its draw. vLLM mixes this class into its own.
 
-Pages in the arena have the form of `PageLayout`: [kv_heads, layers, 2, page_size, head_dim]. vLLM's kernels on a CPU
-keep, of a block and a head, K transposed, [head_dim, page_size], and then V. On a GPU each token's K and V lie side by
-side. So a copy rearranges, all pages of an order at once.
+A page in the arena has the form in which the kernels here keep K and V of a block (`kvstore.layout`), heads outermost.
+So a copy is a plain one: on a GPU, whose blocks lie as pages do, one move of contiguous bytes; on a CPU, whose layers
+lie apart, one move for each head and layer.
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from baton.errors import UnsupportedModel
 from baton.messages import PromptTokenLogprob
 from engine.sampling.sampler import Sampler, sampler_for
 from engine.step.batch import Sampled, TokenDraw
 from engine.vllm_runner.messages import Row
+from kvstore.arena.memory import Arena
+from kvstore.checksum import head_checksums
+from kvstore.layout import PAIRED
 
 
 class BatonExtension:
@@ -26,11 +31,11 @@ class BatonExtension:
     model_runner: Any
 
     def baton_prepare(self) -> Mapping[str, Any]:
-        """Take over the draw. Return the shape of pages."""
+        """Take over the draw. Return the shape and form of pages."""
         caches = self._baton_caches()
         _, heads, page_size, width = caches[0].shape
-        for cache in caches:
-            cache.zero_()
+        self._baton_blocks = _blocks(caches)
+        self._baton_blocks.zero_()
         self.baton_draw = BatonDraw(self.model_runner)
         self.model_runner.sampler = self.baton_draw
         return {
@@ -39,59 +44,68 @@ class BatonExtension:
             "page_size": page_size,
             "head_dim": width // 2,
             "dtype": str(caches[0].dtype).removeprefix("torch."),
+            "form": _form(caches[0]),
         }
 
-    def baton_attach(self, view: memoryview, page_bytes: int) -> None:
-        """Copies are from and to these slots."""
-        cache = self._baton_caches()[0]
-        _, heads, page_size, width = cache.shape
-        slots = torch.frombuffer(view, dtype=cache.dtype)
-        self._baton_slots = slots.view(-1, heads, len(self._baton_caches()), 2, page_size, width // 2)
-        assert self._baton_slots[0].nbytes == page_bytes
+    def baton_attach(self, path: str, slots: int, page_bytes: int) -> None:
+        """Copies are from and to the slots of the arena whose descriptor `path` names."""
+        arena = Arena.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC), slots, page_bytes)
+        blocks = self._baton_blocks
+        self._baton_arena = arena
+        self._baton_slots = torch.frombuffer(arena.view, dtype=blocks.dtype).view(slots, *blocks.shape[1:])
 
-    def baton_out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy blocks into slots."""
-        where, into = torch.tensor(blocks), torch.tensor(slots)
-        for layer, cache in enumerate(self._baton_caches()):
-            keys, values = self._baton_parts(cache[where.to(cache.device)])
-            self._baton_slots[into, :, layer, 0] = keys.to(self._baton_slots.device)
-            self._baton_slots[into, :, layer, 1] = values.to(self._baton_slots.device)
+    def baton_out(self, blocks: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
+        """Copy blocks into slots. Return the checksums of each slot's heads."""
+        for block, slot in zip(blocks, slots, strict=True):
+            self._baton_slots[slot].copy_(self._baton_blocks[block])
+        return [self._baton_checksums(slot) for slot in slots]
 
-    def baton_in(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy slots into blocks."""
-        taken = self._baton_slots[torch.tensor(slots)]
-        where = torch.tensor(blocks)
-        for layer, cache in enumerate(self._baton_caches()):
-            parts = torch.empty((len(blocks), *cache.shape[1:]), dtype=cache.dtype)
-            keys, values = self._baton_parts(parts)
-            keys.copy_(taken[:, :, layer, 0])
-            values.copy_(taken[:, :, layer, 1])
-            cache[where.to(cache.device)] = parts.to(cache.device)
+    def baton_in(self, slots: Sequence[int], blocks: Sequence[int], check: bool) -> list[list[int]]:
+        """Copy slots into blocks. Return the checksums of each slot's heads; none without `check`."""
+        for slot, block in zip(slots, blocks, strict=True):
+            self._baton_blocks[block].copy_(self._baton_slots[slot])
+        return [self._baton_checksums(slot) for slot in slots] if check else []
 
     def baton_duplicate(self, source: int, dest: int) -> None:
-        for cache in self._baton_caches():
-            cache[dest] = cache[source]
+        self._baton_blocks[dest].copy_(self._baton_blocks[source])
 
     def baton_zero(self, blocks: Sequence[int]) -> None:
         """Zero blocks that a step begins and leaves part empty: a NaN behind their end would spoil its tokens."""
-        for cache in self._baton_caches():
-            cache[torch.tensor(blocks, device=cache.device)] = 0
+        for block in blocks:
+            self._baton_blocks[block].zero_()
+
+    def _baton_checksums(self, slot: int) -> list[int]:
+        return head_checksums(self._baton_arena.slot(slot), self._baton_blocks.shape[1])
 
     def _baton_caches(self) -> Sequence[torch.Tensor]:
         """[blocks, kv_heads, page_size, 2 · head_dim] of each layer. On a CPU the last two lie otherwise than they
         say."""
         return self.model_runner.kv_caches
 
-    def _baton_parts(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of blocks [blocks, kv_heads, page_size, 2 · head_dim], contiguous, as views [blocks, kv_heads,
-        page_size, head_dim]."""
-        count, heads, page_size, width = blocks.shape
-        dim = width // 2
-        if self._baton_caches()[0].device.type == "cpu":
-            halves = blocks.view(count, heads, 2, page_size * dim)
-            keys = halves[:, :, 0].view(count, heads, dim, page_size).transpose(2, 3)
-            return keys, halves[:, :, 1].view(count, heads, page_size, dim)
-        return blocks[..., :dim], blocks[..., dim:]
+
+def _blocks(caches: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All layers as one view, [blocks, kv_heads, layers, page_size · 2 · head_dim]. Raises UnsupportedModel where they
+    lie otherwise than alike and at equal distances."""
+    first = caches[0]
+    count, heads, page_size, width = first.shape
+    distance = caches[1].storage_offset() - first.storage_offset() if len(caches) > 1 else 0
+    for number, cache in enumerate(caches):
+        alike = (cache.shape, cache.stride(), cache.dtype) == (first.shape, first.stride(), first.dtype)
+        there = cache.data_ptr() == first.data_ptr() + number * distance * first.element_size()
+        if not alike or not there or cache.stride()[2:] != (width, 1):
+            raise UnsupportedModel(f"vLLM keeps K and V of layer {number} otherwise than those of layer 0")
+    shape = (count, heads, len(caches), page_size * width)
+    return first.as_strided(shape, (first.stride(0), first.stride(1), distance, 1), first.storage_offset())
+
+
+def _form(cache: torch.Tensor) -> str:
+    """The name of the form in which a layer's kernels keep K and V of a block and head."""
+    if cache.device.type != "cpu":
+        return PAIRED
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    _, _, page_size, width = cache.shape
+    return f"cpu-{_get_attn_isa(cache.dtype, page_size, width // 2)}"
 
 
 class BatonDraw(torch.nn.Module):

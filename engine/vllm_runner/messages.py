@@ -198,6 +198,7 @@ class Loaded(Struct, frozen=True, tag=True):
     num_kv_heads: int
     head_dim: int
     dtype: str
+    form: str
     vocab_size: int
     max_positions: int
 

@@ -160,7 +160,9 @@ class VllmRunner:
         device: str = "cpu",
     ) -> None:
         self.fingerprint = fingerprint
-        self.layout = PageLayout(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, order.page_size, loaded.dtype)
+        self.layout = PageLayout(
+            loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, order.page_size, loaded.dtype, loaded.form
+        )
         self.tracer = Tracer()
         self.num_pages = loaded.num_pages
         self.device = device

@@ -100,13 +100,13 @@ class DiskIndex:
         self._count = DiskCounters()
         self._pages = DiskPages()
         self._epoch = 0
-        self._namespace: tuple[bytes, int] | None = None  # digest, bytes of a page
+        self._namespace: tuple[bytes, int, int] | None = None  # digest, bytes and KV heads of a page
         self._failure = ""
         self._retry_at: float | None = None
         self._hopeless = False  # no retry will help
         self._numbers = 0  # of reads
         self._out = _Outbox()
-        self._begin(RecordLayout(1))
+        self._begin(RecordLayout(1, 1))
 
     def _begin(self, layout: RecordLayout) -> None:
         self._segments: Segments[StoredPage] = Segments(layout, self._settings.segment_bytes, self._settings.max_bytes)
@@ -171,7 +171,7 @@ class DiskIndex:
 
     # --- what is asked for --------------------------------------------------------------------------------------------
 
-    def open(self, namespace: bytes, page_bytes: int) -> DiskResult:
+    def open(self, namespace: bytes, page_bytes: int, kv_heads: int) -> DiskResult:
         """Serve this namespace from now on. Nothing may be in flight for the caller, which reports the end of all
         pages of the last one itself."""
         assert not self._writing
@@ -180,8 +180,8 @@ class DiskIndex:
             return DiskResult()
         assert 0 < len(namespace) <= MAX_NAMESPACE
         assert page_bytes > 0
-        self._namespace = (namespace, page_bytes)
-        self._reopen(namespace, page_bytes)
+        self._namespace = (namespace, page_bytes, kv_heads)
+        self._reopen(namespace, page_bytes, kv_heads)
         self._pages.drain_events()
         return self._settled()
 
@@ -291,8 +291,8 @@ class DiskIndex:
 
     # --- opening ------------------------------------------------------------------------------------------------------
 
-    def _reopen(self, namespace: bytes, page_bytes: int) -> None:
-        layout = RecordLayout(page_bytes)
+    def _reopen(self, namespace: bytes, page_bytes: int, kv_heads: int) -> None:
+        layout = RecordLayout(page_bytes, kv_heads)
         self._begin(layout)
         self._epoch += 1
         self._failure = ""
@@ -302,7 +302,7 @@ class DiskIndex:
         if self._hopeless:
             self._fail(f"disk.max_bytes is {limit}, too little for pages of {page_bytes} bytes; raise it")
         else:
-            self._out.orders.append(Open(self._epoch, namespace, page_bytes, limit))
+            self._out.orders.append(Open(self._epoch, namespace, page_bytes, kv_heads, limit))
 
     def _scanned(self, event: Scanned) -> None:
         for segment in event.segments:

@@ -80,7 +80,7 @@ class DiskPageIndex(Protocol):
     @property
     def speed(self) -> TierSpeed: ...
 
-    def open(self, namespace: bytes, page_bytes: int) -> DiskResult:
+    def open(self, namespace: bytes, page_bytes: int, kv_heads: int) -> DiskResult:
         """Pages of this namespace from now on. Nothing is on its way. Those of the last one are gone without a word."""
         ...
 

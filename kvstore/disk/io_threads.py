@@ -236,7 +236,7 @@ class DiskTier:
 
     def _scan(self, directory: NodeDirectory, order: Open) -> None:
         path = directory.folder(order.namespace, order.page_bytes)
-        layout = RecordLayout(order.page_bytes)
+        layout = RecordLayout(order.page_bytes, order.kv_heads)
         read_only = ""
         direct = False
         try:
@@ -311,7 +311,7 @@ class DiskTier:
             records: list[tuple[RecordHeader | None, memoryview]] = []
             for key, parent, checksum, sequence, slot in order.pages[start : start + length]:
                 page = self._arena(slot)
-                intact = page_checksum(page) == checksum
+                intact = page_checksum(page, folder.layout.kv_heads) == checksum
                 records.append((RecordHeader(key, parent, checksum, sequence) if intact else None, page))
             intact = tuple(header is not None for header, _ in records)
             gathered = room.gather(folder.form, records)
@@ -396,7 +396,10 @@ class DiskTier:
                 self._fetched(
                     fetch,
                     tuple(
-                        (each.tag, _outcome(filled, each.buffer, order.pages[each.tag].checksum))
+                        (
+                            each.tag,
+                            _outcome(filled, each.buffer, folder.layout.kv_heads, order.pages[each.tag].checksum),
+                        )
                         for each, filled in zip(run, here, strict=True)
                     ),
                 )
@@ -437,9 +440,10 @@ class DiskTier:
         """Read and check records that are to be moved."""
         outcomes: list[ReadOutcome] = ["unreadable"] * len(pages)
         wanted = [Wanted(page.segment, page.record, folder.moved[place], place) for place, page in enumerate(pages)]
+        kv_heads = folder.layout.kv_heads
         for run in runs(folder.layout, wanted):
             for each, here in zip(run, folder.mover.read(run), strict=True):
-                outcomes[each.tag] = _outcome(here, each.buffer, pages[each.tag].checksum)
+                outcomes[each.tag] = _outcome(here, each.buffer, kv_heads, pages[each.tag].checksum)
         return outcomes
 
     def _delete(self, epoch: int, segment: int) -> None:
@@ -481,10 +485,10 @@ def _records(
     ]
 
 
-def _outcome(here: bool, page: memoryview, checksum: int) -> ReadOutcome:
+def _outcome(here: bool, page: memoryview, kv_heads: int, checksum: int) -> ReadOutcome:
     if not here:
         return "unreadable"
-    return "ok" if page_checksum(page) == checksum else "corrupt"
+    return "ok" if page_checksum(page, kv_heads) == checksum else "corrupt"
 
 
 def _attempt(action: Callable[[], None]) -> str:

@@ -29,6 +29,7 @@ class Open(DiskOrder):
     epoch: int
     namespace: bytes
     page_bytes: int
+    kv_heads: int
     max_bytes: int
 
 

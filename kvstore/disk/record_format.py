@@ -4,7 +4,8 @@ A segment is a file: one header, then records of one fixed size, so that a damag
 
     segment = header │ record 0 │ record 1 │ …          record = header │ page
 
-    segment header  magic 8, checksum 8, version 4, header bytes 4, page bytes 8, namespace length 4, namespace ≤ 64
+    segment header  magic 8, checksum 8, version 4, header bytes 4, page bytes 8, KV heads 4, namespace length 4,
+                    namespace ≤ 64
     record header   magic 8, checksum 8, version 4, flags 4, page bytes 8, sequence 8, page checksum 8,
                     namespace checksum 8, key 16, parent 16 (zeros where a chain starts, and a flag says so)
 
@@ -20,10 +21,10 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
-from kvstore.checksum import page_checksum
+from kvstore.checksum import checksum
 from kvstore.keys import START
 
-VERSION: Final = 1
+VERSION: Final = 2
 BLOCK: Final = 4_096  # what direct I/O aligns to
 MAX_NAMESPACE: Final = 64  # bytes of a namespace's digest
 
@@ -32,7 +33,7 @@ _ALIGNED_FROM = 16 * BLOCK  # smaller pages would lose more to padding than they
 _SEGMENT_MAGIC = b"BATONSEG"
 _RECORD_MAGIC = b"BATONREC"
 _CHECKED = 16  # where the part begins that a header's checksum covers
-_SEGMENT = struct.Struct("<8sQIIQI64s")
+_SEGMENT = struct.Struct("<8sQIIQII64s")
 _RECORD = struct.Struct("<8sQIIQQQQ16s16s")
 _MOST_RECORDS = 2**62  # ever written; leaves room to count on
 _STARTS_CHAIN = 1
@@ -40,10 +41,10 @@ _VOID = 2
 
 
 class RecordLayout:
-    """How pages of one size lie in a segment."""
+    """How pages of one size lie in a segment. `kv_heads` parts of each page are hashed on their own."""
 
-    def __init__(self, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
+    def __init__(self, page_bytes: int, kv_heads: int) -> None:
+        self.page_bytes, self.kv_heads = page_bytes, kv_heads
         self.aligned = page_bytes >= _ALIGNED_FROM and page_bytes % BLOCK == 0
         """Whether pages can be moved by direct I/O."""
         self.header_bytes = BLOCK if self.aligned else _PACKED
@@ -67,9 +68,9 @@ class RecordHeader(NamedTuple):
 def segment_header(layout: RecordLayout, namespace: bytes) -> bytes:
     """The first bytes of a segment, padded to `layout.header_bytes`."""
     assert len(namespace) <= MAX_NAMESPACE
-    fields = (VERSION, layout.header_bytes, layout.page_bytes, len(namespace), namespace)
+    fields = (VERSION, layout.header_bytes, layout.page_bytes, layout.kv_heads, len(namespace), namespace)
     unchecked = _SEGMENT.pack(_SEGMENT_MAGIC, 0, *fields)
-    checked = _SEGMENT.pack(_SEGMENT_MAGIC, page_checksum(unchecked[_CHECKED:]), *fields)
+    checked = _SEGMENT.pack(_SEGMENT_MAGIC, checksum(unchecked[_CHECKED:]), *fields)
     return checked.ljust(layout.header_bytes, b"\0")
 
 
@@ -83,7 +84,7 @@ class RecordFormat:
 
     def __init__(self, layout: RecordLayout, namespace: bytes) -> None:
         self._page_bytes = layout.page_bytes
-        self._namespace = page_checksum(namespace)
+        self._namespace = checksum(namespace)
 
     def pack_into(self, buffer: memoryview, record: RecordHeader) -> None:
         """Write a record's header to the start of `buffer`. Leaves what follows its fields as it is."""
@@ -98,10 +99,8 @@ class RecordFormat:
         sound header of a record of this namespace."""
         if len(buffer) < _RECORD.size:
             raise ValueError(f"{len(buffer)} bytes are too few for a record's header")
-        magic, check, version, flags, page_bytes, sequence, checksum, namespace, key, parent = _RECORD.unpack_from(
-            buffer
-        )
-        if magic != _RECORD_MAGIC or check != page_checksum(memoryview(buffer)[_CHECKED : _RECORD.size]):
+        magic, check, version, flags, page_bytes, sequence, page, namespace, key, parent = _RECORD.unpack_from(buffer)
+        if magic != _RECORD_MAGIC or check != checksum(memoryview(buffer)[_CHECKED : _RECORD.size]):
             raise ValueError("no record's header, or a damaged one")
         if version != VERSION or page_bytes != self._page_bytes or namespace != self._namespace:
             raise ValueError("a record of another kind")
@@ -109,17 +108,17 @@ class RecordFormat:
             raise ValueError(f"sequence {sequence} is more than anybody can have written")
         if flags & _VOID:
             return None
-        return RecordHeader(key, START if flags & _STARTS_CHAIN else parent, checksum, sequence)
+        return RecordHeader(key, START if flags & _STARTS_CHAIN else parent, page, sequence)
 
     def _pack(self, buffer: memoryview, record: RecordHeader, flags: int) -> None:
-        key, parent, checksum, sequence = record
+        key, parent, page, sequence = record
         if parent == START:
             flags |= _STARTS_CHAIN
         _RECORD.pack_into(
-            buffer, 0, _RECORD_MAGIC, 0, VERSION, flags, self._page_bytes, sequence, checksum, self._namespace,
+            buffer, 0, _RECORD_MAGIC, 0, VERSION, flags, self._page_bytes, sequence, page, self._namespace,
             key, parent,
         )  # fmt: skip
-        struct.pack_into("<Q", buffer, 8, page_checksum(buffer[_CHECKED : _RECORD.size]))
+        struct.pack_into("<Q", buffer, 8, checksum(buffer[_CHECKED : _RECORD.size]))
 
 
 HEADER_FIELDS: Final = _RECORD.size

@@ -141,7 +141,7 @@ def _torn(folder: Path, layout: RecordLayout, records: list[_Record]) -> Iterato
             except OSError:
                 size = 0
             with memoryview(page) as view:
-                if size != layout.page_bytes or page_checksum(view) != each.header.checksum:
+                if size != layout.page_bytes or page_checksum(view, layout.kv_heads) != each.header.checksum:
                     yield each
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -80,9 +80,11 @@ class TellRouter(Struct, frozen=True):
 
 
 class DivideArena(Struct, frozen=True):
-    """From now on the arena is cut into slots of `page_bytes`; nothing is on its way to or from any slot."""
+    """From now on the arena is cut into slots of `page_bytes`, each a page of so many KV heads. Nothing is on its way
+    to or from any slot."""
 
     page_bytes: int
+    kv_heads: int
 
 
 StoreCommand: TypeAlias = SendReply | CloseConnection | TellRouter | DivideArena | PeerOrder | DiskOrder

@@ -250,6 +250,8 @@ class StoreState:
                 f"of {namespace}; run one store and its workers per model"
             )
         host_cache_bytes = self._settings.host_cache_bytes
+        if page_bytes % namespace.kv_heads:
+            raise MalformedMessage(f"a page of {page_bytes} bytes can't have {namespace.kv_heads} KV heads")
         if page_bytes > host_cache_bytes:
             raise Incompatible(
                 f"one page of {page_bytes} bytes exceeds the arena of {host_cache_bytes}; raise store.host_cache_bytes"
@@ -258,7 +260,8 @@ class StoreState:
         self._namespace, self._page_bytes = namespace, page_bytes
         self._tiers = self._new_tiers(host_cache_bytes // page_bytes)
         self._pages.clear()  # readers of events are told that the other pages are gone
-        return [DivideArena(page_bytes), *self._tiers.open_disk(namespace_root(namespace), page_bytes)]
+        opened = self._tiers.open_disk(namespace_root(namespace), page_bytes, namespace.kv_heads)
+        return [DivideArena(page_bytes, namespace.kv_heads), *opened]
 
     def _disconnect(self, connection: int) -> list[StoreCommand]:
         self._strangers.pop(connection, None)

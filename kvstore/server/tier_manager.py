@@ -223,8 +223,8 @@ class TierManager:
         turn.add(self._disk_result(self.disk.tick(now), now))
         return turn
 
-    def open_disk(self, namespace: bytes, page_bytes: int) -> list[PeerOrder | DiskOrder]:
-        return list(self.disk.open(namespace, page_bytes).orders)
+    def open_disk(self, namespace: bytes, page_bytes: int, kv_heads: int) -> list[PeerOrder | DiskOrder]:
+        return list(self.disk.open(namespace, page_bytes, kv_heads).orders)
 
     # --- internals --------------------------------------------------------------------------------------------------
 

@@ -117,8 +117,9 @@ class PageTransport(Protocol):
         """Where other stores reach this one."""
         ...
 
-    def use(self, arena: memoryview, page_bytes: int) -> None:
-        """From now on slots are pages of that size in this memory. Orders about earlier slots have all ended."""
+    def use(self, arena: memoryview, page_bytes: int, kv_heads: int) -> None:
+        """From now on slots are pages of that size and so many KV heads in this memory. Orders about earlier slots have
+        all ended."""
         ...
 
     def submit(self, order: PeerOrder) -> None: ...

@@ -139,8 +139,8 @@ class _NixlCarrier(Carrier):
         self._lines: dict[str, deque[_Arrival | PageReply]] = {}  # by store, in the order in which they came
         self._reads: list[_Read] = []
 
-    def use(self, arena: memoryview, page_bytes: int) -> None:
-        super().use(arena, page_bytes)
+    def use(self, arena: memoryview, page_bytes: int, kv_heads: int) -> None:
+        super().use(arena, page_bytes, kv_heads)
         self._end_reads()
         self._lines.clear()
         places = max(2, _LANDING // page_bytes)

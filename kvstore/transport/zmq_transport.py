@@ -73,6 +73,7 @@ class PeerStats:
 class _Use:
     arena: memoryview
     page_bytes: int
+    kv_heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,8 @@ class ZmqTransport:
     def _make(self, me: str, endpoint: str, silence_s: float) -> Carrier:
         return Carrier(PageSockets(me, endpoint, silence_s), self._mailbox)
 
-    def use(self, arena: memoryview, page_bytes: int) -> None:
-        self._mailbox.order(_Use(arena, page_bytes))
+    def use(self, arena: memoryview, page_bytes: int, kv_heads: int) -> None:
+        self._mailbox.order(_Use(arena, page_bytes, kv_heads))
 
     def submit(self, order: PeerOrder) -> None:
         self._mailbox.order(order)
@@ -190,6 +191,7 @@ class Carrier:
         self._mailbox = mailbox
         self._arena = memoryview(b"")
         self._page_bytes = 0
+        self._kv_heads = 1
         self._expected: dict[int, dict[int, int]] = {}  # fetch → index → slot
         self._sending: dict[int, Sending] = {}  # by the number of the SendPages
         self._used: dict[str, float] = {}  # store → when its link was last used
@@ -250,13 +252,13 @@ class Carrier:
             case SendPages():
                 self.serve(order)
             case VerifySlot(number=number, slot=slot, checksum=checksum):
-                self._mailbox.tell(SlotVerified(number, page_checksum(self._slot(slot)) == checksum))
-            case _Use(arena=arena, page_bytes=page_bytes):
+                self._mailbox.tell(SlotVerified(number, page_checksum(self._slot(slot), self._kv_heads) == checksum))
+            case _Use(arena=arena, page_bytes=page_bytes, kv_heads=kv_heads):
                 self._expected.clear()
-                self.use(arena, page_bytes)
+                self.use(arena, page_bytes, kv_heads)
 
-    def use(self, arena: memoryview, page_bytes: int) -> None:
-        self._arena, self._page_bytes = arena, page_bytes
+    def use(self, arena: memoryview, page_bytes: int, kv_heads: int) -> None:
+        self._arena, self._page_bytes, self._kv_heads = arena, page_bytes, kv_heads
 
     def _slot(self, slot: int) -> memoryview:
         assert 0 <= slot < len(self._arena) // self._page_bytes, f"slot {slot} is not in the arena"
@@ -338,7 +340,7 @@ class Carrier:
             if slot is None or len(frame) != self._page_bytes:
                 self._unexpected += 1
                 continue
-            if copy_page(self._slot(slot), frame) == page.checksum:
+            if copy_page(self._slot(slot), frame, self._kv_heads) == page.checksum:
                 landed.append((page.index, page.checksum))
                 damaged.discard(page.index)
                 del expected[page.index]

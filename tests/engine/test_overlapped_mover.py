@@ -17,7 +17,7 @@ from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests.support.threaded_device import ThreadedCopies
 
-PAGE_BYTES = 4_096
+PAGE_BYTES, HEADS = 4_096, 4
 PAGES, SLOTS = 24, 40
 
 
@@ -36,14 +36,14 @@ class Memory:
 class Rig:
     def __init__(self, pieces: int) -> None:
         self.pool = PagePool(
-            torch.arange(PAGES * PAGE_BYTES, dtype=torch.float64).to(torch.uint8).view(PAGES, -1), PAGE_BYTES
+            torch.arange(PAGES * PAGE_BYTES, dtype=torch.float64).to(torch.uint8).view(PAGES, -1), PAGE_BYTES, HEADS
         )
         for page in range(PAGES):
             self.pool.view(page)[:] = page
         self.copies = ThreadedCopies(self.pool, pieces)
         self.arena = Memory()
         self.rung = threading.Event()
-        self.mover: Mover = OverlappedMover(self.copies, self.rung.set, verify=True, piece=8 * PAGE_BYTES)
+        self.mover: Mover = OverlappedMover(self.copies, self.rung.set, HEADS, verify=True, piece=8 * PAGE_BYTES)
         self.mover.attach(self.arena)
         self.mover._pinning.submit(lambda: None).result()  # pinning has ended
 
@@ -64,12 +64,12 @@ def test_pages_go_out_with_their_checksums(rig: Rig) -> None:
     assert rig.rung.wait(5)
     made = moving.wait()
     assert moving.done()
-    assert made == CopiedOut(3, 0, tuple(page_checksum(rig.arena.slot(copy.slot)) for copy in copies))
+    assert made == CopiedOut(3, 0, tuple(page_checksum(rig.arena.slot(copy.slot), HEADS) for copy in copies))
     assert [bytes(rig.arena.slot(copy.slot)) for copy in copies] == [rig.page(copy.page) for copy in copies]
 
 
 def test_pages_come_in_and_a_damaged_one_is_told(rig: Rig) -> None:
-    sums = [page_checksum(rig.arena.slot(slot)) for slot in range(PAGES)]
+    sums = [page_checksum(rig.arena.slot(slot), HEADS) for slot in range(PAGES)]
     sums[5] += 1
     copies = [CopyIn(4, index, index, PAGES - 1 - index, sums[index]) for index in range(PAGES)]
     made = rig.mover.start(copies).wait()
@@ -79,7 +79,7 @@ def test_pages_come_in_and_a_damaged_one_is_told(rig: Rig) -> None:
 
 def test_of_two_copies_into_a_page_the_later_is_the_last(rig: Rig) -> None:
     def copies(slot: int) -> Sequence[CopyIn]:
-        return [CopyIn(slot, 0, slot, 7, page_checksum(rig.arena.slot(slot)))]
+        return [CopyIn(slot, 0, slot, 7, page_checksum(rig.arena.slot(slot), HEADS))]
 
     moving = [rig.mover.start(copies(slot)) for slot in range(SLOTS)]
     assert all(each.wait().pages == 1 for each in moving)
@@ -89,7 +89,7 @@ def test_of_two_copies_into_a_page_the_later_is_the_last(rig: Rig) -> None:
 def test_a_copy_in_waits_for_duplicates(rig: Rig) -> None:
     rig.copies.duplicated = duplicate = Future[None]()
     before = rig.page(2)
-    moving = rig.mover.start([CopyIn(1, 0, 9, 2, page_checksum(rig.arena.slot(9)))])
+    moving = rig.mover.start([CopyIn(1, 0, 9, 2, page_checksum(rig.arena.slot(9), HEADS))])
     assert not rig.rung.wait(0.05)
     assert rig.page(2) == before
     duplicate.set_result(None)
@@ -108,7 +108,7 @@ def test_an_arena_is_unpinned_when_its_last_copy_has_ended() -> None:
     rig = Rig(100)
     assert sum(each.nbytes for each in rig.copies.pinned) == SLOTS * PAGE_BYTES
     rig.copies.duplicated = duplicate = Future[None]()
-    moving = rig.mover.start([CopyIn(1, 0, 9, 2, page_checksum(rig.arena.slot(9)))])
+    moving = rig.mover.start([CopyIn(1, 0, 9, 2, page_checksum(rig.arena.slot(9), HEADS))])
     other = Memory()
     rig.mover.attach(other)
     assert len(rig.copies.pinned) == 5, "a copy still reads the arena"

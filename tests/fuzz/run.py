@@ -25,6 +25,7 @@ from baton.config import Config
 from baton.messages import ModelCard, Namespace
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
+from engine.models.config import load_spec
 from engine.models.transformer import NUMERICS_VERSION
 from kvstore.client.connection import store_address
 from kvstore.layout import PageLayout
@@ -277,7 +278,7 @@ def plan(cluster: LocalCluster, victims: Mapping[str, Victims], path: Path) -> d
     publishers = [process for process in status.processes if process.replay_endpoint]
     pages = [endpoint for process in publishers for endpoint in (process.replay_endpoint, process.events_endpoint)]
     data = _page_server(store.pid, [store.metrics_address, *pages])
-    card = _card(status.model)
+    card = _card(status.model, load_spec(path).num_kv_heads)
     namespace = msgspec.json.encode(card.namespace).decode()
     incarnations = {process.incarnation: process.pid for process in status.processes}
     plans: dict[str, dict[str, object]] = {
@@ -316,10 +317,12 @@ def plan(cluster: LocalCluster, victims: Mapping[str, Victims], path: Path) -> d
     return plans
 
 
-def _card(told: cluster_pb2.ModelCard) -> ModelCard:
+def _card(told: cluster_pb2.ModelCard, kv_heads: int) -> ModelCard:
     """The workers' card. A status tells no version of numerics and layout, which are this checkout's."""
-    layout = PageLayout(1, 1, 1, told.page_size, told.kv_dtype)
-    namespace = Namespace(told.digest, NUMERICS_VERSION, told.kv_dtype, told.page_size, layout.version)
+    layout = PageLayout(1, kv_heads, 1, told.page_size, told.kv_dtype)
+    namespace = Namespace(
+        told.digest, NUMERICS_VERSION, told.kv_dtype, told.page_size, layout.version, layout.form, kv_heads
+    )
     return ModelCard(namespace, told.page_bytes, told.vocab_size, told.max_context, 0)
 
 

@@ -21,6 +21,7 @@ from kvstore.disk.record_format import RecordLayout
 from tests.kvstore.chains import key, keys, parent
 
 NAMESPACE = b"namespace 16 byt"
+KV_HEADS = 4  # of a page: each is hashed on its own
 SMALL = 1_000  # bytes of a page whose records are packed
 LARGE = 65_536  # whose records are aligned
 _PATIENCE = 20.0
@@ -48,7 +49,7 @@ class Rig:
     def __init__(
         self, path: Path, page_bytes: int = SMALL, records: int = 4, segments: int = 16, slots: int = 64
     ) -> None:
-        self.layout = RecordLayout(page_bytes)
+        self.layout = RecordLayout(page_bytes, KV_HEADS)
         full = self.layout.offset(records)
         self.settings = DiskConfig(
             path=str(path), segment_bytes=Bytes(full), max_bytes=Bytes(segments * full), queue_pages=32
@@ -78,7 +79,7 @@ class Rig:
         return (block * (self.layout.page_bytes // len(block) + 1))[: self.layout.page_bytes]
 
     def open(self) -> Self:
-        self.follow(self.index.open(NAMESPACE, self.layout.page_bytes))
+        self.follow(self.index.open(NAMESPACE, self.layout.page_bytes, KV_HEADS))
         self.until(lambda: self.state != "opening")
         return self
 
@@ -114,7 +115,7 @@ class Rig:
         pages: list[DiskPage] = []
         for place, each in enumerate(keys(word)):
             self.slot(place)[:] = self.content(each)
-            pages.append(DiskPage(each, parent(word, place), place, page_checksum(self.content(each))))
+            pages.append(DiskPage(each, parent(word, place), place, page_checksum(self.content(each), KV_HEADS)))
         return pages
 
     def write(self, *words: str) -> list[WriteEnded]:
@@ -138,7 +139,7 @@ class Rig:
             assert isinstance(ended, ReadEnded)
             if ended.ok:
                 assert self.slot(ended.slot) == self.content(ended.key), "the bytes of another page"
-                assert ended.checksum == page_checksum(self.content(ended.key))
+                assert ended.checksum == page_checksum(self.content(ended.key), KV_HEADS)
             came[ended.key] = ended.ok
         return came
 

@@ -163,7 +163,7 @@ class TestClient:
         for letter, slot in zip(chain, self.reserve(lease, chain), strict=True):
             if slot is not None:
                 self.store.slot(slot)[:] = letter.encode() * PAGE
-            sums.append(page_checksum(letter.encode() * PAGE))
+            sums.append(page_checksum(letter.encode() * PAGE, 1))
         self.ask(Seal(lease, 0, tuple(sums), hold), Sealed)
 
 

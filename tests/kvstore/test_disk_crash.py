@@ -26,12 +26,12 @@ from kvstore.disk.record_format import (
 )
 from kvstore.disk.recovery_scan import Scan, scan
 from tests.kvstore.chains import key
-from tests.kvstore.disk_rig import LARGE, NAMESPACE, SMALL, Rig, prefixes
+from tests.kvstore.disk_rig import KV_HEADS, LARGE, NAMESPACE, SMALL, Rig, prefixes
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
-LAYOUT = RecordLayout(SMALL)
+LAYOUT = RecordLayout(SMALL, KV_HEADS)
 
 
 def rescan(folder: Path, layout: RecordLayout = LAYOUT) -> Scan:
@@ -181,7 +181,7 @@ def test_a_header_says_what_was_written(key: bytes, parent: bytes, checksum: int
     form = RecordFormat(LAYOUT, NAMESPACE)
     form.pack_into(buffer, RecordHeader(key, parent, checksum, sequence))
     assert form.parse(buffer) == RecordHeader(key, parent, checksum, sequence)
-    for other in (RecordFormat(LAYOUT, NAMESPACE[::-1]), RecordFormat(RecordLayout(SMALL + 1), NAMESPACE)):
+    for other in (RecordFormat(LAYOUT, NAMESPACE[::-1]), RecordFormat(RecordLayout(SMALL + 1, KV_HEADS), NAMESPACE)):
         with pytest.raises(ValueError):
             other.parse(buffer)
 

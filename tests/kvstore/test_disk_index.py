@@ -29,7 +29,7 @@ from tests.kvstore.disk_fixtures import PaperDisk
 from tests.support.thorough import automaton
 
 PAGE = 1_000
-LAYOUT = RecordLayout(PAGE)
+LAYOUT = RecordLayout(PAGE, 1)
 SEGMENT = LAYOUT.offset(4)
 SETTINGS = DiskConfig(path="disk", segment_bytes=Bytes(SEGMENT), max_bytes=Bytes(8 * SEGMENT), queue_pages=12)
 NAMESPACE = b"n" * 16
@@ -56,7 +56,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.told: dict[bytes, bytes] = {}
         self.spoilt = False  # something has just been found so
         self.events: deque[DiskEvent] = deque()
-        self.follow(self.index.open(NAMESPACE, PAGE))
+        self.follow(self.index.open(NAMESPACE, PAGE, 1))
 
     def follow(self, result: DiskResult) -> None:
         for order in result.orders:
@@ -307,7 +307,7 @@ def test_the_invariants_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def opened(settings: DiskConfig = SETTINGS) -> tuple[DiskIndex, PaperDisk]:
     index, disk = DiskIndex(settings), PaperDisk(LAYOUT)
-    finish(index, disk, index.open(NAMESPACE, PAGE))
+    finish(index, disk, index.open(NAMESPACE, PAGE, 1))
     return index, disk
 
 
@@ -332,7 +332,7 @@ def pages(chain: str) -> list[DiskPage]:
 
 def test_without_a_path_there_is_no_disk() -> None:
     index = DiskIndex(DiskConfig())
-    assert not index.open(NAMESPACE, PAGE).orders
+    assert not index.open(NAMESPACE, PAGE, 1).orders
     assert index.stats().state == "off"
     assert not index.wants(key("a"))
     assert index.write(pages("ab")).ended == [WriteEnded(key("a"), 0), WriteEnded(key("ab"), 1)]
@@ -341,7 +341,7 @@ def test_without_a_path_there_is_no_disk() -> None:
 
 def test_nothing_is_wanted_or_readable_before_the_directory_is_known() -> None:
     index = DiskIndex(SETTINGS)
-    index.open(NAMESPACE, PAGE)
+    index.open(NAMESPACE, PAGE, 1)
     assert index.stats().state == "opening"
     assert not index.wants(key("a"))
     assert index.prefix(keys("abc")) == 0
@@ -401,7 +401,7 @@ def test_a_disk_that_fills_up_makes_a_smaller_tier() -> None:
 
 def test_a_directory_that_could_not_be_opened_is_tried_again() -> None:
     index = DiskIndex(SETTINGS)
-    (order,) = index.open(NAMESPACE, PAGE).orders
+    (order,) = index.open(NAMESPACE, PAGE, 1).orders
     assert isinstance(order, Open)
     index.handle(OpenFailed(order.epoch, "in use"))
     assert index.stats().state == "failed: in use"
@@ -413,7 +413,7 @@ def test_a_directory_that_could_not_be_opened_is_tried_again() -> None:
 
 def test_too_little_room_is_said_and_not_tried() -> None:
     index = DiskIndex(DiskConfig(path="disk", max_bytes=Bytes(2_000)))
-    assert not index.open(NAMESPACE, PAGE).orders
+    assert not index.open(NAMESPACE, PAGE, 1).orders
     assert index.stats().state.startswith("failed: disk.max_bytes is 2000")
     index.tick(0.0)
     assert not index.tick(1e9).orders
@@ -423,7 +423,7 @@ def test_another_namespace_starts_anew_and_old_events_are_nobodys() -> None:
     index, disk = opened()
     finish(index, disk, index.write(pages("ab")))
     index.drain_events()
-    index.open(b"m" * 16, PAGE)
+    index.open(b"m" * 16, PAGE, 1)
     assert index.drain_events() == [], "whoever opened it anew tells of that"
     assert not index.has(key("a"))
     assert index.handle(Deleted(1, 0)) == DiskResult()
@@ -431,7 +431,7 @@ def test_another_namespace_starts_anew_and_old_events_are_nobodys() -> None:
 
 def test_other_namespaces_go_first_when_room_is_needed() -> None:
     index, disk = DiskIndex(SETTINGS), PaperDisk(LAYOUT, folders={"aa-5": 3 * SEGMENT, "bb-6": 3 * SEGMENT})
-    finish(index, disk, index.open(NAMESPACE, PAGE))
+    finish(index, disk, index.open(NAMESPACE, PAGE, 1))
     finish(index, disk, index.write(pages("abca")))
     assert list(disk.folders) == ["bb-6"]
     assert index.stats().evictions == 0

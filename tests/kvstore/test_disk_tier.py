@@ -18,7 +18,7 @@ from kvstore.disk.index import RETRY_SECONDS
 from kvstore.disk.interface import WriteEnded
 from kvstore.disk.records import RecordReader, RecordWriter
 from tests.kvstore.chains import key, keys
-from tests.kvstore.disk_rig import LARGE, NAMESPACE, SMALL, Rig, prefixes
+from tests.kvstore.disk_rig import KV_HEADS, LARGE, NAMESPACE, SMALL, Rig, prefixes
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +124,7 @@ def test_a_deleted_segment_gives_its_bytes_back(tmp_path: Path) -> None:
 def test_other_namespaces_are_deleted_when_room_is_needed_and_foreign_files_never(tmp_path: Path) -> None:
     with Rig(tmp_path, records=4, segments=8) as rig:
         rig.write("abcabc", "bbb")
-    with Rig(tmp_path, SMALL + 1, records=4, segments=8) as other:
+    with Rig(tmp_path, SMALL + KV_HEADS, records=4, segments=8) as other:
         foreign = [other.path / "notes.txt", other.path / "aabb-7" / "notes.txt", other.folder / "segment-1.kv"]
         foreign += [other.path / "AABB-7" / "segment-00000001.kv", other.path / "aabb" / "segment-00000001.kv"]
         for path in foreign:
@@ -322,7 +322,7 @@ def test_an_index_of_many_pages_comes_in_parts(tmp_path: Path) -> None:
         rig.write(*words)
         assert rig.index.stats().pages == 1_092
     rig = Rig(tmp_path, page_bytes=64, records=700)
-    rig.follow(rig.index.open(NAMESPACE, 64))
+    rig.follow(rig.index.open(NAMESPACE, 64, KV_HEADS))
     parts: list[int] = []
     while rig.state == "opening":
         select.select([rig.tier.fileno()], [], [])

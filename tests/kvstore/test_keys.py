@@ -51,7 +51,7 @@ def test_every_vector_has_a_root_of_its_own_unless_its_namespace_tenant_and_salt
 
 @given(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.text(max_size=6))
 def test_another_tenant_or_salt_gives_another_root(tenant: str, salt: str, tenant_2: str, salt_2: str) -> None:
-    namespace = Namespace(bytes(16), 1, "bfloat16", 16, 1, "")
+    namespace = Namespace(bytes(16), 1, "bfloat16", 16, 1, "split", 8)
     one, other = namespace_root(namespace, tenant, salt), namespace_root(namespace, tenant_2, salt_2)
     assert (one == other) == ((tenant, salt) == (tenant_2, salt_2))
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import prod
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, PageLayout
+from kvstore.layout import DTYPE_BYTES, FORMS, LAYOUT_VERSION, PageLayout
 
 layouts = st.builds(
     PageLayout,
@@ -15,6 +16,7 @@ layouts = st.builds(
     head_dim=st.integers(1, 256),
     page_size=st.integers(1, 64),
     dtype=st.sampled_from(list(DTYPE_BYTES)),
+    form=st.sampled_from(FORMS),
 )
 
 
@@ -24,6 +26,12 @@ def test_sizes_of_a_known_page():
     assert layout.token_bytes == 128 * 1024
     assert layout.page_bytes == 2 * 1024 * 1024
     assert layout.version == LAYOUT_VERSION
+
+
+@given(layouts)
+def test_every_form_has_the_same_bytes_with_kv_heads_outermost(layout: PageLayout):
+    assert layout.shape[:2] == (layout.num_kv_heads, layout.num_layers)
+    assert prod(layout.shape) * DTYPE_BYTES[layout.dtype] == layout.page_bytes
 
 
 @given(layouts)
@@ -52,7 +60,7 @@ def test_survives_a_message(layout: PageLayout):
 
 @pytest.mark.parametrize(
     "change",
-    [{"version": 99}, {"dtype": "int8"}, {"page_size": 0}, {"head_dim": "64"}, {"colour": 1}, {"num_layers": True}],
+    [{"version": 99}, {"dtype": "int8"}, {"page_size": 0}, {"head_dim": "64"}, {"colour": 1}, {"num_layers": True}, {"form": "x"}],
 )
 def test_refuses_what_it_does_not_know(change: dict[str, object]):
     fields = PageLayout(2, 4, 8, 16, "float32").to_dict() | change

@@ -110,7 +110,7 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
     b.serve(1, "a", 1, {0: 0}, wrong=1)
     a.heard(PagesLanded(1, (), (0,)))
     b.serve(2, "a", 1, {0: 0})
-    a.heard(PagesLanded(1, ((0, page_checksum(b.slot(0))),)))
+    a.heard(PagesLanded(1, ((0, page_checksum(b.slot(0), 1)),)))
     assert a.slot(0) == b.slot(0)
 
 
@@ -150,7 +150,7 @@ def test_a_store_that_dies_loses_its_pages_and_nothing_else(stores: Callable[...
     a.expect(2, {0: 1})
     a.want(b, 2)
     b.fill(3)
-    b.do(SendPages(9, "a", 2, (SentPage(0, page_checksum(b.slot(3))),), (3,)))
+    b.do(SendPages(9, "a", 2, (SentPage(0, page_checksum(b.slot(3), 1)),), (3,)))
     a.until(lambda: a.landed(2) == [0], b)
     assert a.slot(1) == b.slot(3)
 

@@ -74,7 +74,7 @@ class Store:
         self.page = page
         self.transport = kind(Peer("store", name, name, name, os.getpid()), endpoint, silence_s)
         self.memory = memoryview(bytearray(page * SLOTS))
-        self.transport.use(self.memory, page)
+        self.transport.use(self.memory, page, 1)
         self.events: list[PeerEvent] = []
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Store:
         self.do(ExpectPages(fetch, tuple(slots.items())))
 
     def serve(self, number: int, peer: str, fetch: int, slots: dict[int, int], wrong: int = 0) -> None:
-        pages = tuple(SentPage(index, page_checksum(self.slot(slot)) ^ wrong) for index, slot in slots.items())
+        pages = tuple(SentPage(index, page_checksum(self.slot(slot), 1) ^ wrong) for index, slot in slots.items())
         self.do(SendPages(number, peer, fetch, pages, tuple(slots.values())))
 
     def slot(self, slot: int) -> memoryview:
@@ -198,7 +198,7 @@ def test_what_is_said_is_heard_in_order(stores: Callable[..., Store]) -> None:
         b.do(AnswerPeer("a", FetchUnavailable(1, index)))
     a.heard(PeerReplied("b", FetchUnavailable(1, 49)))
     events = [event for event in a.events if isinstance(event, PagesLanded | PeerReplied)]
-    checksum = page_checksum(b.slot(3))
+    checksum = page_checksum(b.slot(3), 1)
     assert events == [
         event for index in range(50)
         for event in (PagesLanded(1, ((index, checksum),)), PeerReplied("b", FetchUnavailable(1, index)))
@@ -227,7 +227,7 @@ def test_a_page_is_written_only_while_it_is_expected_and_only_once(stores: Calla
     b.do(AnswerPeer("a", FetchUnavailable(0, 3)))
     a.heard(PeerReplied("b", FetchUnavailable(0, 3)))
     assert [event for event in a.events if isinstance(event, PagesLanded)] == [
-        PagesLanded(1, ((0, page_checksum(b.slot(1))),))
+        PagesLanded(1, ((0, page_checksum(b.slot(1), 1)),))
     ]
     assert a.slot(10) == b.slot(1)
     assert all(a.slot(slot) == bytes(PAGE) for slot in range(SLOTS) if slot != 10)
@@ -254,7 +254,7 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
 def test_slots_are_checked(stores: Callable[..., Store]) -> None:
     a = stores("a")
     a.fill(5)
-    a.do(VerifySlot(1, 5, page_checksum(a.slot(5))), VerifySlot(2, 5, 77))
+    a.do(VerifySlot(1, 5, page_checksum(a.slot(5), 1)), VerifySlot(2, 5, 77))
     a.until(lambda: len(a.events) == 2)
     assert a.events == [SlotVerified(1, True), SlotVerified(2, False)]
 

@@ -102,7 +102,7 @@ class Writer:
         for index in range(self._sealed, self._sealed + count):
             if (slot := self._slots[index]) is not None:  # else it is there already
                 self.client.store.slot(slot)[:] = self._chain.pages[index]
-            sums.append(page_checksum(self._chain.pages[index]))
+            sums.append(page_checksum(self._chain.pages[index], 1))
         self.client.ask(Seal(LEASE, self._sealed, tuple(sums)), Sealed)
         self._sealed += count
 

@@ -23,7 +23,7 @@ from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
 from tests.support.workload import PAGE, PAGE_BYTES
 
-LAYOUT = RecordLayout(PAGE_BYTES)
+LAYOUT = RecordLayout(PAGE_BYTES, 1)
 FULL = 12  # pages of the prompt that its worker may take from elsewhere
 PROMPT = FULL * PAGE + PAGE // 2  # tokens
 POOL = 40  # pages on the worker's device

@@ -70,7 +70,9 @@ from tests.router.stores import PAGE, Stores, chain_of
 VOCAB = 1_000
 EOS = 7
 CONTEXT = 4_096
-NAMESPACE = Namespace(model=b"m" * 16, numerics=1, kv_dtype="float32", page_size=PAGE, layout=1)
+NAMESPACE = Namespace(
+    model=b"m" * 16, numerics=1, kv_dtype="float32", page_size=PAGE, layout=1, form="split", kv_heads=1
+)
 CONFIG = settings.Config(
     cluster=settings.ClusterConfig(heartbeat_ms=250, heartbeat_timeout_ms=1_000, step_timeout_ms=5_000),
     pages=settings.PagesConfig(page_size=PAGE),

@@ -56,7 +56,7 @@ class FakeDisk:
         self._pages = {}
         self._changes = ChangeLog()
 
-    def open(self, namespace: bytes, page_bytes: int) -> DiskResult:
+    def open(self, namespace: bytes, page_bytes: int, kv_heads: int) -> DiskResult:
         assert not self._coming, "opened anew while something is on its way"
         assert not self._reading, "opened anew while something is on its way"
         self._pages = self._shelves.setdefault(namespace, {})

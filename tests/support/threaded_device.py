@@ -119,4 +119,6 @@ class ThreadedEngine(Engine):
         self._copies.duplicated = self._steps.submit(self.pages.duplicate, source, dest)
 
     def mover(self, *, verify: bool) -> OverlappedMover:
-        return OverlappedMover(self._copies, lambda: self._alarm(), verify=verify, piece=2**20)
+        return OverlappedMover(
+            self._copies, lambda: self._alarm(), self.layout.num_kv_heads, verify=verify, piece=2**20
+        )
