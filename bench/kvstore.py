@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import disk_speed, hand_off, peer_speed, report
+from bench import checksum, disk_speed, hand_off, peer_speed, report
 
 SEALING = 0.7  # of copying the same bytes
 VERIFYING = 0.6
@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for page_bytes in PAGES:
         for result in hand_offs(page_bytes, runs):
             report.emit(result)
+    for result in checksums(runs):
+        report.emit(result)
     for result in round_trips(300 if asked.quick else 3_000):
         report.emit(result)
     for result in peer_speed.measure(7 if asked.quick else 31):
@@ -50,6 +52,17 @@ def hand_offs(page_bytes: int, runs: int) -> list[report.Result]:
         case = f"hand-off {name}, {page_bytes // 1_024} KiB pages"
         result = report.Result("kvstore", case, statistics.median(speeds), "B/s", limit, ratio)
         results.append(report.judged(result, target, "high"))
+    return results
+
+
+def checksums(runs: int) -> list[report.Result]:
+    """Ratios are of the tree over KV heads to one hash of the whole page."""
+    results: list[report.Result] = []
+    for page_bytes in PAGES:
+        for hashed in checksum.measure(page_bytes, 3 * runs):
+            case = f"checksum of {hashed.heads} KV heads, {page_bytes // 1_024} KiB pages"
+            ratio = hashed.tree / hashed.plain
+            results.append(report.Result("kvstore", case, hashed.tree, "B/s", hashed.plain, ratio))
     return results
 
 

@@ -17,6 +17,7 @@ from engine.vllm_runner.requirements import Installation, wrong_version
 
 EXTENSION = "engine.vllm_runner.extension.BatonExtension"
 _PREDECESSOR, _POLL = 10.0, 0.25  # seconds
+_BLOCKWISE = "BHLNC"  # a block is one range, KV heads outermost. Kernels for CUDA take it, those for a CPU don't
 NULL_BLOCKS = 1  # vLLM keeps its first block for padding; page i is block i + 1
 
 
@@ -52,6 +53,9 @@ def bring_up(order: Load) -> tuple[Any, Any]:
     core.register_all_kvcache_specs(config)
     specs = executor.get_kv_cache_specs()
     supported = executor.get_supported_kv_cache_layouts()
+    if all(_BLOCKWISE in names for names in supported):
+        # What VLLM_KV_CACHE_LAYOUT would do; without it vLLM prefers other layouts.
+        config.cache_config.kv_cache_layout = _BLOCKWISE
     layout = core.resolve_kv_cache_layout(config, supported, [one for worker in specs for one in worker.values()])
     executor.set_kv_cache_layout(layout.name)
     before = config.model_config.max_model_len

@@ -60,7 +60,15 @@ def test_survives_a_message(layout: PageLayout):
 
 @pytest.mark.parametrize(
     "change",
-    [{"version": 99}, {"dtype": "int8"}, {"page_size": 0}, {"head_dim": "64"}, {"colour": 1}, {"num_layers": True}, {"form": "x"}],
+    [
+        {"version": 99},
+        {"dtype": "int8"},
+        {"page_size": 0},
+        {"head_dim": "64"},
+        {"colour": 1},
+        {"num_layers": True},
+        {"form": "x"},
+    ],
 )
 def test_refuses_what_it_does_not_know(change: dict[str, object]):
     fields = PageLayout(2, 4, 8, 16, "float32").to_dict() | change
