@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -46,19 +46,17 @@ from baton.router_fairness import RouterFairness
 from baton.store_protocol import StoreReply
 from baton.waits import WaitEdge
 from decode_worker.admission import SequenceAdmission
-from decode_worker.batching import BatchBudget, build_batch, chunk_alignment
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.sliding_window import SlidingWindow
-from decode_worker.step_budget import DecodeRows, StepBudget
+from decode_worker.step_budget import DecodeRows
+from decode_worker.step_planner import StepPlanner, rows_of
 from decode_worker.write_through import WriteThrough
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
 from engine.step.batch import Chunk, Sampled
 from engine.step.block_table import BlockTable
-from engine.step.limit import StepLimit
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
-from engine.step.timing import WorkerStepTimes
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import (
     CallStore,
@@ -131,16 +129,14 @@ class DecodeScheduler:
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._copies_overlap = copies_overlap
-        self._page_size, self._alignment = page_size, chunk_alignment(page_size)
+        self._page_size = page_size
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
         self._window = None if window is None else SlidingWindow(window, page_size, num_pages)
         self._sequences = AttemptTable[Sequence]()
         self._admission = SequenceAdmission(self._blocks, headroom or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
-        self._step_costs = WorkerStepTimes(calibration)
-        self._step_limit = StepLimit(config.max_num_batched_tokens, 2 * self._alignment)
-        self._step_budget = StepBudget(config, self._step_costs, self._step_limit)
+        self._planner = StepPlanner(config, page_size, calibration)
         self._fetching: dict[int, Sequence] = {}  # by lease
         self._copies = CopyQueue(self._blocks)  # of fetches
         self._leases = itertools.count(1)
@@ -149,9 +145,6 @@ class DecodeScheduler:
         self._store_up = False
         self._page_bytes = 0
         self._copying = 0.0  # since when the copies that were handed out are being made, seconds
-        self._planned = 0.0  # when the step that runs was planned, seconds
-        self._stepped = 0.0  # when the last one ended, seconds
-        self._postponed = False  # the last plan had no short partial prefills, because of what came before it
         self._regret = LoadRegret()
         self._step = 0
         self._preemptions = self._generated = self._computed = 0
@@ -176,7 +169,7 @@ class DecodeScheduler:
                 return [] if sequence is None else self._resend(sequence, position)
             case StepDone():
                 return self._step_done(event, now)
-            case StepOutOfMemory(plan=plan) if self._step_limit.out_of_memory(plan.values()):
+            case StepOutOfMemory(plan=plan) if self._planner.out_of_memory(plan):
                 return []  # its sequences are in the next, smaller step, or take turns
             case StepFailed(plan=plan, message=message) | StepOutOfMemory(plan=plan, message=message):
                 return self._step_failed(plan, message)
@@ -344,7 +337,7 @@ class DecodeScheduler:
         ended: list[DecodeCommand] = []
         if isinstance(event, CopiedIn | CopiedOut):
             ended += [*self._copies.made(event), *self._write_through.copied(event)]
-            self._step_budget.observe_copies(event.pages, now - self._copying)
+            self._planner.budget.observe_copies(event.pages, now - self._copying)
             self._copying = now
         if (sequence := self._fetching.get(lease)) is not None and sequence.fetch is not None:
             fetch, before = sequence.fetch, sequence.fetch.covered
@@ -359,7 +352,9 @@ class DecodeScheduler:
     def _decide(self, sequence: Sequence, fetch: PageFetch, now: float) -> list[DecodeCommand]:
         """How much of a cached prefix that lower tiers have is worth loading."""
         runs = fetch.runs
-        choice = choose_load_length(runs, self._page_bytes, self._page_size, self._step_costs.rate(sequence.computed))
+        choice = choose_load_length(
+            runs, self._page_bytes, self._page_size, self._planner.costs.rate(sequence.computed)
+        )
         if choice.pages:
             sequence.loading = LoadInProgress(choice, runs, now)
             sequence.loaded_from = fetch.here
@@ -417,7 +412,7 @@ class DecodeScheduler:
         CopiedIn or CopiedOut."""
         if not (self._copies or self._write_through.copying):
             return []
-        most = self._room_for_copies if self._copies_overlap else self._step_budget.copies(self._decoding())
+        most = self._room_for_copies if self._copies_overlap else self._planner.budget.copies(self._decoding())
         coming = self._copies.take(most)
         return coming + self._write_through.take_copies(most - len(coming))
 
@@ -433,7 +428,7 @@ class DecodeScheduler:
         their sequence joins this step rather than the one after it. 0: there is nothing to wait for."""
         if not any(s.fetch is not None and s.fetch.confirming for s in self._fetching.values()):
             return 0.0
-        return self._step_budget.patience(self._decoding())
+        return self._planner.budget.patience(self._decoding())
 
     @property
     def busy(self) -> bool:
@@ -470,24 +465,8 @@ class DecodeScheduler:
 
     def schedule(self, now: float) -> ScheduledBatch:
         """The next step; empty when nothing runs."""
-        self._planned = now
-        decoding: list[Sequence] = []
-        partial_prefills: list[Sequence] = []
         self._leave_limbo()
-        for sequence in self._sequences.values():
-            if sequence.steps:
-                (decoding if sequence.pending == 1 else partial_prefills).append(sequence)
-        if not partial_prefills:
-            self._postponed = False
-            return build_batch(decoding, partial_prefills, BatchBudget(self._step_limit.tokens))
-        rows = _rows(decoding)
-        context = max(s.computed for s in partial_prefills)
-        prompts = self._step_budget.prompt_tokens(rows, context, self._alignment)
-        self._postponed = not self._postponed and self._step_budget.delays_too_long(rows, now - self._stepped)
-        parts = 0 if self._postponed else self._step_budget.short_prompt_tokens(rows, context, self._alignment)
-        overdue = now - self._config.first_step_ms / 1_000
-        budget = BatchBudget(self._step_limit.tokens, prompts, parts, overdue, self._step_costs.rate(), self._alignment)
-        return build_batch(decoding, partial_prefills, budget)
+        return self._planner.plan(self._sequences.values(), now)
 
     def _leave_limbo(self) -> None:
         for sequence in self._sequences.values():
@@ -495,7 +474,7 @@ class DecodeScheduler:
                 sequence.in_limbo = self._copies.busy(sequence.in_limbo)
 
     def _decoding(self) -> DecodeRows:
-        return _rows([s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pending == 1])
+        return rows_of([s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pending == 1])
 
     def _preempt(self, sequence: Sequence) -> list[DecodeCommand]:
         """Forget its device pages. What was published stays cached as long as there is room, and in the store. One
@@ -513,10 +492,7 @@ class DecodeScheduler:
 
     def _step_done(self, done: StepDone, now: float) -> list[DecodeCommand]:
         self._step += 1
-        self._stepped = now
-        sample = self._step_costs.stepped(done.plan, now - self._planned if done.seconds is None else done.seconds)
-        if self._only_short_prompts(done.plan):
-            self._step_budget.observe_step(sample)
+        self._planner.ended(done.plan, now, done.seconds)
         scored = self._take_scores(done)
         drawn = [() if each is None else (each,) for each in done.sampled]
         return scored + self._take_tokens(done.plan, drawn, now)
@@ -549,10 +525,6 @@ class DecodeScheduler:
         """The sequence that a step has run, unless it has gone or lost its pages meanwhile."""
         sequence = self._sequences.get(name.request)
         return sequence if sequence is not None and sequence.name == name and sequence.is_in(chunk) else None
-
-    def _only_short_prompts(self, plan: ScheduledBatch) -> bool:
-        """Whether the plan's partial prefills are short ones."""
-        return all(len(chunk.tokens) <= self._alignment for chunk in plan.values())
 
     def _take_tokens(self, plan: ScheduledBatch, sampled: Items[Items[Sampled]], now: float) -> list[DecodeCommand]:
         """The plan has been run. `sampled`: for each chunk the tokens that were drawn after it."""
@@ -694,7 +666,7 @@ class DecodeScheduler:
     @property
     def step_tokens(self) -> int:
         """The most tokens of a step: as configured, or fewer since a step ran out of memory."""
-        return self._step_limit.tokens
+        return self._planner.tokens
 
     @property
     def blocks(self) -> DeviceBlockManager:
@@ -717,8 +689,8 @@ class DecodeScheduler:
             _load(sequences),
             pages_free=self._blocks.available,
             pages_total=self._num_pages,
-            prefill_rate=self._step_costs.rate(),
-            steps=self._step_costs.last,
+            prefill_rate=self._planner.costs.rate(),
+            steps=self._planner.costs.last,
         )
         others = _load(sequence for sequence in sequences if sequence.owner != router)
         return Heartbeat(heard, load, self._step, attempts=self._sequences.held_for(router), others=others)
@@ -793,10 +765,6 @@ def _load(sequences: Iterable[Sequence]) -> LoadReport:
         if (pending := known - sequence.computed) > 1:
             queued += pending
     return LoadReport(running=running, waiting=waiting, tokens_queued=queued, context=context)
-
-
-def _rows(decoding: Collection[Sequence]) -> DecodeRows:
-    return DecodeRows(len(decoding), sum([len(s.tokens) for s in decoding]))
 
 
 def _finish(sequence: Sequence, token: int) -> FinishReason | None:

@@ -16,10 +16,8 @@ from msgspec import Struct
 from decode_worker.scheduler import DecodeCommand, DecodeEvent, DecodeScheduler
 from decode_worker.sequence import Sequence as DecodeSequence
 from decode_worker.sequence import SequencePhase
-from decode_worker.step_budget import STEP_WEIGHT
 from engine.step.batch import Sampled
 from engine.step.outcome import ScheduledBatch
-from engine.step.timing import sample_of
 from prefill_worker.scheduler import PrefillScheduler
 
 
@@ -84,12 +82,8 @@ class RunDecodeScheduler(DecodeScheduler):
         return self._sequences[request].tokens
 
     def _run_done(self, done: RunDone, now: float) -> list[DecodeCommand]:
-        sample = sample_of(list(done.plan.values()), (now - self._planned) / done.steps)
         self._step += done.steps
-        self._stepped = now
-        self._step_costs.add([sample] * done.steps)
-        if self._only_short_prompts(done.plan):
-            self._step_budget.observe_step(sample, weight=1 - (1 - STEP_WEIGHT) ** done.steps)
+        self._planner.ended(done.plan, now, steps=done.steps)
         return self._take_tokens(done.plan, done.sampled, now)
 
 

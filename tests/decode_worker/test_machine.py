@@ -57,7 +57,7 @@ class DecodeMachine(RuleBasedStateMachine):
         if greedy:
             self.worker.state = DecodeScheduler(config, PAGE, pages, headroom=OnePageEach(), window=window)
             self.worker.handle(StoreUp(slots, PAGE_BYTES))
-        self.worker.state._grain = grain  # less than a page, as where pages are large
+        self.worker.state._planner._alignment = grain  # less than a page, as where pages are large
         self.prefill = self.rig.worker(
             "prefill", 24, PrefillConfig(max_num_batched_tokens=8, max_num_seqs=8, store_timeout_ms=2_000)
         )
