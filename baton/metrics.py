@@ -117,6 +117,7 @@ TABLE: Mapping[str, MetricSpec] = {
     "kv_loads_incomplete": MetricSpec("counter", "Fetches that ended before every page was here."),
     "write_through_refused": MetricSpec("counter", "Write-throughs that the store had no room for."),
     "step_seconds": MetricSpec("seconds", "Time of an engine step."),
+    "steps_launched_ahead": MetricSpec("counter", "Engine steps that were launched while the one before ran."),
     "step_age_seconds": MetricSpec("gauge", "Since the running engine step began; 0 while none runs."),
     "step_sequences": MetricSpec("sizes", "Sequences in the batch of a step."),
     "iteration_tokens_total": MetricSpec("sizes", "Tokens in the batch of a step."),

@@ -104,10 +104,11 @@ class RouterLinks:
                 beat = heartbeat(membership.heard, membership.router)
                 router.heart.publish(membership.router, beat, membership.heartbeat, step_started)
 
-    def step_ended(self) -> None:
-        """The step that runs by the last `beat` has ended, and the loop goes on."""
+    def step_ended(self, step_started: float | None) -> None:
+        """The step that runs by the last `beat` has ended, and the loop goes on. `step_started`: when the next one
+        began, if one runs."""
         for router in self._routers:
-            router.heart.step_ended()
+            router.heart.step_ended(step_started)
 
     def close(self) -> None:
         for router in self._routers:

@@ -30,6 +30,7 @@ from engine.step.batch import Chunk, TokenDraw
 from engine.step.outcome import ScheduledBatch
 
 _STRETCH = 4.0  # seconds that a long partial prefill may be overtaken for each second that it takes
+_BEING_DRAWN = (0,)  # tokens of a chunk whose only one is not known yet
 _ALIGNMENT = 128  # tokens: the kernels' tiles are full, and two of these take less than most objectives for a step
 
 
@@ -58,7 +59,7 @@ def build_batch(decoding: list[Sequence], partial_prefills: list[Sequence], budg
     """Chunks for the running sequences: those with one token to compute, and those with more. Each must hold the pages
     that its known tokens need, or at least a page for its next ones."""
     if len(decoding) > budget.tokens:
-        decoding = sorted(decoding, key=lambda s: (s.last_step, s.rank))[: budget.tokens]
+        decoding = sorted(decoding, key=lambda s: (s.under_way is not None, s.last_step, s.rank))[: budget.tokens]
     plan = {s.name: _chunk(s, 1) for s in decoding}
     if partial_prefills:
         plan |= {
@@ -105,8 +106,10 @@ def _due(sequence: Sequence, rate: float) -> tuple[float, int]:
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
     """The next `count` tokens; the last known one is followed by a draw."""
-    start, end = sequence.computed, sequence.computed + count
-    draw = _draw(sequence) if end == len(sequence.tokens) else None
+    start, end = sequence.next_start, sequence.next_start + count
+    draw = _draw(sequence) if end == sequence.next_known else None
+    if sequence.under_way is not None and start == len(sequence.tokens):
+        return Chunk(_BEING_DRAWN, start, sequence.pages, draw, follows=sequence.under_way.number)
     return Chunk(sequence.tokens[start:end], start, sequence.pages, draw, sequence.scoring(end))
 
 

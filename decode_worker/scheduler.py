@@ -47,7 +47,7 @@ from baton.store_protocol import StoreReply
 from baton.waits import WaitEdge
 from decode_worker.admission import SequenceAdmission
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
-from decode_worker.sequence import Sequence, SequencePhase
+from decode_worker.sequence import ChunkUnderWay, Sequence, SequencePhase
 from decode_worker.sliding_window import SlidingWindow
 from decode_worker.step_budget import DecodeRows
 from decode_worker.step_planner import StepPlanner, rows_of
@@ -56,7 +56,7 @@ from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
 from engine.step.batch import Chunk, Sampled
 from engine.step.block_table import BlockTable
-from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
+from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepLaunched, StepOutOfMemory
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import (
     CallStore,
@@ -78,7 +78,7 @@ _LEVELS = 8  # of priority to either side of 0; beyond them no request is more, 
 DecodeCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage
 DecodeEvent: TypeAlias = (
     Decode | Cancel | Resend | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
-    | RouterLost | Tick | StepDone | StepOutOfMemory | StepFailed
+    | RouterLost | Tick | StepLaunched | StepDone | StepOutOfMemory | StepFailed
 )  # fmt: skip
 
 
@@ -146,6 +146,7 @@ class DecodeScheduler:
         self._page_bytes = 0
         self._copying = 0.0  # since when the copies that were handed out are being made, seconds
         self._regret = LoadRegret()
+        self._under_way: list[ScheduledBatch] = []  # steps that run, if another may be planned meanwhile
         self._step = 0
         self._preemptions = self._generated = self._computed = 0
         self._device_pages = self._fetched_pages = self._short = 0
@@ -167,12 +168,11 @@ class DecodeScheduler:
             case Resend(request=request, attempt=attempt, position=position):
                 sequence = self._sequences.find(AttemptName(request, attempt), router)
                 return [] if sequence is None else self._resend(sequence, position)
-            case StepDone():
-                return self._step_done(event, now)
-            case StepOutOfMemory(plan=plan) if self._planner.out_of_memory(plan):
-                return []  # its sequences are in the next, smaller step, or take turns
-            case StepFailed(plan=plan, message=message) | StepOutOfMemory(plan=plan, message=message):
-                return self._step_failed(plan, message)
+            case StepLaunched(plan=plan):
+                self._under_way.append(plan)
+                return []
+            case StepDone() | StepOutOfMemory() | StepFailed():
+                return self._step_ended(event, now)
             case StoreUp(page_bytes=page_bytes):
                 self._store_up, self._page_bytes = True, page_bytes
                 return []
@@ -439,16 +439,18 @@ class DecodeScheduler:
 
     def prepare(self, now: float) -> list[DecodeCommand]:
         """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
-        rank where none are left; then resume preempted ones, in order of rank, as far as there is room."""
+        rank where none are left; then resume preempted ones, in order of rank, as far as there is room. While a step
+        runs, pages come at the cost of none."""
         commands: list[DecodeCommand] = []
-        lacking = [
-            s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pages_wanted > len(s.pages)
-        ]
+        self._look_ahead()
+        lacking = [s for s in self._sequences.values() if _lacks_pages(s)]
         for sequence in sorted(lacking, key=lambda s: s.rank):
             while sequence.phase is SequencePhase.RUNNING and (missing := sequence.pages_wanted - len(sequence.pages)):
                 if (grown := self._blocks.allocate(missing)) is not None:
                     sequence.pages.extend(grown)
                     sequence.in_limbo += self._blocks.in_limbo(grown)
+                elif self._under_way:
+                    break  # the next step waits for the end of this one, which may bring pages
                 elif (given_up := self._write_through.abandon()) is not None:
                     commands += given_up
                 else:
@@ -464,9 +466,21 @@ class DecodeScheduler:
         return commands
 
     def schedule(self, now: float) -> ScheduledBatch:
-        """The next step; empty when nothing runs."""
+        """The next step; empty when there is none, or the one that runs must end first. Call `prepare` before."""
         self._leave_limbo()
+        if self._under_way and any(s.must_be_awaited or _lacks_pages(s) for s in self._sequences.values()):
+            return {}
         return self._planner.plan(self._sequences.values(), now)
+
+    def _look_ahead(self) -> None:
+        """Note what the step that runs is going to make of its sequences, as far as it will count."""
+        for sequence in self._sequences.values():
+            sequence.under_way = None
+        assert len(self._under_way) <= 1, "a step is planned while two run"
+        for plan in self._under_way:
+            for number, (name, chunk) in enumerate(plan.items()):
+                if (sequence := self._in_step(name, chunk)) is not None:
+                    sequence.under_way = ChunkUnderWay(chunk, number)
 
     def _leave_limbo(self) -> None:
         for sequence in self._sequences.values():
@@ -489,6 +503,18 @@ class DecodeScheduler:
         sequence.sources, sequence.loading = (), None
         sequence.prefilled_remotely = False  # what the store has by then is taken, the rest is computed here
         return commands
+
+    def _step_ended(self, end: StepDone | StepOutOfMemory | StepFailed, now: float) -> list[DecodeCommand]:
+        self._under_way = [plan for plan in self._under_way if plan is not end.plan]
+        for sequence in self._sequences.values():
+            sequence.under_way = None  # until it is looked for again
+        match end:
+            case StepDone():
+                return self._step_done(end, now)
+            case StepOutOfMemory(plan=plan) if self._planner.out_of_memory(plan):
+                return []  # its sequences are in the next, smaller step, or take turns
+            case StepOutOfMemory(plan=plan, message=message) | StepFailed(plan=plan, message=message):
+                return self._step_failed(plan, message)
 
     def _step_done(self, done: StepDone, now: float) -> list[DecodeCommand]:
         self._step += 1
@@ -522,9 +548,9 @@ class DecodeScheduler:
         ]
 
     def _in_step(self, name: AttemptName, chunk: Chunk) -> Sequence | None:
-        """The sequence that a step has run, unless it has gone or lost its pages meanwhile."""
+        """The sequence that a step has run, unless the chunk does not count for it: it has gone, for example."""
         sequence = self._sequences.get(name.request)
-        return sequence if sequence is not None and sequence.name == name and sequence.is_in(chunk) else None
+        return sequence if sequence is not None and sequence.name == name and sequence.counts(chunk) else None
 
     def _take_tokens(self, plan: ScheduledBatch, sampled: Items[Items[Sampled]], now: float) -> list[DecodeCommand]:
         """The plan has been run. `sampled`: for each chunk the tokens that were drawn after it."""
@@ -748,6 +774,12 @@ class DecodeScheduler:
         assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.leases}
         assert self._copies.leases <= set(self._fetching)
         self._write_through.validate()
+
+
+def _lacks_pages(sequence: Sequence) -> bool:
+    """Whether it could be in the next step, but for pages."""
+    running = sequence.phase is SequencePhase.RUNNING and not sequence.draws_its_last
+    return running and sequence.pages_wanted > len(sequence.pages)
 
 
 def _load(sequences: Iterable[Sequence]) -> LoadReport:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from baton.messages import (
     AttemptHeld,
@@ -45,6 +46,13 @@ class SequencePhase(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     ENDED = "ended"
+
+
+class ChunkUnderWay(NamedTuple):
+    """A chunk of the step that runs, and its number there."""
+
+    chunk: Chunk
+    number: int
 
 
 @dataclass
@@ -88,6 +96,7 @@ class Sequence:
     running_since: float = 0.0  # when it last began to run
     remaining_prefill: int = 0  # tokens that were to be computed then
     last_step: int = 0  # number of the last step that it was part of
+    under_way: ChunkUnderWay | None = None  # what of it runs while the next step is planned
     prompt_computed: int = 0  # prompt tokens computed by this attempt
     draw: TokenDraw | None = None  # of every token, before the rules that depend on those before it
     logits_editor: LogitsEditor | None = None
@@ -118,7 +127,7 @@ class Sequence:
         It scores nothing. Without it, the rows of a step are those that transformers runs to score the same prompt, so
         that equal kernels give equal bits.
         """
-        return self.prompt - 1 - self.computed if self.unscored else self.pending
+        return self.prompt - 1 - self.next_start if self.unscored else self.next_known - self.next_start
 
     def scoring(self, end: int) -> PromptScoring | None:
         """What a chunk up to the token before `end` scores."""
@@ -126,17 +135,49 @@ class Sequence:
             return None
         known = len(self.prompt_logprobs)
         targets = self.tokens[known + 1 : min(end + 1, self.prompt)]
-        return PromptScoring(known - self.computed, targets, top) if targets else None
+        return PromptScoring(known - self.next_start, targets, top) if targets else None
 
     @property
     def steps(self) -> bool:
-        """Whether it runs, and may be in a step: one that follows a grammar waits until that is compiled."""
+        """Whether it runs, and may be in the next step: one that follows a grammar waits until that is compiled."""
         ready = not self.in_limbo and (self.grammar is None or self.grammar.ready)
-        return self.phase is SequencePhase.RUNNING and ready
+        return self.phase is SequencePhase.RUNNING and ready and not self.draws_its_last
 
-    def is_in(self, chunk: Chunk) -> bool:
-        """Whether a chunk of this sequence was planned with the pages that it has now."""
-        return chunk.pages is self.pages
+    def counts(self, chunk: Chunk) -> bool:
+        """Whether a chunk of this sequence that has run adds to it: it was planned with the pages that the sequence has
+        now, and starts where its computed tokens end. One that was launched ahead starts too far if the chunk before
+        it drew no token."""
+        return chunk.pages is self.pages and chunk.start == self.computed
+
+    # While a step runs, the next one is planned for what its end is going to make of the sequences. If nothing runs,
+    # that is what they are.
+
+    @property
+    def next_start(self) -> int:
+        """Where the next chunk begins: tokens that are computed by then."""
+        return self.computed if self.under_way is None else self.under_way.chunk.end
+
+    @property
+    def next_known(self) -> int:
+        """Tokens known by then, the one that is being drawn among them."""
+        return max(len(self.tokens), self.next_start + 1)
+
+    @property
+    def draws_its_last(self) -> bool:
+        """Whether `max_tokens` is reached by the token that is being drawn."""
+        drawing = self.under_way is not None and self.under_way.chunk.sample is not None
+        return drawing and self.next_known - self.prompt >= self.max_tokens
+
+    @property
+    def must_be_awaited(self) -> bool:
+        """Whether the step after the one that runs can't be planned before that has ended. A grammar and the rules for
+        logits need the token that is being drawn. A prompt's scores say where the next chunk ends, and a sequence in
+        parts gives pages back first."""
+        if self.under_way is None or self.draws_its_last:
+            return False
+        chunk = self.under_way.chunk
+        ruled = self.grammar is not None or self.logits_editor is not None
+        return self.in_parts or chunk.scoring is not None or (chunk.sample is not None and ruled)
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -175,12 +216,12 @@ class Sequence:
         """How far its table should reach: to the end of the known tokens, or of the part."""
         if self.in_parts and self.window is not None:
             return min(self.pages_needed, self.window.first_page(self.computed) + self.window.part)
-        return self.pages_needed
+        return -(-self.next_known // self.page_size)
 
     @property
     def computable(self) -> int:
-        """Pending tokens that there are pages for."""
-        return min(len(self.tokens), len(self.pages) * self.page_size) - self.computed
+        """Tokens from the next one on that there are pages for."""
+        return min(self.next_known, len(self.pages) * self.page_size) - self.next_start
 
     @property
     def cacheable(self) -> int:

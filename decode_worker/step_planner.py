@@ -47,12 +47,12 @@ class StepPlanner:
         partial_prefills: list[Sequence] = []
         for sequence in sequences:
             if sequence.steps:
-                (decoding if sequence.pending == 1 else partial_prefills).append(sequence)
+                (decoding if sequence.next_known - sequence.next_start == 1 else partial_prefills).append(sequence)
         if not partial_prefills:
             self._postponed = False
             return build_batch(decoding, partial_prefills, BatchBudget(self.tokens))
         rows = rows_of(decoding)
-        context = max(s.computed for s in partial_prefills)
+        context = max(s.next_start for s in partial_prefills)
         prompts = self.budget.prompt_tokens(rows, context, self._alignment)
         self._postponed = not self._postponed and self.budget.delays_too_long(rows, now - self._ended)
         parts = 0 if self._postponed else self.budget.short_prompt_tokens(rows, context, self._alignment)

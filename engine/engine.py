@@ -177,6 +177,10 @@ class Engine:
         return self._cuda is not None
 
     @property
+    def launches_ahead(self) -> bool:
+        return False
+
+    @property
     def num_pages(self) -> int:
         return self._num_pages
 

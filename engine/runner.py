@@ -111,6 +111,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def launches_ahead(self) -> bool:
+        """A step may be launched while another one runs, with chunks that follow its draws (`Chunk.follows`)."""
+        ...
+
+    @property
     def num_pages(self) -> int: ...
 
     @property

@@ -8,6 +8,7 @@ at once, on devices that notice a wrong page.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from engine.step.outcome import ScheduledBatch
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut
 from simulator.clock import Body
-from worker.turn import AwaitStore, CollectStep, CopyPages, Publish, Receive, RunStep, turn
+from worker.turn import AwaitStore, CollectStep, CopyPages, Publish, Receive, RunStep, StepUnderWay, turn
 
 T = TypeVar("T")
 
@@ -27,6 +28,11 @@ class WorkerShell:
 
     role: WorkerRole
     state: Any  # the scheduler of that role
+    most_steps = 1
+
+    @property
+    def under_way(self) -> deque[StepUnderWay]:
+        return self.__dict__.setdefault("_under_way", deque())
 
     def make_turn(self) -> Generator[float, None, bool]:
         """Make a turn. Yield the times until which it sleeps, and return whether anything was copied or computed."""
@@ -127,7 +133,7 @@ class WorkerShell:
         raise NotImplementedError
 
     def collect_step(self) -> Any:
-        """Return what became of the step that runs; none while it does."""
+        """Return what became of the oldest step that runs; none while it does."""
         raise NotImplementedError
 
     def publish(self) -> None:

@@ -1,5 +1,5 @@
 """Workers whose steps and copies run on beside their turns, on devices that notice a page or slot which is touched by
-two at a time.
+two at a time. A decode worker launches one step ahead.
 
 A launched operation reads and writes when its delay has passed, which a test chooses; a real device may do so at any
 moment before. So what an operation touches is compared with all that are under way when it is launched, too. Writing
@@ -14,22 +14,27 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import WorkerRole
 from decode_worker.scheduler import DecodeScheduler
-from engine.step.batch import Chunk
-from engine.step.outcome import ScheduledBatch, StepDone, StepFailed
+from engine.step.batch import Chunk, Sampled
+from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, batches
 from prefill_worker.scheduler import PrefillScheduler
 from simulator.clock import Body
 from simulator.device import digests
 from simulator.transport import SlotMemory
-from tests.rig import PAGE, Device, Rig, RigStore, RigWorker
+from tests.rig import PAGE, VOCAB, Device, Rig, RigStore, RigWorker
 from worker.turn import CopyEnded
 
 FAILS = -1
 """The delay of a step that raises."""
+
+MISLEADS = -2
+"""The delay of a step whose tokens the host corrects: a step launched ahead has gone on from others."""
 
 Contents = Mapping[tuple[int, int], int]
 """What lies at (page, position in it)."""
@@ -46,6 +51,9 @@ class Operation:
     after: Sequence[Operation] = ()
     done: bool = False
     result: Any = None
+    fed: Sequence[int | None] = ()  # of a step: the tokens that the device itself hands on to the next one
+    void: dict[int, int] = field(default_factory=dict[int, int])
+    """Of a step: block tables, by id, and the positions from which on it has left no K and V that count."""
 
     def assert_no_race(self, other: Operation) -> None:
         for mine, theirs in ((self.writes, other.writes), (self.writes, other.reads), (self.reads, other.writes)):
@@ -72,27 +80,56 @@ class OverlappedDevice(Device):
     def under_way(self) -> bool:
         return bool(self.steps or self.coming or self.leaving)
 
-    def launch_step(self, known: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> Operation:
-        """Launch a step over sequences of the tokens `known`. Its result is what was drawn; none if it raised."""
+    def launch_step(
+        self, known: Sequence[Sequence[int]], chunks: Sequence[Chunk], before: Operation | None = None
+    ) -> Operation:
+        """Launch a step over sequences of the tokens `known`, while `before` runs. They lack the token of a chunk that
+        follows one of that step. Its result is what was drawn; none if it raised."""
         reads: dict[tuple[int, int], int] = {}
         writes: dict[tuple[int, int], int] = {}
-        for tokens, chunk in zip(known, chunks, strict=True):
+        for number, (tokens, chunk) in enumerate(zip(known, chunks, strict=True)):
             expected = digests(tokens)
+            if chunk.follows is not None:
+                assert len(tokens) == chunk.start
+                expected.append(~number)  # whatever is drawn, so no other operation may touch the place
             for position in range(self.first_read(chunk), chunk.end):
                 place, digest = (chunk.pages[position // PAGE], position % PAGE), expected[position]
                 (reads if position < chunk.start else writes)[place] = digest
         delay = next(self.delays)
-        pages = [list(chunk.pages) for chunk in chunks]  # as they were when it was launched
+        copied = [  # as they are when it is launched
+            Chunk(each.tokens, each.start, list(each.pages), each.sample, follows=each.follows) for each in chunks
+        ]
+        operation = Operation(lambda: None, reads, writes, max(delay, 0))
 
-        def do() -> list[Any] | None:
+        def do() -> list[Sampled | None] | None:
             if delay == FAILS:
+                operation.void = {id(chunk.pages): chunk.start for chunk in chunks}
                 return None
-            plan = zip(known, chunks, pages, strict=True)
-            return [
-                self.run(tokens, Chunk(chunk.tokens, chunk.start, own, chunk.sample)) for tokens, chunk, own in plan
-            ]
+            drawn: list[Sampled | None] = []
+            for tokens, chunk, as_launched in zip(known, copied, chunks, strict=True):
+                table = id(as_launched.pages)
+                void = before is not None and chunk.start > before.void.get(table, chunk.start)
+                drawn.append(self._run(tokens, chunk, before, void=void))
+                if drawn[-1] is None and (chunk.sample is not None or void):
+                    operation.void[table] = chunk.start
+            operation.fed = [each and (each.token + (delay == MISLEADS)) % VOCAB for each in drawn]
+            return drawn
 
-        return self._launch(self.steps, Operation(do, reads, writes, max(delay, 0)))
+        operation.do = do
+        return self._launch(self.steps, operation)
+
+    def _run(self, known: Sequence[int], chunk: Chunk, before: Operation | None, *, void: bool) -> Sampled | None:
+        """Run one chunk; return nothing, and leave rubbish, if it goes on from something wrong."""
+        token = drawn = None
+        if chunk.follows is not None and before is not None and before.fed:
+            token, drawn = before.fed[chunk.follows], before.result[chunk.follows]
+        if void or (chunk.follows is not None and (drawn is None or drawn.token != token)):
+            for position in range(chunk.start, chunk.end):
+                self.pages[chunk.pages[position // PAGE]][position % PAGE] = -1
+            return None
+        if token is None:
+            return self.run(known, chunk)
+        return self.run([*known, token], structs.replace(chunk, tokens=[token]))
 
     def launch_duplicate(self, order: DuplicatePage) -> None:
         self._launch(self.steps, Operation(lambda: self.duplicate(order), {}, {}, next(self.delays)))
@@ -151,7 +188,9 @@ class OverlappedWorker(RigWorker):
         )
         self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies, window)
         self._turn: Generator[float, None, bool] | None = None
-        self._running: tuple[ScheduledBatch, Operation] | None = None
+        self.most_steps = 2 if role == "decode" else 1
+        self.ahead = 0  # chunks that were launched before their tokens were known
+        self._running: deque[tuple[ScheduledBatch, Operation]] = deque()
         self._moving: list[tuple[int, Sequence[Copy], Operation]] = []
 
     def turn(self) -> bool:
@@ -205,21 +244,29 @@ class OverlappedWorker(RigWorker):
     def duplicate_page(self, order: DuplicatePage) -> None:
         self.device.launch_duplicate(order)
 
-    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, None]:
+    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepOutOfMemory | None]:
+        yield from ()
+        if sum(len(chunk.tokens) for chunk in plan.values()) > self.most_tokens:
+            return StepOutOfMemory(plan, "CUDA out of memory")  # nothing of it lies in the queue
         requests = self.state._requests if self.role == "prefill" else self.state._sequences
         known = [list(requests[name.request].tokens) for name in plan]
-        self._running = (plan, self.device.launch_step(known, list(plan.values())))
-        yield from ()
+        for chunk in plan.values():
+            if chunk.follows is not None:
+                self.ahead += 1
+                assert chunk.sample is not None
+                assert chunk.sample.edits is None, "a rule was applied to tokens that were not known"
+        before = self._running[-1][1] if self._running else None
+        self._running.append((plan, self.device.launch_step(known, list(plan.values()), before)))
+        return None
 
     def await_step(self) -> Body:
         yield 0.0
 
     def collect_step(self) -> StepDone | StepFailed | None:
-        assert self._running is not None
-        plan, operation = self._running
+        plan, operation = self._running[0]
         if not operation.done:
             return None
-        self._running = None
+        self._running.popleft()
         if operation.result is None:
             return StepFailed(plan, "the device says so")
         return StepDone(plan, [None] * len(plan) if self.role == "prefill" else operation.result, seconds=0.01)

@@ -160,7 +160,7 @@ class RigWorker(WorkerShell):
         self.device.copy(copies, self.node.arena)
         yield from ()
 
-    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone | StepOutOfMemory]:
+    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone | StepOutOfMemory | None]:
         self.stepped = True
         yield from ()
         done = self._done(plan)

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -58,7 +59,18 @@ from kvstore.events.publisher import KvEventPublisher
 from worker.alarm import Alarm
 from worker.calibration import calibrate
 from worker.gpu_metrics import GpuMetrics
-from worker.turn import AwaitStore, CollectStep, CopyEnded, CopyPages, Publish, Receive, RunStep, turn
+from worker.turn import (
+    AwaitStore,
+    CollectStep,
+    CopyEnded,
+    CopyPages,
+    Publish,
+    Receive,
+    RunStep,
+    StepOutcome,
+    StepUnderWay,
+    turn,
+)
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a router or store can trigger
@@ -167,15 +179,17 @@ class WorkerLoop:
         self.grammars = GrammarCompiler(hub.resolve(config.model.path), runner.vocab_size, self._alarm.ring)
         self._pauses = PauseDetector(_PAUSE)
         self._scheduler: WorkerScheduler
-        self._step_started: float | None = None
-        self._running: tuple[ScheduledBatch, Running] | None = None  # a step beside the loop
+        self._step_started: float | None = None  # that of the oldest
+        self._step_timeout = config.cluster.step_timeout_ms / 1_000
+        self.under_way: deque[StepUnderWay] = deque()  # the turns' own
+        self._running: deque[tuple[ScheduledBatch, Running]] = deque()  # steps beside the loop, oldest first
         self._moving: list[tuple[int, Moving]] = []  # copies beside the loop, with their epochs
         self._stepped = False  # in this turn
         self.metrics.read_at_scrape(self._step_age)
         if (gpu := GpuMetrics.of(torch.device(runner.device))) is not None:
             self.metrics.read_at_scrape(gpu.read)
         self._next_beat = 0.0
-        self.pages_in = self.pages_out = self.corrupt = 0
+        self.pages_in = self.pages_out = self.corrupt = self.ahead = 0
         self._traces = config.cluster.traces
         self.tracer = runner.tracer
         self.tracer.process = name
@@ -210,6 +224,18 @@ class WorkerLoop:
             self.metrics.loop_turned()
             with self.tracer.turn():
                 self._turn(samples)
+        self._let_steps_end()
+
+    def _let_steps_end(self) -> None:
+        """Wait for what was launched ahead: it writes to pages that the next role may lend. Raises DeviceLost."""
+        until = self.clock.now() + self._step_timeout
+        for _, running in self._running:
+            while not running.done():
+                if self.clock.now() > until:
+                    raise DeviceLost(f"a step has not ended within {self._step_timeout:.0f} s")
+                self._poller.wait(_STEP)
+                self._alarm.silence()
+        self._running.clear()
 
     def _turn(self, samples: Callable[[], Mapping[str, Sample]]) -> None:
         effects = turn(self, self._role)
@@ -245,6 +271,10 @@ class WorkerLoop:
     @property
     def blocks(self) -> DeviceBlockManager:
         return self._scheduler.blocks
+
+    @property
+    def most_steps(self) -> int:
+        return 2 if self._role == "decode" and self.runner.launches_ahead else 1
 
     def now(self) -> float:
         return self.clock.now()
@@ -383,11 +413,13 @@ class WorkerLoop:
             self.corrupt += len(made.corrupt)
         return made
 
-    def _step(self, plan: ScheduledBatch) -> StepDone | StepOutOfMemory | StepFailed | None:
-        """Launch one step. While it runs, the heartbeat's thread tells how old it is."""
+    def _step(self, plan: ScheduledBatch) -> StepOutcome | None:
+        """Launch one step. While one runs, the heartbeat's thread tells how old the oldest is."""
         self.tracer.count()
         self._stepped = True
-        self._step_started = self.clock.now()
+        ahead = bool(self._running)
+        if not ahead:
+            self._step_started = self.clock.now()
         with self.tracer.span("heartbeat", "sockets"):
             self._heartbeat()
         chunks = list(plan.values())
@@ -400,43 +432,39 @@ class WorkerLoop:
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001 - one bad batch must not end the worker; its requests hear of it
-            return self._failed(plan, error)
-        self._running = (plan, running)
-        return self._collect()
+            if not ahead:
+                self._step_ended(None)
+            return _failed(plan, error)
+        self._running.append((plan, running))
+        self.ahead += ahead
+        return None if ahead else self._collect()
 
-    def _collect(self) -> StepDone | StepOutOfMemory | StepFailed | None:
-        """Take the results of the step that runs, if it has ended."""
-        assert self._running is not None, "no step runs"
-        plan, running = self._running
+    def _collect(self) -> StepOutcome | None:
+        """Take the results of the oldest step that runs, if it has ended."""
+        plan, running = self._running[0]
         if not running.done():
             return None
-        self._running = None
+        self._running.popleft()
         try:
             with self.tracer.span("results", "engine"):
                 finished = running.wait()
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001 - as above
-            return self._failed(plan, error)
+            self._step_ended(None)
+            return _failed(plan, error)
         # A CPU is the loop's, too: what a step costs there is all that passes from its plan to its end.
         seconds = finished.seconds if self.runner.overlaps else None
         self._step_ended(seconds)
         return StepDone(plan, finished.sampled, finished.scores, seconds)
 
-    def _failed(self, plan: ScheduledBatch, error: Exception) -> StepOutOfMemory | StepFailed:
-        self._step_ended(None)
-        if isinstance(error, torch.OutOfMemoryError):
-            tokens = sum(len(chunk.tokens) for chunk in plan.values())
-            return StepOutOfMemory(plan, f"a step of {tokens} tokens and {len(plan)} chunks did not fit: {error}")
-        requests = ",".join(name.request for name in plan)
-        log.error("request=%s a step failed", requests, exc_info=error)
-        return StepFailed(plan, f"{type(error).__name__}: {error}")
-
     def _step_ended(self, seconds: float | None) -> None:
+        """The oldest step has ended. One that was launched ahead begins now."""
         assert self._step_started is not None
-        self.metrics.observe("step_seconds", self.clock.now() - self._step_started if seconds is None else seconds)
-        self._step_started = None
-        self._routers.step_ended()  # what holds the loop up from now on is no step
+        now = self.clock.now()
+        self.metrics.observe("step_seconds", now - self._step_started if seconds is None else seconds)
+        self._step_started = now if self._running else None
+        self._routers.step_ended(self._step_started)  # if there is none, no step holds the loop up from now on
 
     def _publish(self, samples: Callable[[], Mapping[str, Sample]]) -> None:
         """Publish KV events and the heartbeat's snapshot, and the metrics once a heartbeat."""
@@ -482,10 +510,20 @@ class WorkerLoop:
             "pages_copied": moved,
             "bytes_copied": {direction: pages * page_bytes for direction, pages in moved.items()},
             "page_evictions": {("device",): self._scheduler.blocks.evictions},
+            "steps_launched_ahead": self.ahead,
             "checksum_failures": {("host",): self.corrupt},
             "connections_refused": refused(),
             "malformed_messages": self._routers.malformed + self._events.malformed,
         }
+
+
+def _failed(plan: ScheduledBatch, error: Exception) -> StepOutOfMemory | StepFailed:
+    if isinstance(error, torch.OutOfMemoryError):
+        tokens = sum(len(chunk.tokens) for chunk in plan.values())
+        return StepOutOfMemory(plan, f"a step of {tokens} tokens and {len(plan)} chunks did not fit: {error}")
+    requests = ",".join(name.request for name in plan)
+    log.error("request=%s a step failed", requests, exc_info=error)
+    return StepFailed(plan, f"{type(error).__name__}: {error}")
 
 
 def _namespace(runner: Runner, page_size: int) -> Namespace:

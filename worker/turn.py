@@ -1,29 +1,32 @@
 """One turn of a worker, prefill or decode, as a generator of effects.
 
-    receive ──▶ copy ──▶ hear the store ──▶ prepare ──▶ schedule ──▶ step ──▶ publish
-                                                                      │ while a step runs:
-                                                                      └── receive ──▶ copy ──▶ collect ──┐
-                                                                              ▲──────────────────────────┘
+    receive ──▶ copy ──▶ hear the store ──▶ prepare ──▶ schedule ──▶ launch ──▶ collect ──▶ publish
+                                               ▲─────────────────────────┘        │ while the step runs:
+                                               one step ahead                     └── receive ──▶ copy ──┐
+                                                                                         ▲───────────────┘
 
 The pages of a step are copied at the start of the next turn, which follows at once. The order of a turn stands here and
 nowhere else. A driver executes each effect and sends its result back: `worker.loop` with sockets, a clock and a
 runner, `simulator.worker` with durations, and the tests with devices that notice a wrong page.
 
 A step and a copy may end at once, as on a CPU, or run on beside the turn. Each has an epoch of the device block
-manager, from its launch to its end. Pure.
+manager, from its launch to its end. Where a step may be launched ahead, a turn launches the next one, collects the one
+before, and leaves the next one running for the turn that follows. Pure.
 """
 
 # pyright: strict
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
 from baton.messages import WorkerRole
-from engine.step.outcome import ScheduledBatch
+from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepLaunched, StepOutOfMemory
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, batches
 
@@ -60,17 +63,28 @@ class CopyEnded(Struct, frozen=True):
 
 class RunStep(Struct, frozen=True):
     """Launch one step of the engine. Send back StepDone, StepOutOfMemory or StepFailed if it has ended at once. Else
-    send back None."""
+    send back None. While another step runs, it can only fail at once."""
 
     plan: ScheduledBatch
 
 
 class CollectStep(Struct, frozen=True):
-    """Send back StepDone, StepOutOfMemory or StepFailed if the step that runs has ended, else None."""
+    """Send back StepDone, StepOutOfMemory or StepFailed if the oldest step that runs has ended, else None."""
 
 
 class Publish(Struct, frozen=True):
     """Publish the heartbeat's snapshot, KV events and metrics."""
+
+
+StepOutcome: TypeAlias = StepDone | StepOutOfMemory | StepFailed
+
+
+@dataclass
+class StepUnderWay:
+    """A step that was launched, until its outcome has been handled."""
+
+    epoch: int
+    outcome: StepOutcome | None = None  # known, and not handled before those of older steps
 
 
 Effect: TypeAlias = Receive | AwaitStore | CopyPages | RunStep | CollectStep | Publish
@@ -91,6 +105,16 @@ class TurnDriver(Protocol):
     @property
     def blocks(self) -> DeviceBlockManager:
         """The scheduler's, to be told of epochs."""
+        ...
+
+    @property
+    def under_way(self) -> deque[StepUnderWay]:
+        """The steps under way, oldest first: the turns' own, from one to the next."""
+        ...
+
+    @property
+    def most_steps(self) -> int:
+        """How many may be under way: 1, or 2 where a step may be launched ahead."""
         ...
 
     def now(self) -> float: ...
@@ -114,10 +138,11 @@ def turn(driver: TurnDriver, role: WorkerRole) -> Turn:
     """Yield the effects of one turn in order. Return whether anything was copied or computed."""
     _handle(driver, (yield Receive()))
     worked = yield from _copy(driver)
-    worked |= yield from _hear_store(driver, copying=role == "prefill")
-    driver.prepare()
-    if plan := driver.schedule():
-        yield from _step(driver, plan)
+    if not driver.under_way:
+        worked |= yield from _hear_store(driver, copying=role == "prefill")
+    yield from _launch(driver)
+    if driver.under_way:
+        yield from _collect(driver)
         worked = True
     yield Publish()
     return worked
@@ -132,17 +157,33 @@ def _handle(driver: TurnDriver, events: Iterable[Any]) -> None:
             driver.handle(event)
 
 
-def _step(driver: TurnDriver, plan: ScheduledBatch) -> Turn:
-    """Run a step. While it runs, take what comes in and make the copies that are due."""
-    epoch = driver.blocks.begin()
-    outcome = yield RunStep(plan)
-    while outcome is None:
-        _handle(driver, (yield Receive(step_runs=True)))
-        yield from _copy(driver)
-        outcome = yield CollectStep()
-    driver.blocks.end(epoch)
-    driver.handle(outcome)
-    return True
+def _launch(driver: TurnDriver) -> Generator[Effect, Any, None]:
+    """Launch steps until as many are under way as may be."""
+    while len(driver.under_way) < driver.most_steps:
+        driver.prepare()
+        if not (plan := driver.schedule()):
+            return
+        step = StepUnderWay(driver.blocks.begin())
+        driver.under_way.append(step)
+        step.outcome = yield RunStep(plan)
+        if step.outcome is not None:
+            return
+        if driver.most_steps > 1:
+            driver.handle(StepLaunched(plan))
+
+
+def _collect(driver: TurnDriver) -> Generator[Effect, Any, None]:
+    """Wait for the oldest step. Meanwhile take what comes in and make the copies that are due."""
+    steps = driver.under_way
+    oldest = steps[0]
+    while oldest.outcome is None:
+        oldest.outcome = yield CollectStep()
+        if oldest.outcome is None:
+            _handle(driver, (yield Receive(step_runs=True)))
+            yield from _copy(driver)
+    while steps and (outcome := steps[0].outcome) is not None:
+        driver.blocks.end(steps.popleft().epoch)
+        driver.handle(outcome)
 
 
 def _copy(driver: TurnDriver) -> Turn:

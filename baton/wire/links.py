@@ -164,10 +164,11 @@ class Heart:
         self._interval = interval
         self._latest = _Published(router, heartbeat, self._clock.now(), step_started)
 
-    def step_ended(self) -> None:
-        """No step runs any more; the snapshot is as good as before."""
+    def step_ended(self, step_started: float | None = None) -> None:
+        """The step that ran has ended, and the next one began at that time, if there is one. The snapshot is as good as
+        before."""
         if (latest := self._latest) is not None:
-            self._latest = _Published(latest.router, latest.heartbeat, self._clock.now(), None)
+            self._latest = _Published(latest.router, latest.heartbeat, self._clock.now(), step_started)
 
     def quiet(self) -> None:
         """Say nothing until the next publish: no router knows us."""

@@ -110,6 +110,10 @@ class Chunk(Struct, frozen=True, gc=False):
     already. More pages than that may be given. A sequence that is computed in many steps keeps a `BlockTable`, which is
     of no other chunk of the same step. With `sample`, a token is drawn to follow the chunk's last. `scoring` never
     includes the token that follows the chunk's last if that one is drawn.
+
+    With `follows`, the chunk's only token is the one that is drawn for that chunk, by number, of the step launched just
+    before. It may not be known yet, and `tokens` has a 0 in its place. If that step draws none for it, or the device
+    has gone on from another token, this chunk draws none either.
     """
 
     tokens: Sequence[int]
@@ -117,6 +121,7 @@ class Chunk(Struct, frozen=True, gc=False):
     pages: Sequence[int]
     sample: TokenDraw | None = None
     scoring: PromptScoring | None = None
+    follows: int | None = None
 
     @property
     def end(self) -> int:

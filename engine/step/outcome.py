@@ -14,6 +14,12 @@ ScheduledBatch: TypeAlias = dict[AttemptName, Chunk]
 """One chunk for each attempt in the step, in the order in which they are run."""
 
 
+class StepLaunched(Struct, frozen=True):
+    """The plan runs. Another step may be planned before this one ends."""
+
+    plan: ScheduledBatch
+
+
 class StepDone(Struct, frozen=True):
     """The engine has run the plan: for each chunk the token drawn, or none where no draw was asked for. `scores` has
     the prompt tokens that were scored, by number of the chunk. `seconds` is what the step took by the device's clock;

@@ -1,4 +1,5 @@
-"""Clusters whose workers go on while their devices work: the tokens are those of transformers."""
+"""Clusters whose workers go on while their devices work, and whose decode workers launch a step ahead: the tokens are
+those of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from deploy.local import LocalCluster
 from tests.support import workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
-from tests.support.metrics_page import nothing_held
+from tests.support.metrics_page import metric, nothing_held
 
 PROMPTS = workload.prompts()
 
@@ -26,5 +27,6 @@ def test_64_requests_at_once_get_the_reference_tokens(checkpoint: Callable[[str]
             workload.compare(path, wanted, answers, workload.references(path, wanted))
             fetched += sum(answer.work.pages_fetched for answer in answers)
         assert fetched
+        eventually(lambda: metric(cluster, "decode-0", "steps_launched_ahead_total") > 100, what="steps ahead")
         eventually(lambda: at_rest(cluster), what="everything freed")
         eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")

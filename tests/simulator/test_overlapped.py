@@ -1,13 +1,15 @@
 """The hand-off machine with workers whose steps and copies run on while they hear, decide and copy.
 
-No page and no slot is given new contents while a launched step or copy may touch it, in any order of operations. A
-mistake planted in the epochs, or in what waits for the end of a copy, is noticed.
+No page and no slot is given new contents while a launched step or copy may touch it, in any order of operations. Nor
+does a step that decode workers launch ahead. A mistake planted in the epochs, in what waits for the end of a copy, or
+in what a step ahead counts for, is noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -23,20 +25,22 @@ from hypothesis.stateful import (
 
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
-from baton.messages import Cancel, Decode, Prefill, SamplingParams, Tokens
+from baton.messages import Cancel, Decode, LogitsRules, Prefill, SamplingParams, Tokens
 from baton.store_protocol import EndLease
 from decode_worker.sequence import Sequence as DecodeSequence
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CallStore, CopyQueue
 from kvstore.keys import pack_tokens
-from tests.overlapped import FAILS, OverlappedRig
-from tests.rig import PAGE, ROOT, reference
+from tests.overlapped import FAILS, MISLEADS, OverlappedRig, OverlappedWorker
+from tests.rig import PAGE, ROOT, VOCAB, reference
 from tests.simulator.test_hand_off import SHARED, HandOff
 from tests.support.thorough import automaton
+from worker import turn
 
 pytestmark = pytest.mark.slow
 
-DELAYS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5]), min_size=1, max_size=6)
+DELAYS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, MISLEADS]), min_size=1, max_size=6)
+STOPS = tuple(range(0, VOCAB, 6))
 
 
 class Overlapped(HandOff):
@@ -76,20 +80,26 @@ class Crowded(RuleBasedStateMachine):
         self.prefill = self.rig.worker("prefill", pages, prefill)
         self.decode = self.rig.worker("decode", pages, decode, window=self.window)
         self.requests: dict[str, tuple[list[int], int]] = {}
+        self.stops: dict[str, tuple[int, ...]] = {}
 
     @rule(shared=st.sampled_from([0, 4, 8, 12]), own=st.lists(st.integers(30, 33), min_size=1, max_size=9),
-          count=st.integers(1, 9), priority=st.sampled_from([0, 0, 3]), remote=st.booleans())  # fmt: skip
-    def order(self, shared: int, own: list[int], count: int, priority: int, remote: bool) -> None:
+          count=st.integers(1, 9), priority=st.sampled_from([0, 0, 3]), remote=st.booleans(),
+          stops=st.sampled_from([(), STOPS]), ruled=st.sampled_from([False, False, False, True]))  # fmt: skip
+    def order(
+        self, shared: int, own: list[int], count: int, priority: int, remote: bool, stops: tuple[int, ...] = (),
+        ruled: bool = False,
+    ) -> None:  # fmt: skip
+        """`ruled`: with rules that need every token before the next is drawn."""
         prompt = SHARED[:shared] + own
         request = f"r{len(self.requests)}"
         count *= self.longer
-        self.requests[request] = (prompt, count)
+        self.requests[request], self.stops[request] = (prompt, count), stops
         remote = remote and len(prompt) > PAGE
         fetch = -(-(len(prompt) - 1) // PAGE) if remote else 0
-        greedy = SamplingParams(temperature=0)
+        greedy = SamplingParams(temperature=0, rules=LogitsRules(presence_penalty=1.0) if ruled else None)
         tokens = pack_tokens(prompt)
         self.decode.handle(
-            Decode(request, 1, ROOT, tokens, len(prompt), count, greedy, (), fetch, remote, (), priority)
+            Decode(request, 1, ROOT, tokens, len(prompt), count, greedy, stops, fetch, remote, (), priority)
         )
         if remote:
             self.prefill.handle(Prefill(request, 1, ROOT, pack_tokens(prompt[:-1]), priority=-priority))
@@ -131,6 +141,11 @@ class Crowded(RuleBasedStateMachine):
         for worker in (self.prefill, self.decode):
             worker.handle(Tick())
 
+    @rule(tokens=st.sampled_from([4 * PAGE, 1_000]))
+    def memory_is_short(self, tokens: int) -> None:
+        """Decode steps of more tokens can't be launched."""
+        self.decode.most_tokens = tokens
+
     @precondition(lambda self: len(self.requests) > 2)
     @rule()
     def restart_store(self) -> None:
@@ -142,9 +157,14 @@ class Crowded(RuleBasedStateMachine):
     def every_token_is_the_reference(self) -> None:
         for message in self.decode.said if hasattr(self, "decode") else ():
             for delta in message.deltas if isinstance(message, Tokens) else ():
-                prompt, count = self.requests[delta.request]
-                first = delta.position - len(prompt)
-                assert list(delta.tokens) == reference(prompt, count)[first : first + len(delta.tokens)]
+                first = delta.position - len(self.requests[delta.request][0])
+                wanted = self.expected(delta.request)
+                assert list(delta.tokens) == wanted[first : first + len(delta.tokens)]
+                assert (delta.finish is not None) == (first + len(delta.tokens) == len(wanted))
+
+    def expected(self, request: str) -> list[int]:
+        wanted, stops = reference(*self.requests[request]), self.stops[request]
+        return wanted[: next((at for at, token in enumerate(wanted, 1) if token in stops), len(wanted))]
 
     def teardown(self) -> None:
         if not hasattr(self, "decode"):
@@ -194,6 +214,54 @@ TestWindowedCrowd = WindowedCrowd.TestCase
 TestWindowedCrowd.settings = automaton(count=150, steps=50)
 
 
+def cancelled_with_a_step_ahead() -> None:
+    """A sequence goes while two steps run. Pages that the store has ready are fetched into all of its pages."""
+    machine = Crowded()
+    machine.start(slots=16, pages=6, chunk=12, copies=8, delays=[4], slow_copies=1)
+    wanted = [30] * 18
+    machine.prefill.handle(Prefill("r1", 1, ROOT, pack_tokens(wanted[:-1])))
+    machine.one_prefills(80)
+    machine.order(shared=0, own=[31] * 9, count=12, priority=0, remote=False)
+    while machine.decode.ahead < 2 or len(machine.decode.under_way) < 2:
+        machine.one_decodes(1)
+    machine.cancel(1, decode=True, prefill=False)
+    machine.order(shared=0, own=wanted, count=3, priority=0, remote=True)
+    assert machine.decode.under_way
+    machine.both(40)
+    machine.every_token_is_the_reference()
+    machine.teardown()
+
+
+def test_a_page_is_not_fetched_into_while_a_step_ahead_may_write_to_it(monkeypatch: pytest.MonkeyPatch):
+    cancelled_with_a_step_ahead()
+    a_page_is_lent_while_the_step_ahead_may_write_to_it(monkeypatch)
+    with pytest.raises(AssertionError, match="touched by two"):
+        cancelled_with_a_step_ahead()
+
+
+def test_a_step_is_launched_ahead_and_one_that_needs_tokens_first_keeps_it_from_that():
+    counts: dict[bool, int] = {}
+    for ruled in (False, True):
+        rig = OverlappedRig([3], 8)
+        worker = rig.worker("decode", 32, DecodeConfig())
+        assert isinstance(worker, OverlappedWorker)
+        for number in range(3):
+            rules = LogitsRules(presence_penalty=1.0) if ruled and number == 1 else None
+            sampling = SamplingParams(temperature=0, rules=rules)
+            prompt = [30 + number]
+            worker.handle(Decode(f"r{number}", 1, ROOT, pack_tokens(prompt), 1, 9 + number, sampling))
+        rig.settle()
+        for number in range(3):
+            tokens = [
+                token for message in worker.said if isinstance(message, Tokens)
+                for delta in message.deltas if delta.request == f"r{number}" for token in delta.tokens
+            ]  # fmt: skip
+            assert tokens == reference([30 + number], 9 + number)
+        counts[ruled] = worker.ahead
+    # Without rules, all but the first token of each output are drawn from one that was not known yet.
+    assert counts == {False: 8 + 9 + 10, True: 1}
+
+
 # --- mistakes, planted ------------------------------------------------------------------------------------------------
 
 
@@ -227,7 +295,28 @@ def a_lease_that_is_to_end_is_not_listed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_step_counts_for_a_sequence_that_lost_its_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DecodeSequence, "is_in", lambda self, chunk: True)
+    patch.setattr(DecodeSequence, "counts", lambda self, chunk: chunk.start == self.computed)
+
+
+def a_step_ahead_counts_whatever_became_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeSequence, "counts", lambda self, chunk: chunk.pages is self.pages)
+
+
+def a_page_is_lent_while_the_step_ahead_may_write_to_it(patch: pytest.MonkeyPatch) -> None:
+    collect = turn._collect
+
+    def hasty(driver: turn.TurnDriver) -> Generator[turn.Effect, Any, None]:
+        for ahead in list(driver.under_way)[1:]:
+            driver.blocks.end(ahead.epoch)
+        yield from collect(driver)
+        for ahead in driver.under_way:
+            ahead.epoch = driver.blocks.begin()
+
+    patch.setattr(turn, "_collect", hasty)
+
+
+def a_rule_for_logits_does_not_wait_for_the_token_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeSequence, "must_be_awaited", False)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +327,8 @@ def a_step_counts_for_a_sequence_that_lost_its_pages(patch: pytest.MonkeyPatch) 
         a_lease_ends_while_a_copy_is_under_way,
         a_lease_that_is_to_end_is_not_listed,
         a_step_counts_for_a_sequence_that_lost_its_pages,
+        a_step_ahead_counts_whatever_became_of_the_one_before,
+        a_rule_for_logits_does_not_wait_for_the_token_before,
     ],
 )
 def test_it_notices(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

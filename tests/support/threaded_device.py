@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from engine.cuda.mover import OverlappedMover
 from engine.device.page_pool import PagePool
 from engine.engine import Engine
 from engine.runner import Finished, PromptScores
-from engine.step.batch import Chunk
+from engine.step.batch import Batch, Chunk
+from engine.step.block_table import Ints
 
 _SLOWEST = 0.004  # seconds that a step or a copy waits before it begins
 
@@ -86,11 +87,23 @@ class _Step:
         return self._future.result()
 
 
+def _followers(chunks: Sequence[Chunk], batches: Sequence[tuple[Sequence[int], Batch]]) -> Iterator[tuple[int, Ints]]:
+    """Yield the chunks that follow one of the step before, by number, and where their tokens stand."""
+    for places, batch in batches:
+        for place, span in zip(places, batch.spans, strict=True):
+            if chunks[place].follows is not None:
+                yield place, batch.tokens[span.first : span.last]
+
+
 class ThreadedEngine(Engine):
-    """The engine as a runner that overlaps."""
+    """The engine as a runner that overlaps and takes steps ahead."""
 
     @property
     def overlaps(self) -> bool:
+        return True
+
+    @property
+    def launches_ahead(self) -> bool:
         return True
 
     @property
@@ -103,15 +116,26 @@ class ThreadedEngine(Engine):
 
     def launch(self, chunks: Sequence[Chunk]) -> _Step:
         masks, batches = self._prepare(chunks)
+        before: Future[Finished] | None = self.__dict__.get("last_step")
 
         def run() -> Finished:
             time.sleep(random.uniform(0, _SLOWEST))
             began = time.perf_counter()
             scores: PromptScores = {}
+            void = set[int]()
+            for place, tokens in _followers(chunks, batches):
+                follows = chunks[place].follows
+                assert before is not None
+                assert follows is not None
+                if (drawn := before.result().sampled[follows]) is None:
+                    void.add(place)
+                else:
+                    tokens[0] = drawn.token
             output = self._draw(chunks, self._parts(chunks, batches, scores), masks, scores)
-            return Finished(output.sampled, output.scores, time.perf_counter() - began)
+            sampled = [None if place in void else one for place, one in enumerate(output.sampled)]
+            return Finished(sampled, output.scores, time.perf_counter() - began)
 
-        future = self._steps.submit(run)
+        future = self.__dict__["last_step"] = self._steps.submit(run)
         future.add_done_callback(lambda _: self._alarm())
         return _Step(future)
 
