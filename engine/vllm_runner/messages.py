@@ -121,9 +121,10 @@ class SentDraw(Struct, frozen=True, gc=False):
 
 
 class Row(Struct, frozen=True, gc=False):
-    """One chunk. `name` is the runner's own for the sequence. With `appends`, the sequence goes on from the step
-    before: its token is the one that was drawn, and `pages` are those it has more than then. Else it is new to vLLM,
-    and `pages` are all of it."""
+    """One chunk. `name` is the runner's own for the sequence. With `appends`, the sequence goes on from its last step:
+    its token is the one that was drawn, and `pages` are those it has more than then. Else it is new to vLLM, and
+    `pages` are all of it. With `follows`, its token is the one drawn for that row of the step before, and `tokens` has
+    a 0 in its place."""
 
     name: int
     appends: bool
@@ -135,6 +136,7 @@ class Row(Struct, frozen=True, gc=False):
     targets: Sequence[int] = ()  # prompt tokens to score, the first of which follows token `first` of the chunk
     first: int = 0
     top: int = 0
+    follows: int | None = None
     told: bool = True  # its draw is told; else it is made because vLLM makes one
 
 
@@ -204,7 +206,8 @@ class Loaded(Struct, frozen=True, tag=True):
 
 
 class Drawn(Struct, frozen=True, tag=True):
-    """A step has run. For each row the token drawn, or none; and by number of the row what it scored."""
+    """A step has run. For each row the token drawn, or none; and by number of the row what it scored. A row that
+    follows one without a token was left out."""
 
     sampled: Sequence[Sampled | None]
     scores: Mapping[int, Sequence[PromptTokenLogprob]]

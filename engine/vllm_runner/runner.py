@@ -121,7 +121,7 @@ class _Known:
     name: int
     end: int  # tokens computed
     pages: list[int]
-    token: int | None  # that was drawn then
+    token: int | None  # that was drawn then, once that is known
 
 
 class ChildProcess(Protocol):
@@ -148,6 +148,7 @@ class VllmRunner:
     numerics_version = NUMERICS_VERSION
     has_lm_head = True
     overlaps = True
+    launches_ahead = True
     window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
 
     def __init__(
@@ -235,7 +236,8 @@ class VllmRunner:
         return cls(ours, process, answer, order, fingerprint, device)
 
     def launch(self, chunks: Sequence[Chunk]) -> RunningStep:
-        """Send a step. A mask that is late leaves its chunk without a token."""
+        """Send a step. The child takes it up when those before it have ended. A mask that is late leaves its chunk
+        without a token."""
         if len(chunks) > self._max_rows or sum(len(chunk.tokens) for chunk in chunks) > self._max_tokens:
             raise ValueError(f"a step has at most {self._max_rows} chunks and {self._max_tokens} tokens")
         gone = [self._gone.popleft() for _ in range(len(self._gone))]  # not the rows that this step alone has
@@ -292,8 +294,9 @@ class VllmRunner:
         scoring = chunk.scoring
         targets, first, top = ((), 0, 0) if scoring is None else (scoring.targets, scoring.first, scoring.top)
         return Row(
-            name, appends, list(chunk.tokens), chunk.start, pages[first_new:], fresh, None, list(targets), first, top
-        )
+            name, appends, list(chunk.tokens), chunk.start, pages[first_new:], fresh, None, list(targets), first, top,
+            chunk.follows,
+        )  # fmt: skip
 
     def _follow(self, chunk: Chunk, pages: list[int]) -> tuple[int, bool, int]:
         """The row's name, whether it goes on from its last step, and the first page that vLLM does not know."""
@@ -306,9 +309,8 @@ class VllmRunner:
         appends = (
             known is not None
             and chunk.sample is not None
-            and known.token is not None
             and known.end == chunk.start
-            and list(chunk.tokens) == [known.token]
+            and (chunk.follows is not None or (known.token is not None and list(chunk.tokens) == [known.token]))
             and pages[: len(known.pages)] == known.pages
         )
         if known is None:

@@ -10,12 +10,16 @@ as zeros: only their number is looked at.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from baton.messages import PromptTokenLogprob
+from engine.step.batch import Sampled
 from engine.vllm_runner.bring_up import NULL_BLOCKS
 from engine.vllm_runner.extension import BatonDraw
-from engine.vllm_runner.messages import Drawn, Step
+from engine.vllm_runner.messages import Drawn, Row, Step
 
 
 class Steps:
@@ -27,6 +31,7 @@ class Steps:
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
         self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
         self._made = 0
+        self._drawn: list[int | None] = []  # in the last step, by row
         self._left: set[str] = set()  # vLLM has not been told yet that these are gone
 
     def run(self, step: Step) -> Drawn:
@@ -34,35 +39,60 @@ class Steps:
         began = time.perf_counter()
         for row in step.gone:
             self._forget(row)
+        rows = self._with_tokens(step.rows)
+        sampled: list[Sampled | None] = [None] * len(step.rows)
+        scores: dict[int, list[PromptTokenLogprob]] = {}
+        if rows or self._left:
+            names, drawn = self._run(rows, scores)
+            for (number, row), name in zip(rows.items(), names, strict=True):
+                sampled[number] = drawn.get(name) if row.told else None
+        self._drawn = [None if one is None else one.token for one in sampled]
+        return Drawn(sampled, scores, time.perf_counter() - began)
+
+    def _with_tokens(self, asked: Sequence[Row]) -> dict[int, Row]:
+        """The rows that can be run, by number, with the tokens that the step before has drawn for them."""
+        drawn, self._drawn = self._drawn, []
+        rows: dict[int, Row] = {}
+        for number, row in enumerate(asked):
+            if row.follows is None:
+                rows[number] = row
+            elif row.follows < len(drawn) and (token := drawn[row.follows]) is not None:
+                rows[number] = structs.replace(row, tokens=[token])
+        return rows
+
+    def _run(
+        self, numbered: Mapping[int, Row], scores: dict[int, list[PromptTokenLogprob]]
+    ) -> tuple[list[str], Mapping[str, Sampled]]:
+        """Run these rows. Return their names, and by name the tokens drawn; add to the scores by number."""
+        rows = list(numbered.values())
         draw: BatonDraw = self._worker.baton_draw
-        if fresh := [row.fresh + NULL_BLOCKS for row in step.rows if row.fresh is not None]:
+        if fresh := [row.fresh + NULL_BLOCKS for row in rows if row.fresh is not None]:
             self._worker.baton_zero(fresh)
         try:
-            order, names = self._order(step)
+            order, names = self._order(rows)
             draw.draws = {
                 name: (row.draw.draw(), row.start + len(row.tokens))
-                for name, row in zip(names, step.rows, strict=True)
+                for name, row in zip(names, rows, strict=True)
                 if row.draw is not None
             }
             draw.drawn = {}
             output = self._executor.execute_model(order)
-            scores = self._scores(step, names, draw)
+            scores |= self._scores(numbered, names, draw)
             if output is None:
                 self._executor.sample_tokens(None)
         except BaseException:
-            for row in step.rows:
+            for row in rows:
                 self._forget(row.name)
             self._worker.model_runner.execute_model_state = None
             raise
-        for row in step.rows:
+        for row in rows:
             if row.draw is None:
                 self._forget(row.name)  # it comes back as new: vLLM knows one token that is none
             else:
                 self._outputs[row.name] += 1
-        sampled = [draw.drawn.get(name) if row.told else None for name, row in zip(names, step.rows, strict=True)]
-        return Drawn(sampled, scores, time.perf_counter() - began)
+        return names, draw.drawn
 
-    def _order(self, step: Step) -> tuple[Any, list[str]]:
+    def _order(self, rows: Sequence[Row]) -> tuple[Any, list[str]]:
         """What vLLM calls a scheduler's output, and its names of the rows."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -70,7 +100,7 @@ class Steps:
         new: list[Any] = []
         cached = CachedRequestData.make_empty()
         names: list[str] = []
-        for row in step.rows:
+        for row in rows:
             blocks = [page + NULL_BLOCKS for page in row.pages]
             if row.appends and row.name in self._names:
                 name = self._names[row.name]
@@ -102,7 +132,7 @@ class Steps:
                     )
                 )
             names.append(name)
-        scheduled = {name: len(row.tokens) for name, row in zip(names, step.rows, strict=True)}
+        scheduled = {name: len(row.tokens) for name, row in zip(names, rows, strict=True)}
         left, self._left = self._left, set()
         order = SchedulerOutput(
             scheduled_new_reqs=new,
@@ -116,13 +146,15 @@ class Steps:
         )
         return order, names
 
-    def _scores(self, step: Step, names: list[str], draw: BatonDraw) -> dict[int, list[PromptTokenLogprob]]:
+    def _scores(
+        self, rows: Mapping[int, Row], names: list[str], draw: BatonDraw
+    ) -> dict[int, list[PromptTokenLogprob]]:
         """Score prompt tokens, between the forward pass and the draw."""
-        if not any(row.targets for row in step.rows):
+        if not any(row.targets for row in rows.values()):
             return {}
         runner = self._worker.model_runner
         hidden = runner.execute_model_state.hidden_states
-        lengths = {name: len(row.tokens) for name, row in zip(names, step.rows, strict=True)}
+        lengths = {name: len(row.tokens) for name, row in zip(names, rows.values(), strict=True)}
         firsts: dict[str, int] = {}
         at = 0
         for name in runner.input_batch.req_ids:
@@ -130,7 +162,7 @@ class Steps:
             at += lengths[name]
         return {
             number: draw.score(hidden, row, firsts[name])
-            for number, (name, row) in enumerate(zip(names, step.rows, strict=True))
+            for name, (number, row) in zip(names, rows.items(), strict=True)
             if row.targets
         }
 

@@ -21,7 +21,7 @@ from engine.engine import Engine
 from engine.runner import Finished
 from engine.step.batch import Chunk, LogitsEdits, PromptScoring, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
-from engine.vllm_runner.runner import VllmRunner
+from engine.vllm_runner.runner import RunningStep, VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests import checkpoints
@@ -80,6 +80,12 @@ class Generation:
             self.table.extend([self._free.pop(0)])
         return Chunk(tokens, self.computed, self.table, self.draw if end == len(self.tokens) else None)
 
+    def follow(self, number: int) -> Chunk:
+        """One token more than is known: the one that is drawn for that chunk of the step that runs."""
+        while len(self.table) * PAGE <= len(self.tokens):
+            self.table.extend([self._free.pop(0)])
+        return Chunk([0], len(self.tokens), self.table, self.draw, follows=number)
+
     def take(self, chunk: Chunk, sampled: Sampled | None) -> None:
         assert (sampled is None) == (chunk.sample is None)
         self.computed = chunk.end
@@ -96,6 +102,26 @@ def run(runner: VllmRunner, sequences: Sequence[Generation], count: int, seed: i
         chunks = [one.chunk(rng.choice((1, 5, 16, 40))) for one in members]
         for one, chunk, sampled in zip(members, chunks, step(runner, *chunks).sampled, strict=True):
             one.take(chunk, sampled)
+
+
+def run_ahead(runner: VllmRunner, sequences: Sequence[Generation], count: int, seed: int = 0) -> int:
+    """The same with each step launched before the one before it is collected. Returns how many chunks followed."""
+    rng = random.Random(seed)
+    followed = 0
+    before: tuple[list[Generation], list[Chunk], RunningStep] | None = None
+    while before or any(len(one.drawn) < count for one in sequences):
+        running, chunks, launched = before or ([], [], None)
+        drawing = {id(one): at for at, one in enumerate(running) if chunks[at].sample is not None}
+        able = [one for one in sequences if len(one.drawn) + (id(one) in drawing) < count]
+        able = [one for one in able if one not in running or id(one) in drawing]
+        members = rng.sample(able, rng.randint(1, len(able))) if able else []
+        places = [(one, drawing.get(id(one))) for one in members]
+        ahead = [one.chunk(rng.choice((5, 40))) if at is None else one.follow(at) for one, at in places]
+        followed += sum(chunk.follows is not None for chunk in ahead)
+        before = (members, ahead, runner.launch(ahead)) if members else None
+        for one, chunk, sampled in zip(running, chunks, launched.wait().sampled if launched else (), strict=True):
+            one.take(chunk, sampled)
+    return followed
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral-window", "phi3", "gemma3", "mixtral", "qwen3-moe"])
@@ -229,6 +255,60 @@ def test_a_sequence_moves_is_put_aside_and_computed_again(paths: Callable[[str],
     one.computed = 0
     run(model, [one], 30)
     assert [sampled.token for sampled in one.drawn] == expected
+
+
+def test_steps_ahead_draw_the_tokens_of_steps_that_waited(paths: Callable[[str], Path], runner: Loaded):
+    model, warm = runner("llama"), TokenDraw(temperature=0.9, top_p=0.95, seed=77)
+
+    def members() -> list[Generation]:
+        draws = [GREEDY, warm, GREEDY, warm, GREEDY]
+        return [Generation(prompt_of(n, n), range(8 * n, 8 * n + 6), draw) for n, draw in enumerate(draws, 2)]
+
+    waited, ahead = members(), members()
+    run(model, waited, 40)
+    assert run_ahead(model, ahead, 40) > 60
+    for one, other in zip(waited, ahead, strict=True):
+        assert [sampled.token for sampled in one.drawn] == [sampled.token for sampled in other.drawn]
+
+
+def test_a_step_ahead_of_a_sequence_whose_page_is_exchanged(paths: Callable[[str], Path], runner: Loaded):
+    """To vLLM it is a new one then, and its last token is known to the child alone."""
+    model = runner("llama")
+    one = Generation(prompt_of(40, 9), range(6))
+    run(model, [one], 3)
+    first = one.chunk()
+    running = model.launch([first])
+    model.duplicate(one.table[0], 30)
+    one.table.exchange(0, 30)
+    ahead = one.follow(0)
+    after = model.launch([ahead])
+    one.take(first, *running.wait().sampled)
+    one.take(ahead, *after.wait().sampled)
+    run_ahead(model, [one], 20)
+    expected, _ = checkpoints.reference(paths("llama")).generate(prompt_of(40, 9), 20)
+    assert [sampled.token for sampled in one.drawn] == expected
+
+
+def test_a_chunk_that_follows_one_without_a_token_draws_none_and_others_go_on(
+    paths: Callable[[str], Path], runner: Loaded
+):
+    model = runner("llama")
+    one, other = Generation(prompt_of(20, 4), range(6)), Generation(prompt_of(30, 5), range(8, 14))
+    silent, drawing = one.chunk(10), other.chunk()
+    first = model.launch([silent, drawing])
+    ahead = [one.follow(0), other.follow(1)]
+    second = model.launch(ahead)
+    third = model.launch([one.follow(0)])
+    for sequence, chunk, sampled in zip((one, other), (silent, drawing), first.wait().sampled, strict=True):
+        sequence.take(chunk, sampled)
+    none, token = second.wait().sampled
+    assert none is None
+    other.take(ahead[1], token)
+    assert third.wait().sampled == [None]
+    run(model, [one, other], 12)
+    for sequence, (length, seed) in ((one, (20, 4)), (other, (30, 5))):
+        expected, _ = checkpoints.reference(paths("llama")).generate(prompt_of(length, seed), 12)
+        assert [sampled.token for sampled in sequence.drawn] == expected
 
 
 def test_what_it_can_not_run_is_refused_and_touches_nothing(paths: Callable[[str], Path], runner: Loaded):
