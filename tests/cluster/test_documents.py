@@ -1,12 +1,17 @@
 """Every command of README and docs runs as written, in an empty folder, in the order of its page.
 
-A page has a machine of its own (`machine.py`), so ports and homes are those that the page shows. Pages that start no
-cluster share one machine and its cluster. What a reader has beyond an empty folder:
+All pages share a machine (`machine.py`), so ports and homes are those that the pages show. README comes first. Later
+pages join the Ray that it starts; `test_own_ray.py` is about clusters with a Ray of their own. Most of the time goes
+into starting clusters, so no more are started than the pages need:
+
+- A command that needs a cluster takes the one that is up, of whatever page. If there is none, it gets one prefill and
+  two decode workers.
+- `baton up` ends the cluster before. `baton down` waits until the next `baton up` or the page's end.
+- If an earlier section has made API keys, a command that asks for a cluster gets a new one without keys.
+
+Beside a cluster, a reader has more than an empty folder:
 
 - `_FILES`: the files that commands name, such as a model's directory. A file that the page shows with `cat` holds that.
-- A cluster. A command that needs one gets a cluster of one prefill and two decode workers if the page has started none.
-  If an earlier section has made API keys, one that asks for a cluster gets a new one without keys. `baton up` ends the
-  one before.
 - `_PLACEHOLDERS`: ids and keys that differ each time. Some commands are ended as their page says, by Ctrl-C.
 
 An output of one line must be what the page shows, but for its numbers.
@@ -17,8 +22,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -29,9 +33,13 @@ from tests.support.documents import Command, Page
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
-PAGES = {page.name: page for page in documents.pages() if page.run}
-_STARTING = [name for name, page in PAGES.items() if any(c.text.startswith("baton up") for c in page.run)]
-_GROUPS = [*((name,) for name in _STARTING), tuple(name for name in PAGES if name not in _STARTING)]
+
+def _starts(page: Page) -> bool:
+    return any(command.text.startswith("baton up") for command in page.run)
+
+
+PAGES = {page.name: page for page in sorted(documents.pages(), key=lambda page: not _starts(page)) if page.run}
+"""Those that start a cluster come first. They leave one to the others."""
 _DEMO = ROOT / "deploy" / "models" / "baton-demo"
 _OPENSSL = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
 _REQUEST = '{"timestamp": %d000, "input_length": 64, "output_length": 16, "hash_ids": [1]}'
@@ -65,7 +73,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 class Run:
-    """Pages on a machine: their folders, whether the cluster is up, and the section's first API key."""
+    """Pages on a machine: their folders, whether a cluster is up, and the section's first API key."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -74,7 +82,8 @@ class Run:
         self._key = self._key_section = ""
 
     def open(self, page: Page) -> None:
-        """Make the folder of a page, with the files that its commands name."""
+        """Make the folder of a page, with the files that its commands name. No key of an earlier page is left."""
+        self._drop_keys()
         self._folder = f"/tmp/{page.name.replace('/', '-')}"
         assert self._machine.run("mkdir", self._folder).status == 0
         shown = {command.text.removeprefix("cat "): command.output for command in page.run if _shows_a_file(command)}
@@ -87,10 +96,8 @@ class Run:
     def __call__(self, command: Command) -> Done:
         """Run a command and return its end."""
         begins = command.text.startswith(("baton up", "baton keys add")) or _needs_a_cluster(command)
-        if self._key and command.section != self._key_section and begins:
-            self._take_down()
-            self._bash(f"rm {HOME}/.local/state/baton/baton/api-keys.json")
-            self._key = ""
+        if command.section != self._key_section and begins:
+            self._drop_keys()
         if _needs_a_cluster(command) and not self._is_up:
             self._bash("baton up --prefill 1 --decode 2")
             self._is_up = True
@@ -121,6 +128,18 @@ class Run:
     def key(self) -> str:
         """The first API key that the section has made."""
         return self._key
+
+    def give_up(self) -> None:
+        """Leave the next page neither a cluster nor keys, after a page that failed."""
+        self._machine.run("baton", "down", timeout=120)
+        self._is_up = False
+        self._drop_keys()
+
+    def _drop_keys(self) -> None:
+        if self._key:
+            self._take_down()
+            self._bash(f"rm {HOME}/.local/state/baton/baton/api-keys.json")
+            self._key = ""
 
     def _take_down(self) -> None:
         if self._is_up:
@@ -157,28 +176,41 @@ def _needs_a_cluster(command: Command) -> bool:
     return asks or any(each not in _CLUSTERLESS for each in subcommands)
 
 
-@contextmanager
-def _machine() -> Iterator[Machine]:
+def _in_order(commands: Iterable[Command]) -> Iterator[Command]:
+    """Yield the commands; `baton down` only before the next `baton up`, or at the end."""
+    waiting: list[Command] = []
+    for command in commands:
+        if command.text == "baton down":
+            waiting.append(command)
+            continue
+        if command.text.startswith("baton up"):
+            yield from waiting
+            waiting = []
+        yield command
+    yield from waiting
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
     if reason := unavailable():
         pytest.skip(reason)
     build.library()  # compiled here, not while a command is waited for
     with Machine() as made:
-        yield made
+        yield Run(made)
 
 
-@pytest.mark.parametrize("pages", _GROUPS, ids=lambda pages: "+".join(pages))
-def test_the_commands_of_pages_run_as_written(pages: tuple[str, ...]):
-    with _machine() as machine:
-        run = Run(machine)
-        for page in pages:
-            run.open(PAGES[page])
-            for command in PAGES[page].run:
-                done = run(command)
-                expected = 130 if command.text in _ENDLESS else command.status
-                assert done.status == expected, f"{page}:{command.line}: {command.text}\n{done.out}\n{done.err}"
-                assert re.search(_pattern(command.output), done.out), (
-                    f"{page}:{command.line}: {command.text}\n{done.out}"
-                )
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run_as_written(page: str, run: Run):
+    run.open(PAGES[page])
+    try:
+        for command in _in_order(PAGES[page].run):
+            done = run(command)
+            expected = 130 if command.text in _ENDLESS else command.status
+            assert done.status == expected, f"{page}:{command.line}: {command.text}\n{done.out}\n{done.err}"
+            assert re.search(_pattern(command.output), done.out), f"{page}:{command.line}: {command.text}\n{done.out}"
+    except BaseException:
+        run.give_up()
+        raise
 
 
 def test_what_a_reader_is_given_is_used():

@@ -22,7 +22,7 @@ _COMMENTS = re.compile(r"(?:<!-- (?:(?!-->).)*-->\s*)+\Z", re.DOTALL)
 _COMMENT = re.compile(
     r"<!-- (not run|exit status (\d+)): (?:`([^`]+)`(?:: |(?= -->)))?((?:(?!-->).)*?) ?-->", re.DOTALL
 )
-_NEEDS = ("the network", "a GPU", "docker", "kubectl", "several machines", "Prometheus")
+_NEEDS = ("the network", "a GPU", "docker", "kubectl", "several machines", "Prometheus", "vLLM")
 _SHELLS = ("sh", "bash", "shell", "zsh")
 _REASON = re.compile(rf"needs (?:{'|'.join(_NEEDS)})|takes (?:minutes|hours)|`tests/[\w/]+\.py` runs it")
 
