@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -17,24 +17,41 @@ from baton.errors import BatonError
 from baton.hosts import is_loopback
 from baton.system_memory import available_memory
 from deploy.commands.collect_env import version_of
+from deploy.commands.doctor_model import Finding, Level, examine_model
 from deploy.commands.terminal import ConfigFile, Json, Settings, coloured, command, load, out, print_json
 from deploy.control_plane import preflight, probe, state_file
 from engine.device.gpus import visible_gpus
-
-Level: TypeAlias = Literal["ok", "warn", "bad"]
 
 _LITTLE_MEMORY = 4 * 2**30
 _FEW_FILES = 4_096
 
 
-@command("baton doctor", "baton doctor --config cluster.yaml --json")
-def doctor(config: ConfigFile = None, settings: Settings = None, as_json: Json = False) -> None:
-    """Check Ray, memory, ports, torch and cores, and advise on each problem."""
-    findings = examine(load(config, settings, {}))
-    if as_json:
-        print_json({"findings": [asdict(finding) for finding in findings]})
+@command("baton doctor", "baton doctor --config cluster.yaml --json", "baton doctor ./model")
+def doctor(
+    model: Annotated[
+        str, typer.Argument(help="Say which engine would serve this checkpoint here, and why: a directory or a hub id.")
+    ] = "",
+    config: ConfigFile = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Check Ray, memory, ports, torch and cores, or a MODEL, and advise on each problem.
+
+    With a MODEL nothing is fetched: one of the hub must be in its cache. The exit status is 1 if it can't be served.
+    """
+    if model:
+        found = examine_model(load(config, settings, {"model.path": model}), model)
+        if as_json:
+            print_json(asdict(found))
+        else:
+            _show(found.findings)
+        findings: Sequence[Finding] = found.findings
     else:
-        _show(findings)
+        findings = examine(load(config, settings, {}))
+        if as_json:
+            print_json({"findings": [asdict(finding) for finding in findings]})
+        else:
+            _show(findings)
     if any(finding.level == "bad" for finding in findings):
         raise typer.Exit(1)
 
@@ -45,16 +62,6 @@ def _show(found: Sequence[Finding]) -> None:
         out.print(f"{coloured(finding.level):<16} [bold]{finding.subject}[/]  {escape(finding.found)}")
         if finding.advice:
             out.print(f"      → {escape(finding.advice)}")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check. `advice` is empty if there is no problem."""
-
-    level: Level
-    subject: str
-    found: str
-    advice: str = ""
 
 
 def examine(config: Config) -> list[Finding]:

