@@ -60,6 +60,7 @@ _UNSUPPORTED = ("unsupported_model", "ValueError", "ValidationError", "NotImplem
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the executor runs in the child itself
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are Baton's to divide
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 is vLLM's default on a GPU; `steps` and `extension` were written for V1
     "DO_NOT_TRACK": "1",

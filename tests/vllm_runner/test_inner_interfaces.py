@@ -1,0 +1,199 @@
+"""What of vLLM's inner interfaces this project uses, compared with the release that is installed.
+
+After an upgrade these tests say what has changed before any model is loaded. Nothing here computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, extension
+from engine.vllm_runner.bring_up import engine_arguments
+from engine.vllm_runner.messages import Load
+from engine.vllm_runner.requirements import CPU_HEADS, CPU_PAGE, Installation
+from engine.vllm_runner.runner import child_environment
+
+SOURCES = sorted(Path(extension.__file__).parent.glob("*.py"))
+LOADS = (Load("m", "auto", 8, 32, 4, 64, 1), Load("m", "auto", None, 16, 4, 64, 1, "cuda", 0.5))
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """What our code imports of vLLM: modules and names."""
+    for source in SOURCES:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
+                yield from ((node.module, alias.name) for alias in node.names)
+
+
+def calls(name: str) -> list[set[str]]:
+    """The keywords with which our code calls `name`."""
+    return [
+        {keyword.arg for keyword in node.keywords if keyword.arg}
+        for source in SOURCES
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
+
+
+def test_the_pinned_release_is_installed():
+    found = Installation.find()
+    assert found is not None
+    assert found.version == VLLM_VERSION
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(set(imports())))
+def test_all_that_is_imported_is_there(module: str, name: str):
+    loaded = importlib.import_module(module)
+    assert hasattr(loaded, name) or importlib.util.find_spec(f"{module}.{name}")
+
+
+@pytest.mark.parametrize("order", LOADS, ids=["cpu", "cuda"])
+def test_options_of_the_engine(order: Load):
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert set(engine_arguments(order)) <= {field.name for field in dataclasses.fields(EngineArgs)}
+
+
+def test_variables_of_the_environment():
+    from vllm import envs
+
+    ours = {name for name in child_environment({}, "cuda", 1) if name.startswith("VLLM_")}
+    assert ours <= set(envs.environment_variables)
+
+
+@pytest.mark.parametrize("name", ["SchedulerOutput", "NewRequestData"])
+def test_what_a_step_is_made_of(name: str):
+    """All fields that we fill in are there, and no other one lacks a default."""
+    from vllm.v1.core.sched import output
+
+    fields = dataclasses.fields(getattr(output, name))
+    needed = {
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    made = calls(name)
+    assert made
+    for keywords in made:
+        assert needed <= keywords <= {field.name for field in fields}
+
+
+def test_rows_that_go_on():
+    from vllm.v1.core.sched.output import CachedRequestData
+
+    made = CachedRequestData.make_empty()
+    for name in ("req_ids", "new_token_ids", "num_computed_tokens", "num_output_tokens", "new_block_ids"):
+        assert getattr(made, name) == [], name
+
+
+def parameters(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("get_class", ["vllm_config"]),
+        ("get_kv_cache_specs", []),
+        ("get_supported_kv_cache_layouts", []),
+        ("set_kv_cache_layout", ["layout_name"]),
+        ("determine_available_memory", []),
+        ("initialize_from_config", ["kv_cache_configs"]),
+        ("compile_or_warm_up_model", []),
+        ("collective_rpc", ["method", "timeout", "args", "kwargs"]),
+        ("execute_model", ["scheduler_output"]),
+        ("sample_tokens", ["grammar_output"]),
+    ],
+)
+def test_calls_of_the_executor(method: str, expected: list[str]):
+    from vllm.v1.executor.abstract import Executor
+
+    assert parameters(getattr(Executor, method))[: max(1, len(expected))][: len(expected)] == expected
+
+
+def test_the_order_of_the_bring_up():
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.engine import core
+
+    assert parameters(core.resolve_kv_cache_layout)[:3] == [
+        "vllm_config",
+        "supported_kv_cache_layouts",
+        "kv_cache_specs",
+    ]
+    assert parameters(kv_cache_utils.get_kv_cache_configs) == ["vllm_config", "kv_cache_specs", "available_memory"]
+    text = inspect.getsource(core.EngineCore._initialize_kv_caches)
+    order = [
+        "register_all_kvcache_specs(", "get_kv_cache_specs(", "resolve_kv_cache_layout(", "set_kv_cache_layout(",
+        "determine_available_memory(", "get_kv_cache_configs(", '"update_max_model_len"',
+        "generate_scheduler_kv_cache_config(",
+    ]  # fmt: skip
+    places = [text.find(call) for call in order]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+def test_what_is_read_and_replaced_in_the_model_runner():
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    source = inspect.getsource(gpu_model_runner.GPUModelRunner)
+    for attribute in ("sampler", "kv_caches", "input_batch", "device", "model", "execute_model_state"):
+        assert f"self.{attribute} = " in source or f"self.{attribute}: " in source, attribute
+    assert "hidden_states" in gpu_model_runner.ExecuteModelState._fields
+    assert "req_ids" in dir(InputBatch)
+
+
+def test_how_the_sampler_is_called():
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert parameters(Sampler.forward)[:2] == ["logits", "sampling_metadata"]
+    ours = parameters(extension.BatonDraw.forward)
+    assert ours[:2] == ["logits", "sampling_metadata"]
+    assert {field.name for field in dataclasses.fields(SamplerOutput)} >= {"sampled_token_ids", "logprobs_tensors"}
+    called = ast.parse(textwrap.dedent(inspect.getsource(GPUModelRunner._sample)))
+    names = {
+        keyword.arg
+        for node in ast.walk(called)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.sampler"
+        for keyword in node.keywords
+    }
+    assert names == {"logits", "sampling_metadata"}
+
+
+def test_what_our_extension_adds_has_no_name_of_vllms_workers():
+    from vllm.v1.worker.gpu_worker import Worker
+
+    ours = {name for name in vars(extension.BatonExtension) if not name.startswith("__")}
+    assert not ours & set(dir(Worker))
+
+
+def test_what_the_kernels_for_cpus_take():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEADS
+    (sizes,) = CPUAttentionBackend.get_supported_kernel_block_sizes()
+    assert getattr(sizes, "base", sizes) == CPU_PAGE
+    assert [layout.name for layout in CPUAttentionBackend.supported_kv_cache_layouts()] == ["LBHNC"]
+
+
+def test_the_registry_of_architectures_is_read_from_its_source():
+    from vllm.model_executor.models import registry
+
+    found = Installation.find()
+    assert found is not None
+    assert found.architectures is not None
+    assert found.architectures <= set(registry._VLLM_MODELS)
+    assert found.architectures >= TESTED_ARCHITECTURES
