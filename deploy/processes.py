@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -59,11 +60,13 @@ class ProcessIdentity:
         """Yield a pidfd of exactly this process, or None if it has gone and been reaped.
 
         The pidfd is opened before the start time is compared. It pins the process, so the pid can't be reused in
-        between.
+        between. Linux refuses the number of a thread, which the pid may have become, with EINVAL, of late with ENOENT.
         """
         try:
             descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:
+        except OSError as error:
+            if error.errno not in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
+                raise
             yield None
             return
         try:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,21 @@ def test_a_reused_pid_is_another_process():
         assert end([stranger], patience=0) == []
         assert not identity.gone()
         assert process.poll() is None
+
+
+def test_a_pid_that_has_become_the_number_of_a_thread_is_gone():
+    """As a process of another host may have: `baton down` asks for those, too."""
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait, args=(60,))
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        was = ProcessIdentity(thread.native_id, 1)
+        assert was.gone()
+        assert end([was], patience=0) == []
+    finally:
+        ends.set()
+        thread.join()
 
 
 def test_a_stopped_process_is_not_gone_and_can_be_ended():
