@@ -1,4 +1,4 @@
-"""Measure recall by distance: `python -m bench.demo_model.evaluate CHECKPOINT [--prompts N]`.
+"""Measure recall by distance: `python -m bench.demo_model.evaluate CHECKPOINT [--prompts N] [--seed N]`.
 
 Each prompt is a chat that tells one fact, then as many tokens of other facts and sentences as the distance says, and
 then asks for the fact. An answer counts only if it is the expected sentence, which may go on. A local Baton cluster
@@ -68,9 +68,9 @@ def _chat(tokenizer: Tokenizer, text: str, question: str) -> list[int]:
     return tokenizer.encode(f"{render(Conversation(chat)).text}{BEGIN}assistant\n").ids
 
 
-def prompts(tokenizer: Tokenizer, distance: int, count: int) -> list[Prompt]:
-    """Return `count` prompts, the same ones every time."""
-    draw = random.Random(repr((SEED, distance)))
+def prompts(tokenizer: Tokenizer, distance: int, count: int, seed: int = SEED) -> list[Prompt]:
+    """Return `count` prompts, the same ones every time. Another seed gives fresh ones."""
+    draw = random.Random(repr((seed, distance)))
     return [prompt(draw, tokenizer, distance) for _ in range(count)]
 
 
@@ -89,7 +89,12 @@ def by_transformers(checkpoint: Path, asked: Sequence[Prompt]) -> list[list[int]
 
 def by_baton(checkpoint: Path, asked: Sequence[Prompt]) -> list[list[int]]:
     """Return each answer's tokens by a local cluster of one prefill and one decode worker, greedily, in float32."""
-    settings = {"model.dtype": "float32", "prefill.kv_cache_bytes": "256MiB", "decode.kv_cache_bytes": "256MiB"}
+    settings: dict[str, object] = {
+        "model.dtype": "float32",
+        "prefill.kv_cache_bytes": "256MiB",
+        "decode.kv_cache_bytes": "256MiB",
+        "router.queue_timeout_ms": 300_000,  # a busy machine is slow, and no prompt may be left out
+    }
     with (
         local(checkpoint, 1, 1, settings) as cluster,
         Client(cluster.address) as client,
@@ -130,10 +135,11 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=200, help="prompts for each distance")
     parser.add_argument("--compared", type=int, default=20, help="of them transformers answers so many, too")
     parser.add_argument("--distances", type=int, nargs="+", default=DISTANCES)
+    parser.add_argument("--seed", type=int, default=SEED, help="of the prompts; another one gives fresh prompts")
     parser.add_argument("--misses", type=int, default=0, help="wrong answers to print for each distance")
     given = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(given.checkpoint / "tokenizer.json"))
-    asked = {distance: prompts(tokenizer, distance, given.prompts) for distance in given.distances}
+    asked = {distance: prompts(tokenizer, distance, given.prompts, given.seed) for distance in given.distances}
     answers = by_baton(given.checkpoint, [one for group in asked.values() for one in group])
     rows: list[tuple[int, float]] = []
     differ = compared = 0

@@ -67,7 +67,9 @@ class Plan:
 
 
 _STAGES = (Stage(500, 16, 256), Stage(1_970, 8, 512), Stage(730, 4, 1_024), Stage(80, 2, 2_048))
-_LARGE_STAGES = (Stage(250, 16, 256), Stage(950, 8, 512), Stage(400, 4, 1_024), Stage(400, 2, 2_048))
+_LARGE_STAGES = (
+    Stage(250, 16, 256), Stage(950, 8, 512), Stage(400, 4, 1_024), Stage(400, 2, 2_048), Stage(400, 2, 3_072),
+)  # fmt: skip
 PLANS = {
     "draft": Plan(80, 128, 2, 2, 40, 1.5e-3, _STAGES),
     "small": Plan(128, 256, 2, 2, 64, 1.2e-3, _STAGES),
