@@ -18,14 +18,20 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedConfig,
@@ -145,6 +151,27 @@ RECIPES: Mapping[str, Recipe] = {
         },
     ),
 }
+VLLM_RECIPES: Mapping[str, Recipe] = {
+    "gemma2": Recipe(
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+        },
+        norms=(10.0, 20.0),  # as Gemma 3's
+    ),
+    "gpt-oss": Recipe(
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"head_dim": 32, "sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "olmo2": Recipe(Olmo2Config, Olmo2ForCausalLM),
+}
+"""Families that vLLM's runner serves and our own engine does not."""
 WIDE: Mapping[str, Any] = {"initializer_range": 0.1, "hidden_size": 256, "intermediate_size": 512, **ENGINE.wide}
 """Settings for a checkpoint that is wide enough to need no larger weights: its output depends on every page too."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "mixtral", "qwen3-moe")
@@ -153,11 +180,11 @@ TORCH_ONLY = frozenset({"phi3-longrope", "gemma3", "mixtral", "qwen3-moe"})
 
 
 def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
-    """Write the checkpoint that `RECIPES[name]` describes into `path`: weights, config, tokenizer, generation config.
+    """Write the checkpoint of the recipe `name` into `path`: weights, config, tokenizer, generation config.
 
     `settings` change the config further, so that a benchmark can ask for a larger one.
     """
-    recipe = RECIPES[name]
+    recipe = _recipe(name)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = recipe.model(config(name, **settings))
@@ -180,8 +207,12 @@ def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float3
 
 
 def config(name: str, **settings: Any) -> PreTrainedConfig:
-    """The config of `RECIPES[name]`, with `settings` changed."""
-    return RECIPES[name].config(**{**_SIZES, **RECIPES[name].settings, **ENGINE.checkpoint, **settings})
+    """The config of a recipe, with `settings` changed."""
+    return _recipe(name).config(**{**_SIZES, **_recipe(name).settings, **ENGINE.checkpoint, **settings})
+
+
+def _recipe(name: str) -> Recipe:
+    return RECIPES.get(name) or VLLM_RECIPES[name]
 
 
 @lru_cache
@@ -238,6 +269,8 @@ def reference(path: Path) -> Reference:
     """Load a checkpoint with transformers, in float32."""
     raw = json.loads((path / "config.json").read_text())
     model: Callable[..., PreTrainedModel] = next(
-        recipe.model for recipe in RECIPES.values() if recipe.model.__name__ == raw["architectures"][0]
+        recipe.model
+        for recipe in (*RECIPES.values(), *VLLM_RECIPES.values())
+        if recipe.model.__name__ == raw["architectures"][0]
     ).from_pretrained
     return Reference(model(path, dtype=torch.float32, attn_implementation="eager").eval())

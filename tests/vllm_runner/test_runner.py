@@ -124,7 +124,12 @@ def run_ahead(runner: VllmRunner, sequences: Sequence[Generation], count: int, s
     return followed
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral-window", "phi3", "gemma3", "mixtral", "qwen3-moe"])
+EXACT = (
+    "llama", "qwen2", "qwen3", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3-moe", "gpt-oss"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
 def test_greedy_tokens_are_those_of_transformers(name: str, paths: Callable[[str], Path], runner: Loaded):
     reference = checkpoints.reference(paths(name))
     lengths = [70, 33, 5, 31, 64]
