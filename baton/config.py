@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from baton.errors import ConfigError
 from baton.hosts import is_loopback
-from baton.messages import MAX_TRACE_STEPS, WorkerRole
+from baton.messages import MAX_NAME, MAX_TRACE_STEPS, WorkerRole
 from baton.operator_address import Loopback, parse_operator
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
@@ -106,6 +106,8 @@ class ModelConfig(_Section, frozen=True):
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss", "qwen3"] = (
         "auto"  # format of reasoning, in the same way
     )
+    lora_modules: dict[str, str] = {}  # LoRA adapters that vLLM's runner serves: a name for clients, and its directory
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16  # the largest rank of an adapter
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property
@@ -452,6 +454,11 @@ def _check(config: Config) -> None:
         )
     if isinstance(config.model.served_model_name, tuple) and not all(config.model.served_model_name):
         raise ConfigError("model.served_model_name has an empty name; remove it")
+    for name in config.model.lora_modules:
+        if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+            raise ConfigError(f"model.lora_modules has {name!r}; a name has 1 to {MAX_NAME} printable characters")
+        if name in config.model.served_names:
+            raise ConfigError(f"model.lora_modules has {name!r}, which is a name of the model; give it another")
     operator = parse_operator(config.router.operator)
     tls = config.tls
     if bool(tls.cert_file) != bool(tls.key_file):

@@ -23,7 +23,9 @@ from __future__ import annotations
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta, MsgspecError, Struct
+from msgspec.structs import replace
 
+MAX_NAME = 128  # characters
 MAX_TRACE_STEPS = 10_000
 PROTOCOL_VERSION = 10
 KEY_BYTES = 16
@@ -35,7 +37,7 @@ MAX_GRAMMAR = 128 * 2**10  # characters of a schema, a regular expression or a g
 UNREADABLE = (ValueError, MsgspecError, RecursionError)
 """What decoding bytes that are no message raises; the last where they are nested deeper than Python's stack."""
 
-Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Key: TypeAlias = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 PackedKeys: TypeAlias = Annotated[bytes, Meta(max_length=MAX_KEYS_PER_CALL * KEY_BYTES)]
@@ -108,6 +110,14 @@ class StepSample(Struct, frozen=True, array_like=True):
 StepSamples: TypeAlias = Annotated[tuple[StepSample, ...], Meta(max_length=MAX_STEP_SAMPLES)]
 
 
+class AdapterCard(Struct, frozen=True):
+    """A LoRA adapter that a worker has loaded beside its model: the name that clients use, and in `digest` what it is.
+    Messages and page keys say the digest."""
+
+    name: Name
+    digest: Name
+
+
 class ModelCard(Struct, frozen=True):
     """What a worker found out about its model and pool while loading."""
 
@@ -119,6 +129,7 @@ class ModelCard(Struct, frozen=True):
     steps: StepSamples = ()  # of a calibration: what is known of its speed before it has served anybody
     lm_head: bool = True  # it can generate tokens, so it may become a decode worker if it is none
     window_pages: Count = 0  # that a token attends to at most; 0: some layer of the model attends to all tokens
+    adapters: tuple[AdapterCard, ...] = ()  # in the order of their names
 
     @property
     def context_pages(self) -> int:
@@ -127,6 +138,12 @@ class ModelCard(Struct, frozen=True):
         if 0 < self.window_pages < self.pool_pages:
             return max(self.pool_pages, -(-self.max_context // self.namespace.page_size))
         return self.pool_pages
+
+    def namespace_of(self, adapter: str) -> Namespace:
+        """The namespace of pages that the model makes with the adapter of that name, "" for none. Raises KeyError."""
+        if not adapter:
+            return self.namespace
+        return replace(self.namespace, adapter={one.name: one.digest for one in self.adapters}[adapter])
 
 
 class Hello(Message, frozen=True):
@@ -330,6 +347,7 @@ class Decode(Message, frozen=True):
     sources: tuple[PageSource, ...] = ()  # in the order in which to ask them
     priority: int = 0  # lower is more urgent
     deadline_ms: Count | None = None
+    adapter: str = ""  # digest of the LoRA adapter to compute with; "": the plain model
 
 
 class Prefill(Message, frozen=True):
@@ -343,6 +361,7 @@ class Prefill(Message, frozen=True):
     sources: tuple[PageSource, ...] = ()  # of pages that are cached elsewhere, in the order in which to ask them
     priority: int = 0
     deadline_ms: Count | None = None
+    adapter: str = ""  # as in Decode
 
 
 class Cancel(Message, frozen=True):

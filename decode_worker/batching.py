@@ -109,8 +109,10 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
     start, end = sequence.next_start, sequence.next_start + count
     draw = _draw(sequence) if end == sequence.next_known else None
     if sequence.under_way is not None and start == len(sequence.tokens):
-        return Chunk(_BEING_DRAWN, start, sequence.pages, draw, follows=sequence.under_way.number)
-    return Chunk(sequence.tokens[start:end], start, sequence.pages, draw, sequence.scoring(end))
+        return Chunk(_BEING_DRAWN, start, sequence.pages, draw, None, sequence.under_way.number, sequence.adapter)
+    return Chunk(
+        sequence.tokens[start:end], start, sequence.pages, draw, sequence.scoring(end), adapter=sequence.adapter
+    )
 
 
 def _draw(sequence: Sequence) -> TokenDraw:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from baton.attempt_table import AttemptTable
 from baton.clock import Tick
 from baton.config import DecodeConfig
-from baton.errors import BatonError, InvalidGrammar, MalformedMessage, NonFiniteLogits
+from baton.errors import BatonError, InvalidGrammar, MalformedMessage, ModelMismatch, NonFiniteLogits
 from baton.membership import RouterLost, SendToRouter
 from baton.messages import (
     Accepted,
@@ -119,15 +119,18 @@ class DecodeScheduler:
         grammars: OutputGrammars | None = None,
         copies_overlap: bool = False,
         window: int | None = None,
+        adapters: Items[str] = (),
     ) -> None:
         """`headroom`: the rule for admission, the learned one unless told otherwise. `calibration`: steps that were
         run before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it
         would fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
         `copies_overlap`: copies are made beside steps, and delay none. `window`: the positions that no layer of the
-        model looks beyond, a token's own included; none: some layer attends to all."""
+        model looks beyond, a token's own included; none: some layer attends to all. `adapters`: digests of those that
+        orders may name."""
         self._config = config
         self._vocab_size = vocab_size
         self._grammars = grammars
+        self._adapters = frozenset(("", *adapters))
         self._copies_overlap = copies_overlap
         self._page_size = page_size
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
@@ -200,6 +203,9 @@ class DecodeScheduler:
         if not order.prompt <= len(tokens) < order.prompt + order.max_tokens:
             message = f"{len(tokens)} tokens with a prompt of {order.prompt} and {order.max_tokens} to generate"
             return [*commands, SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
+        if order.adapter not in self._adapters:
+            message = "this worker has not loaded that adapter"
+            return [*commands, SendToRouter(AttemptFailed(*_named(name), ModelMismatch.reason, message), router)]
         rules = order.sampling.rules
         if rules is not None and (message := rules.wrong(self._vocab_size)):
             return [*commands, SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
@@ -209,6 +215,7 @@ class DecodeScheduler:
             name=name,
             owner=router,
             root=order.root,
+            adapter=order.adapter,
             tokens=tokens,
             prompt=order.prompt,
             max_tokens=order.max_tokens,

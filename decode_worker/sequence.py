@@ -71,6 +71,7 @@ class Sequence:
     arrival: int  # order of arrival at this worker
     page_size: int
     window: SlidingWindow | None = None  # that every layer of the model has
+    adapter: str = ""  # digest of the LoRA adapter that it is computed with
     owner: str = ""  # incarnation of the router that ordered it
     deadline: float | None = None
     phase: SequencePhase = SequencePhase.WAITING_FOR_REMOTE_KVS

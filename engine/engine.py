@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from baton.errors import ModelError, NotEnoughMemory
-from baton.messages import PromptTokenLogprob
+from baton.messages import AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.attention.torch_sdpa import TorchAttention
 from engine.cpu import build, decode, huge_pages, prefill
@@ -79,6 +79,7 @@ class Engine:
     i of it is what a `Chunk` calls device page i."""
 
     numerics_version = NUMERICS_VERSION
+    adapters: tuple[AdapterCard, ...] = ()
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
-from baton.messages import PromptTokenLogprob
+from baton.messages import AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.step.batch import Chunk, Sampled
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy
@@ -104,6 +104,7 @@ class Runner(Protocol):
     layout: PageLayout  # of a page
     has_lm_head: bool  # it can draw tokens
     tracer: Tracer  # of the loop that uses it
+    adapters: tuple[AdapterCard, ...]  # LoRA adapters that chunks may name
 
     @property
     def overlaps(self) -> bool:

@@ -167,4 +167,4 @@ def _cost(pace: StepCostModel, page_size: int) -> PageSeconds:
 
 def _chunk(job: PrefillRequest, pages: int) -> Chunk:
     end = job.ready + pages
-    return Chunk(job.tokens[job.computed : end * job.page_size], job.computed, job.pages)
+    return Chunk(job.tokens[job.computed : end * job.page_size], job.computed, job.pages, adapter=job.adapter)

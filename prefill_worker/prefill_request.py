@@ -48,6 +48,7 @@ class PrefillRequest:
     arrival: float  # seconds
     deadline: float | None
     pages: BlockTable
+    adapter: str = ""  # digest of the LoRA adapter that it is computed with
     owner: str = ""  # incarnation of the router that ordered it
     phase: PrefillPhase = PrefillPhase.LOOKUP
     stored: int = 0  # pages from the start that the store had when we looked

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from baton.attempt_table import AttemptTable
 from baton.clock import Tick
 from baton.config import PrefillConfig
-from baton.errors import BatonError, MalformedMessage, StoreError, StoreGone
+from baton.errors import BatonError, MalformedMessage, ModelMismatch, StoreError, StoreGone
 from baton.membership import RouterLost, SendToRouter
 from baton.messages import (
     MAX_KEYS_PER_CALL,
@@ -102,11 +102,14 @@ class PrefillScheduler:
         calibration: Sequence[StepSample] = (),
         vocab_size: int | None = None,
         copies_overlap: bool = False,
+        adapters: Collection[str] = (),
     ) -> None:
         """`calibration`: steps that were run before there was any work. `vocab_size`, where known: a token id of an
-        order must be lower, because it would fail the whole step. `copies_overlap`: copies are made beside steps."""
+        order must be lower, because it would fail the whole step. `copies_overlap`: copies are made beside steps.
+        `adapters`: digests of those that orders may name."""
         self._config = config
         self._vocab_size = vocab_size
+        self._adapters = frozenset(("", *adapters))
         self._page_size = page_size
         self._num_pages = num_pages
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
@@ -169,6 +172,8 @@ class PrefillScheduler:
                 if old.name.attempt >= order.attempt:
                     return []
                 commands += self._drop_request(old)
+            if order.adapter not in self._adapters:
+                raise ModelMismatch("this worker has not loaded that adapter")
             tokens = unpack_tokens(order.tokens, self._vocab_size)
             if len(tokens) < self._page_size:
                 raise MalformedMessage(f"{len(tokens)} tokens are less than a page of {self._page_size}")
@@ -206,6 +211,7 @@ class PrefillScheduler:
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             pages=BlockTable(pages),
             sources=order.sources,
+            adapter=order.adapter,
             progressed_at=now,
             window=self._window,
         )

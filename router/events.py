@@ -46,6 +46,7 @@ class Submit(Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()  # the model's own end-of-sequence tokens among them, unless ignored
     tenant: str = ""  # from the authenticated identity
     salt: str = ""  # the request's own: requests with another one share no page with it
+    adapter: str = ""  # name of the LoRA adapter that it is computed with; requests with another share no page with it
     priority: int = 0  # lower is more urgent
     deadline: float | None = None  # seconds on the same clock
     ttft: float | None = None  # objective, seconds; none: that of its priority's class
@@ -68,6 +69,7 @@ class PinPrefix(Struct, frozen=True):
     ttl: float  # seconds
     tenant: str = ""  # the one that it is pinned for
     salt: str = ""  # of the requests that it is pinned for
+    adapter: str = ""  # the same
     deadline: float | None = None  # seconds on the same clock as `now`
 
 

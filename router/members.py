@@ -14,7 +14,7 @@ name, and every message names incarnations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -243,8 +243,9 @@ class ClusterMembership:
     """Every process that said Hello. It decides which may join. The consequences of a leave are its owner's
     business."""
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, page_size: int, adapters: Iterable[str] = ()) -> None:
+        """`adapters`: the names of the LoRA adapters that clients may ask for. Every worker has them all."""
+        self._page_size, self._adapters = page_size, sorted(adapters)
         self._live: dict[str, MemberRecord] = {}  # by incarnation
         self._by_role: dict[Role, dict[str, MemberRecord]] = {"router": {}, "prefill": {}, "decode": {}, "store": {}}
         self._gone: dict[str, MemberRecord] = {}  # by name, until replaced
@@ -382,9 +383,15 @@ class ClusterMembership:
     def _check_card(self, card: ModelCard) -> None:
         if card.namespace.page_size != self._page_size:
             raise Incompatible(f"page_size is {card.namespace.page_size} and this cluster has {self._page_size}")
+        if (theirs := [one.name for one in card.adapters]) != self._adapters:
+            names, ours = ", ".join(theirs) or "none", ", ".join(self._adapters) or "none"
+            raise Incompatible(f"LoRA adapters are {names} and this cluster has {ours}")
         served = self.card
         if served is None:
             return
+        for one, other in zip(card.adapters, served.adapters, strict=True):
+            if one != other:
+                raise Incompatible(f"LoRA adapter {one.name} is {one.digest} and this cluster has {other.digest}")
         for field_ in Namespace.__struct_fields__:
             theirs, ours = getattr(card.namespace, field_), getattr(served.namespace, field_)
             if theirs != ours:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
-from baton.messages import TOKEN_BYTES, AttemptName, SamplingParams
+from baton.messages import TOKEN_BYTES, AttemptName, ModelCard, SamplingParams
 from baton.timeline import Timeline
-from kvstore.keys import cacheable_pages, pack_tokens, page_keys, split_keys
+from kvstore.keys import cacheable_pages, namespace_root, pack_tokens, page_keys, split_keys
 from router.events import ServingAccount, Submit, Summary, Usage
 from router.placement.types import Placement
 
@@ -161,6 +161,7 @@ class Request:
     stop_token_ids: tuple[int, ...]
     tenant: str
     salt: str
+    adapter: str  # name of its LoRA adapter; "": the plain model
     priority: int
     deadline: float | None
     max_tokens: int | None  # none until a worker's pool tells how many fit
@@ -171,6 +172,7 @@ class Request:
     cached_on: str = ""  # incarnation of a decode worker that has just computed its prompt; no KV event has told so yet
     prompt_scored: int = 1  # prompt tokens whose log-probabilities have been emitted; the first has none
     affinity: str = ""  # requests of one key go to one decode worker while it lives
+    adapter_digest: str = ""  # of its adapter, as the workers know it; known with the root
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be found in caches
     queueing: QueueState = field(default_factory=QueueState)
@@ -189,6 +191,7 @@ class Request:
             stop_token_ids=submit.stop_token_ids,
             tenant=submit.tenant,
             salt=submit.salt,
+            adapter=submit.adapter,
             priority=submit.priority,
             deadline=submit.deadline,
             max_tokens=submit.max_tokens,
@@ -239,8 +242,14 @@ class Request:
     def extend(self, tokens: tuple[int, ...]) -> None:
         self.tokens += pack_tokens(tokens)
 
-    def derive_keys(self, root: bytes, page_size: int) -> None:
+    def root_in(self, card: ModelCard) -> bytes:
+        """The parent of its first page's key, with the model and adapter that workers have."""
+        return namespace_root(card.namespace_of(self.adapter), self.tenant, self.salt)
+
+    def derive_keys(self, card: ModelCard) -> None:
         """Bring `keys` up to the tokens known now."""
+        page_size, root = card.namespace.page_size, self.root_in(card)
+        self.adapter_digest = card.namespace_of(self.adapter).adapter
         pages = cacheable_pages(self.known, page_size)
         if root != self.root or pages != len(self.keys):
             whole = bytes(self.tokens[: pages * page_size * TOKEN_BYTES])

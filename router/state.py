@@ -8,7 +8,7 @@ compares every heartbeat with the work that its sender should have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton import messages
@@ -124,6 +124,8 @@ class RouterStats:
     kv_index: KvIndexStats
     pins: Mapping[str, int]  # prefixes that are kept pinned, or are to be, by phase
     waiting: Mapping[int, int]  # in the queue, by level of priority
+    running_adapters: Sequence[str]  # names of the LoRA adapters of requests that run, in order,
+    waiting_adapters: Sequence[str]  # and of those in the queue
     rejected: Mapping[str, int]  # requests that no worker had begun, by reason
     tenant_tokens: Mapping[tuple[str, str], int]  # by tenant (a bounded number) and kind
     prediction_errors: Mapping[PredictionKind, PredictionError]  # of predictions
@@ -138,7 +140,7 @@ class RouterState:
         """`placer`: the policy that places requests; Baton's own unless told otherwise."""
         self._me = me
         self._config = config
-        self._members = ClusterMembership(config.pages.page_size)
+        self._members = ClusterMembership(config.pages.page_size, config.model.lora_modules)
         self._kv_index = KvIndex()
         self._out = Outbox(self._members)
         self._prediction_errors = PredictionErrors()
@@ -607,6 +609,12 @@ class RouterState:
         """A tenant's last requests, newest first. None: of all tenants."""
         return self._explanations.last(count, tenant)
 
+    def _adapters(self, *, queued: bool) -> list[str]:
+        if not self._config.model.lora_modules:
+            return []
+        queue = self._admission.queue
+        return sorted({one.adapter for one in self._manager if one.adapter and (one in queue) == queued})
+
     def stats(self) -> RouterStats:
         counts, queue = self._counts, self._admission.queue
         roles: tuple[Role, ...] = ("prefill", "decode", "store")
@@ -631,6 +639,8 @@ class RouterState:
             kv_index=self._kv_index.stats(),
             pins={phase.value: self._pinner.count()[phase] for phase in PinPhase},
             waiting=queue.levels(),
+            running_adapters=self._adapters(queued=False),
+            waiting_adapters=self._adapters(queued=True),
             rejected=dict(self._admission.rejected),
             tenant_tokens=dict(self._admission.served.tokens),
             prediction_errors=self._prediction_errors.summaries(),

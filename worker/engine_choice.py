@@ -22,6 +22,8 @@ from engine.vllm_runner.requirements import Installation, problem
 
 Name = Literal["native", "vllm"]
 
+_NO_ADAPTERS = "it computes no LoRA adapters, and model.lora_modules names some"
+
 
 @dataclass(frozen=True)
 class EngineFacts:
@@ -67,7 +69,7 @@ def engine_facts(config: Config, path: Path, device: str, found: Installation | 
 
     Raises ModelError for a checkpoint without a readable config.
     """
-    native = native_lack(path)
+    native = _NO_ADAPTERS if config.model.lora_modules else native_lack(path)
     vllm = problem(found, read_object(path / "config.json"), config.pages.page_size, device)
     return EngineFacts(config.model.engine, native, vllm, on_gpu=device != "cpu")
 
@@ -84,10 +86,10 @@ def native_lack(path: Path) -> str:
 
 def engine_of(config: Config, path: Path, device: str) -> EngineChoice:
     """Return the engine that serves the checkpoint in `path` on this machine. Raises UnsupportedModel if none can,
-    ConfigError if the one that `model.engine` names can't."""
+    ConfigError if vLLM's runner can't and `model.engine` or LoRA adapters ask for it."""
     choice = choose(engine_facts(config, path, device, Installation.find()))
     if choice.engine is None:
-        if config.model.engine == "vllm":
-            raise ConfigError(f"model.engine is vllm, and {choice.why}")
+        if config.model.engine == "vllm" or config.model.lora_modules:
+            raise ConfigError(f"model.engine is {config.model.engine}, and {choice.why}")
         raise UnsupportedModel(choice.why)
     return choice

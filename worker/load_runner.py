@@ -63,6 +63,8 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         threads=own.threads or len(os.sched_getaffinity(0)),
         device=device,
         memory_share=own.gpu_memory_utilization * share,
+        lora_modules=config.model.lora_modules,
+        max_lora_rank=config.model.max_lora_rank,
     )
 
 

@@ -153,6 +153,7 @@ class WorkerLoop:
             self.calibration,
             runner.has_lm_head,
             0 if window is None else SlidingWindow(window, config.pages.page_size, self.num_pages).pages,
+            runner.adapters,
         )
         hello = Hello(
             self.peer,

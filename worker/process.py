@@ -63,6 +63,7 @@ def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) ->
         calibration=worker.calibration,
         vocab_size=worker.runner.vocab_size,
         copies_overlap=worker.runner.overlaps,
+        adapters=[one.digest for one in worker.runner.adapters],
     )
     worker.serve(state, lambda: _prefill_samples(state.stats()), stop)
 
@@ -94,6 +95,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         grammars=worker.grammars,
         copies_overlap=worker.runner.overlaps,
         window=worker.runner.window,
+        adapters=[one.digest for one in worker.runner.adapters],
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton import doors
@@ -22,6 +22,7 @@ from deploy.processes import session_members
 from engine.checkpoint import hub
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.models.config_file import read_object
+from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engine.vllm_runner.requirements import Installation, problem
 
 _PROCESS_BYTES = 300 * 2**20  # approximate memory of a worker besides its KV pages and its weights
@@ -30,6 +31,7 @@ _PROCESS_BYTES = 300 * 2**20  # approximate memory of a worker besides its KV pa
 def check(config: Config) -> None:
     """Run all checks. Raises the first error."""
     check_model(config.model.path)
+    check_adapters(config.model.lora_modules)
     check_keys(config)
     check_doors(config)
     check_ports(config)
@@ -52,6 +54,17 @@ def check_model(model: str) -> None:
             raise ModelNotFound(f"{path} holds no *.safetensors; Baton loads no other kind of weights")
     elif path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelNotFound(f"{model} is not a directory; give that of a checkpoint, or a Hugging Face id (owner/name)")
+
+
+def check_adapters(modules: Mapping[str, str]) -> None:
+    """Check that each LoRA adapter has its files. Raises ModelNotFound."""
+    for name, path in modules.items():
+        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            if not (Path(path).expanduser() / file).is_file():
+                raise ModelNotFound(
+                    f"model.lora_modules: {name!r} in {path} has no {file}; give the directory of an adapter that PEFT "
+                    "saved as safetensors"
+                )
 
 
 def check_keys(config: Config) -> None:

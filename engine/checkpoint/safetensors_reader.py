@@ -29,13 +29,14 @@ class TensorFiles:
     `read` digests as it goes, so that the fingerprint costs no second pass over the files.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Raises ModelNotFound when there are no safetensors, CorruptWeights when they can't be opened."""
+    def __init__(self, directory: Path, single: str = SINGLE) -> None:
+        """`single`: the file's name where there is but one. Raises ModelNotFound when there are no safetensors,
+        CorruptWeights when they can't be opened."""
         self._stack = ExitStack()
         self._files: dict[str, tuple[Path, Any]] = {}  # by tensor name
         self._digests: dict[str, bytes] = {}
         try:
-            self._open(directory)
+            self._open(directory, single)
         except BaseException:
             self._stack.close()
             raise
@@ -48,6 +49,14 @@ class TensorFiles:
     def seen(self) -> frozenset[str]:
         """Names of the tensors read so far."""
         return frozenset(self._digests)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one of `names`, without reading it. Raises CorruptWeights."""
+        path, file = self._files[name]
+        try:
+            return tuple(file.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise CorruptWeights(f"{path}: {name} can't be read: {error}; fetch the checkpoint again") from error
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
         """The tensor `name` on the CPU, in the dtype it was stored in.
@@ -82,14 +91,14 @@ class TensorFiles:
     ) -> None:
         self._stack.close()
 
-    def _open(self, directory: Path) -> None:
-        if (directory / INDEX).is_file():
+    def _open(self, directory: Path, single: str) -> None:
+        if single == SINGLE and (directory / INDEX).is_file():
             shards = _shards(directory / INDEX)
-        elif (directory / SINGLE).is_file():
-            shards = {directory / SINGLE: None}
+        elif (directory / single).is_file():
+            shards = {directory / single: None}
         else:
             raise ModelNotFound(
-                f"{directory} holds neither {SINGLE} nor {INDEX}; pickled weights are never loaded, "
+                f"{directory} holds neither {single} nor {INDEX}; pickled weights are never loaded, "
                 "save the model as safetensors"
             )
         for path, promised in shards.items():

@@ -109,7 +109,8 @@ class Chunk(Struct, frozen=True, gc=False):
     `pages` are device pages for the positions 0 to start + len(tokens) − 1, in order; those before `start` are computed
     already. More pages than that may be given. A sequence that is computed in many steps keeps a `BlockTable`, which is
     of no other chunk of the same step. With `sample`, a token is drawn to follow the chunk's last. `scoring` never
-    includes the token that follows the chunk's last if that one is drawn.
+    includes the token that follows the chunk's last if that one is drawn. `adapter` is the digest of the LoRA adapter
+    that the sequence is computed with; "" is the plain model.
 
     With `follows`, the chunk's only token is the one that is drawn for that chunk, by number, of the step launched just
     before. It may not be known yet, and `tokens` has a 0 in its place. If that step draws none for it, or the device
@@ -122,6 +123,7 @@ class Chunk(Struct, frozen=True, gc=False):
     sample: TokenDraw | None = None
     scoring: PromptScoring | None = None
     follows: int | None = None
+    adapter: str = ""
 
     @property
     def end(self) -> int:

@@ -7,11 +7,14 @@ vLLM runs in a child process of the worker, since a mistake there may end its pr
 
 VLLM_VERSION = "0.32.0"
 """The one release whose inner interfaces this was written for. Others are refused."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of a LoRA adapter, as PEFT saves it."""
 
 TESTED_ARCHITECTURES = frozenset(
     {
-        "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Phi3ForCausalLM", "Gemma3ForCausalLM",
-        "MixtralForCausalLM", "Qwen3MoeForCausalLM",
+        "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM",
+        "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM",
+        "GptOssForCausalLM",
     }
 )  # fmt: skip
 """Architectures whose greedy tokens `tests/vllm_runner` compares with transformers'."""

@@ -76,7 +76,11 @@ def bring_up(order: Load) -> tuple[Any, Any]:
     for cache in caches:
         cache.hash_block_size = hash_block_size
     executor.initialize_from_config(caches)
-    executor.compile_or_warm_up_model()
+    executor.compile_or_warm_up_model()  # it drops all adapters
+    for request in lora_requests(order).values():
+        if request is not None:
+            executor.add_lora(request)
+            executor.pin_lora(request.lora_int_id)
     return config, executor
 
 
@@ -102,6 +106,16 @@ def engine_arguments(order: Load) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": 0,
     }
+    if order.adapters:
+        # A step may have requests of all of them. On a CPU vLLM computes rows without an adapter with what lies in the
+        # last place, which has to stay empty.
+        places = len(order.adapters) + 1
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": places,
+            "max_cpu_loras": places,
+            "max_lora_rank": order.max_lora_rank,
+        }
     if order.num_pages is None:
         return arguments | {"max_model_len": -1}
     return arguments | {"num_gpu_blocks_override": order.num_pages + NULL_BLOCKS}
@@ -124,3 +138,11 @@ def _page_bytes(config: Any) -> int:
     model = config.model_config
     heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
     return 2 * layers * heads * model.get_head_size() * model.dtype.itemsize * config.cache_config.block_size
+
+
+def lora_requests(order: Load) -> dict[int, Any]:
+    """Return what vLLM calls the adapters of rows, by their numbers; number 0 is none."""
+    from vllm.lora.request import LoRARequest
+
+    found = {number: LoRARequest(name, number, path) for number, (name, path) in enumerate(order.adapters, 1)}
+    return {0: None, **found}

@@ -29,7 +29,7 @@ class Child:
     def __init__(self, order: Load) -> None:
         import torch
 
-        from engine.vllm_runner.bring_up import NULL_BLOCKS, bring_up
+        from engine.vllm_runner.bring_up import NULL_BLOCKS, bring_up, lora_requests
         from engine.vllm_runner.steps import Steps
 
         torch.set_num_threads(order.threads)
@@ -37,7 +37,7 @@ class Child:
         self._config, self._executor = bring_up(order)
         self._worker: Any = self._executor.driver_worker.worker
         self.shape = self._worker.baton_prepare()
-        self._steps = Steps(self._executor)
+        self._steps = Steps(self._executor, lora_requests(order))
 
     def loaded(self) -> Loaded:
         model = self._config.model_config

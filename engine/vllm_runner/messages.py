@@ -138,6 +138,7 @@ class Row(Struct, frozen=True, gc=False):
     top: int = 0
     follows: int | None = None
     told: bool = True  # its draw is told; else it is made because vLLM makes one
+    adapter: int = 0  # number of its LoRA adapter, from 1; 0: the plain model
 
 
 class Load(Struct, frozen=True, tag=True):
@@ -153,6 +154,8 @@ class Load(Struct, frozen=True, tag=True):
     threads: int
     device: str = "cpu"
     memory_share: float = 0.05
+    adapters: Sequence[tuple[str, str]] = ()  # name and directory of each LoRA adapter, checked
+    max_lora_rank: int = 16
 
 
 class Attach(Struct, frozen=True, tag=True):

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import send_handle
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol, Self
 
 import msgspec
 
 from baton.errors import DeviceLost, ModelError, StartupError, UnsupportedModel
+from baton.messages import AdapterCard
 from baton.trace import Tracer
 from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.runner import Finished, Slots, copied_in, copied_out
@@ -30,6 +32,7 @@ from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner import VLLM_VERSION, messages
+from engine.vllm_runner.adapters import load_adapters
 from engine.vllm_runner.messages import (
     Answer,
     Attach,
@@ -160,8 +163,10 @@ class VllmRunner:
         order: Load,
         fingerprint: bytes,
         device: str = "cpu",
+        adapters: tuple[AdapterCard, ...] = (),
     ) -> None:
-        self.fingerprint = fingerprint
+        self.fingerprint, self.adapters = fingerprint, adapters
+        self._adapters = {"": 0} | {one.digest: number for number, one in enumerate(adapters, 1)}
         self.layout = PageLayout(
             loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, order.page_size, loaded.dtype, loaded.form
         )
@@ -196,13 +201,17 @@ class VllmRunner:
         threads: int,
         device: str = "cpu",
         memory_share: float = 0.05,
+        lora_modules: Mapping[str, str] = MappingProxyType({}),
+        max_lora_rank: int = 16,
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
 
         A step has at most `max_rows` chunks and `max_tokens` tokens. `device` is "cpu" or a CUDA device. The child may
         use the part `memory_share` of that device's memory in all, and `num_pages` None means as many as fit there.
+        `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each; all stay in memory.
         Raises ModelError (UnsupportedModel where vLLM or this runner can't serve the model) and StartupError.
         """
+        adapters = load_adapters(path, lora_modules, max_lora_rank)
         order = Load(
             str(path),
             dtype,
@@ -213,6 +222,8 @@ class VllmRunner:
             threads,
             device.partition(":")[0],
             memory_share,
+            [(one.card.name, str(one.path)) for one in adapters],
+            max_lora_rank,
         )
         fingerprint = _fingerprint(path)
         ours, theirs = Pipe()
@@ -234,7 +245,7 @@ class VllmRunner:
             kind = UnsupportedModel if answer.kind in _UNSUPPORTED else ModelError
             raise kind(f"vLLM can't serve {path} with pages of {page_size} tokens: {answer.message}")
         assert isinstance(answer, Loaded)
-        return cls(ours, process, answer, order, fingerprint, device)
+        return cls(ours, process, answer, order, fingerprint, device, tuple(one.card for one in adapters))
 
     def launch(self, chunks: Sequence[Chunk]) -> RunningStep:
         """Send a step. The child takes it up when those before it have ended. A mask that is late leaves its chunk
@@ -291,12 +302,14 @@ class VllmRunner:
         if min(pages) < 0 or max(pages) >= self.num_pages:
             raise ValueError(f"a page is not in 0 to {self.num_pages - 1}")
         fresh = pages[-1] if end % page_size and (covering - 1) * page_size >= chunk.start else None
+        if chunk.adapter not in self._adapters:
+            raise ValueError(f"no LoRA adapter {chunk.adapter} is loaded")
         name, appends, first_new = self._follow(chunk, pages)
         scoring = chunk.scoring
         targets, first, top = ((), 0, 0) if scoring is None else (scoring.targets, scoring.first, scoring.top)
         return Row(
             name, appends, list(chunk.tokens), chunk.start, pages[first_new:], fresh, None, list(targets), first, top,
-            chunk.follows,
+            chunk.follows, adapter=self._adapters[chunk.adapter],
         )  # fmt: skip
 
     def _follow(self, chunk: Chunk, pages: list[int]) -> tuple[int, bool, int]:

@@ -25,8 +25,9 @@ from engine.vllm_runner.messages import Drawn, Row, Step
 class Steps:
     """Runs steps on an executor in this process. Remembers which requests vLLM knows."""
 
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
+    def __init__(self, executor: Any, adapters: Mapping[int, Any]) -> None:
+        """`adapters`: vLLM's LoRA requests by the numbers that rows have."""
+        self._executor, self._adapters = executor, adapters
         self._worker: Any = executor.driver_worker.worker
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
         self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
@@ -127,7 +128,7 @@ class Steps:
                         pooling_params=None,
                         block_ids=(blocks,),
                         num_computed_tokens=row.start,
-                        lora_request=None,
+                        lora_request=self._adapters[row.adapter],
                         prefill_token_ids=tokens,
                     )
                 )

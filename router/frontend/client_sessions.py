@@ -167,6 +167,7 @@ class RouterDriver:
             stop_token_ids=validated.stop_token_ids,
             tenant=tenant,
             salt=validated.salt,
+            adapter=validated.adapter,
             priority=validated.priority,
             deadline=deadline,
             ttft=validated.ttft,
@@ -203,7 +204,9 @@ class RouterDriver:
         name = f"{PIN}{self._number()}"
         answer = self._pinning[name] = asyncio.get_running_loop().create_future()
         try:
-            self.handle(PinPrefix(name, order.pin, order.tokens, order.ttl, order.tenant, order.salt, deadline))
+            self.handle(
+                PinPrefix(name, order.pin, order.tokens, order.ttl, order.tenant, order.salt, order.adapter, deadline)
+            )
             outcome = await answer
         finally:
             if self._pinning.pop(name, None) is not None:
@@ -416,7 +419,7 @@ class RouterDriver:
 def _engine_load(stats: RouterStats, views: Sequence[ProcessView]) -> EngineLoad:
     devices = [view.load for view in views if view.peer.role == "decode"]
     free, total = sum(load.pages_free for load in devices), sum(load.pages_total for load in devices)
-    return EngineLoad(stats.running, stats.queued, free, total)
+    return EngineLoad(stats.running, stats.queued, free, total, stats.running_adapters, stats.waiting_adapters)
 
 
 def _write(note: Log) -> None:

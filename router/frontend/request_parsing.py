@@ -59,6 +59,7 @@ class ValidatedRequest:
     tpot: float | None  # the same
     affinity: str  # a key, or ""
     salt: str = ""  # of its page keys, beside its tenant
+    adapter: str = ""  # name of its LoRA adapter; "": the plain model
     text: TextOptions = DEFAULT_TEXT
     n: int = 1  # outputs for the client, ...
     best_of: int = 1  # ... the best of so many, which are also the beams of a search
@@ -82,6 +83,7 @@ class ValidatedPin:
     ttl: float  # seconds
     tenant: str = ""  # whose requests find it
     salt: str = ""  # of these requests
+    adapter: str = ""  # the same
 
 
 def name_of(request: pb.GenerateRequest) -> str:
@@ -166,6 +168,7 @@ def parse_generate_request(
         tpot=_objective("tpot_ms", request),
         affinity=_checked("affinity", request.affinity),
         salt=_salt(request.cache_salt),
+        adapter=model.adapter_of(request.model),
         text=TextOptions(request.min_tokens, request.include_stop, request.special_tokens, _shown(request)),
         n=n,
         best_of=best_of,
@@ -219,7 +222,8 @@ def parse_pin_request(request: cache_pb2.PinPrefixRequest, pin: str, model: Serv
     if not _MIN_TTL_MS <= ttl_ms <= _MAX_TTL_MS:
         raise InvalidRequest(f"ttl_ms is {ttl_ms}; it must be from {_MIN_TTL_MS} (1 second) to {_MAX_TTL_MS} (7 days)")
     tenant, salt = _checked("tenant", request.tenant), _salt(request.cache_salt)
-    return ValidatedPin(pack_tokens(_prompt(request, model)), pin, ttl_ms / 1_000, tenant, salt)
+    adapter = model.adapter_of(request.model)
+    return ValidatedPin(pack_tokens(_prompt(request, model)), pin, ttl_ms / 1_000, tenant, salt, adapter)
 
 
 def _salt(given: str) -> str:

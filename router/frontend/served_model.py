@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     tokenizer_file: Path | None = None  # where the tokenizer was read
     aliases: tuple[str, ...] = ()  # further names that a request may use
+    adapters: Mapping[str, str] = field(default_factory=dict[str, str])  # LoRA adapters by name: their directories
     folder: Path | None = None  # of its files
     chat_format: ChatFormat = NO_FORMAT  # how it writes reasoning and tool calls
 
@@ -53,8 +54,16 @@ class ServedModel:
 
     def check(self, asked: str | None) -> None:
         """Raise ModelMismatch if a request asks for another model; no name is this one."""
-        if asked and asked not in (self.name, *self.aliases):
+        if asked and asked not in (self.name, *self.aliases, *self.adapters):
             raise ModelMismatch(f"model {shown(asked)!r} is not served here; this cluster serves {self.name!r}")
+
+    def adapter_of(self, asked: str | None) -> str:
+        """The LoRA adapter that a request asks for, by the model's name in it; "" for none."""
+        return asked if asked and asked in self.adapters else ""
+
+    def answered_as(self, asked: str | None) -> str:
+        """What an answer calls the model: an adapter by its name, else the first of the model's."""
+        return self.adapter_of(asked) or self.name
 
 
 def load(config: ModelConfig) -> ServedModel:
@@ -67,6 +76,7 @@ def load(config: ModelConfig) -> ServedModel:
     return ServedModel(
         name=config.served_name,
         aliases=config.served_names[1:],
+        adapters=config.lora_modules,
         tokenizer=Tokenizer.load(tokenizer) if tokenizer.is_file() else None,
         limits=ModelLimits(_count(settings, "vocab_size"), _count(settings, "max_position_embeddings")),
         eos=_ids(generation, "eos_token_id") or _ids(settings, "eos_token_id"),

@@ -37,6 +37,7 @@ class PinnedPrefix:
     pin: str
     tenant: str
     salt: str
+    adapter: str
     arrival: int  # order of coming in
     tokens: bytes  # packed, whole pages
     ttl: float  # seconds
@@ -68,7 +69,10 @@ class PinnedPrefix:
     def of(cls, order: PinPrefix, arrival: int, page_size: int, give_up: float) -> PinnedPrefix:
         page = page_size * TOKEN_BYTES
         whole = order.tokens[: len(order.tokens) // page * page]
-        return cls(order.name, order.pin, order.tenant, order.salt, arrival, whole, order.ttl, order.deadline, give_up)
+        return cls(
+            order.name, order.pin, order.tenant, order.salt, order.adapter, arrival, whole, order.ttl, order.deadline,
+            give_up,
+        )  # fmt: skip
 
     @property
     def attempt(self) -> AttemptName:

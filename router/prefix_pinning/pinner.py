@@ -165,7 +165,8 @@ class PrefixPinner:
         """Where most of it is already, so that little is computed and pages pinned twice count once."""
         card, size = self._members.card, self._config.pages.page_size
         assert card is not None, "a prefill worker without a model"
-        root = namespace_root(card.namespace, prefix.tenant, prefix.salt)
+        namespace = card.namespace_of(prefix.adapter)
+        root = namespace_root(namespace, prefix.tenant, prefix.salt)
         prefix.derive_keys(root, size)
         prefix.page_bytes = card.page_bytes
         matches = self._pages.match(split_keys(prefix.keys))
@@ -194,6 +195,7 @@ class PrefixPinner:
             sources=node.sources(here, prefix.pages),
             priority=_LEAST_URGENT,
             deadline_ms=prefix.left_ms(now),
+            adapter=namespace.adapter,
         )
         worker.assign_prefill(prefix.attempt, PendingPrefill(missing * size, here * size), now)
         worker.assign(prefix.attempt, AssignedAttempt(self._out.send(worker.incarnation, message), missing))

@@ -24,7 +24,6 @@ from baton.errors import (
     Unavailable,
 )
 from baton.messages import AttemptName, Cancel, Decode
-from kvstore.keys import namespace_root
 from kvstore.prefix_map.prefix_map import PrefixMatch
 from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome, Submit
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
@@ -180,8 +179,7 @@ class RequestManager:
         """Check a new request that was not placed at once: its wait may be too long, or the queue too full."""
         work, seconds = request.prompt, 0.0
         if (card := self._members.card) is not None:
-            root = namespace_root(card.namespace, request.tenant, request.salt)
-            request.derive_keys(root, self._config.pages.page_size)
+            request.derive_keys(card)
             held = self._held_prefix(request).values()
             work -= max((match.pages for match in held), default=0) * self._config.pages.page_size
             rates = [m.load.prefill_rate for m in self._view.prefill_workers or self._view.decode_workers]
@@ -224,8 +222,7 @@ class RequestManager:
         card = self._members.card
         if card is None:
             return False
-        root = namespace_root(card.namespace, request.tenant, request.salt)
-        if request.generated and root != request.root:
+        if request.generated and request.root_in(card) != request.root:
             message = "the model was replaced while this request was being served"
             self.end(request, Failed(Unavailable(message)), now)
             return True
@@ -235,7 +232,7 @@ class RequestManager:
             except BatonError as error:
                 self.end(request, Failed(error), now)
                 return True
-        request.derive_keys(root, self._config.pages.page_size)
+        request.derive_keys(card)
         final = request.history.failures >= self._config.router.max_attempts - 1
         assert request.max_tokens is not None, request.name
         ask = PlacementRequest(
@@ -351,6 +348,7 @@ class RequestManager:
             sources=plan.sources,
             priority=request.priority,
             deadline_ms=request.left_ms(now),
+            adapter=request.adapter_digest,
         )
         pages = -(-request.known // self._config.pages.page_size)
         work = AssignedAttempt(

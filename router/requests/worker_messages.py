@@ -311,6 +311,7 @@ class WorkerMessageHandler:
             sources=attempt.placement.prefill_sources,
             priority=request.priority,
             deadline_ms=request.left_ms(now),
+            adapter=request.adapter_digest,
         )
         member = self._members.require_live(prefill)
         work = AssignedAttempt(

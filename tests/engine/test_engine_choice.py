@@ -91,6 +91,11 @@ def test_an_engine_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         engine_of(config, tmp_path, "cpu")
     monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
     assert engine_of(config, tmp_path, "cpu").engine == "vllm"
+    adapters = {"model.path": str(checkpoint(tmp_path, LLAMA)), "model.lora_modules": {"one": "somewhere"}}
+    with pytest.raises(ConfigError, match=r"model\.engine is native.*LoRA"):
+        engine_of(load(overrides=adapters | {"model.engine": "native"}), tmp_path, "cpu")
+    assert engine_of(load(overrides=adapters | {"pages.page_size": 32}), tmp_path, "cpu").engine == "vllm"
+    checkpoint(tmp_path, GEMMA2)
     asked = load(overrides={"model.path": str(tmp_path), "model.engine": "vllm"})
     with pytest.raises(ConfigError, match=r"model\.engine is vllm.*pages\.page_size=32"):
         engine_of(asked, tmp_path, "cpu")

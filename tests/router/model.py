@@ -11,8 +11,9 @@ waits for them for ever: the router must notice.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from baton.membership import Membership
 from baton.messages import (
     TOKEN_BYTES,
     Accepted,
+    AdapterCard,
     AttemptFailed,
     AttemptHeld,
     AttemptName,
@@ -67,6 +69,7 @@ from simulator.held_messages import HeldMessages
 from tests.router.checked import CheckedRouter
 from tests.router.stores import PAGE, Stores, chain_of
 
+EMPTY: Mapping[str, str] = MappingProxyType({})
 VOCAB = 1_000
 EOS = 7
 CONTEXT = 4_096
@@ -82,10 +85,14 @@ CONFIG = settings.Config(
 ROUTER = Peer("router", "router", "a", "router.1", 1)
 
 
-def card(pool_pages: int = 64, namespace: Namespace = NAMESPACE, *, head: bool = True) -> ModelCard:
+def card(
+    pool_pages: int = 64, namespace: Namespace = NAMESPACE, *, head: bool = True, adapters: Mapping[str, str] = EMPTY
+) -> ModelCard:
+    """`adapters`: digests by name."""
     return ModelCard(
-        namespace, page_bytes=1_024, vocab_size=VOCAB, max_context=CONTEXT, pool_pages=pool_pages, lm_head=head
-    )
+        namespace, page_bytes=1_024, vocab_size=VOCAB, max_context=CONTEXT, pool_pages=pool_pages, lm_head=head,
+        adapters=tuple(AdapterCard(*each) for each in adapters.items()),
+    )  # fmt: skip
 
 
 def load_of(peer: Peer) -> LoadReport:
@@ -190,6 +197,7 @@ class Cluster(CheckedRouter):
         super().__init__(ROUTER, RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT)))
         self.no_clients()
         self.config = config
+        self.adapters = sorted(config.model.lora_modules)  # that its workers have
         self.serves_none: set[str] = set()  # nodes whose stores serve no others
         self.processes: dict[str, Process] = {}  # by incarnation: dead ones are gone
         self.stores = Stores()
@@ -206,7 +214,7 @@ class Cluster(CheckedRouter):
     def start(self, role: Any, name: str, node: str = "a", pool_pages: int = 256, slots: int = 100) -> Process:
         self.births += 1
         peer = Peer(role, name, node, f"{name}.{self.births}", self.births)
-        hello = Hello(peer, model=card(pool_pages))
+        hello = Hello(peer, model=card(pool_pages, adapters={one: f"digest of {one}" for one in self.adapters}))
         if role == "store":
             data = "" if node in self.serves_none else f"tcp://{peer.incarnation}"
             hello = Hello(peer, events=f"kv://{peer.incarnation}", data=data)

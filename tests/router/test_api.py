@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.frontend.api.server import listen
 from router.frontend.detokenizer import Tokenizer
 from tests.router import tokenizers
-from tests.router.model import EOS, expected
+from tests.router.model import EMPTY, EOS, expected
 from tests.router.served import Served, served, settings_for
 from tests.support.eventually import eventually_async
 
@@ -79,13 +79,16 @@ def text_of(seed: int = SEED, prompt: int = len(PROMPT), count: int = 12) -> str
 
 @contextlib.asynccontextmanager
 async def door(
-    folder: Path, *, template: str | None = TEMPLATE, workers: int = 1, names: tuple[str, ...] = (), **more: Any
-) -> AsyncIterator[Door]:
+    folder: Path, *, template: str | None = TEMPLATE, workers: int = 1, names: tuple[str, ...] = (),
+    adapters: Mapping[str, str] = EMPTY, **more: Any,
+) -> AsyncIterator[Door]:  # fmt: skip
     config = settings_for(folder, **more)
-    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, served_model_name=names))
+    model = msgspec.structs.replace(config.model, served_model_name=names, lora_modules=dict(adapters))
+    config = msgspec.structs.replace(config, model=model)
     settings = {"bos_token": "<s>", "chat_template": template}
     (Path(config.model.path) / "tokenizer_config.json").write_text(json.dumps(settings))
     async with served(config) as router, aiohttp.ClientSession() as http:
+        router.cluster.adapters = sorted(adapters)
         for number in range(workers):
             router.start("decode", f"decode-{number}")
         client = Door(router, http)
@@ -160,6 +163,20 @@ def test_further_names_of_the_model_are_accepted_and_listed(tmp_path: Path) -> N
                 assert (await client.complete(model=name))["model"] == "one"
             status, answer, _ = await client.post("/v1/completions", completion(model="three"))
             assert (status, "'three'" in answer["error"]["message"]) == (404, True)
+
+    run(test)
+
+
+def test_an_adapter_answers_by_its_name(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path, names=("base",), adapters={"tuned": "/somewhere/tuned"}) as client:
+            assert (await client.get("/v1/models/tuned"))[1]["parent"] == "base"
+            for name in ("base", "tuned"):
+                assert (await client.complete(model=name))["model"] == name
+            async with client.http.get(f"{client.url}/metrics") as metrics:
+                page = await metrics.text()
+            (line,) = [each for each in page.splitlines() if each.startswith("vllm:lora_requests_info{")]
+            assert 'max_lora="1"' in line
 
     run(test)
 

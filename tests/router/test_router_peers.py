@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from baton.clock import Tick
+from baton.config import ModelConfig
 from baton.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -44,7 +45,7 @@ from router.events import (
     Unsubscribe,
 )
 from tests.router.lab import Lab, held, named
-from tests.router.model import NAMESPACE, PAGE, ROUTER, card
+from tests.router.model import CONFIG, NAMESPACE, PAGE, ROUTER, card
 
 
 def names(lab: Lab) -> dict[str, str | None]:
@@ -92,6 +93,23 @@ def test_who_does_not_fit_is_rejected_by_field_and_both_values(more: dict[str, A
     assert all(part in rejected.message for part in says), rejected.message
     assert commands[-1] == ForgetPeer(f"{arguments['name']}.1")
     assert len(names(lab)) == 3
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ({}, "LoRA adapters are none and this cluster has one, two"),
+        ({"one": "1", "other": "2"}, "LoRA adapters are one, other and"),
+        ({"one": "1", "two": "3"}, "LoRA adapter two is 3 and this cluster has 2"),
+    ],
+)
+def test_all_workers_have_the_adapters_that_clients_may_ask_for(theirs: dict[str, str], says: str) -> None:
+    lab = Lab(msgspec.structs.replace(CONFIG, model=ModelConfig(lora_modules={"two": "/2", "one": "/1"})))
+    lab.join("decode", "decode-0", model=card(adapters={"one": "1", "two": "2"}))
+    assert not lab.sent(Rejected)
+    lab.hello("decode", "decode-1", model=card(adapters=theirs))
+    (rejected,) = lab.sent(Rejected)
+    assert says in rejected.message
 
 
 def test_the_first_live_worker_sets_the_namespace_until_nobody_of_it_is_left() -> None:

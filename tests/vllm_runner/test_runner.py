@@ -67,7 +67,10 @@ def step(runner: VllmRunner, *chunks: Chunk) -> Finished:
 class Generation:
     """One sequence of a test: tokens, pages, and what was drawn."""
 
-    def __init__(self, prompt: Sequence[int], pages: Sequence[int], draw: TokenDraw = GREEDY) -> None:
+    def __init__(
+        self, prompt: Sequence[int], pages: Sequence[int], draw: TokenDraw = GREEDY, adapter: str = ""
+    ) -> None:
+        self.adapter = adapter
         self.tokens, self.draw, self.computed = list(prompt), draw, 0
         self._free = list(pages)
         self.table = BlockTable()
@@ -78,7 +81,8 @@ class Generation:
         end = self.computed + len(tokens)
         while len(self.table) * PAGE < end:
             self.table.extend([self._free.pop(0)])
-        return Chunk(tokens, self.computed, self.table, self.draw if end == len(self.tokens) else None)
+        draw = self.draw if end == len(self.tokens) else None
+        return Chunk(tokens, self.computed, self.table, draw, adapter=self.adapter)
 
     def follow(self, number: int) -> Chunk:
         """One token more than is known: the one that is drawn for that chunk of the step that runs."""

@@ -216,7 +216,7 @@ class HttpApi:
         options = fields.stream_options
         return AnswerOptions(
             id=f"{prefix}{_name_of(request, fields)}",
-            model=self._service.model.name,
+            model=self._service.model.answered_as(fields.model),
             created=int(time.time()),
             fingerprint=self._fingerprint,
             text_of=self._prompts.token_text,

@@ -1,4 +1,4 @@
-"""The served model as the clients' APIs list it: a card for each of its names.
+"""The served model as the clients' APIs list it: a card for each of its names, and one for each LoRA adapter.
 
 OpenAI's and Anthropic's clients ask at the same path. Anthropic's send a header of their own.
 """
@@ -30,7 +30,7 @@ class ModelCards:
 
     def all(self, headers: Mapping[str, str]) -> dict[str, Any]:
         """The cards of all names, the one that answers have first."""
-        names = (self._model.name, *self._model.aliases)
+        names = (self._model.name, *self._model.aliases, *self._model.adapters)
         cards = [self.one(name, headers) for name in names]
         if is_anthropic(headers):
             return {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -55,8 +55,8 @@ class ModelCards:
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
-            "root": self._model.name,
-            "parent": None,
+            "root": self._model.adapters.get(name, self._model.name),
+            "parent": self._model.name if name in self._model.adapters else None,
             "max_model_len": context,
             "permission": [],
         }

@@ -6,6 +6,7 @@ here is left out; docs/http-api.md lists it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,8 @@ class EngineLoad:
     waiting: int
     pages_free: int  # on the devices of decode workers
     pages_total: int
+    running_adapters: Sequence[str] = ()  # names of the LoRA adapters of requests that run,
+    waiting_adapters: Sequence[str] = ()  # and of those that wait
 
 
 class VllmMetrics(Collector):
@@ -73,7 +76,7 @@ class VllmMetrics(Collector):
         self._registry.register(self)
         self.load = EngineLoad(0, 0, 0, 0)
         self._values = (model.name, _ENGINE)
-        self._page_size = page_size
+        self._page_size, self._max_lora = page_size, len(model.adapters)
         self._seconds = {name: self._histogram(name, *told) for name, told in _SECONDS.items()}
         buckets = _one_two_five(model.limits.max_context)
         self._tokens = {name: self._histogram(name, text, buckets) for name, text in _TOKENS.items()}
@@ -142,6 +145,14 @@ class VllmMetrics(Collector):
         )
         config.add_metric((*self._values, str(self._page_size), str(load.pages_total)), 1)
         yield config
+        if self._max_lora:
+            names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+            adapters = GaugeMetricFamily(
+                "vllm:lora_requests_info", "LoRA adapters of requests; the value is the time.", labels=names
+            )
+            told = (str(self._max_lora), ",".join(load.waiting_adapters), ",".join(load.running_adapters))
+            adapters.add_metric(told, time.time())
+            yield adapters
 
     def describe(self) -> Iterable[Metric]:
         return ()

@@ -1,0 +1,52 @@
+"""Small random LoRA adapters in PEFT's format, and transformers with their weights merged into the model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import checkpoints
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ALPHA, _SCALE = 16, 0.2  # weights large enough to change tokens
+
+
+def make(
+    path: Path, model: Path, seed: int, rank: int = 8, products: Sequence[str] = ATTENTION, **settings: Any
+) -> Path:
+    """Write an adapter for `products` of all layers of a checkpoint. `settings` go into its config."""
+    path.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module.rpartition(".")[2] in products:
+            rows, columns = weight.shape
+            for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+                tensors[f"base_model.model.{module}.lora_{side}.weight"] = (
+                    torch.randn(shape, generator=generator) * _SCALE
+                )
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": _ALPHA, "bias": "none", "target_modules": list(products)}
+    (path / "adapter_config.json").write_text(json.dumps(config | settings))
+    return path
+
+
+def merged(model: Path, adapter: Path) -> checkpoints.Reference:
+    """The model with the adapter's products added to its weights."""
+    reference = checkpoints.reference(model)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, a in tensors.items():
+            if name.endswith("lora_A.weight"):
+                b = tensors[name.replace("lora_A", "lora_B")]
+                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                weight = reference.model.get_parameter(f"{module}.weight")
+                weight += b @ a * (config["lora_alpha"] / config["r"])
+    return reference

@@ -1,0 +1,120 @@
+"""LoRA adapters at the router: requests name them, workers hear their digests, and no two of them share a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.config import Config, ModelConfig, load
+from baton.errors import ConfigError, ModelMismatch
+from baton.messages import Accepted
+from baton.v1 import cache_pb2
+from baton.v1 import generation_pb2 as pb
+from router.frontend import served_model
+from router.frontend.api.model_cards import ModelCards
+from router.frontend.request_parsing import parse_generate_request, parse_pin_request
+from tests.router.lab import Lab
+from tests.router.model import CONFIG, card
+from tests.router.pin_model import PinCluster
+
+DIGESTS = {"one": "digest of one", "two": "digest of two"}
+
+
+def with_adapters() -> Config:
+    return msgspec.structs.replace(CONFIG, model=ModelConfig(lora_modules={"one": "/1", "two": "/2"}))
+
+
+def lab(*roles: str) -> Lab:
+    made = Lab(with_adapters())
+    for role in roles:
+        made.join(role, f"{role}-0", model=card(adapters=DIGESTS))
+    made.join("store", "store-0")
+    return made
+
+
+def test_workers_hear_the_digest_and_prefixes_of_adapters_are_apart() -> None:
+    routers = lab("decode")
+    roots: set[bytes] = set()
+    for number, (name, digest) in enumerate({"": "", **DIGESTS}.items()):
+        routers.submit(f"r{number}", prompt=40, adapter=name)
+        assert routers.decode.adapter == digest
+        roots.add(routers.decode.root)
+    assert len(roots) == 3
+    routers.submit("again", prompt=40, adapter="two", tenant="a")
+    assert routers.decode.root not in roots
+    routers.submit("and again", prompt=40, adapter="two")
+    assert routers.decode.root in roots
+
+
+def test_pages_of_the_plain_model_are_no_prefix_of_an_adapters_prompt() -> None:
+    routers = lab("decode")
+    plain = routers.submit("plain", prompt=40)
+    routers.holds("store-0.1", plain, 9)
+    routers.submit("same", prompt=40)
+    assert routers.decode.fetch == 9
+    routers.submit("adapted", prompt=40, adapter="one")
+    assert routers.decode.fetch == 0
+
+
+def test_a_prompt_that_is_handed_off_keeps_its_adapter() -> None:
+    routers = lab("decode", "prefill")
+    routers.submit("r", prompt=80, adapter="one")
+    routers.say("decode-0.1", Accepted("r", 1))
+    assert routers.prefill.adapter == "digest of one"
+    assert routers.prefill.root == routers.decode.root
+
+
+def test_a_request_keeps_its_adapter_through_a_fail_over() -> None:
+    routers = lab("decode")
+    routers.join("decode", "decode-1", model=card(adapters=DIGESTS))
+    routers.submit("r", prompt=10, adapter="two")
+    first = routers.decode
+    routers.leaves(routers.to(first))
+    assert (routers.decode.attempt, routers.decode.adapter, routers.decode.root) == (2, first.adapter, first.root)
+
+
+def test_a_pinned_prefix_is_that_of_its_adapter() -> None:
+    cluster = PinCluster(with_adapters())
+    for role in ("prefill", "decode", "store"):
+        cluster.start(role, f"{role}-0")
+    cluster.pin_prefix("plain")
+    cluster.pin_prefix("adapted", adapter="one")
+    cluster.finish()
+    roots = {prefix.pin: prefix.keys for prefix in cluster.prefixes()}
+    assert roots["plain"] != roots["adapted"]
+
+
+def model(folder: Path) -> served_model.ServedModel:
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 400, "max_position_embeddings": 1_000}))
+    names = ("small", "tiny")
+    return served_model.load(ModelConfig(path=str(folder), served_model_name=names, lora_modules={"one": "/1"}))
+
+
+def test_the_model_field_names_the_adapter(tmp_path: Path) -> None:
+    small = model(tmp_path)
+    for asked, adapter in (("", ""), ("small", ""), ("tiny", ""), ("one", "one")):
+        request = pb.GenerateRequest(model=asked, token_ids=pb.TokenIds(ids=[1, 2, 3]))
+        assert parse_generate_request(request, "r", small, lambda: 1).adapter == adapter
+        pin = cache_pb2.PinPrefixRequest(model=asked, token_ids=pb.TokenIds(ids=[1, 2, 3]))
+        assert parse_pin_request(pin, "p", small).adapter == adapter
+    with pytest.raises(ModelMismatch, match="'two'"):
+        parse_generate_request(pb.GenerateRequest(model="two"), "r", small, lambda: 1)
+
+
+def test_adapters_are_listed_with_their_parent(tmp_path: Path) -> None:
+    cards = {each["id"]: each for each in ModelCards(model(tmp_path), 1).all({})["data"]}
+    assert {name: (each["parent"], each["root"]) for name, each in cards.items()} == {
+        "small": (None, "small"), "tiny": (None, "small"), "one": ("small", "/1"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("modules", "says"),
+    [({"small": "/1"}, "which is a name of the model"), ({"": "/1"}, "1 to 128"), ({"a\n": "/1"}, "printable")],
+)
+def test_names_that_no_adapter_may_have(modules: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(overrides={"model.path": "/models/small", "model.lora_modules": modules})

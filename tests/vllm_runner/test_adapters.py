@@ -1,0 +1,141 @@
+"""LoRA adapters on vLLM's runner: tokens are those of merged weights, in mixed batches and over whole clusters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from baton.client import Client
+from baton.errors import ModelMismatch
+from deploy.local import LocalCluster
+from engine.vllm_runner.runner import VllmRunner
+from tests import adapters, checkpoints
+from tests.support import workload
+from tests.vllm_runner.test_cluster import SETTINGS
+from tests.vllm_runner.test_runner import GREEDY, PAGE, PAGES, ROWS, TOKENS, Generation, prompt_of, run
+
+COUNT = 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make("llama", tmp_path_factory.mktemp("model"), hidden_size=128, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def modules(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two adapters of different ranks and products."""
+    folder = tmp_path_factory.mktemp("adapters")
+    first = adapters.make(folder / "first", model, 5)
+    second = adapters.make(folder / "second", model, 6, 4, ("v_proj", "gate_proj", "up_proj", "down_proj"))
+    return {"first": str(first), "second": str(second)}
+
+
+@pytest.fixture(scope="module")
+def runner(model: Path, modules: dict[str, str]) -> Iterator[VllmRunner]:
+    made = VllmRunner.load(
+        model,
+        "float32",
+        PAGES,
+        PAGE,
+        max_rows=ROWS,
+        max_tokens=TOKENS,
+        threads=1,
+        lora_modules=modules,
+        max_lora_rank=8,
+    )
+    yield made
+    made.close()
+
+
+def test_rows_of_one_batch_have_their_own_adapters(model: Path, modules: dict[str, str], runner: VllmRunner):
+    digests = {"": ""} | {one.name: one.digest for one in runner.adapters}
+    assert len(set(digests.values())) == 3
+    prompt = prompt_of(45, 1)
+    sequences: dict[str, Generation] = {}
+    for number, (name, digest) in enumerate(digests.items()):
+        sequences[name] = Generation(prompt, range(8 * number, 8 * number + 8), GREEDY, digest)
+    run(runner, list(sequences.values()), COUNT)
+    texts = {name: [one.token for one in sequence.drawn] for name, sequence in sequences.items()}
+    assert texts[""] == checkpoints.reference(model).generate(prompt, COUNT)[0]
+    for name, path in modules.items():
+        assert texts[name] == adapters.merged(model, Path(path)).generate(prompt, COUNT)[0]
+    assert len({tuple(text) for text in texts.values()}) == 3
+
+
+def test_an_unknown_adapter_is_refused_and_touches_nothing(model: Path, runner: VllmRunner):
+    one = Generation(prompt_of(40, 2), range(8))
+    run(runner, [one], 3)
+    with pytest.raises(ValueError, match="adapter"):
+        runner.launch([Generation(prompt_of(9, 3), range(20, 22), GREEDY, "0" * 32).chunk()])
+    run(runner, [one], 8)
+    assert [each.token for each in one.drawn] == checkpoints.reference(model).generate(prompt_of(40, 2), 8)[0]
+
+
+# --- whole clusters ---
+
+PROMPTS = [prompt_of(length, length) for length in (20, 33, 70, 150, 151, 300)]
+OUTPUT = 12
+
+Asked = tuple[str, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, modules: dict[str, str]) -> dict[Asked, list[int]]:
+    references = {"": checkpoints.reference(model)}
+    references |= {name: adapters.merged(model, Path(path)) for name, path in modules.items()}
+    return {
+        (name, tuple(prompt)): references[name].generate(prompt, OUTPUT)[0]
+        for name, prompt in product(references, PROMPTS)
+    }
+
+
+def cluster(model: Path, modules: dict[str, str], prefill: int, decode: int, folder: Path) -> LocalCluster:
+    own = {"model.lora_modules": modules, "model.max_lora_rank": 8, "router.disaggregation": "always"}
+    return LocalCluster(workload.settings(model, prefill, decode, **SETTINGS | own), folder, patience=200.0)
+
+
+def ask(address: str, asked: Asked) -> list[int]:
+    with Client(address) as client:
+        generation = client.generate(
+            asked[1], model=asked[0], max_tokens=OUTPUT, temperature=0.0, ignore_eos=True, timeout=200
+        )
+        return list(generation.result().token_ids)
+
+
+def test_a_prompt_has_other_pages_with_each_adapter(
+    model: Path, modules: dict[str, str], expected: dict[Asked, list[int]], tmp_path: Path
+):
+    """Each prompt comes with each adapter and with none, all at once and then again, when it is cached. A page of
+    another adapter would change tokens."""
+    with cluster(model, modules, 1, 1, tmp_path) as running, ThreadPoolExecutor(len(expected)) as pool:
+        for _ in range(2):
+            answers = pool.map(lambda asked: ask(running.address, asked), expected)
+            assert dict(zip(expected, answers, strict=True)) == expected
+        models = f"http://{running.api_of('router')}/v1/models"
+        with urllib.request.urlopen(models) as page:
+            parents = {card["id"]: card["parent"] for card in json.load(page)["data"]}
+        (base,) = (name for name, parent in parents.items() if parent is None)
+        assert parents == {base: None, "first": base, "second": base}
+        with pytest.raises(ModelMismatch):
+            ask(running.address, ("third", tuple(PROMPTS[0])))
+
+
+def test_an_adapter_stays_with_its_request_when_a_worker_dies(
+    model: Path, modules: dict[str, str], expected: dict[Asked, list[int]], tmp_path: Path
+):
+    with cluster(model, modules, 2, 2, tmp_path) as running, ThreadPoolExecutor(len(expected)) as pool:
+        answers = [pool.submit(ask, running.address, asked) for asked in expected]
+        answers[0].result()
+        os.kill(running.pids["decode-0"], signal.SIGKILL)
+        assert {asked: one.result() for asked, one in zip(expected, answers, strict=True)} == expected
