@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 MAX_NAME = 128  # characters
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024

@@ -22,7 +22,7 @@ from engine.vllm_runner.runner import VllmRunner
 from tests import adapters, checkpoints
 from tests.support import workload
 from tests.vllm_runner.test_cluster import SETTINGS
-from tests.vllm_runner.test_runner import GREEDY, PAGE, PAGES, ROWS, TOKENS, Generation, prompt_of, run
+from tests.vllm_runner.test_runner import GREEDY, PAGE, PAGES, ROWS, TOKENS, Generation, prompt_of, run, run_ahead
 
 COUNT = 20
 
@@ -65,7 +65,7 @@ def test_rows_of_one_batch_have_their_own_adapters(model: Path, modules: dict[st
     sequences: dict[str, Generation] = {}
     for number, (name, digest) in enumerate(digests.items()):
         sequences[name] = Generation(prompt, range(8 * number, 8 * number + 8), GREEDY, digest)
-    run(runner, list(sequences.values()), COUNT)
+    assert run_ahead(runner, list(sequences.values()), COUNT) > 0
     texts = {name: [one.token for one in sequence.drawn] for name, sequence in sequences.items()}
     assert texts[""] == checkpoints.reference(model).generate(prompt, COUNT)[0]
     for name, path in modules.items():

@@ -88,7 +88,7 @@ class Generation:
         """One token more than is known: the one that is drawn for that chunk of the step that runs."""
         while len(self.table) * PAGE <= len(self.tokens):
             self.table.extend([self._free.pop(0)])
-        return Chunk([0], len(self.tokens), self.table, self.draw, follows=number)
+        return Chunk([0], len(self.tokens), self.table, self.draw, follows=number, adapter=self.adapter)
 
     def take(self, chunk: Chunk, sampled: Sampled | None) -> None:
         assert (sampled is None) == (chunk.sample is None)
