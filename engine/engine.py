@@ -27,8 +27,9 @@ from engine.cpu.packed_linear import PackedLinears
 from engine.cpu.thread_pool import ThreadPool
 from engine.cuda.copies import CudaCopies
 from engine.cuda.errors import device_errors
+from engine.cuda.launcher import StepLauncher
 from engine.cuda.mover import OverlappedMover
-from engine.cuda.steps import LaunchedStep, StepWatch
+from engine.cuda.steps import Event, StepWatch
 from engine.device.gpus import resolve_device
 from engine.device.page_mover import HostMover
 from engine.device.page_pool import PagePool
@@ -39,8 +40,9 @@ from engine.models.linear import LinearMaker, PlainLinears
 from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.runner import Mover, PromptScores, Ran, Running
+from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
-from engine.sampling.sampler import sampler_for
+from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
 from engine.spec import ModelSpec
 from engine.step.batch import Batch, Chunk, Sampled, flatten
 from kvstore.layout import PageLayout
@@ -48,10 +50,6 @@ from kvstore.layout import PageLayout
 _FEWEST_APART = 4
 """Sequences that get one token beside prompts: from so many on they are computed apart, by the kernels for few rows.
 That reads the weights twice, and yet is faster, by up to 30 %: those for many rows want many queries to a context."""
-
-
-_SCORED_AT_ONCE = 64
-"""Prompt tokens whose logits are in memory at a time: 64 rows of a vocabulary of 128,000 take 33 MB."""
 
 
 FittingPages: TypeAlias = "Callable[[Callable[[int], Engine]], int]"
@@ -72,6 +70,14 @@ class _Part(NamedTuple):
     places: Sequence[int]
     logits: torch.Tensor
     best: Sequence[int] | None
+
+
+class _Cuda(NamedTuple):
+    """What a device has that goes on beside its worker."""
+
+    copies: CudaCopies
+    launcher: StepLauncher
+    watch: StepWatch
 
 
 class Engine:
@@ -101,13 +107,13 @@ class Engine:
         self.pages = PagePool(pool, layout.page_bytes, layout.num_kv_heads)
         self._num_pages = len(pool)
         self._alarm: Callable[[], None] = lambda: None
-        self._cuda: tuple[CudaCopies, StepWatch] | None = None  # of a device that goes on beside its worker
-        if pool.device.type == "cuda":
-            self._cuda = CudaCopies(self.pages.bytes), StepWatch()
         self.tracer = Tracer()  # of the loop that runs the steps
         self._mask_threads = MaskThreads()
         self._sampler = sampler_for(pool.device)
         self._model = Transformer(config, model_weights, TorchAttention(pool, layout, config.query_scale))
+        self._cuda: _Cuda | None = None
+        if pool.device.type == "cuda":
+            self._cuda = _Cuda(CudaCopies(self.pages.bytes), self._launcher(self._cuda_mark), StepWatch())
         self._decode_kernels: decode.NativeDecode | None = None
         self._prefill_model: prefill.NativePrefill | Transformer = self._model
         if not native or pool.device.type != "cpu" or (library := build.library()) is None:
@@ -179,7 +185,7 @@ class Engine:
 
     @property
     def launches_ahead(self) -> bool:
-        return False
+        return self._cuda is not None
 
     @property
     def num_pages(self) -> int:
@@ -198,21 +204,24 @@ class Engine:
         return str(self.pool.device)
 
     def launch(self, chunks: Sequence[Chunk]) -> Running:
-        """Begin a step; on a CPU, make it. See `Runner`. Scoring prompt tokens waits for the device here."""
+        """Begin a step; on a CPU, make it. See `Runner`. Experts wait for the device here, layer by layer."""
         if self._cuda is None:
             return Ran.timed(lambda: _results(self.run(chunks)))
-        _, watch = self._cuda
         with device_errors(), self._stream_ends_with_errors():
-            begun: Any = torch.cuda.Event(enable_timing=True)
-            ended: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # waiting threads sleep
-            stream = torch.cuda.current_stream(self.pool.device)
-            begun.record(stream)
-            scores: dict[int, list[PromptTokenLogprob]] = {}
-            masks, batches = self._prepare(chunks)
-            parts = list(self._parts(chunks, batches, scores))
-            ended.record(stream)
-        watch.watch(ended)
-        return LaunchedStep(begun, ended, lambda: _results(self._draw(chunks, parts, masks, scores)))
+            with self.tracer.span("inputs", "engine"):
+                batch = self._flatten(chunks)
+            step, ended = self._cuda.launcher.launch(chunks, batch, self._start_masks(chunks))
+        self._cuda.watch.watch(ended)
+        return step
+
+    def _launcher(self, mark: Callable[[], Event]) -> StepLauncher:
+        device = self.pool.device
+        return StepLauncher(self._model, DeviceSampler(device), self._mask_threads, device, mark, self.tracer)
+
+    def _cuda_mark(self) -> Event:
+        event: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # waiting threads sleep
+        event.record(torch.cuda.current_stream(self.pool.device))
+        return event
 
     @contextlib.contextmanager
     def _stream_ends_with_errors(self) -> Iterator[None]:
@@ -228,12 +237,12 @@ class Engine:
         if self._cuda is None:
             self.pages.duplicate(source, dest)
         else:
-            self._cuda[0].duplicate(source, dest)
+            self._cuda.copies.duplicate(source, dest)
 
     def mover(self, *, verify: bool) -> Mover:
         if self._cuda is None:
             return HostMover(self.pages, verify=verify)
-        return OverlappedMover(self._cuda[0], lambda: self._alarm(), self.layout.num_kv_heads, verify=verify)
+        return OverlappedMover(self._cuda.copies, lambda: self._alarm(), self.layout.num_kv_heads, verify=verify)
 
     def check(self) -> None:
         """It computes in this process."""
@@ -241,7 +250,7 @@ class Engine:
     def wake(self, alarm: Callable[[], None]) -> None:
         self._alarm = alarm
         if self._cuda is not None:
-            self._cuda[1].alarm = alarm
+            self._cuda.watch.alarm = alarm
 
     def close(self) -> None:
         """Nothing is beside this process; its end gives the device back."""
@@ -260,6 +269,9 @@ class Engine:
         head.
         Raises ValueError, before it touches any page, for a chunk that this model and pool can't run.
         """
+        if self._cuda is not None:
+            finished = self.launch(chunks).wait()
+            return StepOutput(list(finished.sampled), {n: list(found) for n, found in finished.scores.items()})
         scores: dict[int, list[PromptTokenLogprob]] = {}
         masks, batches = self._prepare(chunks)
         return self._draw(chunks, self._parts(chunks, batches, scores), masks, scores)
@@ -366,8 +378,8 @@ class Engine:
                 chunk = chunks[place]
                 if (scoring := chunk.scoring) is not None:
                     scores[place] = found = list[PromptTokenLogprob]()
-                    for at in range(0, len(scoring.targets), _SCORED_AT_ONCE):
-                        targets = scoring.targets[at : at + _SCORED_AT_ONCE]
+                    for at in range(0, len(scoring.targets), SCORED_AT_ONCE):
+                        targets = scoring.targets[at : at + SCORED_AT_ONCE]
                         logits = self._prefill_model.logits(hidden[row : row + len(targets)])
                         found += self._sampler.score(logits, targets, scoring.top)
                         row += len(targets)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from engine.device.uploads import upload
 from engine.step.batch import Batch, Ints, Span
 from kvstore.layout import PageLayout
 
@@ -112,7 +113,7 @@ class TorchStep:
         # A page that is used again still holds its last owner's values behind the new ones. They are masked, but a mask
         # doesn't hide a NaN, and one sequence's overflow must not reach another.
         if len(batch.fresh_pages):
-            backend.pool[self._tensor(batch.fresh_pages)] = 0
+            backend.pool.index_fill_(0, self._tensor(batch.fresh_pages), 0)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         layout, rows = self._backend.layout, self._backend.token_rows
@@ -199,7 +200,7 @@ class TorchStep:
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
     def _tensor(self, values: Ints) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._backend.pool.device)
+        return upload(values, self._backend.pool.device)
 
 
 def _alike(spans: Sequence[Span], pages: Callable[[Span], int], most: int) -> Iterator[list[Span]]:

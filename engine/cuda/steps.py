@@ -23,26 +23,31 @@ class Event(Protocol):
 
 
 class LaunchedStep:
-    """The layers and the head lie in the stream, between two events. Tokens are drawn when the results are asked for:
-    the draw needs the host."""
+    """Layers, head and draws lie in the stream, between two events."""
 
     def __init__(
-        self, begun: Event, ended: Event, draw: Callable[[], tuple[Sequence[Sampled | None], PromptScores]]
+        self,
+        begun: Event,
+        ended: Event,
+        collect: Callable[[], tuple[Sequence[Sampled | None], PromptScores]],
+        *,
+        draws: bool = False,
     ) -> None:
-        self._begun, self._ended, self._draw = begun, ended, draw
+        """`collect` returns what has come of the step. `draws`: it is what draws the tokens, so its time counts."""
+        self._begun, self._ended, self._collect, self._draws = begun, ended, collect, draws
 
     def done(self) -> bool:
         with device_errors():
             return self._ended.query()
 
     def wait(self) -> Finished:
-        """Return the results. `seconds` is the time between the events and that of the draw, without what passed
-        until it was asked for."""
+        """Return the results. `seconds` is the time between the events, and that of a draw that came later, without
+        what passed until it was asked for."""
         with device_errors():
             self._ended.synchronize()
             began = time.perf_counter()
-            sampled, scores = self._draw()
-            drawing = time.perf_counter() - began
+            sampled, scores = self._collect()
+            drawing = time.perf_counter() - began if self._draws else 0.0
             return Finished(sampled, scores, self._begun.elapsed_time(self._ended) / 1_000 + drawing)
 
 

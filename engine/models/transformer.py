@@ -12,10 +12,11 @@ import torch
 from torch.nn import functional
 
 from engine.attention.torch_sdpa import AttentionBackend, AttentionStep
+from engine.device.uploads import upload
 from engine.models import rotary
 from engine.models.weights import ExpertsWeights, KeyValueWeights, LayerWeights, MlpWeights, ModelWeights
 from engine.spec import ExpertsSpec, ModelSpec, RopeSpec
-from engine.step.batch import Batch
+from engine.step.batch import Batch, Ints
 
 NUMERICS_VERSION = 1
 """Raised whenever a change here makes K or V that differ by more than rounding; part of every page key's namespace."""
@@ -37,14 +38,15 @@ class Transformer:
             layer.rope: rotary.inverse_frequencies(layer.rope, spec.head_dim).to(self._device) for layer in spec.layers
         }
 
-    def forward(self, batch: Batch) -> torch.Tensor | None:
-        """Hidden states, normed, of the sample rows: [sample_rows, hidden].
+    def forward(self, batch: Batch, tokens: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Hidden states, normed, of the sample rows: [sample_rows, hidden]. `tokens` [tokens], where they are given,
+        stand for those of the batch.
 
         None where no row is drawn from: then the last layer's K and V are all that was left to compute.
         """
         spec, weights = self._spec, self._weights
         step = self._attention.begin(batch)
-        x = functional.embedding(self._tensor(batch.tokens), weights.embedding)
+        x = functional.embedding(self._tensor(batch.tokens) if tokens is None else tokens, weights.embedding)
         if spec.embedding_scale != 1:
             x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype)  # rounded to the model's dtype first
         positions = self._tensor(batch.positions)
@@ -135,5 +137,5 @@ class Transformer:
     def _output_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else self._norm(x, weight)
 
-    def _tensor(self, values: object) -> torch.Tensor:
-        return torch.as_tensor(values, device=self._device)
+    def _tensor(self, values: Ints) -> torch.Tensor:
+        return upload(values, self._device)

@@ -2,7 +2,8 @@
 
 A step's rules, masks and numbers go to the device in one copy, and tokens, log-probabilities and flags come back in
 one. No row of logits leaves the device. A second, small copy follows only in a step in which a filter reaches beyond
-the likeliest `PREFIX` tokens of a row: such rows are sorted whole, on the device.
+the likeliest `PREFIX` tokens of a row: such rows are sorted whole, on the device. Later rows of the same output are
+sorted whole at once, because a step launched ahead can't wait for a second look.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from msgspec import Struct
 
 from baton.messages import PromptTokenLogprob
+from engine.device.uploads import Download
 from engine.sampling import counter_rng, device_rng, filters
 from engine.sampling.device_edits import NUMBERS_AT_ONCE, Edits
 from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, depth, heat, mass
@@ -25,6 +27,7 @@ from engine.step.batch import Sampled, TokenDraw
 
 _SORTED_AT_ONCE = NUMBERS_AT_ONCE // 4  # whole rows, which need four times as many temporaries
 
+_REMEMBERED = 4_096  # outputs with a filter that has reached beyond the prefix
 _FINITE, _HAS_TOKEN, _DECIDED = 1, 2, 4  # a row's flags
 
 Numbers = npt.NDArray[np.int32]
@@ -53,6 +56,7 @@ class DeviceSampler:
         self._device = device
         self._prefix = prefix
         self._counters = torch.empty(0, dtype=torch.int64, device=device)
+        self._wide: dict[tuple[int, int], None] = {}  # outputs, by seed and index, to be sorted whole; oldest first
 
     def sample(
         self,
@@ -68,7 +72,8 @@ class DeviceSampler:
     def launch(self, logits: torch.Tensor, draws: Sequence[TokenDraw], positions: Sequence[int]) -> LaunchedDraws:
         """Begin to draw: everything is on its way to the device, and nothing waits for it. Masks must be computed. The
         logits may not change before the result is collected."""
-        return LaunchedDraws(logits.float(), draws, positions, self._counters_for(logits.shape[-1]), self._prefix)
+        counters = self._counters_for(logits.shape[-1])
+        return LaunchedDraws(logits.float(), draws, positions, counters, self._prefix, self._wide)
 
     def score(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[PromptTokenLogprob]:
         """As `Sampler.score`."""
@@ -95,19 +100,24 @@ class LaunchedDraws:
         positions: Sequence[int],
         counters: torch.Tensor,
         prefix: int,
+        wide: dict[tuple[int, int], None],
     ) -> None:
-        """`raw` [rows, vocab] is float32. `counters` [vocab] are those of `device_rng`."""
+        """`raw` [rows, vocab] is float32. `counters` [vocab] are those of `device_rng`. `wide`: the sampler's."""
         self._raw = raw
+        self._wide = wide
         self._counters = counters
         self._draws = draws
         vocab = raw.shape[-1]
         parcel = Parcel()
         edits = Edits(draws, vocab, parcel)
         warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
-        self._filtered_places = [row for row in warm if filters_tokens(draws[row], vocab)]
+        filtered = [row for row in warm if filters_tokens(draws[row], vocab)]
+        wide_places = [row for row in filtered if _output(draws[row]) in wide]
+        self._filtered_places = [row for row in filtered if _output(draws[row]) not in wide]
         plain_places = [row for row in warm if not filters_tokens(draws[row], vocab)]
         add_plain = _add(parcel, plain_places, draws, positions, vocab)
         add_filtered = _add(parcel, self._filtered_places, draws, positions, vocab)
+        add_wide = _add(parcel, wide_places, draws, positions, vocab)
         self._reported = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
         self._top = min(max((draws[row].logprobs or 0 for row in self._reported), default=0), vocab)
         reported = parcel.add(np.array(self._reported, np.int64))
@@ -121,6 +131,10 @@ class LaunchedDraws:
         if plain_places:
             plain = _rows(plain_places, sent, add_plain)
             tokens.index_copy_(0, plain.index, _draw_plain(self._logits, self._largest, plain, counters))
+        if wide_places:
+            whole_rows = _rows(wide_places, sent, add_wide)
+            drawn, _ = _draw_filtered(self._logits, self._largest, whole_rows, counters, vocab)
+            tokens.index_copy_(0, whole_rows.index, drawn)
         if self._filtered_places:
             self._filtered = _rows(self._filtered_places, sent, add_filtered)
             drawn, decided = _draw_filtered(self._logits, self._largest, self._filtered, counters, prefix)
@@ -131,19 +145,26 @@ class LaunchedDraws:
             parts += _logprobs(self._reported_logits(), tokens[self._index], self._top)
         self.packed = torch.cat(parts)
         """What is copied to the host, int32: tokens, flags, and log-probabilities of the rows that ask for them."""
+        self.tokens = tokens
+        """[rows], int64: those that the device has drawn. `collect` corrects some."""
+        self.corrected: frozenset[int] = frozenset()
+        """The rows that `collect` has given other tokens."""
+        self._download = Download(self.packed)
 
     @torch.inference_mode()
     def collect(self) -> list[Sampled]:
         """Wait for the device. Return one token for each draw."""
         rows, reported = len(self._draws), len(self._reported)
-        collected = _download(self.packed)
+        collected = self._download.wait()
         tokens, flags = collected[:rows].copy(), collected[rows : 2 * rows]
         logprobs = collected[2 * rows :][:reported].copy()
         undecided = [place for place, row in enumerate(self._filtered_places) if not flags[row] & _DECIDED]
         if undecided:
-            again = _download(self._redraw(undecided))
+            again = Download(self._redraw(undecided)).wait()
             places = [self._filtered_places[place] for place in undecided]
+            self._remember(places)
             tokens[places] = again[: len(places)]
+            self.corrected = frozenset(row for row in places if tokens[row] != collected[row])
             at = {row: place for place, row in enumerate(self._reported)}
             for row, logprob in zip((row for row in places if row in at), again[len(places) :], strict=True):
                 logprobs[at[row]] = logprob
@@ -157,6 +178,12 @@ class LaunchedDraws:
             if failure or flags[row] & (_FINITE | _HAS_TOKEN) != _FINITE | _HAS_TOKEN:
                 sampled[row] = Sampled(sampled[row].token, finite=False, failure=failure)
         return sampled
+
+    def _remember(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._wide[_output(self._draws[row])] = None
+        while len(self._wide) > _REMEMBERED:
+            del self._wide[next(iter(self._wide))]
 
     def _failure(self, draw: TokenDraw, flags: int) -> str:
         if draw.mask is None or not flags & _FINITE:
@@ -199,16 +226,21 @@ class LaunchedScores:
         ranks = (logits > logits.gather(1, chosen[:, None])).sum(-1)
         self.packed = torch.cat([ranks.int(), *_logprobs(logits, chosen, top)])
         """What is copied to the host, int32: ranks and log-probabilities."""
+        self._download = Download(self.packed)
 
     def collect(self) -> list[PromptTokenLogprob]:
         """Wait for the device. Return one score for each target."""
-        collected, rows = _download(self.packed), len(self._targets)
+        collected, rows = self._download.wait(), len(self._targets)
         ranks, values = collected[:rows].tolist(), _floats(collected[rows : 2 * rows])
         likeliest = _pairs(collected[2 * rows :], rows, self._top)
         return [
             PromptTokenLogprob(target, values[row], likeliest[row], ranks[row] + 1)
             for row, target in enumerate(self._targets)
         ]
+
+
+def _output(draw: TokenDraw) -> tuple[int, int]:
+    return draw.seed, draw.index
 
 
 def _add(
@@ -297,8 +329,3 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[to
             ids.append(best.int().view(-1))
             values.append(logprobs.gather(1, best).view(-1))
     return [*(part.view(torch.int32) for part in chosen), *ids, *(part.view(torch.int32) for part in values)]
-
-
-def _download(packed: torch.Tensor) -> Numbers:
-    """Copy a result to the host: the only thing here that waits for the device."""
-    return packed.cpu().numpy()

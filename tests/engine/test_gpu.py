@@ -21,6 +21,7 @@ from engine.sampling import counter_rng, device_rng
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.filter_edges import PREFIX
 from engine.step.batch import Chunk, TokenDraw
+from engine.step.block_table import BlockTable
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests import checkpoints
@@ -71,6 +72,23 @@ def test_a_launched_step_draws_the_same_and_is_timed_by_the_device(checkpoint: C
     finished = running.wait()
     assert finished.sampled == expected
     assert 0 < finished.seconds < 0.2
+
+
+def test_a_step_ahead_goes_on_from_tokens_that_stay_on_the_device(checkpoint: Callable[[str], Path]) -> None:
+    engine = Engine.load(checkpoint("llama"), "float32", "cuda", 64, 16, head=True)
+    prompt, table, draw = list(range(3, 43)), BlockTable(range(8)), TokenDraw(temperature=0.9, seed=3)
+    running = engine.launch([Chunk(prompt, 0, table, draw)])
+    tokens = list(prompt)
+    for _ in range(20):
+        ahead = engine.launch([Chunk([0], len(tokens), table, draw, follows=0)])
+        (one,) = running.wait().sampled
+        assert one is not None
+        tokens.append(one.token)
+        running = ahead
+    for end in range(len(prompt), len(tokens)):
+        (one,) = engine.step([Chunk(tokens[:end], 0, BlockTable(range(8, 16)), draw)])
+        assert one is not None
+        assert one.token == tokens[end]
 
 
 @pytest.mark.parametrize("pins", [True, False])

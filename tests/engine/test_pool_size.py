@@ -101,16 +101,18 @@ class Memory:
         self.pools.append(pages)
         pool = SimpleNamespace(nbytes=pages * LAYOUT.page_bytes)
         spec = SimpleNamespace(max_positions=8_192)
-        made: Any = SimpleNamespace(pool=pool, layout=LAYOUT, config=spec, has_lm_head=True, step=self._step)
+        made: Any = SimpleNamespace(pool=pool, layout=LAYOUT, config=spec, has_lm_head=True, launch=self._launch)
         return made
 
-    def _step(self, chunks: Sequence[Chunk]) -> None:
-        self.steps.append(chunks)
+    def _launch(self, chunks: Sequence[Chunk]) -> SimpleNamespace:
+        if not self.steps or self.steps[-1] is not chunks:  # each is launched twice
+            self.steps.append(chunks)
         count = sum(len(chunk.tokens) for chunk in chunks)
         taken = count * self._each + sum(len(c.tokens) * c.start * self._pair for c in chunks if len(c.tokens) > 1)
         if self.allocated() + taken > self.total:
             raise torch.OutOfMemoryError("tried to allocate")
         self._peak = max(self._peak, taken)
+        return SimpleNamespace(wait=lambda: None)
 
     def read(self) -> GpuMemory:
         return GpuMemory(self.total, self.total - self.weights)

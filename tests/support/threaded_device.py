@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
+from msgspec import structs
+
+from engine.cuda.launcher import StepLauncher
 from engine.cuda.mover import OverlappedMover
 from engine.device.page_pool import PagePool
 from engine.engine import Engine
-from engine.runner import Finished, PromptScores
-from engine.step.batch import Batch, Chunk
-from engine.step.block_table import Ints
+from engine.runner import Finished
+from engine.step.batch import Chunk
 
 _SLOWEST = 0.004  # seconds that a step or a copy waits before it begins
 
@@ -87,16 +90,20 @@ class _Step:
         return self._future.result()
 
 
-def _followers(chunks: Sequence[Chunk], batches: Sequence[tuple[Sequence[int], Batch]]) -> Iterator[tuple[int, Ints]]:
-    """Yield the chunks that follow one of the step before, by number, and where their tokens stand."""
-    for places, batch in batches:
-        for place, span in zip(places, batch.spans, strict=True):
-            if chunks[place].follows is not None:
-                yield place, batch.tokens[span.first : span.last]
+class Ended:
+    """An event of a device whose queue is empty."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        return 0.0
 
 
 class ThreadedEngine(Engine):
-    """The engine as a runner that overlaps and takes steps ahead."""
+    """The engine as a runner that overlaps and takes steps ahead, as on a GPU."""
 
     @property
     def overlaps(self) -> bool:
@@ -111,31 +118,23 @@ class ThreadedEngine(Engine):
         return self.__dict__.setdefault("steps", ThreadPoolExecutor(1))
 
     @property
+    def _step_launcher(self) -> StepLauncher:
+        return self.__dict__.setdefault("step_launcher", self._launcher(Ended))
+
+    @property
     def _copies(self) -> ThreadedCopies:
         return self.__dict__.setdefault("copies", ThreadedCopies(self.pages, pieces=1, slowest=_SLOWEST))
 
     def launch(self, chunks: Sequence[Chunk]) -> _Step:
-        masks, batches = self._prepare(chunks)
-        before: Future[Finished] | None = self.__dict__.get("last_step")
+        batch, masks = self._flatten(chunks), self._start_masks(chunks)
 
         def run() -> Finished:
             time.sleep(random.uniform(0, _SLOWEST))
             began = time.perf_counter()
-            scores: PromptScores = {}
-            void = set[int]()
-            for place, tokens in _followers(chunks, batches):
-                follows = chunks[place].follows
-                assert before is not None
-                assert follows is not None
-                if (drawn := before.result().sampled[follows]) is None:
-                    void.add(place)
-                else:
-                    tokens[0] = drawn.token
-            output = self._draw(chunks, self._parts(chunks, batches, scores), masks, scores)
-            sampled = [None if place in void else one for place, one in enumerate(output.sampled)]
-            return Finished(sampled, output.scores, time.perf_counter() - began)
+            finished = self._step_launcher.launch(chunks, batch, masks)[0].wait()
+            return structs.replace(finished, seconds=time.perf_counter() - began)
 
-        future = self.__dict__["last_step"] = self._steps.submit(run)
+        future = self._steps.submit(run)
         future.add_done_callback(lambda _: self._alarm())
         return _Step(future)
 
