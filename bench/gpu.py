@@ -14,6 +14,8 @@ that fails is told with its error, and the next one runs.
 4. pages: copies of pages in and out, pageable, pinned, and by the worker's mover, alone and beside a step
 5. kill: SIGKILL during a copy. After the pidfd is readable no byte may change
 6. cluster: one prefill and one decode worker on one GPU through `deploy/local.py`
+7. vllm: `bench/vllm_cluster.py` there: tokens/s beside vLLM's own engine, gaps beside its server, hand-offs. It needs
+   vLLM in the same environment, and is left out without
 
 It needs Python 3.11 to 3.13, torch 2.11 or newer with CUDA, NumPy, safetensors, tokenizers, xxhash, msgspec, pyzmq,
 grpcio, grpcio-health-checking, grpcio-reflection, prometheus-client, psutil, pyyaml and the router's HTTP packages
@@ -41,7 +43,7 @@ import torch
 
 from baton import config
 from baton.client import Client
-from bench import gpu_pages, models, random_model, report, roofline
+from bench import gpu_pages, models, random_model, report, roofline, vllm_cluster
 from bench.gpu_device import Device, limits, random_engine, step_seconds
 from bench.report import Result
 from bench.roofline import Limits, Shape
@@ -49,6 +51,7 @@ from deploy.local import LocalCluster
 from engine.device.gpus import visible_gpus
 from engine.engine import Engine
 from engine.step.batch import Chunk, TokenDraw
+from engine.vllm_runner.requirements import Installation, problem
 
 _ROOT = Path(__file__).parent.parent
 _PAGE = 16
@@ -107,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "pages": lambda: _pages(device),
         "kill": lambda: _kill(device),
         "cluster": lambda: _cluster(device),
+        "vllm": lambda: _vllm(device),
     }
     for name in asked.parts:
         began = time.monotonic()
@@ -292,8 +296,25 @@ def _stream(client: Client, prompt: Sequence[int], output: int) -> tuple[float, 
     return arrived[0] - sent, (arrived[-1] - arrived[0]) / max(1, output - 1)
 
 
+def _vllm(device: Device) -> Rows:
+    """A cluster on vLLM's runner beside vLLM itself: `bench/vllm_cluster.py` on this device."""
+    found = Installation.find()
+    if found is None or found.is_wrong:
+        report.say(f"vllm: left out; {problem(found, None, 0, device.name)}")
+        yield Result("vllm", "the right vLLM is installed", 0, "", ok=None if device.fake else False)
+        return
+    with tempfile.TemporaryDirectory(prefix="baton-gpu-") as folder:
+        model = models.write_shape(Path(folder), _TINY | {"head_dim": 32} if device.fake else QWEN_600M)
+        options = ["--device", "cuda" if device.is_cuda else "cpu"]
+        # `vllm serve` on a CPU is another environment: a fake run does without.
+        options += ["--short", "--parts", "decode,pages"] if device.fake else []
+        asked = vllm_cluster.parse(options)
+        for part in asked.parts:
+            yield from vllm_cluster.PARTS[part](model, asked)
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = ("limits", "tests", "engine", "pages", "kill", "cluster")
+    names = ("limits", "tests", "engine", "pages", "kill", "cluster", "vllm")
     parser = argparse.ArgumentParser(description="What only a GPU can show.")
     parser.add_argument("--fake", action="store_true", help="on a CPU, with small shapes, whatever is here")
     parser.add_argument("--parts", default=",".join(names), help="those to run, in this order")

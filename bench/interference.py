@@ -113,6 +113,7 @@ def start(stack: ExitStack, name: str, model: Path, asked: argparse.Namespace, t
     """A cluster of this shape on the cores of this process. Split, each worker has a core of its own, and router,
     store and client share that of the prefill worker, which has no stream to keep going."""
     split = name == SPLIT
+    pinned = split and asked.vllm_python is None  # else it computes on a GPU
     settings: dict[str, object] = {"model.device": "cpu", "store.host_cache_bytes": _POOL}
     for role in ("prefill", "decode"):
         settings |= {f"{role}.threads": 1 if split else _THREADS, f"{role}.kv_cache_bytes": _POOL}
@@ -121,7 +122,7 @@ def start(stack: ExitStack, name: str, model: Path, asked: argparse.Namespace, t
     if asked.trace is not None:
         settings["cluster.trace_dir"] = str(asked.trace.resolve())
     made = stack.enter_context(cluster.local(model, 1 if split else 0, 1, settings, asked.patience))
-    if split:
+    if pinned:
         first, *rest = sorted(os.sched_getaffinity(0))
         for process, pid in made.pids.items():
             cores.pin_tree(pid, {first} if process == "decode-0" else rest)
@@ -162,7 +163,8 @@ async def _ours(name: str, model: Path, asked: argparse.Namespace) -> list[Seen]
 
 async def _theirs(name: str, model: Path, asked: argparse.Namespace) -> list[Seen]:
     report.say(f"starting {name}")
-    with vllm_server.serve(model, asked.peers or model.parent / "peers", _VLLM[name], _THREADS) as url:
+    peers = asked.peers or model.parent / "peers"
+    with vllm_server.serve(model, peers, _VLLM[name], _THREADS, asked.vllm_python) as url:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
             server = Completions(session, url, str(model))
             return await _measure(server, name, models.LLAMA_100M["vocab_size"], asked)
@@ -199,6 +201,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-colocated", dest="ours", action="store_const", const=(SPLIT,), help="of ours only 1P+1D")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds for a cluster to start")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="where vLLM's environment is, or is made")
+    parser.add_argument("--vllm-python", type=Path, help="on a GPU: the Python with vLLM that serves there")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="workers and store trace every step into it")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.SETTING=VALUE")
     parser.add_argument("--seed", type=int, default=1)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import time
@@ -52,8 +53,13 @@ _DECODE = tuple(case for case in CASES if case.output > 1)
 _SHORT = tuple(replace(case, output=24) for case in _DECODE)
 _POOL = "512MiB"
 _BLOCKTIME = "5"  # ms; longer, and threads of one side would spin into the turns of another
-_SETTINGS = {"model.engine": "vllm", "model.device": "cpu", "pages.page_size": steps.PAGE_SIZE}
-_PARTS = ("decode", "arrivals", "pages")
+
+
+def _settings(device: str) -> dict[str, object]:
+    """A cluster on vLLM's runner: on the CPU, or on the GPUs that are here."""
+    return {
+        "model.engine": "vllm", "model.device": "cpu" if device == "cpu" else "auto", "pages.page_size": steps.PAGE_SIZE
+    }  # fmt: skip
 
 
 # --- 1. decode --------------------------------------------------------------------------------------------------------
@@ -61,19 +67,14 @@ _PARTS = ("decode", "arrivals", "pages")
 
 @dataclass(frozen=True)
 class Run:
-    """One case on one side. Seconds: from the first prompt to the last token; between two tokens of a stream; and of
-    that what the model runner took. `others`: cores that processes of others used meanwhile."""
+    """One case on one side. Seconds: from the first prompt to the last token; between two tokens of a stream; and of a
+    step, what is not the model runner's. `others`: cores that processes of others used meanwhile."""
 
     seconds: float
     gap: float
-    model: float
+    host: float
     tokens: Tokens = field(default_factory=list[list[int]])  # a cluster's are not looked at
     others: float = 0.0
-
-    @property
-    def host(self) -> float:
-        """Seconds of a step outside the model."""
-        return self.gap - self.model
 
 
 Side = Callable[[Tokens, int], Run]
@@ -85,7 +86,7 @@ def alone(process: PeerProcess) -> Side:
     def run(prompts: Tokens, count: int) -> Run:
         said = process.ask({"prompts": prompts, "count": count})
         decoding = Decoding.of(Course(said["tokens"], said["ends"], said["model"]), count)
-        return Run(said["seconds"], decoding.step, decoding.model, said["tokens"])
+        return Run(said["seconds"], decoding.step, decoding.step - decoding.model, said["tokens"])
 
     return run
 
@@ -115,19 +116,20 @@ class Worker:
                     if all(arrived):
                         all_begun.set()
 
-            async def steps_without_prompts() -> tuple[float, float]:
+            async def steps_without_prompts() -> tuple[float, float, float]:
                 await all_begun.wait()
-                return await asyncio.to_thread(self._steps)
+                return time.perf_counter(), *await asyncio.to_thread(self._steps)
 
             began = time.perf_counter()
             early = asyncio.create_task(steps_without_prompts())
             await asyncio.gather(*map(one, prompts, arrived))
             before = await early
-        number, took = (now - then for now, then in zip(self._steps(), before, strict=True))
+        end = max(times[-1] for times in arrived)
+        whole, number, took = (now - then for now, then in zip((end, *self._steps()), before, strict=True))
         if any(len(times) != count for times in arrived):
             raise BatonError(f"a stream did not have {count} tokens")
         gaps = [later - earlier for times in arrived for earlier, later in pairwise(times)]
-        return Run(max(times[-1] for times in arrived) - began, median(gaps), took / max(1.0, number))
+        return Run(end - began, median(gaps), (whole - took) / max(1.0, number))
 
     def _steps(self) -> tuple[float, float]:
         """The worker's steps so far, and the seconds they took."""
@@ -204,18 +206,25 @@ def decode(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
     with ExitStack() as stack:
         command = [sys.executable, "-m", "bench.peers.steps"]
         sides: dict[str, Side] = {}
-        told_by_name = {THEIRS: ["vllm", str(model)], BARE: ["baton", str(model), str(asked.threads)]}
-        told_by_name |= {_EAGER: ["vllm", str(model), "eager"]} if asked.eager else {}
+        told_by_name = {THEIRS: ["vllm", str(model), asked.device]}
+        told_by_name |= {BARE: ["baton", str(model), asked.device, str(asked.threads)]}
+        told_by_name |= {_EAGER: [*told_by_name[THEIRS], "eager"]} if asked.eager else {}
         for name, told in told_by_name.items():
             report.say(f"starting {name}")
             sides[name] = alone(stack.enter_context(PeerProcess(name, [*command, *told], variables)))
         report.say(f"starting {OURS}")
-        settings: dict[str, object] = {**_SETTINGS, "store.host_cache_bytes": _POOL, "decode.threads": asked.threads}
+        settings: dict[str, object] = {
+            **_settings(asked.device),
+            "store.host_cache_bytes": _POOL,
+            "decode.threads": asked.threads,
+        }
+        settings |= {"decode.gpu_memory_utilization": steps.GPU_SHARE}
         settings |= {"decode.kv_cache_bytes": _POOL, "decode.max_num_batched_tokens": steps.STEP_TOKENS}
         made = cluster.local(model, 0, 1, settings | asked.settings, asked.patience)
         sides[OURS] = Worker(stack.enter_context(made))
         cases = _SHORT if asked.short else _DECODE
-        yield from decode_results(take_turns(sides, cases, asked.rounds, models.LLAMA_100M["vocab_size"]))
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        yield from decode_results(take_turns(sides, cases, asked.rounds, vocabulary))
 
 
 # --- 2. arrivals ------------------------------------------------------------------------------------------------------
@@ -223,10 +232,11 @@ def decode(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
 
 def arrivals(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
     """Measure part 2: one prefill and one decode worker beside vLLM's server."""
-    told = [f"{name}={value}" for name, value in (_SETTINGS | asked.settings).items()]
+    told = [f"{name}={value}" for name, value in (_settings(asked.device) | asked.settings).items()]
     options = [word for setting in told for word in ("--set", setting)]
     options += ["--runs", str(asked.rounds), "--longs", "3" if asked.short else "6", "--no-colocated"]
     options += ["--peers", str(asked.peers)] if asked.peers else []
+    options += [] if asked.device == "cpu" else ["--vllm-python", sys.executable]
     seen = asyncio.run(interference.measure(model, interference.parse([*options, "--patience", str(asked.patience)])))
     for result in interference.results(seen):
         yield replace(result, bench="vllm", case=f"arrivals, {result.case}")
@@ -243,7 +253,15 @@ def pages(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
         runners: list[VllmRunner] = []
         for _ in range(2):
             made = VllmRunner.load(
-                model, "auto", hand_off.PAGES, steps.PAGE_SIZE, max_rows=8, max_tokens=256, threads=asked.threads
+                model,
+                "auto",
+                hand_off.PAGES,
+                steps.PAGE_SIZE,
+                max_rows=8,
+                max_tokens=256,
+                threads=asked.threads,
+                device=asked.device,
+                memory_share=steps.GPU_SHARE,
             )
             stack.callback(made.close)
             runners.append(made)
@@ -257,16 +275,20 @@ def pages(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
             yield report.Result("vllm", case, median(speeds), "B/s", limit, ratio, runs=tuple(speeds))
 
 
+PARTS: Mapping[str, Callable[[Path, argparse.Namespace], Iterator[report.Result]]] = {
+    "decode": decode, "arrivals": arrivals, "pages": pages
+}  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = _parse(argv)
+    asked = parse(argv)
     model = models.directory(asked.model)
     report.say(report.machine())
     _preload(asked)
-    parts = {"decode": decode, "arrivals": arrivals, "pages": pages}
     failed = False
     for name in asked.parts:
         try:
-            for result in parts[name](model, asked):
+            for result in PARTS[name](model, asked):
                 report.emit(result)
         except (BatonError, PeerFailed) as error:
             report.say(f"{name}: {error}")
@@ -289,13 +311,14 @@ def _preload(asked: argparse.Namespace) -> None:
     os.environ["KMP_BLOCKTIME"] = _BLOCKTIME
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="2 rounds of fewer tokens: a look, not a measurement")
     parser.add_argument("--rounds", type=int, help="that count, of each case (8; arrivals 3)")
-    parser.add_argument("--parts", default=",".join(_PARTS), help="those to run, in this order")
+    parser.add_argument("--parts", default=",".join(PARTS), help="those to run, in this order")
     parser.add_argument("--model", default="100m", help="100m, or the directory of a checkpoint")
     parser.add_argument("--eager", action="store_true", help="decode: vLLM without compiling besides")
+    parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda: on a GPU; bench/gpu.py does that")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side (all cores)")
     parser.add_argument(
         "--peers", type=Path, metavar="FOLDER", help="where the environment of `vllm serve` is or is made"
@@ -306,8 +329,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     asked.settings = dict(map(parse_override, asked.settings))
     asked.rounds = asked.rounds or (2 if asked.short else 8)
     asked.parts = [part for part in asked.parts.split(",") if part]
-    if unknown := set(asked.parts) - set(_PARTS):
-        parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(_PARTS)}")
+    if unknown := set(asked.parts) - set(PARTS):
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     return asked
 
 

@@ -1,7 +1,7 @@
 """The protocol of `bench.peers.adapter`, with the course of every step besides: `python -m bench.peers.steps SIDE …`.
 
-- `vllm MODEL`: vLLM's own `LLM.generate`, in one process. `vllm MODEL eager`: the same, nothing compiled.
-- `baton MODEL THREADS`: Baton's `VllmRunner`, bare, in a loop.
+- `vllm MODEL DEVICE`: vLLM's own `LLM.generate`, in one process. `vllm MODEL DEVICE eager`: nothing is compiled.
+- `baton MODEL DEVICE THREADS`: Baton's `VllmRunner`, bare, in a loop.
 
 An answer also has `ends`, when each step ended, and `model`, what the model runner took of it, both in seconds.
 """
@@ -22,6 +22,7 @@ from bench.peers import adapter
 
 PAGE_SIZE = 32  # tokens; vLLM's kernels for CPUs take multiples of it
 STEP_TOKENS = 2_048
+GPU_SHARE = 0.25  # of a GPU's memory: all sides are loaded at once
 _MAX_TOKENS = 4_096  # of one sequence
 _ROWS, _PAGES = 64, 1_024
 
@@ -63,7 +64,7 @@ def serve(load: Callable[[], Run]) -> None:
         print(json.dumps(told), file=answers, flush=True)
 
 
-def vllm(model: str, how: str = "compiled") -> Run:
+def vllm(model: str, device: str, how: str = "compiled") -> Run:
     """vLLM as it is by default, with pages of the same size."""
     library = import_module("vllm")  # by name: only one environment has it
     llm: Any = library.LLM(
@@ -75,6 +76,7 @@ def vllm(model: str, how: str = "compiled") -> Run:
         block_size=PAGE_SIZE,
         disable_log_stats=True,
         enforce_eager=how == "eager",
+        **({"gpu_memory_utilization": GPU_SHARE} if device != "cpu" else {}),
     )
     engine = llm.llm_engine
     executor = engine.engine_core.engine_core.model_executor
@@ -118,14 +120,22 @@ def vllm(model: str, how: str = "compiled") -> Run:
     return run
 
 
-def baton(model: str, threads: str) -> Run:
+def baton(model: str, device: str, threads: str) -> Run:
     """The runner that a worker has, without worker, store and router."""
     from engine.step.batch import Chunk, TokenDraw
     from engine.step.block_table import BlockTable
     from engine.vllm_runner.runner import VllmRunner
 
     runner = VllmRunner.load(
-        Path(model), "auto", _PAGES, PAGE_SIZE, max_rows=_ROWS, max_tokens=STEP_TOKENS, threads=int(threads)
+        Path(model),
+        "auto",
+        _PAGES,
+        PAGE_SIZE,
+        max_rows=_ROWS,
+        max_tokens=STEP_TOKENS,
+        threads=int(threads),
+        device=device,
+        memory_share=GPU_SHARE,
     )
     greedy = TokenDraw(temperature=0.0)
 

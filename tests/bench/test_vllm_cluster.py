@@ -35,7 +35,7 @@ def test_steps_with_prompts_do_not_count_as_decoding() -> None:
 def test_a_side_in_a_process_of_its_own_tells_the_course_of_its_steps() -> None:
     with PeerProcess("side", [sys.executable, "-c", SIDE], environments.variables({})) as process:
         run = vllm_cluster.alone(process)([[5, 6, 7], [8, 9, 10]], 4)
-    assert (run.gap, run.model, run.host) == (1.0, 0.5, 0.5)
+    assert (run.gap, run.host) == (1.0, 0.5)
     assert run.tokens == [[5] * 4, [8] * 4]
 
 
@@ -43,9 +43,9 @@ def rounds(*seconds: tuple[float, float, float]) -> list[vllm_cluster.Round]:
     """The seconds of vLLM and of the decode worker, and the cores that others used."""
     return [
         {
-            THEIRS: Run(theirs, 0.012, 0.010, [[1], [2]]),
-            BARE: Run(ours, 0.011, 0.010, [[1], [3]]),
-            OURS: Run(ours, 0.013, 0.010, others=others),
+            THEIRS: Run(theirs, 0.012, 0.002, [[1], [2]]),
+            BARE: Run(ours, 0.011, 0.001, [[1], [3]]),
+            OURS: Run(ours, 0.013, 0.003, others=others),
         }
         for theirs, ours, others in seconds
     ]
@@ -79,6 +79,6 @@ def test_each_round_is_begun_by_another_side_and_the_first_only_warms_up() -> No
 
 
 def test_parts_are_chosen_by_name() -> None:
-    assert vllm_cluster._parse(["--parts", "pages,decode"]).parts == ["pages", "decode"]
+    assert vllm_cluster.parse(["--parts", "pages,decode"]).parts == ["pages", "decode"]
     with pytest.raises(SystemExit):
-        vllm_cluster._parse(["--parts", "speed"])
+        vllm_cluster.parse(["--parts", "speed"])

@@ -128,7 +128,7 @@ def test_the_order_of_the_bring_up():
 
     assert parameters(core.resolve_kv_cache_layout)[:3] == [
         "vllm_config",
-        "supported_kv_cache_layouts",
+        "supported_layouts",
         "kv_cache_specs",
     ]
     assert parameters(kv_cache_utils.get_kv_cache_configs) == ["vllm_config", "kv_cache_specs", "available_memory"]
