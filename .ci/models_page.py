@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -20,16 +23,39 @@ from tests.processes import test_exact  # noqa: E402
 
 HEAD = """# Models
 
-Which families the native runner serves, and the test that proves each cell. `python .ci/models_page.py docs/models.md`
-writes this page, and a test compares them.
+Which families and formats each runner serves, and the test that proves each cell. `python .ci/models_page.py
+docs/models.md` writes this page, and a test compares them. "Not run" means that no test shows it, not that it fails.
 
 Each checkpoint below is small, has random weights, and is made by transformers from a config and a seed.
+
+## Our own engine
 
 - *Engine*: greedy tokens and log-probabilities are those of transformers in float32, whole, in chunks and in batches.
 - *Clusters*: up to 64 requests at once get the same tokens from a whole cluster of processes. `make test` takes the
   shapes named, `make soak` all three of each family: 1P+1D, 2P+2D and colocated.
 - *Kernels*: "native" are our own for CPUs, in float32 and bfloat16. All else is computed by torch, on a CPU or a GPU.
   Nothing of this was run on a GPU yet.
+"""
+
+VLLM = """
+## vLLM's runner
+
+vLLM 0.32.0 on a CPU ([vllm.md](vllm.md)), in float32. `make test-vllm` runs these tests.
+
+- *Exact*: greedy tokens are those of transformers, in mixed batches of chunks.
+- *TP 2*: the same tokens from two tensor-parallel ranks.
+- *LoRA*: rows with two adapters and without one in a batch; tokens are those of merged weights.
+
+{families}
+
+## Formats of weights
+
+The reference of a quantized checkpoint is transformers with the numbers that its format means. For int8 and FP8 the
+inputs of products are quantized as well. Greedy tokens are the likeliest of the reference, but for near ties.
+
+{formats}
+
+`model.kv_cache_dtype` takes float32, bfloat16 and float16, and the native runner alone. FP8 pages are refused.
 """
 
 FOOT = """
@@ -39,8 +65,6 @@ FOOT = """
 
 ## Where this ends
 
-- Weights are float32, bfloat16 or float16. Matrices in FP8 with blocks of 128 x 128 are made dense when they are loaded
-  ([test]({weights})). Other quantized checkpoints are refused by name.
 - LongRoPE has one list of factors for all sequences: the long one where a model takes more than its original context.
   transformers takes the short one for shorter sequences, and would have to turn cached keys anew. vLLM does as we do.
 - Dynamic NTK scaling changes nothing up to `max_position_embeddings`, which is the longest sequence here.
@@ -52,6 +76,22 @@ FOOT = """
 
 GENERATION = "tests/engine/test_generation.py"
 EXACT = "tests/processes/test_exact.py"
+WEIGHTS = "tests/engine/test_weights.py"
+CONFIG = "tests/engine/test_config.py"
+VLLM_TESTS = {
+    "exact": ("tests/vllm_runner/test_runner.py", "test_greedy_tokens_are_those_of_transformers"),
+    "TP 2": ("tests/vllm_runner/test_ranks.py", "test_tokens_are_those_of_transformers_and_of_one_rank"),
+    "LoRA": ("tests/vllm_runner/test_adapters.py", "test_rows_of_one_batch_have_their_own_adapters"),
+    "formats": ("tests/vllm_runner/test_formats.py", "test_tokens_are_the_likeliest_of_the_numbers_that_are_meant"),
+}
+"""By column: the file and the test. They are read and not imported: vLLM has an environment of its own."""
+_FORMATS = {
+    "int8": "int8, weights by row and inputs by token (compressed-tensors W8A8)",
+    "fp8": "FP8, weights by row and inputs by token (compressed-tensors W8A8)",
+    "gptq": "GPTQ, 4 bits",
+    "awq": "AWQ, 4 bits",
+}
+_NOT_RUN = "not run"
 
 
 @dataclass(frozen=True)
@@ -92,12 +132,68 @@ def page() -> str:
         cells = (family.name, f"`{family.architecture}`", row.recipe, f"[exact](../{GENERATION})", clusters, kernels)
         lines.append(f"| {' | '.join(cells)} |")
     kinds = ["| checkpoint | windows | rotation | else |", "|---|---|---|---|", *(_kind(row) for row in rows())]
+    families, formats = "\n".join(_vllm_families()), "\n".join(_format_rows())
     return (
         f"{HEAD}\n{chr(10).join(lines)}\n\n"
         f"Engine: `{_GENERATION_TESTS[0]}[checkpoint]` and\n`{_GENERATION_TESTS[1]}[checkpoint]`.\n"
         f"Clusters: `{_EXACT_TEST}[checkpoint-shape]`.\n"
-        + FOOT.format(kinds="\n".join(kinds), weights="../tests/engine/test_weights.py")
+        + VLLM.format(families=families, formats=formats)
+        + FOOT.format(kinds="\n".join(kinds))
     )
+
+
+def vllm_source(column: str) -> ast.Module | None:
+    """The parsed file of a column's test; None where there is no such test."""
+    file, test = VLLM_TESTS[column]
+    path = ROOT / file
+    tree = ast.parse(path.read_bytes()) if path.is_file() else None
+    found = tree is not None and any(isinstance(node, ast.FunctionDef) and node.name == test for node in tree.body)
+    return tree if found else None
+
+
+def _constant(tree: ast.Module, name: str) -> Any:
+    """The value of a constant at the top of a file."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
+            return ast.literal_eval(node.value)
+    raise SystemExit(f"no constant {name}")
+
+
+def _made(tree: ast.Module) -> set[str]:
+    """The recipes of the checkpoints that a file's tests make."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    makes = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "make" and call.args]
+    names = [call.args[0].value for call in makes if isinstance(call.args[0], ast.Constant)]
+    return {str(name) for name in names}
+
+
+def _vllm_families() -> Iterator[str]:
+    yield "| architecture | checkpoint | exact | TP 2 | LoRA |"
+    yield "|---|---|---|---|---|"
+    exact = vllm_source("exact")
+    assert exact is not None
+    shown = {"exact": set(_constant(exact, "EXACT"))}
+    for column in ("TP 2", "LoRA"):
+        source = vllm_source(column)
+        shown[column] = _made(source) if source is not None else set[str]()
+    everything = {**checkpoints.RECIPES, **checkpoints.VLLM_RECIPES}
+    for recipe in _constant(exact, "EXACT"):
+        cells = [f"[{column}](../{VLLM_TESTS[column][0]})" if recipe in shown[column] else _NOT_RUN for column in shown]
+        yield f"| `{everything[recipe].model.__name__}` | {recipe} | {' | '.join(cells)} |"
+
+
+def _format_rows() -> Iterator[str]:
+    yield "| format | native | vLLM | TP 2 | LoRA |"
+    yield "|---|---|---|---|---|"
+    yield f"| float32 | [exact](../{GENERATION}) | [exact](../{VLLM_TESTS['exact'][0]}) | see above | see above |"
+    dense = f"[made dense](../{WEIGHTS})"
+    yield f"| FP8 in blocks of 128 x 128 | {dense} | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
+    source = vllm_source("formats")
+    dtypes: dict[str, str] = _constant(source, "DTYPES") if source is not None else {}
+    for name, title in _FORMATS.items():
+        cell = f"[in {dtypes[name]}](../{VLLM_TESTS['formats'][0]})" if name in dtypes else _NOT_RUN
+        yield f"| {title} | [refused](../{CONFIG}) | {cell} | {_NOT_RUN} | {_NOT_RUN} |"
+    yield f"| MXFP4 (gpt-oss as published) | [refused](../{CONFIG}) | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
 
 
 _GENERATION_TESTS = ("test_greedy_tokens_are_those_of_transformers", "test_logits_are_those_of_transformers")

@@ -220,7 +220,10 @@ def test_families_differ_in_biases_and_norms():
         ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "mamba"}, "mamba"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        *(
+            ({"quantization_config": {"quant_method": name}}, name)
+            for name in ("awq", "compressed-tensors", "gptq", "mxfp4")
+        ),
         ({"quantization_config": {}}, "quantization_config"),
         ({"quantization_config": "awq"}, "awq"),
         ({"hidden_act": "gelu"}, "gelu"),

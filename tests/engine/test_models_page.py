@@ -15,6 +15,16 @@ def test_the_page_is_current():
     assert (ROOT / "docs" / "models.md").read_text() == PAGE["page"](), "run python .ci/models_page.py docs/models.md"
 
 
+def test_cells_of_vllm_name_tests_that_exist():
+    """They run elsewhere, so they are looked up in the source. A test whose name has changed would leave "not run"."""
+    for column in ("exact", "LoRA", "formats"):
+        assert PAGE["vllm_source"](column) is not None, column
+    page = PAGE["page"]()
+    assert "| `LlamaForCausalLM` | llama | [exact](../tests/vllm_runner/test_runner.py) |" in page
+    assert "[LoRA](../tests/vllm_runner/test_adapters.py) |" in page
+    assert "[in float16](../tests/vllm_runner/test_formats.py)" in page
+
+
 def test_the_tests_that_it_names_exist():
     files = [PAGE["GENERATION"], PAGE["EXACT"]]
     argv = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--no-header", "-p", "no:cacheprovider", *files]

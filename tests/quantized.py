@@ -1,0 +1,158 @@
+"""Small quantized checkpoints, written by each format's definition, and transformers with the numbers that they mean.
+
+`make` rewrites a checkpoint of `tests.checkpoints`: products of attention and MLP are quantized, all else stays. Beside
+it lies the plain checkpoint that the quantized numbers stand for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import checkpoints
+
+Tensors = dict[str, torch.Tensor]
+
+_GROUP = 32
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Format:
+    """`encode` returns a product's tensors by their endings, and the weight [out, in] that they mean."""
+
+    config: Mapping[str, Any]
+    encode: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+    activations: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What becomes of the inputs of products, if they are quantized too."""
+
+
+def make(format_name: str, path: Path, recipe: str = "qwen3", **settings: Any) -> Path:
+    """Write a quantized checkpoint into `path`."""
+    chosen = FORMATS[format_name]
+    checkpoints.make(recipe, path, **settings)
+    plain = checkpoints.make(recipe, path / _PLAIN, **settings)
+    stored: Tensors = {}
+    meant: Tensors = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if "_proj." not in name:
+            stored[name] = meant[name] = tensor
+            continue
+        parts, meant[name] = chosen.encode(tensor)
+        stored |= {f"{name.removesuffix('weight')}{ending}": part.contiguous() for ending, part in parts.items()}
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": chosen.config}))
+    return path
+
+
+def reference(format_name: str, path: Path) -> checkpoints.Reference:
+    """What the quantized checkpoint in `path` means, computed in float32."""
+    found = checkpoints.reference(path / _PLAIN)
+    if (change := FORMATS[format_name].activations) is not None:
+        for name, module in found.model.named_modules():
+            if name.endswith("_proj"):
+                module.register_forward_pre_hook(lambda _, inputs: (change(inputs[0]),))
+    return found
+
+
+def _int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """One scale for each row."""
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    codes = (weight / scale).round().clamp(-128, 127)
+    return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
+
+
+def _int8_rows(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / 127
+    return (x / scale).round().clamp(-128, 127) * scale
+
+
+def _fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """One scale for each row."""
+    scale = weight.abs().amax(dim=1, keepdim=True) / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def _fp8_rows(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def _grouped(weight: torch.Tensor, *, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """4-bit codes [in, out], and scales and zeros [groups, out]."""
+    columns = weight.T.reshape(-1, _GROUP, len(weight))  # [groups, group, out]
+    if symmetric:
+        scale = columns.abs().amax(dim=1) / 7
+        zero = torch.full_like(scale, 8)
+    else:
+        low, high = columns.amin(dim=1).clamp(max=0), columns.amax(dim=1).clamp(min=0)
+        scale = (high - low) / 15
+        zero = (-low / scale).round()
+    scale = scale.to(torch.float16).float()
+    codes = (columns / scale[:, None] + zero[:, None]).round().clamp(0, 15)
+    return codes.reshape(-1, len(weight)), scale, zero
+
+
+def _meant(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return ((codes - zero.repeat_interleave(_GROUP, 0)) * scale.repeat_interleave(_GROUP, 0)).T
+
+
+def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight 4-bit numbers of the last dimension in an int32 each; place i has the one at `order[i]`."""
+    parts = codes.to(torch.int64).reshape(*codes.shape[:-1], -1, 8)
+    whole = torch.stack([parts[..., at] << (4 * place) for place, at in enumerate(order)]).sum(dim=0)
+    return (whole - ((whole >> 31) << 32)).to(torch.int32)
+
+
+def _gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scale, zero = _grouped(weight, symmetric=True)
+    parts = {
+        "qweight": _packed(codes.T).T,
+        "qzeros": _packed(zero - 1),
+        "scales": scale.half(),
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // _GROUP,
+    }
+    return parts, _meant(codes, scale, zero)
+
+
+def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scale, zero = _grouped(weight, symmetric=False)
+    parts = {"qweight": _packed(codes, _AWQ_ORDER), "qzeros": _packed(zero, _AWQ_ORDER), "scales": scale.half()}
+    return parts, _meant(codes, scale, zero)
+
+
+def _compressed(kind: str, layout: str) -> Mapping[str, Any]:
+    numbers = {"num_bits": 8, "type": kind, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": numbers | {"strategy": "channel", "dynamic": False},
+                "input_activations": numbers | {"strategy": "token", "dynamic": True},
+            }
+        },
+    }
+
+
+FORMATS: Mapping[str, Format] = {
+    "int8": Format(_compressed("int", "int-quantized"), _int8, _int8_rows),
+    "fp8": Format(_compressed("float", "float-quantized"), _fp8, _fp8_rows),
+    "gptq": Format({"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "sym": True, "desc_act": False}, _gptq),
+    "awq": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm"}, _awq
+    ),
+}
