@@ -13,7 +13,12 @@ PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/baton-prometheus
 
 PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator tests/baton tests/kvstore
 
-.PHONY: setup demo test test-fast test-vllm check soak interop interop-quick prometheus stubs
+# Tests of clusters of real processes that hold for every engine.
+EITHER := exact sampling failures preemption corruption parallel_sampling pinned_prefixes roles rolling_restart tiers hung \
+	two_routers prefill_scheduling nodes soak disconnects
+VLLM_TEST = BATON_TEST_ENGINE=vllm $(VLLM_VENV)/bin/python -m pytest -W default -o cache_dir=$(VLLM_VENV)/.pytest_cache
+
+.PHONY: setup demo test test-fast setup-vllm test-vllm test-vllm-quick soak-vllm check soak interop interop-quick prometheus stubs
 
 setup: $(VENV)/.ready
 
@@ -40,9 +45,17 @@ test: setup
 test-fast: setup
 	$(PYTEST) -n 2 --dist worksteal --hypothesis-profile fast -m 'not slow' $(PURE)
 
-# vLLM brings other versions of many packages, so it has an environment of its own: 3.4 GB.
+# vLLM brings other versions of many packages, so it has an environment of its own: 3.7 GB.
+setup-vllm: $(VLLM_VENV)/.ready
+
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_VENV)/bin/python -m pytest -W default -p no:cacheprovider tests/vllm_runner
+	$(VLLM_TEST) tests/vllm_runner $(EITHER:%=tests/processes/test_%.py)
+
+# What CI runs of it. FLAGS=--last-failed gives the failed ones a second run.
+test-vllm-quick: $(VLLM_VENV)/.ready
+	$(VLLM_TEST) $(FLAGS) tests/vllm_runner/test_runner.py tests/processes/test_failures.py tests/processes/test_corruption.py \
+	'tests/vllm_runner/test_cluster.py::test_a_worker_without_work_ends_with_its_vllm' \
+	$(foreach shape,1P+1D 2P+2D colocated,'tests/processes/test_exact.py::test_64_requests_at_once_get_the_reference_tokens[llama-$(shape)]')
 
 $(VLLM_VENV)/.ready: pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
@@ -61,7 +74,11 @@ check: setup
 
 soak: setup
 	$(BIN)/python -m tests.soak
+	$(MAKE) soak-vllm
 	$(PYTEST) -n 2 --hypothesis-profile thorough -m 'not alone'
+
+soak-vllm: $(VLLM_VENV)/.ready
+	BATON_TEST_ENGINE=vllm $(VLLM_VENV)/bin/python -m tests.soak --hostile 0 --fuzz 0
 
 # Clients of other projects, each in an environment of its own below ~/.cache/baton-interop. Needs PyPI.
 interop: setup
