@@ -77,6 +77,7 @@ class PrefillRequest:
     first_step: float | None = None  # when its first chunk was planned, seconds
     last_chunk_cut: bool = False  # it was decided how its last pages are divided
     in_step: bool = False  # it is part of the step that runs
+    looks_again: bool = False  # when that has ended it asks the store what there is, as at the start
     in_limbo: list[int] = field(default_factory=list[int])  # device pages that no step may write to yet
 
     @property

@@ -147,8 +147,8 @@ class PrefillScheduler:
             case StepDone(plan=plan, seconds=seconds):
                 return self._step_done(plan, now - self._planned if seconds is None else seconds, now)
             case StepOutOfMemory(plan=plan) if self._step_limit.out_of_memory(plan.values()):
-                self._in_step(plan)
-                return []  # its prompts are in the next, smaller step
+                # Its prompts are in the next, smaller step.
+                return [c for job in self._in_step(plan) if job.looks_again for c in self._look_again(job)]
             case StepFailed(plan=plan, message=message) | StepOutOfMemory(plan=plan, message=message):
                 return [c for job in self._in_step(plan) for c in self._fail(job, "internal", message)]
             case StoreUp(slots=slots, page_bytes=page_bytes):
@@ -347,7 +347,9 @@ class PrefillScheduler:
             # What we found when we looked has gone since: look again. Two that pass through the same few slots, each of
             # them taking what the other one has written, would do so for ever, and call that progress.
             job.lost_at = max(job.lost_at, job.committed + 1)
-            return commands + self._give_back(job) + self._start_lookup(job)
+            commands += self._give_back(job)
+            job.looks_again = job.in_step  # what is found now might be copied over what the step computes
+            return commands if job.looks_again else commands + self._start_lookup(job)
         if write.refused == "behind":
             # Another prompt may wait for what this one holds. It goes first: see `kvstore.server.head_of_line`.
             commands += self._give_back(job)
@@ -509,8 +511,12 @@ class PrefillScheduler:
             self._gained(job, before)
             if not job.pending:
                 job.phase = PrefillPhase.COMMITTING
-            commands += self._offer_pages(job)
+            commands += self._look_again(job) if job.looks_again else self._offer_pages(job)
         return commands
+
+    def _look_again(self, job: PrefillRequest) -> list[PrefillCommand]:
+        job.looks_again = False
+        return self._start_lookup(job)
 
     # --- ends ---------------------------------------------------------------------------------------------------
 

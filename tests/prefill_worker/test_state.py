@@ -20,9 +20,11 @@ from baton.messages import (
     Started,
     Tokens,
 )
+from baton.store_protocol import NotReserved
 from engine.step.outcome import StepFailed
 from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.prefill_request import PrefillPhase
+from simulator.worker_shell import at_once
 from tests.decode_worker.test_state import tokens_of
 from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
 
@@ -94,6 +96,33 @@ def test_what_the_store_has_is_read_to_compute_what_follows() -> None:
     one.rig.settle()
     assert [(m.computed, m.hit, m.stored) for m in done(other.said)] == [(PAGE, 2, 1)]
     assert other.state.stats().pages_hit_in_store == 2
+
+
+def test_a_prompt_looks_again_only_when_its_step_has_ended() -> None:
+    """Pages that the store has lost while a step runs beside the loop. What the store has by then is not copied over
+    the step's pages, nor counted on top of them."""
+    rig = Rig(64)
+    one, other, decode = (
+        rig.worker("prefill", 32, PrefillConfig(max_num_batched_tokens=PAGE)),
+        rig.worker("prefill", 32, PrefillConfig()),
+        rig.worker("decode", 32, DecodeConfig()),
+    )
+    one.handle(handed(PROMPT))
+    one.hear()
+    plan = one.schedule()
+    (job,) = one.state._requests.values()
+    assert job.in_step
+    one.handle(NotReserved(job.store.lease, "orphan"))
+    other.handle(order(PROMPT[:9], "other"))
+    while not done(other.said):
+        other.turn()
+    one.hear()
+    one.handle(at_once(one.run_step(plan)))
+    decode.handle(awaits(PROMPT, 9))
+    rig.settle()
+    (result,) = done(one.said)
+    assert (result.computed, result.hit) == (2 * PAGE + 1, 1)
+    assert tokens_of(decode.said) == reference(PROMPT, 9)
 
 
 def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed() -> None:
