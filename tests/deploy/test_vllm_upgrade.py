@@ -7,7 +7,8 @@ import tomllib
 from pathlib import Path
 
 from bench.peers import environments
-from engine.vllm_runner import VLLM_VERSION
+from engine.models.families.registry import FAMILIES
+from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION
 
 ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "docs" / "vllm.md").read_text().partition("## To a new release of vLLM")[2]
@@ -46,3 +47,11 @@ def test_all_of_our_files_that_use_vllm_stand_in_the_checklist():
     for path in sorted((ROOT / "engine" / "vllm_runner").glob("*.py")):
         if importing.search(path.read_text()):
             assert f"`engine/vllm_runner/{path.name}`" in SECTION, path.name
+
+
+def test_the_families_of_the_readme_name_their_runners():
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| ([\w, ]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    runners = {architecture: set(named.split(", ")) for architecture, named in rows}
+    native = {family.architecture for family in FAMILIES}
+    assert {name for name, named in runners.items() if "native" in named} == native
+    assert {name for name, named in runners.items() if "vLLM" in named} == TESTED_ARCHITECTURES
