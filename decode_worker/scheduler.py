@@ -150,6 +150,7 @@ class DecodeScheduler:
         self._copying = 0.0  # since when the copies that were handed out are being made, seconds
         self._regret = LoadRegret()
         self._under_way: list[ScheduledBatch] = []  # steps that run, if another may be planned meanwhile
+        self._looked_at: list[Sequence] = []  # those that a plan which runs was seen to change
         self._step = 0
         self._preemptions = self._generated = self._computed = 0
         self._device_pages = self._fetched_pages = self._short = 0
@@ -481,13 +482,19 @@ class DecodeScheduler:
 
     def _look_ahead(self) -> None:
         """Note what the step that runs is going to make of its sequences, as far as it will count."""
-        for sequence in self._sequences.values():
-            sequence.under_way = None
+        self._look_back()
         assert len(self._under_way) <= 1, "a step is planned while two run"
         for plan in self._under_way:
             for number, (name, chunk) in enumerate(plan.items()):
                 if (sequence := self._in_step(name, chunk)) is not None:
                     sequence.under_way = ChunkUnderWay(chunk, number)
+                    self._looked_at.append(sequence)
+
+    def _look_back(self) -> None:
+        """Forget what `_look_ahead` has noted."""
+        for sequence in self._looked_at:
+            sequence.under_way = None
+        self._looked_at.clear()
 
     def _leave_limbo(self) -> None:
         for sequence in self._sequences.values():
@@ -513,8 +520,7 @@ class DecodeScheduler:
 
     def _step_ended(self, end: StepDone | StepOutOfMemory | StepFailed, now: float) -> list[DecodeCommand]:
         self._under_way = [plan for plan in self._under_way if plan is not end.plan]
-        for sequence in self._sequences.values():
-            sequence.under_way = None  # until it is looked for again
+        self._look_back()
         match end:
             case StepDone():
                 return self._step_done(end, now)
@@ -785,8 +791,8 @@ class DecodeScheduler:
 
 def _lacks_pages(sequence: Sequence) -> bool:
     """Whether it could be in the next step, but for pages."""
-    running = sequence.phase is SequencePhase.RUNNING and not sequence.draws_its_last
-    return running and sequence.pages_wanted > len(sequence.pages)
+    lacking = sequence.phase is SequencePhase.RUNNING and sequence.pages_wanted > len(sequence.pages)
+    return lacking and not sequence.draws_its_last
 
 
 def _load(sequences: Iterable[Sequence]) -> LoadReport:

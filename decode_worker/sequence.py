@@ -128,7 +128,7 @@ class Sequence:
         It scores nothing. Without it, the rows of a step are those that transformers runs to score the same prompt, so
         that equal kernels give equal bits.
         """
-        return self.prompt - 1 - self.next_start if self.unscored else self.next_known - self.next_start
+        return self.prompt - 1 - self.next_start if self.unscored else self.next_pending
 
     def scoring(self, end: int) -> PromptScoring | None:
         """What a chunk up to the token before `end` scores."""
@@ -142,7 +142,7 @@ class Sequence:
     def steps(self) -> bool:
         """Whether it runs, and may be in the next step: one that follows a grammar waits until that is compiled."""
         ready = not self.in_limbo and (self.grammar is None or self.grammar.ready)
-        return self.phase is SequencePhase.RUNNING and ready and not self.draws_its_last
+        return self.phase is SequencePhase.RUNNING and ready and (self.under_way is None or not self.draws_its_last)
 
     def counts(self, chunk: Chunk) -> bool:
         """Whether a chunk of this sequence that has run adds to it: it was planned with the pages that the sequence has
@@ -161,7 +161,13 @@ class Sequence:
     @property
     def next_known(self) -> int:
         """Tokens known by then, the one that is being drawn among them."""
-        return max(len(self.tokens), self.next_start + 1)
+        known = len(self.tokens)
+        return known if self.under_way is None else max(known, self.under_way.chunk.end + 1)
+
+    @property
+    def next_pending(self) -> int:
+        """Tokens known by then and not computed."""
+        return len(self.tokens) - self.computed if self.under_way is None else self.next_known - self.next_start
 
     @property
     def draws_its_last(self) -> bool:

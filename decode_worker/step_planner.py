@@ -47,7 +47,7 @@ class StepPlanner:
         partial_prefills: list[Sequence] = []
         for sequence in sequences:
             if sequence.steps:
-                (decoding if sequence.next_known - sequence.next_start == 1 else partial_prefills).append(sequence)
+                (decoding if sequence.next_pending == 1 else partial_prefills).append(sequence)
         if not partial_prefills:
             self._postponed = False
             return build_batch(decoding, partial_prefills, BatchBudget(self.tokens))
