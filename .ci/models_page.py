@@ -44,7 +44,10 @@ vLLM 0.32.0 on a CPU ([vllm.md](vllm.md)), in float32. `make test-vllm` runs the
 
 - *Exact*: greedy tokens are those of transformers, in mixed batches of chunks.
 - *TP 2*: the same tokens from two tensor-parallel ranks.
-- *LoRA*: rows with two adapters and without one in a batch; tokens are those of merged weights.
+- *LoRA*: rows with adapters and without one in a batch; tokens are those of merged weights. vLLM computes adapters of
+  mixtures of experts with Triton, so on a CPU they are refused.
+
+Gemma 2 loads, but its tokens in float32 were not those of transformers, and the cause is not known.
 
 {families}
 
@@ -176,6 +179,8 @@ def _vllm_families() -> Iterator[str]:
     for column in ("TP 2", "LoRA"):
         source = vllm_source(column)
         shown[column] = _made(source) if source is not None else set[str]()
+        if source is not None and column == "LoRA":
+            shown[column] |= set(_constant(source, "FAMILIES"))
     everything = {**checkpoints.RECIPES, **checkpoints.VLLM_RECIPES}
     for recipe in _constant(exact, "EXACT"):
         cells = [f"[{column}](../{VLLM_TESTS[column][0]})" if recipe in shown[column] else _NOT_RUN for column in shown]

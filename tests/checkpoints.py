@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -152,18 +150,6 @@ RECIPES: Mapping[str, Recipe] = {
     ),
 }
 VLLM_RECIPES: Mapping[str, Recipe] = {
-    "gemma2": Recipe(
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        {
-            "head_dim": 32,
-            "sliding_window": 20,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 10.0,
-        },
-        norms=(10.0, 20.0),  # as Gemma 3's
-    ),
     "gpt-oss": Recipe(
         GptOssConfig,
         GptOssForCausalLM,

@@ -29,6 +29,8 @@ _HARMLESS_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the weights of the model as they are."""
 _ELSEWHERE = ("lm_head", "embed_tokens", "experts")
 """Parts of a module's name for which no adapter is served."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configs call the number of experts in a layer."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Adapter:
     rank: int
 
 
-def load_adapters(model: Path, modules: Mapping[str, str], max_rank: int) -> tuple[Adapter, ...]:
+def load_adapters(model: Path, modules: Mapping[str, str], max_rank: int, device: str = "cpu") -> tuple[Adapter, ...]:
     """Read and check the adapters in the directories `modules`, by name, for the checkpoint in `model`. Return them in
     the order of their names.
 
@@ -48,6 +50,12 @@ def load_adapters(model: Path, modules: Mapping[str, str], max_rank: int) -> tup
     """
     if not modules:
         return ()
+    config = read_object(model / "config.json")
+    if device == "cpu" and any(config.get(key) for key in _EXPERTS):
+        raise UnsupportedModel(
+            "vLLM computes a mixture of experts with LoRA adapters by Triton, which a CPU has none of; remove "
+            "model.lora_modules"
+        )
     with TensorFiles(model) as base:
         return tuple(_checked(name, Path(path).expanduser(), base, max_rank) for name, path in sorted(modules.items()))
 

@@ -211,7 +211,7 @@ class VllmRunner:
         `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each; all stay in memory.
         Raises ModelError (UnsupportedModel where vLLM or this runner can't serve the model) and StartupError.
         """
-        adapters = load_adapters(path, lora_modules, max_lora_rank)
+        adapters = load_adapters(path, lora_modules, max_lora_rank, device)
         order = Load(
             str(path),
             dtype,

@@ -128,6 +128,14 @@ def test_tensors_that_are_refused(
         load_adapters(model, {"one": str(tmp_path)}, 16)
 
 
+def test_adapters_of_experts_on_a_cpu(tmp_path: Path):
+    mixture = checkpoints.make("mixtral", tmp_path / "model")
+    modules = {"one": str(adapters.make(tmp_path / "adapter", mixture, 1))}
+    with pytest.raises(UnsupportedModel, match="Triton"):
+        load_adapters(mixture, modules, 16, "cpu")
+    assert load_adapters(mixture, modules, 16, "cuda")
+
+
 def test_pickled_and_missing_adapters_are_refused_before_a_cluster_starts(model: Path, tmp_path: Path):
     adapters.make(tmp_path, model, 1)
     modules = {"one": str(tmp_path)}

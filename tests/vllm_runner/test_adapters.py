@@ -22,9 +22,22 @@ from engine.vllm_runner.runner import VllmRunner
 from tests import adapters, checkpoints
 from tests.support import workload
 from tests.vllm_runner.test_cluster import SETTINGS
-from tests.vllm_runner.test_runner import GREEDY, PAGE, PAGES, ROWS, TOKENS, Generation, prompt_of, run, run_ahead
+from tests.vllm_runner.test_runner import (
+    GREEDY,
+    PAGE,
+    PAGES,
+    ROWS,
+    TOKENS,
+    Generation,
+    agree,
+    prompt_of,
+    run,
+    run_ahead,
+)
 
 COUNT = 20
+FAMILIES = ("mistral-window", "qwen2", "qwen3", "phi3", "gemma3", "olmo2")
+"""Recipes whose adapters are tried, beside Llama's."""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +84,26 @@ def test_rows_of_one_batch_have_their_own_adapters(model: Path, modules: dict[st
     for name, path in modules.items():
         assert texts[name] == adapters.merged(model, Path(path)).generate(prompt, COUNT)[0]
     assert len({tuple(text) for text in texts.values()}) == 3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_of_each_family(name: str, tmp_path: Path):
+    """A row with an adapter of the attention's products beside a plain one. Phi-3 has three of them in one tensor."""
+    model = checkpoints.make(name, tmp_path / "model", hidden_size=128, head_dim=32)
+    products = ("qkv_proj", "o_proj") if name == "phi3" else adapters.ATTENTION
+    path = adapters.make(tmp_path / "adapter", model, 7, products=products)
+    modules = {"one": str(path)}
+    runner = VllmRunner.load(
+        model, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, lora_modules=modules
+    )
+    prompt = prompt_of(45, 1)
+    plain = Generation(prompt, range(8))
+    adapted = Generation(prompt, range(8, 16), GREEDY, runner.adapters[0].digest)
+    run(runner, [plain, adapted], COUNT)
+    runner.close()
+    for reference, one in ((checkpoints.reference(model), plain), (adapters.merged(model, path), adapted)):
+        agree(one, *reference.generate(prompt, COUNT))
+    assert [one.token for one in plain.drawn] != [one.token for one in adapted.drawn]
 
 
 def test_an_unknown_adapter_is_refused_and_touches_nothing(model: Path, runner: VllmRunner):

@@ -128,8 +128,17 @@ def run_ahead(runner: VllmRunner, sequences: Sequence[Generation], count: int, s
     return followed
 
 
+def agree(one: Generation, expected: Sequence[int], gaps: Sequence[float]) -> None:
+    """Compare tokens up to the first tie of the reference. Where it ties at once, nothing would be compared."""
+    assert gaps[0] > 1e-3
+    for sampled, right, gap in zip(one.drawn, expected, gaps, strict=True):
+        if sampled.token != right:
+            assert gap < 1e-3
+            break
+
+
 EXACT = (
-    "llama", "qwen2", "qwen3", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3-moe", "gpt-oss"
+    "llama", "qwen2", "qwen3", "mistral-window", "phi3", "gemma3", "olmo2", "mixtral", "qwen3-moe", "gpt-oss"
 )  # fmt: skip
 
 
@@ -140,11 +149,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, paths: Callable[[str
     sequences = [Generation(prompt_of(n, n), range(8 * i, 8 * i + 8)) for i, n in enumerate(lengths)]
     run(runner(name), sequences, 24)
     for length, one in zip(lengths, sequences, strict=True):
-        expected, gaps = reference.generate(prompt_of(length, length), 24)
-        for mine, theirs, gap in zip([sampled.token for sampled in one.drawn], expected, gaps, strict=True):
-            if mine != theirs:
-                assert gap < 1e-3
-                break
+        agree(one, *reference.generate(prompt_of(length, length), 24))
 
 
 def native(path: Path) -> Engine:
