@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             for result in PARTS[name](model, asked):
                 report.emit(result)
-        except (BatonError, PeerFailed) as error:
+        except (BatonError, PeerFailed, ExceptionGroup) as error:  # a group: streams that failed
             report.say(f"{name}: {error}")
             failed = True
     return 1 if failed else 0
