@@ -27,6 +27,7 @@ from baton.operator_address import Loopback, parse_operator
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+MAX_RANKS = 16
 GpuPart = Annotated[float, Meta(gt=0, le=1)] | Literal["auto"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*", re.IGNORECASE)
@@ -108,6 +109,7 @@ class ModelConfig(_Section, frozen=True):
     )
     lora_modules: dict[str, str] = {}  # LoRA adapters that vLLM's runner serves: a name for clients, and its directory
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16  # the largest rank of an adapter
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # processes that share a worker's model; vLLM's
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property
@@ -279,7 +281,8 @@ class PrefillConfig(_Section, frozen=True):
     device: str = ""  # torch device of these workers; "": as model.device
     num_gpus: GpuPart = "auto"  # of one worker, at most 1; auto: equal shares of its node's GPUs
     node_selector: dict[str, str] = {}  # labels that Ray's node must have, such as ray.io/accelerator-type: H100
-    kv_cache_bytes: CacheBytes = CacheBytes(0)  # device pages; auto: what a GPU has left, 512MiB on a CPU
+    tensor_parallel_size: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0  # 0: as model.tensor_parallel_size
+    kv_cache_bytes: CacheBytes = CacheBytes(0)  # device pages, of all ranks; auto: what GPUs have left, 512MiB on a CPU
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the worker's GPU or share of it, in all
     step_ms: Positive = 50  # about how long a step lasts while several prompts are at hand; four times that for one
     max_num_batched_tokens: Positive = 2_048  # tokens per step at most, over all prompts
@@ -298,7 +301,8 @@ class DecodeConfig(_Section, frozen=True):
     device: str = ""  # torch device of these workers; "": as model.device
     num_gpus: GpuPart = "auto"  # of one worker, at most 1; auto: equal shares of its node's GPUs
     node_selector: dict[str, str] = {}  # labels that Ray's node must have, such as ray.io/accelerator-type: H100
-    kv_cache_bytes: CacheBytes = CacheBytes(0)  # device pages; auto: what a GPU has left, 512MiB on a CPU
+    tensor_parallel_size: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0  # 0: as model.tensor_parallel_size
+    kv_cache_bytes: CacheBytes = CacheBytes(0)  # device pages, of all ranks; auto: what GPUs have left, 512MiB on a CPU
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the worker's GPU or share of it, in all
     max_num_batched_tokens: Positive = (
         512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
@@ -330,6 +334,10 @@ class Config(_Section, frozen=True):
     def worker(self, role: WorkerRole) -> PrefillConfig | DecodeConfig:
         """The section of that role's workers."""
         return self.decode if role == "decode" else self.prefill
+
+    def ranks_of(self, role: WorkerRole) -> int:
+        """The processes that share the model of a worker of that role."""
+        return self.worker(role).tensor_parallel_size or self.model.tensor_parallel_size
 
     def device_of(self, role: WorkerRole) -> str:
         """The torch device of that role's workers; it may be "auto"."""

@@ -25,7 +25,8 @@ from baton.messages import (
 
 
 class Attach(Message, frozen=True):
-    """First words on the Unix socket. The store checks the peer's uid, takes a pidfd, and answers with its arena."""
+    """First words on the Unix socket. The store checks the peer's uid, takes a pidfd, and answers with its arena. If
+    other processes write pages for the peer, their pidfds travel beside this message."""
 
     peer: Peer
     namespace: Namespace

@@ -15,6 +15,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ from baton.errors import MalformedMessage, PortInUse, StoreGone
 from baton.messages import UNREADABLE, Message
 
 MAX_PACKET_BYTES = 160 * 1_024  # below Linux's default socket buffer
+MAX_DESCRIPTORS = 32  # with one packet
 _QUEUE = 4_096  # packets kept for a peer that does not read
 _FD_SETSIZE = 1_024  # descriptors from here on are too large for select
 _SO_PEERPIDFD = 77  # Linux 6.5 and later; Python has no name for it
@@ -32,6 +34,14 @@ NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENO
 
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
+
+
+def is_pidfd(descriptor: int) -> bool:
+    """Whether it tells of a process's end."""
+    try:
+        return "\nPid:" in Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+    except OSError:
+        return False
 
 
 class OutOfDescriptors(Exception):
@@ -142,9 +152,9 @@ class UnixSocket(Generic[M]):
         """A peer that closes with messages unread resets the connection. The kernel tells that first, once, and then
         gives what the peer had said."""
         try:
-            return self._socket.recvmsg(MAX_PACKET_BYTES, socket.CMSG_SPACE(4 * 4))
+            return self._socket.recvmsg(MAX_PACKET_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4))
         except ConnectionResetError:
-            return self._socket.recvmsg(MAX_PACKET_BYTES, socket.CMSG_SPACE(4 * 4))
+            return self._socket.recvmsg(MAX_PACKET_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4))
 
     def close(self) -> None:
         self._socket.close()

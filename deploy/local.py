@@ -49,7 +49,7 @@ from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses
 from deploy.placement.desired import ClusterScale, ProcessSpec, listening, plan, scale_of, worker_role, workers_on
-from deploy.placement.gpu_sharing import GpuShare, share_gpus, uses_assigned_gpu, with_share
+from deploy.placement.gpu_sharing import GpuShare, share_gpus, uses_assigned_gpu, wanted_gpus, with_share
 from deploy.processes import ProcessIdentity, end, share_cores
 from engine.device.gpus import visible_gpus
 
@@ -357,8 +357,7 @@ class LocalCluster:
         for each in workers:
             role = worker_role(each.role)
             if uses_assigned_gpu(self.config.device_of(role)):
-                part = self.config.worker(role).num_gpus
-                wanted[each.name] = None if part == "auto" else part
+                wanted[each.name] = wanted_gpus(self.config, role)
         if spec.name not in wanted or not (gpus := len(visible_gpus().gpus)):
             return None
         self._gpus = share_gpus(wanted, gpus, self._gpus)

@@ -86,6 +86,7 @@ class Engine:
 
     numerics_version = NUMERICS_VERSION
     adapters: tuple[AdapterCard, ...] = ()
+    writers: Sequence[int] = ()
 
     def __init__(
         self,

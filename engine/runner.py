@@ -105,6 +105,7 @@ class Runner(Protocol):
     has_lm_head: bool  # it can draw tokens
     tracer: Tracer  # of the loop that uses it
     adapters: tuple[AdapterCard, ...]  # LoRA adapters that chunks may name
+    writers: Sequence[int]  # pidfds of the other processes that copy its pages
 
     @property
     def overlaps(self) -> bool:

@@ -2,7 +2,7 @@
 `StoreState` says.
 
     workers ⇄ Unix socket ──calls──▶ state ──replies──▶
-    a pidfd per worker process ──it is gone──▶ state
+    a pidfd per process that writes ──a worker is gone, and all that write for it──▶ state
     threads of the disk tier and of the page transport ⇄ orders, events ⇄ state
     state ──changes──▶ KV events (PUB)          state.load() ──▶ heartbeats to the routers
 
@@ -20,6 +20,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -36,7 +37,7 @@ from baton.process import settle
 from baton.router_links import RouterLinks, RouterMessage
 from baton.store_protocol import Attach, Attached, AttachRefused, StoreCall
 from baton.trace import Tracer, new_mark
-from baton.unix import OutOfDescriptors, UnixListener, UnixSocket, readable
+from baton.unix import OutOfDescriptors, UnixListener, UnixSocket, is_pidfd, readable
 from baton.wire import Poller, refused
 from kvstore.arena.memory import Arena
 from kvstore.client.connection import store_address
@@ -151,6 +152,8 @@ class StoreService:
         )
         self._connections: dict[int, _Connection] = {}
         self._pidfds: dict[int, int] = {}  # pid → pidfd, of every process whose end matters
+        self._writers: dict[int, list[int]] = {}  # pid → pidfds of the other processes that write for it
+        self._dying: dict[int, list[int]] = {}  # the same of processes that are gone, while some of these are not
         self._workers: dict[int, set[str]] = {}  # pid → incarnations that have attached; routers hear of their end
         self._next_number = 0
         self._next_metrics = 0.0
@@ -173,7 +176,7 @@ class StoreService:
         self._tracer.close()
         for connection in self._connections.values():
             connection.socket.close()
-        for pidfd in self._pidfds.values():
+        for pidfd in chain(self._pidfds.values(), *self._writers.values(), *self._dying.values()):
             os.close(pidfd)
         self._cleanup.close()
 
@@ -197,6 +200,8 @@ class StoreService:
                 self._hear(connection, _CALLS_PER_TURN)
         for pid in [pid for pid, pidfd in self._pidfds.items() if pidfd in ready]:
             self._writer_died(pid)
+        for pid in [pid for pid, pidfds in self._dying.items() if not ready.isdisjoint(pidfds)]:
+            self._await_writers(pid)
         if self._accept_at is not None and now >= self._accept_at:
             self._accept_at = None
             self._poller.add(self._listener.fileno())
@@ -243,12 +248,15 @@ class StoreService:
             self._handle(Connected(connection.number, socket.pid))
 
     def _watch(self, socket: UnixSocket[StoreCall]) -> bool:
-        """Make sure that the kernel tells us of the end of the peer's process. False when it has ended already."""
+        """Make sure that the kernel tells us of the end of the peer's process. False when it has ended already, or
+        while processes still write for an earlier one of its number."""
         known = self._pidfds.get(socket.pid)
         if known is not None:
             if not readable(known, 0):
                 return True
             self._writer_died(socket.pid)  # another process has its number now
+        if socket.pid in self._dying:
+            return False
         try:
             self._pidfds[socket.pid] = socket.pidfd()
         except OSError:  # it has ended, or there is no descriptor left: the worker connects again
@@ -276,22 +284,48 @@ class StoreService:
             if received is None:
                 return
             call, descriptors = received
-            for fd in descriptors:
-                os.close(fd)
             self._calls[type(call).__name__] += 1
             if isinstance(call, Attach):
+                self._take_writers(connection.socket.pid, descriptors)
                 self._workers.setdefault(connection.socket.pid, set()).add(call.peer.incarnation)
+            else:
+                _close(descriptors)
             self._handle(CallReceived(connection.number, call))
 
     def _writer_died(self, pid: int) -> None:
-        """The kernel has told of a process's end; what it had said before still counts."""
+        """The kernel has told of a process's end; what it had said before still counts. Its slots are free once all
+        that write for it have ended, too."""
         for connection in [each for each in self._connections.values() if each.socket.pid == pid]:
             self._hear(connection)
-        self._handle(WriterDied(pid))
+        self._dying[pid] = self._writers.pop(pid, [])
         self._unwatch(pid)
+        for pidfd in self._dying[pid]:
+            self._poller.add(pidfd)
+        self._await_writers(pid)
         for incarnation in self._workers.pop(pid, ()):
             of_peers.info("process %d, %s, is gone", pid, incarnation)
             self._routers.tell_all(WorkerDied(incarnation, pid))
+
+    def _await_writers(self, pid: int) -> None:
+        """Tell the state that a process is gone, if all that write for it are."""
+        ended = [pidfd for pidfd in self._dying[pid] if readable(pidfd, 0)]
+        for pidfd in ended:
+            self._poller.remove(pidfd)
+        _close(ended)
+        if left := [pidfd for pidfd in self._dying[pid] if pidfd not in ended]:
+            self._dying[pid] = left
+            return
+        del self._dying[pid]
+        self._handle(WriterDied(pid))
+
+    def _take_writers(self, pid: int, descriptors: Sequence[int]) -> None:
+        """Keep the pidfds that came with an Attach, in place of those of an earlier one."""
+        if not descriptors:
+            return
+        pidfds = [fd for fd in descriptors if is_pidfd(fd)]
+        _close([fd for fd in descriptors if fd not in pidfds])
+        _close(self._writers.pop(pid, []))
+        self._writers[pid] = pidfds
 
     def _connection_lost(self, connection: _Connection) -> None:
         self._close(connection)
@@ -312,6 +346,7 @@ class StoreService:
         if (pidfd := self._pidfds.pop(pid, None)) is not None:
             self._poller.remove(pidfd)
             os.close(pidfd)
+        _close(self._writers.pop(pid, []))
 
     # --- the state's commands ---------------------------------------------------------------------------------------
 
@@ -407,6 +442,11 @@ class StoreService:
                     "peer_messages_dropped": peers.dropped,
                 }
             )
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
 
 
 def _name_of(event: StoreEvent) -> str:

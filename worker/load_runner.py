@@ -65,6 +65,8 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         memory_share=own.gpu_memory_utilization * share,
         lora_modules=config.model.lora_modules,
         max_lora_rank=config.model.max_lora_rank,
+        ranks=config.ranks_of(role),
+        deadline=config.cluster.step_timeout_ms / 1_000,
     )
 
 

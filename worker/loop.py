@@ -165,7 +165,7 @@ class WorkerLoop:
         self._routers = RouterLinks(routers, hello, _HEARS[role], self.clock)
         self._store = StoreClient(
             store_address(config.cluster.name, node), self.peer, namespace, layout.page_bytes,
-            config.cluster.heartbeat_timeout_ms / 1_000,
+            config.cluster.heartbeat_timeout_ms / 1_000, runner.writers,
         )  # fmt: skip
         self._connect_at = 0.0
         self._joined = False  # routers may know of us

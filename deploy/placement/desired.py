@@ -19,7 +19,15 @@ from baton.config import Config
 from baton.hosts import is_loopback
 from baton.messages import Role, WorkerRole
 from baton.operator_address import operator_of_router
-from deploy.placement.gpu_sharing import GpuShare, NodeHardware, least_used, nodes_for, share_gpus, uses_assigned_gpu
+from deploy.placement.gpu_sharing import (
+    GpuShare,
+    NodeHardware,
+    least_used,
+    nodes_for,
+    share_gpus,
+    uses_assigned_gpu,
+    wanted_gpus,
+)
 
 START_ORDER: tuple[Role, ...] = ("router", "store", "prefill", "decode")
 _FIRST = "router"  # name of the first router; the next one is router-1
@@ -131,9 +139,7 @@ def _on_gpus(
     }
     for node in {spec.node for spec in on_gpus.values()}:
         wanted = {
-            name: None if (part := config.worker(worker_role(spec.role)).num_gpus) == "auto" else part
-            for name, spec in on_gpus.items()
-            if spec.node == node
+            name: wanted_gpus(config, worker_role(spec.role)) for name, spec in on_gpus.items() if spec.node == node
         }
         has = {name: share for name, share in held.items() if name in wanted}
         shares |= share_gpus(wanted, hardware[node].gpus, has)

@@ -1,6 +1,6 @@
 """Divide the GPUs of a node among its workers, and choose the nodes that a role may use. Pure.
 
-A worker computes on one GPU, or on a share of one. Without a setting (`prefill.num_gpus`, `decode.num_gpus`) all
+A worker computes on one GPU, or on a share of one; one with several ranks on as many whole GPUs. Without a setting (`prefill.num_gpus`, `decode.num_gpus`) all
 workers of a node get equal shares, as large as fits: a whole GPU each where there are enough, a half each where two
 share one.
 """
@@ -35,7 +35,8 @@ class NodeHardware:
 
 @dataclass(frozen=True)
 class GpuShare:
-    """A part of one GPU, at most the whole. `index`: the GPU's number on the node; None where only Ray knows it."""
+    """A part of one GPU, or so many whole ones. `index`: the GPU's number on the node, of several the first, which
+    others follow; None where only Ray knows it."""
 
     share: float
     index: int | None = None
@@ -46,7 +47,7 @@ def share_gpus(
 ) -> dict[str, GpuShare]:
     """Return the share of each worker. One that fits on no GPU any more has none.
 
-    `wanted`: the share that each is to have; None for an equal one. `held`: what running workers have. They keep it,
+    `wanted`: the share that each is to have, above 1 a number of whole GPUs; None for an equal one. `held`: what running workers have. They keep it,
     and an index that they have.
     """
     held = held or {}
@@ -72,19 +73,44 @@ def _pack(
     left = [_UNIT] * gpus
     found: dict[str, GpuShare] = {}
     for name, has in sorted(held.items(), key=lambda item: (item[1].index is None, -item[1].share, item[0])):
-        index = left.index(max(left)) if has.index is None or has.index >= gpus else has.index
-        left[index] = max(0, left[index] - _parts(has.share))
+        index = has.index if has.index is not None and has.index < gpus else _roomiest(left, _parts(has.share))
+        _take(left, index, _parts(has.share))
         found[name] = has
     for name, part in [*sorted(told.items(), key=lambda item: (-item[1], item[0])), *sorted(equal.items())]:
-        index = left.index(max(left))
-        if part <= left[index]:
-            left[index] -= part
+        index = _roomiest(left, part)
+        room = left[index : index + _whole(part)]
+        if len(room) == _whole(part) and min(room) >= min(part, _UNIT):
+            _take(left, index, part)
             found[name] = GpuShare(part / _UNIT, index)
     return found
 
 
+def _whole(part: int) -> int:
+    """The number of GPUs that a part lies on."""
+    return -(-part // _UNIT)
+
+
+def _roomiest(left: Sequence[int], part: int) -> int:
+    """The first of the neighbouring GPUs that have most left."""
+    count = min(_whole(part), len(left))
+    return max(range(len(left) - count + 1), key=lambda first: (sum(left[first : first + count]), -first))
+
+
+def _take(left: list[int], index: int, part: int) -> None:
+    for each in range(index, min(index + _whole(part), len(left))):
+        left[each] = max(0, left[each] - min(part, _UNIT))
+
+
 def _parts(share: float) -> int:
     return max(1, math.floor(share * _UNIT + 1e-6))
+
+
+def wanted_gpus(config: Config, role: WorkerRole) -> float | None:
+    """Return what a worker of that role asks for: as many GPUs as ranks, or its part of one; None: an equal share."""
+    if (ranks := config.ranks_of(role)) > 1:
+        return float(ranks)
+    part = config.worker(role).num_gpus
+    return None if part == "auto" else part
 
 
 def uses_assigned_gpu(device: str) -> bool:
@@ -135,7 +161,7 @@ def with_share(config: Config, share: GpuShare | None) -> Config:
         if share is None:
             return msgspec.structs.replace(own, device="cpu" if device == "auto" else device)
         chosen = "cuda" if share.index is None else f"cuda:{share.index}"
-        return msgspec.structs.replace(own, device=chosen, num_gpus=share.share)
+        return msgspec.structs.replace(own, device=chosen, num_gpus=min(1.0, share.share))
 
     return msgspec.structs.replace(config, prefill=section("prefill"), decode=section("decode"))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from baton.errors import UnsupportedModel
 from engine.vllm_runner.messages import Load
+from engine.vllm_runner.ranks import fork_ranks
 from engine.vllm_runner.requirements import Installation, wrong_version
 
 EXTENSION = "engine.vllm_runner.extension.BatonExtension"
@@ -49,6 +50,12 @@ def bring_up(order: Load) -> tuple[Any, Any]:
         config.cache_config.kv_cache_memory_bytes = (order.num_pages + NULL_BLOCKS) * _page_bytes(config)
     elif order.device == "cuda":
         _await_memory(order.memory_share)
+    if (heads := config.model_config.get_total_num_kv_heads()) % order.ranks:
+        raise UnsupportedModel(
+            f"{heads} KV heads can't be shared evenly by {order.ranks} ranks; lower tensor_parallel_size"
+        )
+    if order.ranks > 1 and order.device == "cpu":
+        fork_ranks()
     executor = Executor.get_class(config)(config)
     core.register_all_kvcache_specs(config)
     specs = executor.get_kv_cache_specs()
@@ -105,6 +112,7 @@ def engine_arguments(order: Load) -> dict[str, Any]:
         "async_scheduling": False,
         "disable_log_stats": True,
         "seed": 0,
+        "tensor_parallel_size": order.ranks,
     }
     if order.adapters:
         # A step may have requests of all of them. On a CPU vLLM computes rows without an adapter with what lies in the
@@ -116,6 +124,8 @@ def engine_arguments(order: Load) -> dict[str, Any]:
             "max_cpu_loras": places,
             "max_lora_rank": order.max_lora_rank,
         }
+    if order.ranks > 1:
+        arguments["distributed_executor_backend"] = "mp"
     if order.num_pages is None:
         return arguments | {"max_model_len": -1}
     return arguments | {"num_gpu_blocks_override": order.num_pages + NULL_BLOCKS}

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-from typing import Any
 
 import msgspec
 
 from baton.errors import BatonError
 from engine.vllm_runner import messages
 from engine.vllm_runner.messages import Answer, Attach, Copied, Duplicate, Failed, In, Load, Loaded, Order, Out, Step
-from kvstore.checksum import join_checksums
+from engine.vllm_runner.ranks import RankLost, Ranks, die_with_parent
 
 log = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -32,23 +27,32 @@ class Child:
         from engine.vllm_runner.bring_up import NULL_BLOCKS, bring_up, lora_requests
         from engine.vllm_runner.steps import Steps
 
-        torch.set_num_threads(order.threads)
+        torch.set_num_threads(max(1, order.threads // order.ranks))
         self._null = NULL_BLOCKS
-        self._config, self._executor = bring_up(order)
-        self._worker: Any = self._executor.driver_worker.worker
-        self.shape = self._worker.baton_prepare()
-        self._steps = Steps(self._executor, lora_requests(order))
+        self._config, executor = bring_up(order)
+        self._ranks = Ranks(executor, order.ranks, order.deadline)
+        self.shape = self._ranks.call("baton_prepare")[0]
+        self._steps = Steps(self._ranks, lora_requests(order))
+
+    @property
+    def has_ranks(self) -> bool:
+        """There are several."""
+        return self._ranks.size > 1
 
     def loaded(self) -> Loaded:
         model = self._config.model_config
         shape = {name: self.shape[name] for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "form")}
         pages = self._config.cache_config.num_gpu_blocks - self._null
-        return Loaded(num_pages=pages, **shape, vocab_size=model.get_vocab_size(), max_positions=model.max_model_len)
+        shape["num_kv_heads"] *= self._ranks.size
+        return Loaded(
+            num_pages=pages, **shape, vocab_size=model.get_vocab_size(), max_positions=model.max_model_len,
+            process_ids=self._ranks.process_ids,
+        )  # fmt: skip
 
     def attach(self, order: Attach, fd: int) -> Copied:
         """Takes over `fd`."""
         try:
-            self._worker.baton_attach(f"/proc/{os.getpid()}/fd/{fd}", order.slots, order.page_bytes)
+            self._ranks.call("baton_attach", f"/proc/{os.getpid()}/fd/{fd}", order.slots, order.page_bytes)
         finally:
             os.close(fd)
         return Copied()
@@ -59,24 +63,23 @@ class Child:
             case Step():
                 return self._steps.run(order)
             case Duplicate(source=source, dest=dest):
-                self._worker.baton_duplicate(source + self._null, dest + self._null)
+                self._ranks.call("baton_duplicate", source + self._null, dest + self._null)
                 return None
             case Out(pages=pages, slots=slots):
-                heads = self._worker.baton_out([page + self._null for page in pages], slots)
-                return Copied(checksums=[join_checksums(each) for each in heads])
+                blocks = [page + self._null for page in pages]
+                return Copied(checksums=self._ranks.checksums("baton_out", blocks, slots))
             case In(slots=slots, pages=pages, checksums=checksums):
                 blocks = [page + self._null for page in pages]
-                heads = self._worker.baton_in(slots, blocks, bool(checksums))
+                found = self._ranks.checksums("baton_in", slots, blocks, bool(checksums))
                 if not checksums:
                     return Copied(intact=[True] * len(slots))
-                return Copied(
-                    intact=[join_checksums(each) == right for each, right in zip(heads, checksums, strict=True)]
-                )
+                return Copied(intact=[one == right for one, right in zip(found, checksums, strict=True)])
 
 
 def main(fd: int) -> None:
     """Serve the worker at the other end of the socket `fd` until it closes."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
+    os.umask(0o077)  # shared memory and sockets of the ranks are this user's alone
     link = Connection(fd)
     orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(messages.Order)
     child: Child | None = None
@@ -85,6 +88,8 @@ def main(fd: int) -> None:
         try:
             order = orders.decode(link.recv_bytes())
         except EOFError:
+            if child is not None and child.has_ranks:
+                os._exit(0)  # an orderly end of vLLM's processes takes seconds; the kernel ends them now
             return
         try:
             if isinstance(order, Load):
@@ -96,6 +101,9 @@ def main(fd: int) -> None:
                 answer = child.attach(order, recv_handle(link))
             else:
                 answer = child.carry_out(order)
+        except RankLost:
+            log.exception("a rank is lost, and with it all")
+            os._exit(1)
         except Exception as error:  # one bad order must not end the others; the worker hears of it
             log.exception("an order failed")
             if isinstance(order, Duplicate):

@@ -10,7 +10,8 @@ lie apart, one move for each head and layer.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from baton.messages import PromptTokenLogprob
 from engine.sampling.sampler import Sampler, sampler_for
 from engine.step.batch import Sampled, TokenDraw
 from engine.vllm_runner.messages import Row
+from engine.vllm_runner.ranks import die_with_parent
 from kvstore.arena.memory import Arena
 from kvstore.checksum import head_checksums
 from kvstore.layout import PAIRED
@@ -29,13 +31,21 @@ class BatonExtension:
     """The names begin with `baton_`, so that none is one of vLLM's worker."""
 
     model_runner: Any
+    rank: int
+    parallel_config: Any
+    execute_model: Callable[[Any], Any]
+    sample_tokens: Callable[[Any], Any]
 
     def baton_prepare(self) -> Mapping[str, Any]:
-        """Take over the draw. Return the shape and form of pages."""
+        """Take over the draw. Return the shape and form of this rank's part of pages."""
+        if self.parallel_config.tensor_parallel_size > 1:
+            die_with_parent()
         caches = self._baton_caches()
         _, heads, page_size, width = caches[0].shape
         self._baton_blocks = _blocks(caches)
         self._baton_blocks.zero_()
+        if self.rank == 0:
+            _unlink_shared_memory()
         self.baton_draw = BatonDraw(self.model_runner)
         self.model_runner.sampler = self.baton_draw
         return {
@@ -50,21 +60,25 @@ class BatonExtension:
     def baton_attach(self, path: str, slots: int, page_bytes: int) -> None:
         """Copies are from and to the slots of the arena whose descriptor `path` names."""
         arena = Arena.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC), slots, page_bytes)
-        blocks = self._baton_blocks
+        blocks, ranks = self._baton_blocks, self.parallel_config.tensor_parallel_size
+        share = page_bytes // ranks
         self._baton_arena = arena
-        self._baton_slots = torch.frombuffer(arena.view, dtype=blocks.dtype).view(slots, *blocks.shape[1:])
+        self._baton_part = slice(self.rank * share, (self.rank + 1) * share)
+        pages = torch.frombuffer(arena.view, dtype=blocks.dtype).view(slots, ranks, *blocks.shape[1:])
+        self._baton_slots = pages[:, self.rank]  # its KV heads: heads lie outermost
 
     def baton_out(self, blocks: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
-        """Copy blocks into slots. Return the checksums of each slot's heads."""
+        """Copy this rank's part of blocks into slots. Return the checksums of each slot's heads there."""
         for block, slot in zip(blocks, slots, strict=True):
             self._baton_slots[slot].copy_(self._baton_blocks[block])
         return [self._baton_checksums(slot) for slot in slots]
 
     def baton_in(self, slots: Sequence[int], blocks: Sequence[int], check: bool) -> list[list[int]]:
-        """Copy slots into blocks. Return the checksums of each slot's heads; none without `check`."""
+        """Copy this rank's part of slots into blocks. Return the checksums of each slot's heads there; none without
+        `check`."""
         for slot, block in zip(slots, blocks, strict=True):
             self._baton_blocks[block].copy_(self._baton_slots[slot])
-        return [self._baton_checksums(slot) for slot in slots] if check else []
+        return [self._baton_checksums(slot) if check else [] for slot in slots]
 
     def baton_duplicate(self, source: int, dest: int) -> None:
         self._baton_blocks[dest].copy_(self._baton_blocks[source])
@@ -74,13 +88,57 @@ class BatonExtension:
         for block in blocks:
             self._baton_blocks[block].zero_()
 
+    def baton_step(
+        self,
+        order: Any,
+        fresh: Sequence[int],
+        draws: Mapping[str, tuple[TokenDraw, int]],
+        scored: Mapping[str, Row],
+        lengths: Mapping[str, int],
+    ) -> tuple[Mapping[str, Sampled], Mapping[str, list[PromptTokenLogprob]]]:
+        """Run a step: zero the blocks `fresh`, compute, score the rows `scored`, draw. Return the tokens and the scores
+        by request. Every rank does all of it: a draw is a pure function of logits that all ranks have."""
+        self.baton_zero(fresh)
+        draw = self.baton_draw
+        draw.draws, draw.drawn = draws, {}
+        try:
+            output = self.execute_model(order)
+            scores = self._baton_scores(scored, lengths) if scored else {}
+            if output is None:
+                self.sample_tokens(None)
+        except BaseException:
+            self.model_runner.execute_model_state = None
+            raise
+        return draw.drawn, scores
+
+    def _baton_scores(
+        self, scored: Mapping[str, Row], lengths: Mapping[str, int]
+    ) -> Mapping[str, list[PromptTokenLogprob]]:
+        """Score prompt tokens, between the forward pass and the draw. `lengths`: tokens of each row."""
+        hidden = self.model_runner.execute_model_state.hidden_states
+        scores: dict[str, list[PromptTokenLogprob]] = {}
+        at = 0
+        for name in self.model_runner.input_batch.req_ids:
+            if name in scored:
+                scores[name] = self.baton_draw.score(hidden, scored[name], at)
+            at += lengths[name]
+        return scores
+
     def _baton_checksums(self, slot: int) -> list[int]:
-        return head_checksums(self._baton_arena.slot(slot), self._baton_blocks.shape[1])
+        return head_checksums(self._baton_arena.slot(slot)[self._baton_part], self._baton_blocks.shape[1])
 
     def _baton_caches(self) -> Sequence[torch.Tensor]:
         """[blocks, kv_heads, page_size, 2 · head_dim] of each layer. On a CPU the last two lie otherwise than they
         say."""
         return self.model_runner.kv_caches
+
+
+def _unlink_shared_memory() -> None:
+    """Take the names from the memory by which ranks on a CPU exchange sums. All have mapped it, and with a name it
+    would stay when they are killed."""
+    if name := os.environ.get("VLLM_DIST_IDENT"):
+        for file in Path("/dev/shm").glob(f"{name}-*"):  # noqa: S108 - where the kernel keeps it
+            file.unlink(missing_ok=True)
 
 
 def _blocks(caches: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -156,6 +156,8 @@ class Load(Struct, frozen=True, tag=True):
     memory_share: float = 0.05
     adapters: Sequence[tuple[str, str]] = ()  # name and directory of each LoRA adapter, checked
     max_lora_rank: int = 16
+    ranks: int = 1
+    deadline: float = 60.0  # seconds that several ranks may take for an order
 
 
 class Attach(Struct, frozen=True, tag=True):
@@ -206,6 +208,7 @@ class Loaded(Struct, frozen=True, tag=True):
     form: str
     vocab_size: int
     max_positions: int
+    process_ids: Sequence[int] = ()  # of the ranks, where there are several
 
 
 class Drawn(Struct, frozen=True, tag=True):

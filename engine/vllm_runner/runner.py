@@ -49,6 +49,7 @@ from engine.vllm_runner.messages import (
     SentDraw,
     Step,
 )
+from engine.vllm_runner.process_watch import ProcessWatch
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut
 from kvstore.layout import PageLayout
@@ -66,23 +67,27 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 is vLLM's default on a GPU; `steps` and `extension` were written for V1
+    "VLLM_HOST_IP": "127.0.0.1",  # ranks are processes of one machine
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
 
-def child_environment(environ: Mapping[str, str], device: str, threads: int) -> dict[str, str]:
-    """Return the environment of a child: vLLM takes the first GPU that it sees, so it sees one. Raises StartupError for
-    a CUDA device that CUDA_VISIBLE_DEVICES leaves out."""
-    own = {**environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+def child_environment(environ: Mapping[str, str], device: str, threads: int, ranks: int = 1) -> dict[str, str]:
+    """Return the environment of a child: vLLM takes the first GPUs that it sees, so it sees as many as ranks, from that
+    of the device on. Raises StartupError for CUDA devices that CUDA_VISIBLE_DEVICES leaves out."""
+    own = {**environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(max(1, threads // ranks))}
     kind, _, index = device.partition(":")
     if kind != "cuda":
         return own
     visible = [one.strip() for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     number = int(index or 0)
-    if visible and number >= len(visible):
-        raise StartupError(f"the device is {device} and CUDA_VISIBLE_DEVICES is {','.join(visible)}")
-    return own | {"CUDA_VISIBLE_DEVICES": visible[number] if visible else str(number)}
+    if visible and number + ranks > len(visible):
+        raise StartupError(f"the device is {device}, ranks are {ranks} and CUDA_VISIBLE_DEVICES is {','.join(visible)}")
+    numbers = range(number, number + ranks)
+    return own | {"CUDA_VISIBLE_DEVICES": ",".join(visible[each] if visible else str(each) for each in numbers)}
 
 
 class _Pending:
@@ -178,10 +183,18 @@ class VllmRunner:
         self._max_rows, self._max_tokens = order.max_rows, order.max_tokens
         self._process = process
         self._child = ChildLink(link)
+        ranks = {f"rank {number}": pid for number, pid in enumerate(loaded.process_ids)}
+        self._watch = ProcessWatch({"process": process.pid} | ranks, self._lost)
+        self.writers: Sequence[int] = self._watch.pidfds
         self._masks = MaskThreads()
         self._known: weakref.WeakKeyDictionary[BlockTable, _Known] = weakref.WeakKeyDictionary()
         self._gone: deque[int] = deque()
         self._named = 0
+
+    def _lost(self, name: str) -> None:
+        """One of vLLM's processes has ended. The others are of no use without it."""
+        self._child.lose(f"vLLM's {name} has gone")
+        self._process.kill()
 
     @property
     def process_id(self) -> int:
@@ -203,12 +216,15 @@ class VllmRunner:
         memory_share: float = 0.05,
         lora_modules: Mapping[str, str] = MappingProxyType({}),
         max_lora_rank: int = 16,
+        ranks: int = 1,
+        deadline: float = 60.0,
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
 
         A step has at most `max_rows` chunks and `max_tokens` tokens. `device` is "cpu" or a CUDA device. The child may
         use the part `memory_share` of that device's memory in all, and `num_pages` None means as many as fit there.
         `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each; all stay in memory.
+        `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost.
         Raises ModelError (UnsupportedModel where vLLM or this runner can't serve the model) and StartupError.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
@@ -224,11 +240,13 @@ class VllmRunner:
             memory_share,
             [(one.card.name, str(one.path)) for one in adapters],
             max_lora_rank,
+            ranks,
+            deadline,
         )
         fingerprint = _fingerprint(path)
         ours, theirs = Pipe()
         with theirs:
-            process = cls.launch_child(theirs.fileno(), child_environment(os.environ, device, threads))
+            process = cls.launch_child(theirs.fileno(), child_environment(os.environ, device, threads, ranks))
         try:
             ours.send_bytes(msgspec.msgpack.encode(order))
             if not ours.poll(_PATIENCE):
@@ -278,13 +296,14 @@ class VllmRunner:
         self._child.check()
 
     def close(self) -> None:
-        """End the child."""
+        """End the child and its ranks."""
         self._child.close()
         try:
             self._process.wait(_FAREWELL)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._watch.close()
 
     def _row(self, chunk: Chunk) -> Row:
         """A chunk as the child is told of it, without its draw. Raises ValueError for one that it can't run."""
@@ -480,7 +499,7 @@ class ChildLink:
                     if outgoing.fd is not None:
                         send_handle(self._link, outgoing.fd, 0)
             except Exception as error:  # noqa: BLE001 - the thread must not end without a word: others wait for it
-                self._lose(f"vLLM's process can't be told anything more: {type(error).__name__}: {error}")
+                self.lose(f"vLLM's process can't be told anything more: {type(error).__name__}: {error}")
                 if outgoing.pending is not None:
                     outgoing.pending.lose(self._lost)
             finally:
@@ -508,11 +527,12 @@ class ChildLink:
                 self._awaited.popleft().answer(answer)
                 self.alarm()
         except Exception as error:  # noqa: BLE001 - as in `_send`
-            self._lose(f"vLLM's process has gone: {type(error).__name__}: {error}")
+            self.lose(f"vLLM's process has gone: {type(error).__name__}: {error}")
         finally:
             self._link.close()
 
-    def _lose(self, why: str) -> None:
+    def lose(self, why: str) -> None:
+        """Tell all that wait, and all later orders, that the child is lost."""
         with self._lock:
             self._lost = self._lost or why
             lost = list(self._awaited)

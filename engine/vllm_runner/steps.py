@@ -18,17 +18,16 @@ from msgspec import structs
 from baton.messages import PromptTokenLogprob
 from engine.step.batch import Sampled
 from engine.vllm_runner.bring_up import NULL_BLOCKS
-from engine.vllm_runner.extension import BatonDraw
 from engine.vllm_runner.messages import Drawn, Row, Step
+from engine.vllm_runner.ranks import Ranks
 
 
 class Steps:
-    """Runs steps on an executor in this process. Remembers which requests vLLM knows."""
+    """Runs steps on all ranks. Remembers which requests vLLM knows."""
 
-    def __init__(self, executor: Any, adapters: Mapping[int, Any]) -> None:
+    def __init__(self, ranks: Ranks, adapters: Mapping[int, Any]) -> None:
         """`adapters`: vLLM's LoRA requests by the numbers that rows have."""
-        self._executor, self._adapters = executor, adapters
-        self._worker: Any = executor.driver_worker.worker
+        self._ranks, self._adapters = ranks, adapters
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
         self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
         self._made = 0
@@ -66,32 +65,29 @@ class Steps:
     ) -> tuple[list[str], Mapping[str, Sampled]]:
         """Run these rows. Return their names, and by name the tokens drawn; add to the scores by number."""
         rows = list(numbered.values())
-        draw: BatonDraw = self._worker.baton_draw
-        if fresh := [row.fresh + NULL_BLOCKS for row in rows if row.fresh is not None]:
-            self._worker.baton_zero(fresh)
         try:
             order, names = self._order(rows)
-            draw.draws = {
-                name: (row.draw.draw(), row.start + len(row.tokens))
-                for name, row in zip(names, rows, strict=True)
-                if row.draw is not None
-            }
-            draw.drawn = {}
-            output = self._executor.execute_model(order)
-            scores |= self._scores(numbered, names, draw)
-            if output is None:
-                self._executor.sample_tokens(None)
+            named = list(zip(names, rows, strict=True))
+            answers = self._ranks.call(
+                "baton_step",
+                order,
+                [row.fresh + NULL_BLOCKS for row in rows if row.fresh is not None],
+                {name: (row.draw.draw(), row.start + len(row.tokens)) for name, row in named if row.draw is not None},
+                {name: row for name, row in named if row.targets},
+                {name: len(row.tokens) for name, row in named},
+            )
+            drawn, scored = self._ranks.agreed(answers, _tokens)
         except BaseException:
             for row in rows:
                 self._forget(row.name)
-            self._worker.model_runner.execute_model_state = None
             raise
+        scores |= {number: scored[name] for number, name in zip(numbered, names, strict=True) if name in scored}
         for row in rows:
             if row.draw is None:
                 self._forget(row.name)  # it comes back as new: vLLM knows one token that is none
             else:
                 self._outputs[row.name] += 1
-        return names, draw.drawn
+        return names, drawn
 
     def _order(self, rows: Sequence[Row]) -> tuple[Any, list[str]]:
         """What vLLM calls a scheduler's output, and its names of the rows."""
@@ -147,27 +143,11 @@ class Steps:
         )
         return order, names
 
-    def _scores(
-        self, rows: Mapping[int, Row], names: list[str], draw: BatonDraw
-    ) -> dict[int, list[PromptTokenLogprob]]:
-        """Score prompt tokens, between the forward pass and the draw."""
-        if not any(row.targets for row in rows.values()):
-            return {}
-        runner = self._worker.model_runner
-        hidden = runner.execute_model_state.hidden_states
-        lengths = {name: len(row.tokens) for name, row in zip(names, rows.values(), strict=True)}
-        firsts: dict[str, int] = {}
-        at = 0
-        for name in runner.input_batch.req_ids:
-            firsts[name] = at
-            at += lengths[name]
-        return {
-            number: draw.score(hidden, row, firsts[name])
-            for name, (number, row) in zip(names, rows.items(), strict=True)
-            if row.targets
-        }
-
     def _forget(self, row: int) -> None:
         if (name := self._names.pop(row, None)) is not None:
             self._left.add(name)
             self._outputs.pop(row, None)
+
+
+def _tokens(answer: tuple[Mapping[str, Sampled], object]) -> dict[str, int]:
+    return {name: sampled.token for name, sampled in answer[0].items()}

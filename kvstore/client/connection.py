@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Sequence
 
 from baton.clock import PauseDetector
 from baton.errors import MalformedMessage, StoreError, StoreGone
@@ -44,8 +45,18 @@ def store_address(cluster: str, node: str) -> str:
 class StoreClient:
     """One worker's attachment to the store of its node, or the lack of one."""
 
-    def __init__(self, address: str, peer: Peer, namespace: Namespace, page_bytes: int, silence_s: float) -> None:
-        """Connects nothing yet. A store that says nothing for `silence_s` seconds counts as gone."""
+    def __init__(
+        self,
+        address: str,
+        peer: Peer,
+        namespace: Namespace,
+        page_bytes: int,
+        silence_s: float,
+        writers: Sequence[int] = (),
+    ) -> None:
+        """Connects nothing yet. A store that says nothing for `silence_s` seconds counts as gone. `writers`: pidfds of
+        the other processes that write pages for this one; they stay the caller's."""
+        self._writers = writers
         self._address = address
         self._attach = Attach(peer, namespace, page_bytes)
         self._page_bytes = page_bytes
@@ -205,7 +216,7 @@ class StoreClient:
         try:
             if connection.uid != os.getuid():
                 raise StoreError(f"user {connection.uid} listens at {self._address!r}, which is not us")
-            connection.send(self._attach)
+            connection.send(self._attach, self._writers)
         except StoreError:
             connection.close()
             raise

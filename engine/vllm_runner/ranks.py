@@ -1,0 +1,75 @@
+"""The processes that a model is divided among, as the child orders them about. For the child alone.
+
+vLLM's executor starts them: each holds some of the heads, and copies and hashes its own part of each page. One rank
+runs in the child itself. Several are children of the child. The kernel kills them when it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvstore.checksum import join_checksums
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RankLost(Exception):
+    """A rank failed, gave no answer in time, or did otherwise than the others. None can be used any more: what others
+    have answered can't be told from later answers."""
+
+
+class Ranks:
+    """All ranks of an executor. `deadline`: seconds that an order may take."""
+
+    def __init__(self, executor: Any, size: int, deadline: float) -> None:
+        self.size = size
+        self._executor, self._deadline = executor, deadline
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks besides this process."""
+        return [worker.proc.pid for worker in self._executor.workers] if self.size > 1 else []
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Have each rank run a method of its worker, and return what each returned, once all have. Raises RankLost, or
+        with one rank whatever it raises."""
+        try:
+            return self._executor.collective_rpc(method, timeout=self._deadline, args=args)
+        except Exception as error:
+            if self.size == 1:
+                raise
+            raise RankLost(f"{method}: {type(error).__name__}: {error}") from error
+
+    def checksums(self, method: str, *args: Any) -> list[int]:
+        """Call a method that returns, of each page, the checksums of a rank's heads. Return those of the pages."""
+        parts: Sequence[Sequence[Sequence[int]]] = self.call(method, *args)
+        return [join_checksums([head for part in page for head in part]) for page in zip(*parts, strict=True)]
+
+    def agreed(self, answers: Sequence[Any], of: Callable[[Any], object]) -> Any:
+        """Return the first rank's answer. Raises RankLost where `of` it differs between ranks."""
+        if any(of(answer) != of(answers[0]) for answer in answers[1:]):
+            raise RankLost("the ranks have drawn different tokens")
+        return answers[0]
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that has started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def fork_ranks() -> None:
+    """Have vLLM fork its processes from this one, which has imported what they need and has not computed anything yet.
+    Each dies with this process from its start."""
+    parent = os.getpid()
+
+    def forked() -> None:
+        die_with_parent()
+        if os.getppid() != parent:  # it has ended meanwhile
+            os._exit(1)
+
+    os.register_at_fork(after_in_child=forked)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

@@ -1,0 +1,167 @@
+"""Several ranks to a worker: each holds some KV heads, copies them to and from the arena, and dies with the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from baton.errors import DeviceLost, UnsupportedModel
+from baton.unix import readable
+from engine.step.batch import Chunk, TokenDraw
+from engine.vllm_runner.runner import VllmRunner
+from kvstore.arena.memory import Arena
+from kvstore.checksum import page_checksum
+from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
+from tests import checkpoints
+from tests.vllm_runner.test_runner import PAGE, PAGES, ROWS, TOKENS, Generation, prompt_of, run, step
+
+SEEDED = TokenDraw(temperature=0.9, top_p=0.95, seed=77)
+Loaded = Callable[[int], VllmRunner]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make("llama", tmp_path_factory.mktemp("llama"), hidden_size=128, head_dim=32)
+
+
+def load(path: Path, ranks: int, deadline: float = 60.0) -> VllmRunner:
+    return VllmRunner.load(
+        path, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, ranks=ranks, deadline=deadline
+    )
+
+
+@pytest.fixture(scope="module")
+def runner(path: Path) -> Iterator[Loaded]:
+    """`runner(ranks)`: the model on so many ranks."""
+    made: list[VllmRunner] = []
+
+    @cache
+    def loaded(ranks: int) -> VllmRunner:
+        made.append(load(path, ranks))
+        return made[-1]
+
+    yield loaded
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def arena(runner: Loaded) -> Iterator[Arena]:
+    page_bytes = runner(2).layout.page_bytes
+    made = Arena.create(32 * page_bytes)
+    made.divide(page_bytes)
+    yield made
+    made.close()
+
+
+def test_tokens_are_those_of_transformers_and_of_one_rank(path: Path, runner: Loaded) -> None:
+    prompts = [prompt_of(length, length) for length in (70, 33, 5)]
+    sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
+    run(runner(2), sequences, 20)
+    for prompt, one in zip(prompts, sequences, strict=True):
+        assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
+    texts: list[list[int]] = []
+    for ranks in (1, 2):
+        seeded = Generation(prompts[0], range(30, 38), SEEDED)
+        run(runner(ranks), [seeded], 20)
+        texts.append([sampled.token for sampled in seeded.drawn])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("makers", "takers"), [(1, 2), (2, 1), (2, 2)])
+def test_a_prompt_is_handed_over_between_degrees(
+    makers: int, takers: int, path: Path, runner: Loaded, arena: Arena
+) -> None:
+    """Pages that `makers` ranks have copied out go on at `takers`, whose pages held NaN before."""
+    prefill, decode = runner(makers), runner(takers)
+    assert prefill.layout == decode.layout
+    out, into = prefill.mover(verify=True), decode.mover(verify=True)
+    out.attach(arena)
+    into.attach(arena)
+    prompt = prompt_of(3 * PAGE + 7, 3)
+    step(prefill, Chunk(prompt[: 3 * PAGE], 0, [9, 3, 4]))
+    copied = out.start([CopyOut(1, i, page, 10 + i) for i, page in enumerate([9, 3, 4])]).wait()
+    heads = prefill.layout.num_kv_heads
+    assert copied == CopiedOut(1, 0, tuple(page_checksum(arena.slot(slot), heads) for slot in (10, 11, 12)))
+    torch.frombuffer(arena.slot(0), dtype=torch.float32).fill_(float("nan"))
+    into.start(
+        [CopyIn(2, i, 0, page, page_checksum(arena.slot(0), heads)) for i, page in enumerate(range(20, 28))]
+    ).wait()
+    copies = [CopyIn(3, i, 10 + i, 20 + i, checksum) for i, checksum in enumerate(copied.checksums)]
+    assert into.start(copies).wait() == CopiedIn(3, (0, 1, 2), ())
+    one = Generation(prompt, range(20, 28))
+    one.chunk(3 * PAGE)  # takes the pages
+    one.computed = 3 * PAGE
+    run(decode, [one], 20)
+    assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
+    arena.slot(11)[-5] ^= 1  # the last rank's
+    assert into.start(copies).wait() == CopiedIn(3, (0, 2), (1,))
+
+
+def test_pages_of_two_ranks_are_those_of_one_up_to_rounding(runner: Loaded, arena: Arena) -> None:
+    prompt = prompt_of(PAGE, 4)
+    pages: list[torch.Tensor] = []
+    for slot, ranks in enumerate((1, 2)):
+        model = runner(ranks)
+        step(model, Chunk(prompt, 0, [40]))
+        mover = model.mover(verify=False)
+        mover.attach(arena)
+        mover.start([CopyOut(1, 0, 40, slot)]).wait()
+        pages.append(torch.frombuffer(arena.slot(slot), dtype=torch.float32).clone())
+    torch.testing.assert_close(pages[0], pages[1], atol=1e-4, rtol=1e-4)
+    assert pages[0].abs().max() > 0.1
+
+
+def test_more_ranks_than_kv_heads(path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="KV heads can't be shared evenly by 4 ranks"):
+        load(path, 4)
+
+
+def ranks_of(model: VllmRunner) -> list[int]:
+    return [
+        each.pid
+        for each in psutil.Process(model.process_id).children(recursive=True)
+        if "resource_tracker" not in " ".join(each.cmdline())
+    ]
+
+
+def until_lost(model: VllmRunner) -> float:
+    """Steps until the device is lost; the seconds that took."""
+    began = time.monotonic()
+    with pytest.raises(DeviceLost, match="vLLM"):
+        step_on(model, began + 30)
+    return time.monotonic() - began
+
+
+def step_on(model: VllmRunner, until: float) -> None:
+    while time.monotonic() < until:
+        step(model, Chunk(prompt_of(9, 1), 0, [1], TokenDraw(temperature=0.0)))
+
+
+def test_a_killed_rank_ends_all_within_three_seconds(path: Path) -> None:
+    model = load(path, 2)
+    assert len(model.writers) == 3
+    os.kill(ranks_of(model)[1], signal.SIGKILL)
+    assert until_lost(model) < 3
+    assert all(readable(pidfd, 3) for pidfd in model.writers), "a rank has outlived the child"
+    with pytest.raises(DeviceLost):
+        model.check()
+    model.close()
+
+
+def test_a_stopped_rank_is_lost_after_the_deadline(path: Path) -> None:
+    model = load(path, 2, deadline=2.0)
+    os.kill(ranks_of(model)[1], signal.SIGSTOP)
+    assert until_lost(model) < 10
+    assert all(readable(pidfd, 3) for pidfd in model.writers), "the stopped rank has outlived the child"
+    model.close()
