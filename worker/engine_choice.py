@@ -22,6 +22,7 @@ from engine.vllm_runner.requirements import Installation, problem
 
 Name = Literal["native", "vllm"]
 
+_NO_RANKS = "it has one rank, and tensor_parallel_size asks for several"
 _NO_ADAPTERS = "it computes no LoRA adapters, and model.lora_modules names some"
 
 
@@ -69,8 +70,9 @@ def engine_facts(config: Config, path: Path, device: str, found: Installation | 
 
     Raises ModelError for a checkpoint without a readable config.
     """
-    native = _NO_ADAPTERS if config.model.lora_modules else native_lack(path)
-    vllm = problem(found, read_object(path / "config.json"), config.pages.page_size, device)
+    ranks = _most_ranks(config)
+    native = _NO_ADAPTERS if config.model.lora_modules else _NO_RANKS if ranks > 1 else native_lack(path)
+    vllm = problem(found, read_object(path / "config.json"), config.pages.page_size, device, ranks)
     return EngineFacts(config.model.engine, native, vllm, on_gpu=device != "cpu")
 
 
@@ -86,10 +88,15 @@ def native_lack(path: Path) -> str:
 
 def engine_of(config: Config, path: Path, device: str) -> EngineChoice:
     """Return the engine that serves the checkpoint in `path` on this machine. Raises UnsupportedModel if none can,
-    ConfigError if vLLM's runner can't and `model.engine` or LoRA adapters ask for it."""
+    ConfigError if vLLM's runner can't and `model.engine`, LoRA adapters or ranks ask for it."""
     choice = choose(engine_facts(config, path, device, Installation.find()))
     if choice.engine is None:
-        if config.model.engine == "vllm" or config.model.lora_modules:
+        if config.model.engine == "vllm" or config.model.lora_modules or _most_ranks(config) > 1:
             raise ConfigError(f"model.engine is {config.model.engine}, and {choice.why}")
         raise UnsupportedModel(choice.why)
     return choice
+
+
+def _most_ranks(config: Config) -> int:
+    """Workers of both roles have one engine: pages of two engines never meet."""
+    return max(config.ranks_of("prefill"), config.ranks_of("decode"))

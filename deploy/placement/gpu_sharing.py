@@ -1,8 +1,8 @@
 """Divide the GPUs of a node among its workers, and choose the nodes that a role may use. Pure.
 
-A worker computes on one GPU, or on a share of one; one with several ranks on as many whole GPUs. Without a setting (`prefill.num_gpus`, `decode.num_gpus`) all
-workers of a node get equal shares, as large as fits: a whole GPU each where there are enough, a half each where two
-share one.
+A worker computes on one GPU, or on a share of one. A worker with several ranks computes on as many whole GPUs. Without
+a setting (`prefill.num_gpus`, `decode.num_gpus`) all workers of a node with one rank get equal shares, as large as
+fits: a whole GPU each where there are enough, a half each where two share one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def share_gpus(
 ) -> dict[str, GpuShare]:
     """Return the share of each worker. One that fits on no GPU any more has none.
 
-    `wanted`: the share that each is to have, above 1 a number of whole GPUs; None for an equal one. `held`: what running workers have. They keep it,
-    and an index that they have.
+    `wanted`: the share that each is to have, above 1 a number of whole GPUs; None for an equal one. `held`: what
+    running workers have. They keep it, and an index that they have.
     """
     held = held or {}
     if gpus < 1:

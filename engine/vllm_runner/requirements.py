@@ -61,20 +61,22 @@ def wrong_version(version: str, device: str) -> str:
     return f"vLLM {version} is installed and Baton's runner needs {VLLM_VERSION}: {install_command(device)}"
 
 
-def problem(found: Installation | None, config: Mapping[str, Any] | None, page_size: int, device: str) -> str:
+def problem(
+    found: Installation | None, config: Mapping[str, Any] | None, page_size: int, device: str, ranks: int = 1
+) -> str:
     """Return why vLLM's runner can't serve a checkpoint with this parsed config.json, "" if nothing speaks against it.
 
-    `device` is "cpu" or a CUDA device. Without a config only the installation is looked at. What is found here is what
-    vLLM would refuse after a minute of loading; it may still refuse more.
+    `device` is "cpu" or a CUDA device; `ranks` processes share the model. Without a config only the installation is
+    looked at. What is found here is what vLLM would refuse after a minute of loading; it may still refuse more.
     """
     if found is None:
         return f"vLLM is not installed: {install_command(device)}"
     if found.is_wrong:
         return wrong_version(found.version, device)
-    return "; ".join(_lacks(found, config, page_size, device)) if config is not None else ""
+    return "; ".join(_lacks(found, config, page_size, device, ranks)) if config is not None else ""
 
 
-def _lacks(found: Installation, config: Mapping[str, Any], page_size: int, device: str) -> Iterator[str]:
+def _lacks(found: Installation, config: Mapping[str, Any], page_size: int, device: str, ranks: int) -> Iterator[str]:
     named: list[str] = [str(name) for name in config.get("architectures") or ()]
     if found.architectures is not None and named and not found.architectures.intersection(named):
         yield f"vLLM {found.version} does not know architecture {', '.join(named)}"
@@ -90,6 +92,9 @@ def _lacks(found: Installation, config: Mapping[str, Any], page_size: int, devic
             f"its kernels take pages of a multiple of {multiple} tokens and pages.page_size is {page_size}: "
             f"--set pages.page_size={multiple}"
         )
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
+    if isinstance(heads, int) and heads % ranks:
+        yield f"{heads} KV heads can't be shared evenly by {ranks} ranks: lower tensor_parallel_size"
     try:
         width = ConfigFile(text).head_dim()
     except ModelError:

@@ -85,7 +85,8 @@ def child_environment(environ: Mapping[str, str], device: str, threads: int, ran
     visible = [one.strip() for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     number = int(index or 0)
     if visible and number + ranks > len(visible):
-        raise StartupError(f"the device is {device}, ranks are {ranks} and CUDA_VISIBLE_DEVICES is {','.join(visible)}")
+        wanted = f"{device} and {ranks - 1} more" if ranks > 1 else device
+        raise StartupError(f"the device is {wanted} and CUDA_VISIBLE_DEVICES is {','.join(visible)}")
     numbers = range(number, number + ranks)
     return own | {"CUDA_VISIBLE_DEVICES": ",".join(visible[each] if visible else str(each) for each in numbers)}
 

@@ -16,7 +16,15 @@ from deploy import local
 from deploy.control_plane.actor_registry import hardware_of
 from deploy.control_plane.reports import gpu_text
 from deploy.placement.desired import ClusterScale, ProcessSpec, plan
-from deploy.placement.gpu_sharing import GpuShare, NodeHardware, actor_options, nodes_for, share_gpus, with_share
+from deploy.placement.gpu_sharing import (
+    GpuShare,
+    NodeHardware,
+    actor_options,
+    nodes_for,
+    share_gpus,
+    wanted_gpus,
+    with_share,
+)
 from engine.device.gpus import Gpu, VisibleGpus
 
 OPEN = {"router.host": "0.0.0.0"}
@@ -215,3 +223,21 @@ def test_a_cluster_without_ray_shares_the_gpus_of_its_machine(tmp_path: Path, mo
     assert on_cpu._gpu_of(on_cpu._specs["decode-0"]) is None
     assert on_cpu._gpu_of(on_cpu._specs["prefill-0"]) == GpuShare(1.0, 0)
     on_cpu.close()
+
+
+def test_a_worker_with_ranks_has_as_many_whole_gpus_side_by_side() -> None:
+    found = share_gpus({"a": 2.0, "b": None, "c": None}, 4)
+    assert found == {"a": GpuShare(2.0, 0), "b": GpuShare(1.0, 2), "c": GpuShare(1.0, 3)}
+    assert share_gpus({"a": 2.0, "b": 2.0, "c": None}, 4, {"c": GpuShare(0.5, 1)}) == {
+        "a": GpuShare(2.0, 2),
+        "c": GpuShare(0.5, 1),
+    }
+    assert share_gpus({"a": 4.0}, 2) == {}
+    assert set(share_gpus({"a": 2.0, "b": 2.0}, 4, {"a": GpuShare(2.0)})) == {"a", "b"}
+
+
+def test_ranks_decide_how_many_gpus_a_worker_wants() -> None:
+    config = load(None, {"model.tensor_parallel_size": 2, "prefill.tensor_parallel_size": 1, "prefill.num_gpus": 0.5})
+    assert (wanted_gpus(config, "prefill"), wanted_gpus(config, "decode")) == (0.5, 2.0)
+    own = with_share(config, GpuShare(2.0, 1)).decode
+    assert (own.device, own.num_gpus) == ("cuda:1", 1.0)

@@ -104,10 +104,10 @@ class TestClient:
 
     __test__ = False
 
-    def __init__(self, cluster: str, silence_s: float = PATIENCE) -> None:
+    def __init__(self, cluster: str, silence_s: float = PATIENCE, writers: Sequence[int] = ()) -> None:
         incarnation = f"worker-{os.getpid()}-{next(_numbers)}"
         peer = Peer("prefill", "worker", NODE, incarnation, os.getpid())
-        self.store = StoreClient(store_address(cluster, NODE), peer, NAMESPACE, PAGE, silence_s)
+        self.store = StoreClient(store_address(cluster, NODE), peer, NAMESPACE, PAGE, silence_s, writers)
         self.attach = Attach(peer, NAMESPACE, PAGE)
         self.leases: set[int] = set()
         self._beat = 0.0
@@ -173,7 +173,8 @@ def _is_beat(reply: StoreReply) -> bool:
 
 @contextmanager
 def worker_process(cluster: str, command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker in a process of its own that has done `command` and says its heartbeats."""
+    """A worker in a process of its own that has done `command` and says its heartbeats. "… with PID": that process
+    writes for it."""
     arguments = [sys.executable, "-m", "tests.kvstore.process_fixtures", cluster, command]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         try:
@@ -185,7 +186,8 @@ def worker_process(cluster: str, command: str) -> Iterator[subprocess.Popen[byte
 
 
 def _main(cluster: str, command: str) -> None:
-    client = TestClient(cluster)
+    command, *helpers = command.split(" with ")
+    client = TestClient(cluster, writers=[os.pidfd_open(int(pid)) for pid in helpers])
     client.connect()
     match command.split():
         case ["reserve", chain]:

@@ -142,6 +142,23 @@ def test_a_writer_that_only_lost_its_connection_keeps_its_slots_until_it_ends(st
         eventually(lambda: not is_full(client, 2, "uvwxyz"), "room after the writer's death")
 
 
+def test_slots_come_back_when_all_that_write_for_a_worker_have_ended(store: StoreProcess) -> None:
+    """A rank of a killed worker is stopped: it could still be writing when it wakes."""
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank,
+        worker_process(store.cluster, f"reserve abcdef with {rank.pid}") as writer,
+        TestClient(store.cluster) as client,
+    ):
+        rank.send_signal(signal.SIGSTOP)
+        writer.kill()
+        writer.wait()
+        for _ in range(20):
+            client.next(StoreHeartbeat)
+        assert is_full(client, 1, "uvwxyz")
+        rank.kill()
+        eventually(lambda: not is_full(client, 2, "uvwxyz"), "room after the rank's death")
+
+
 def test_a_writer_that_leaves_gives_its_slots_back_while_its_process_goes_on(store: StoreProcess) -> None:
     with TestClient(store.cluster) as writer, TestClient(store.cluster) as client:
         writer.ask(Reserve(1, b"", packed("abcdef")), Reserved)

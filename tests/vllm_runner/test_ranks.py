@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -17,14 +18,18 @@ pytest.importorskip("vllm")
 
 from baton.errors import DeviceLost, UnsupportedModel
 from baton.unix import readable
+from deploy.local import LocalCluster
 from engine.step.batch import Chunk, TokenDraw
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests import checkpoints
+from tests.support import workload
+from tests.support.eventually import eventually
 from tests.vllm_runner.test_runner import PAGE, PAGES, ROWS, TOKENS, Generation, prompt_of, run, step
 
+PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::4]
 SEEDED = TokenDraw(temperature=0.9, top_p=0.95, seed=77)
 Loaded = Callable[[int], VllmRunner]
 
@@ -165,3 +170,51 @@ def test_a_stopped_rank_is_lost_after_the_deadline(path: Path) -> None:
     assert until_lost(model) < 10
     assert all(readable(pidfd, 3) for pidfd in model.writers), "the stopped rank has outlived the child"
     model.close()
+
+
+# --- whole clusters -----------------------------------------------------------------------------------------------
+
+SHAPES = {"TP 1 → 2": (1, 1, 1, 2), "TP 2 → 1": (1, 1, 2, 1), "colocated TP 2": (0, 1, 0, 2)}
+
+
+def cluster(checkpoint: Path, folder: Path, prefill: int, decode: int, makers: int, takers: int) -> LocalCluster:
+    own = {
+        "model.engine": "vllm",
+        "pages.page_size": PAGE,
+        "prefill.tensor_parallel_size": makers,
+        "decode.tensor_parallel_size": takers,
+        "router.disaggregation": "always" if prefill else "auto",
+        "router.queue_timeout_ms": 300_000,
+        "router.attempt_timeout_ms": 300_000,
+    }
+    return LocalCluster(workload.settings(checkpoint, prefill, decode, **own), folder, patience=200.0)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make("llama", tmp_path_factory.mktemp("wide"), **{**checkpoints.WIDE, "head_dim": 64})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_requests_at_once_get_the_reference_tokens(shape: str, wide: Path, tmp_path: Path) -> None:
+    with cluster(wide, tmp_path, *SHAPES[shape]) as running:
+        answers = workload.ask_all(running.address, PROMPTS)
+        workload.compare(wide, PROMPTS, answers, workload.references(wide, PROMPTS))
+        if SHAPES[shape][0]:
+            assert any(answer.work.pages_fetched for answer in answers)
+
+
+def test_streams_outlive_the_death_of_a_rank(wide: Path, tmp_path: Path) -> None:
+    """Its worker ends within three seconds, and another goes on with the same tokens."""
+    with cluster(wide, tmp_path, 0, 2, 0, 2) as running, ThreadPoolExecutor(1) as pool:
+        worker = psutil.Process(running.pids["decode-0"])
+        (vllm,) = worker.children()
+        victim = [each for each in vllm.children() if each.name() != "python_resource_tracker"][-1]
+        before = victim.cpu_times().user
+        asked = pool.submit(workload.ask_all, running.address, PROMPTS)
+        eventually(lambda: victim.cpu_times().user > before, what="the rank at work")
+        pidfd = os.pidfd_open(worker.pid)
+        victim.kill()
+        assert readable(pidfd, 3.0), "the worker has outlived its rank by more than three seconds"
+        os.close(pidfd)
+        workload.compare(wide, PROMPTS, asked.result(timeout=300), workload.references(wide, PROMPTS))
