@@ -13,7 +13,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from baton.config import Bytes, Config
+from baton.config import MAX_RANKS, Bytes, Config
 from baton.errors import ConfigError, InvalidRequest, ModelNotFound
 from baton.system_memory import available_memory
 from deploy.commands.terminal import Json, command, out, print_json
@@ -49,8 +49,11 @@ def size(
     kv_cache_dtype: Annotated[str, typer.Option(help="Of pages: auto (as --dtype) or one of the same.")] = "auto",
     device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.AUTO,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = _DEFAULTS.pages.page_size,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker, vLLM's runner only; sizes are those of one.")
+    ] = 1,
     memory: Annotated[
-        str, typer.Option(help="Memory of one worker, such as 80GiB; by default what is free here.")
+        str, typer.Option(help="Memory of one worker or rank, such as 80GiB; by default what is free here.")
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -59,7 +62,10 @@ def size(
         room = Bytes.parse(memory) if memory else None
     except ValueError as error:
         raise ConfigError(f"--memory: {error}") from None
-    answer = compute(_spec(model), context, concurrency, dtype, kv_cache_dtype, device.value, page_size, room)
+    spec = _spec(model)
+    answer = compute(
+        spec, context, concurrency, dtype, kv_cache_dtype, device.value, page_size, room, tensor_parallel_size
+    )
     if as_json:
         print_json(answer.as_json())
     else:
@@ -68,11 +74,13 @@ def size(
 
 @dataclass(frozen=True)
 class Sizes:
-    """The answer. Bytes, unless a name says something else; `fits` is the number of sequences of `context` tokens."""
+    """The answer, of one rank. Bytes, unless a name says something else; `fits` is the number of sequences of `context`
+    tokens. `parameters` are the model's."""
 
     parameters: int
     dtype: str
     device: str
+    ranks: int
     context: int
     concurrency: int
     kv_bytes_per_token: int
@@ -103,11 +111,13 @@ def compute(
     device: str,
     page_size: int,
     room: int | None,
+    ranks: int = 1,
 ) -> Sizes:
-    """Compute all sizes; `room` is the memory of one worker, None for what is free here.
+    """Compute all sizes; `room` is the memory of one worker, None for what is free here. With several ranks all sizes
+    are those of one, and so is `room`: its equal part of weights and KV heads, and the activations of a whole worker.
 
     The prefill worker's pages are those of one step. Raises ModelError for a dtype, InvalidRequest for a context that
-    the model does not have.
+    the model does not have, or ranks that can't share its KV heads evenly.
     """
     from engine.engine import dtype_of, layout_of, linear_maker
     from engine.models.memory import WorkerMemory, activation_bytes, weight_bytes
@@ -115,11 +125,14 @@ def compute(
 
     if context > spec.max_positions:
         raise InvalidRequest(f"a context of {context} tokens is more than the model's {spec.max_positions}")
+    if spec.num_kv_heads % ranks:
+        raise InvalidRequest(f"{ranks} ranks can't share {spec.num_kv_heads} KV heads evenly")
     layout = layout_of(spec, dtype, page_size, kv_cache_dtype)
+    layout = replace(layout, num_kv_heads=spec.num_kv_heads // ranks)
     dtype = dtype_of(spec, dtype)
     kind = TORCH_DTYPES[dtype]
     on_cpu = device == "cpu" or (device == "auto" and not visible_gpus().gpus)
-    weights = weight_bytes(spec, kind, linear_maker("cpu" if on_cpu else "cuda"))
+    weights = -(-weight_bytes(spec, kind, linear_maker("cpu" if on_cpu else "cuda")) // ranks)
     per_sequence = -(-context // page_size)
 
     def worker(pages: int, tokens: int, rows: int) -> WorkerMemory:
@@ -130,7 +143,7 @@ def compute(
     decode = worker(per_sequence * concurrency, _DEFAULTS.decode.max_num_batched_tokens, concurrency)
     step = _DEFAULTS.prefill.max_num_batched_tokens
     prefill = worker(per_sequence * _DEFAULTS.prefill.max_num_seqs, step, _DEFAULTS.prefill.max_num_seqs)
-    memory, bound = (GpuMemory(room, room), "--memory") if room is not None else _free(on_cpu)
+    memory, bound = (GpuMemory(room, room), "--memory") if room is not None else _free(on_cpu, ranks)
     if on_cpu:
         left = memory.free - (decode.total - decode.pages)
     else:
@@ -139,17 +152,18 @@ def compute(
         bound += f"; gpu_memory_utilization {utilization:g}"
     pages, room = max(0, left) // layout.page_bytes, memory.free
     return Sizes(
-        _parameters(spec), dtype, "cpu" if on_cpu else "cuda", context, concurrency, layout.token_bytes,
-        layout.page_bytes, per_sequence * concurrency, decode, prefill, room, bound, pages // per_sequence,
-        min(pages * page_size, spec.max_positions),
+        _parameters(spec), dtype, "cpu" if on_cpu else "cuda", ranks, context, concurrency,
+        layout.token_bytes, layout.page_bytes, per_sequence * concurrency, decode, prefill, room, bound,
+        pages // per_sequence, min(pages * page_size, spec.max_positions),
     )  # fmt: skip
 
 
-def _free(on_cpu: bool) -> tuple[GpuMemory, str]:
-    """Return the memory of this machine or its first GPU, and what bounds it."""
+def _free(on_cpu: bool, ranks: int) -> tuple[GpuMemory, str]:
+    """Return a rank's part of this machine's memory, or that of its first GPU, and what bounds it."""
     if on_cpu:
         room = available_memory()
-        return GpuMemory(room.available, room.available), room.bound
+        part = room.available // ranks
+        return GpuMemory(part, part), room.bound
     import torch
 
     if not (found := visible_gpus()).gpus:
@@ -190,7 +204,7 @@ def _show(model: str, found: Sizes) -> None:
         f"{shown(found.kv_bytes_per_token)} a token, {shown(found.page_bytes)} a page"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("one worker")
+    table.add_column("one worker" if found.ranks == 1 else f"one of {found.ranks} ranks")
     for column in ("decode", "prefill"):
         table.add_column(column, justify="right")
     for row in ("weights", "pages", "activations", "process", "total"):
@@ -205,6 +219,7 @@ def _show(model: str, found: Sizes) -> None:
             f"[yellow]{found.concurrency} sequences don't fit[/]: lower --context or --concurrency, or a smaller dtype"
         )
     else:
-        pool = -(-found.decode.pages // 2**20)
-        setting = f" --set decode.kv_cache_bytes={pool}MiB" if found.device == "cpu" else ""
+        pool = -(-found.decode.pages * found.ranks // 2**20)
+        ranks = f" --engine vllm --set model.tensor_parallel_size={found.ranks}" if found.ranks > 1 else ""
+        setting = f"{ranks} --set decode.kv_cache_bytes={pool}MiB" if found.device == "cpu" else ranks
         out.print(f"to have that: baton up --model {escape(model)}{setting}")

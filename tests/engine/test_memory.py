@@ -100,3 +100,18 @@ def test_what_fits(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["size", str(tmp_path / "model"), "--context", "5000"])
     assert result.exit_code == 1
     assert "more than the model's 4096" in result.output
+
+
+def test_what_fits_into_one_of_two_ranks(tmp_path: Path) -> None:
+    write(tmp_path / "model", "LlamaForCausalLM", False, 2)
+    argv = ["size", str(tmp_path / "model"), "--context", "1024", "--device", "cpu", "--memory", "1GiB", "--json"]
+    whole, rank = (
+        json.loads(CliRunner().invoke(app, [*argv, "--tensor-parallel-size", ranks]).stdout) for ranks in ("1", "2")
+    )
+    for part in ("weights", "pages"):
+        assert rank["decode"][part] * 2 == whole["decode"][part]
+    assert rank["decode"]["activations"] == whole["decode"]["activations"]
+    assert rank["fits"] > 2 * whole["fits"]
+    result = CliRunner().invoke(app, [*argv, "--tensor-parallel-size", "4"])
+    assert result.exit_code == 1
+    assert "4 ranks can't share 2 KV heads" in result.output
