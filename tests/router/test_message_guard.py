@@ -72,7 +72,9 @@ def test_bytes_that_are_no_message(tmp_path: Path, caplog: pytest.LogCaptureFixt
                     assert code == grpc.StatusCode.INVALID_ARGUMENT
                     assert details == f"50 bytes that are no message of {method}"
                     assert metadata[grpc_answers.REASON] == "invalid_request"
-            assert not caplog.records
+            assert not [
+                record for record in caplog.records if "stood still" not in record.getMessage()
+            ]  # a busy machine's
 
     run(test)
 
