@@ -33,6 +33,7 @@ class BatonExtension:
     model_runner: Any
     rank: int
     parallel_config: Any
+    distributed_init_method: str
     execute_model: Callable[[Any], Any]
     sample_tokens: Callable[[Any], Any]
 
@@ -45,7 +46,7 @@ class BatonExtension:
         self._baton_blocks = _blocks(caches)
         self._baton_blocks.zero_()
         if self.rank == 0:
-            _unlink_shared_memory()
+            _unlink_meeting_places(self.distributed_init_method)
         self.baton_draw = BatonDraw(self.model_runner)
         self.model_runner.sampler = self.baton_draw
         return {
@@ -133,9 +134,11 @@ class BatonExtension:
         return self.model_runner.kv_caches
 
 
-def _unlink_shared_memory() -> None:
-    """Take the names from the memory by which ranks on a CPU exchange sums. All have mapped it, and with a name it
-    would stay when they are killed."""
+def _unlink_meeting_places(init_method: str) -> None:
+    """Take the names from what ranks have found each other by: torch's file, and the shared memory by which those on a
+    CPU exchange sums. All have opened it, and with a name it would stay when they are killed."""
+    if init_method.startswith("file://"):
+        Path(init_method.removeprefix("file://")).unlink(missing_ok=True)
     if name := os.environ.get("VLLM_DIST_IDENT"):
         for file in Path("/dev/shm").glob(f"{name}-*"):  # noqa: S108 - where the kernel keeps it
             file.unlink(missing_ok=True)

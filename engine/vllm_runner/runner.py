@@ -264,7 +264,11 @@ class VllmRunner:
             kind = UnsupportedModel if answer.kind in _UNSUPPORTED else ModelError
             raise kind(f"vLLM can't serve {path} with pages of {page_size} tokens: {answer.message}")
         assert isinstance(answer, Loaded)
-        return cls(ours, process, answer, order, fingerprint, device, tuple(one.card for one in adapters))
+        try:
+            return cls(ours, process, answer, order, fingerprint, device, tuple(one.card for one in adapters))
+        except ProcessLookupError as error:
+            _end(process)
+            raise StartupError(f"one of vLLM's processes ended as soon as it had loaded {path}") from error
 
     def launch(self, chunks: Sequence[Chunk]) -> RunningStep:
         """Send a step. The child takes it up when those before it have ended. A mask that is late leaves its chunk

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -153,8 +154,16 @@ def step_on(model: VllmRunner, until: float) -> None:
         step(model, Chunk(prompt_of(9, 1), 0, [1], TokenDraw(temperature=0.0)))
 
 
+def meeting_places() -> set[Path]:
+    """What ranks find each other by, under names that would outlive them."""
+    return {*Path(tempfile.gettempdir()).glob("vllm_dist_*"), *Path("/dev/shm").glob("*vllm*")}
+
+
 def test_a_killed_rank_ends_all_within_three_seconds(path: Path) -> None:
+    """Nothing of them stays on the machine."""
+    before = meeting_places()
     model = load(path, 2)
+    assert meeting_places() <= before
     assert len(model.writers) == 3
     os.kill(ranks_of(model)[1], signal.SIGKILL)
     assert until_lost(model) < 3
