@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean, median
 from urllib.request import urlopen
@@ -51,6 +52,7 @@ THEIRS, BARE, OURS = "LLM.generate", "VllmRunner, bare", "decode worker"
 _EAGER = "LLM.generate, eager"  # as `VllmRunner` has it on a CPU: nothing is compiled
 _DECODE = tuple(case for case in CASES if case.output > 1)
 _SHORT = tuple(replace(case, output=24) for case in _DECODE)
+_FEWEST_STEPS = 64  # of a worker: it counts its steps once a heartbeat, and of fewer that leaves out too many
 _POOL = "512MiB"
 _BLOCKTIME = "5"  # ms; longer, and threads of one side would spin into the turns of another
 
@@ -68,7 +70,8 @@ def _settings(device: str) -> dict[str, object]:
 @dataclass(frozen=True)
 class Run:
     """One case on one side. Seconds: from the first prompt to the last token; between two tokens of a stream; and of a
-    step, what is not the model runner's. `others`: cores that processes of others used meanwhile."""
+    step, what is not the model runner's, nan if too few were seen. `others`: cores that processes of others used
+    meanwhile."""
 
     seconds: float
     gap: float
@@ -129,7 +132,8 @@ class Worker:
         if any(len(times) != count for times in arrived):
             raise BatonError(f"a stream did not have {count} tokens")
         gaps = [later - earlier for times in arrived for earlier, later in pairwise(times)]
-        return Run(end - began, median(gaps), (whole - took) / max(1.0, number))
+        host = (whole - took) / number if number >= _FEWEST_STEPS else nan
+        return Run(end - began, median(gaps), host)
 
     def _steps(self) -> tuple[float, float]:
         """The worker's steps so far, and the seconds they took."""
@@ -185,8 +189,8 @@ def decode_results(taken: Mapping[Case, Sequence[Round]]) -> Iterator[report.Res
                 rate = report.judged(rate, GOAL, "high") if name == OURS else rate
             yield rate
             yield report.median_of("vllm", f"{case.name}, {name}: ITL", "ms", [run.gap * 1e3 for run in runs])
-            host = [run.host * 1e3 for run in runs]
-            yield report.median_of("vllm", f"{case.name}, {name}: a step outside the model", "ms", host)
+            if host := [run.host * 1e3 for run in runs if not isnan(run.host)]:
+                yield report.median_of("vllm", f"{case.name}, {name}: a step outside the model", "ms", host)
         if BARE in rounds[0]:
             agreed = fmean(agreement(one[BARE].tokens, one[THEIRS].tokens) for one in rounds)
             yield report.Result("vllm", f"{case.name}: first tokens of both as one", agreed, "share")
