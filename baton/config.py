@@ -110,6 +110,9 @@ class ModelConfig(_Section, frozen=True):
     lora_modules: dict[str, str] = {}  # LoRA adapters that vLLM's runner serves: a name for clients, and its directory
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16  # the largest rank of an adapter
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # processes that share a worker's model; vLLM's
+    enforce_eager: bool = (
+        False  # vLLM does not compile the model at a start: it starts sooner, and its steps take longer
+    )
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property

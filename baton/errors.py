@@ -35,6 +35,7 @@ BatonError                        INTERNAL
 │   ├── PortInUse                 FAILED_PRECONDITION
 │   ├── NotEnoughMemory           RESOURCE_EXHAUSTED
 │   ├── KeysUnusable              FAILED_PRECONDITION  the cluster's keys, or its clients', are broken or not secret
+│   ├── FolderUntrusted           FAILED_PRECONDITION  another user could exchange files that are run from there
 │   └── RayUnusable               FAILED_PRECONDITION  Ray is absent, unreachable or wants another authentication
 ├── ModelError                    FAILED_PRECONDITION  a checkpoint can't be served
 │   ├── ModelNotFound             NOT_FOUND
@@ -268,6 +269,12 @@ class StartupError(BatonError):
 
     status = "FAILED_PRECONDITION"
     reason = "startup"
+
+
+class FolderUntrusted(StartupError):
+    """A folder of files to run that another user could have written to, or no place for one."""
+
+    reason = "folder_untrusted"
 
 
 class PortInUse(StartupError):

@@ -27,6 +27,7 @@ from msgspec import Struct
 from baton.errors import StartupError
 from engine.engine import Engine
 from engine.step.batch import Chunk, TokenDraw
+from engine.step.block_table import BlockTable
 
 _PAGE_SIZE, _PAGES, _STEP_TOKENS = 16, 512, 512
 _GREEDY = TokenDraw(temperature=0)
@@ -45,18 +46,15 @@ class Steps(Struct, frozen=True):
 
 def generate(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> Steps:
     """Generate `count` greedy tokens for each, in as many steps once all but their last tokens are computed."""
-    running: list[_Sequence] = []
-    for prompt in prompts:
-        needed = -(-(len(prompt) + count) // _PAGE_SIZE)
-        first = running[-1].pages.stop if running else 0
-        running.append(one := _Sequence(list(prompt), len(prompt) + count, range(first, first + needed)))
+    running = _sequences(prompts, count, _PAGE_SIZE)
+    for one in running:
         while one.pending > 1:
-            chunk = one.chunk(min(one.pending - 1, _STEP_TOKENS), _PAGE_SIZE)
+            chunk = one.chunk(min(one.pending - 1, _STEP_TOKENS))
             engine.step([chunk])
             one.computed = chunk.end
     times, cpu = [], time.thread_time()
     for _ in range(count):
-        for one, drawn in zip(running, engine.step([one.chunk(1, _PAGE_SIZE) for one in running]), strict=True):
+        for one, drawn in zip(running, engine.step([one.chunk(1) for one in running]), strict=True):
             assert drawn is not None
             one.computed += 1
             one.tokens.append(drawn.token)
@@ -72,21 +70,14 @@ def generate_batch(
     Steps are put together as a decode worker does it: a token for every sequence that has had its first, then, in their
     order, as much of the prompts as makes `max_num_batched_tokens` tokens in all.
     """
-    size = engine.layout.page_size
-    sequences: list[_Sequence] = []
-    first = 0
-    for prompt in prompts:
-        needed = -(-(len(prompt) + count) // size)
-        sequences.append(_Sequence(list(prompt), len(prompt) + count, range(first, first + needed)))
-        first += needed
-    running = sequences
+    running = sequences = _sequences(prompts, count, engine.layout.page_size)
     while running:
         budget, chunks, taken = max_num_batched_tokens, [], []
         for one in sorted(running, key=lambda each: each.pending > 1):
             share = min(one.pending, budget)
             if share:
                 budget -= share
-                chunks.append(one.chunk(share, size))
+                chunks.append(one.chunk(share))
                 taken.append(one)
         for one, chunk, drawn in zip(taken, chunks, engine.step(chunks), strict=True):
             one.computed = chunk.end
@@ -102,7 +93,7 @@ class _Sequence:
 
     tokens: list[int]
     length: int
-    pages: range
+    pages: BlockTable
     computed: int = 0
 
     @property
@@ -110,10 +101,22 @@ class _Sequence:
         """Tokens that are known and not computed."""
         return len(self.tokens) - self.computed
 
-    def chunk(self, count: int, page_size: int) -> Chunk:
+    def chunk(self, count: int) -> Chunk:
         end = self.computed + count
         draw = _GREEDY if end == len(self.tokens) else None
-        return Chunk(self.tokens[self.computed : end], self.computed, self.pages[: -(-end // page_size)], draw)
+        return Chunk(self.tokens[self.computed : end], self.computed, self.pages, draw)
+
+
+def _sequences(prompts: Sequence[Sequence[int]], count: int, page_size: int) -> list[_Sequence]:
+    """Return a sequence for each prompt, with pages for `count` tokens more. They keep their block tables from step to
+    step, as a worker's do."""
+    made: list[_Sequence] = []
+    first = 0
+    for prompt in prompts:
+        needed = -(-(len(prompt) + count) // page_size)
+        made.append(_Sequence(list(prompt), len(prompt) + count, BlockTable(range(first, first + needed))))
+        first += needed
+    return made
 
 
 def main() -> None:

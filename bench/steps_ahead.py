@@ -207,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = models.write_shape(Path(folder), _TINY)
         most = max(cases)
-        runner = VllmRunner.load(path, "float32", _pages(most, output), PAGE, max_rows=most, max_tokens=4096, threads=1)
+        runner = VllmRunner.load(
+            path, "float32", _pages(most, output), PAGE, max_rows=most, max_tokens=4096, threads=1, eager=True
+        )
         runner.wake(bell.set)
         for rows in cases:
             measure(runner, bell, rows, output, rounds)

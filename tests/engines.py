@@ -30,7 +30,7 @@ _ENGINES = {
         head_dim=32,
         checkpoint={"hidden_size": 128, "head_dim": 32},
         wide={"head_dim": 64},
-        settings={"model.engine": "vllm", "pages.page_size": 32},
+        settings={"model.engine": "vllm", "model.enforce_eager": True, "pages.page_size": 32},
     ),
 }
 ENGINE = _ENGINES[os.environ.get("BATON_TEST_ENGINE", "native")]

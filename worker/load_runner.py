@@ -19,6 +19,7 @@ from engine.models.config_file import DTYPES, ConfigFile, read_object
 from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.runner import Runner
+from engine.vllm_runner import compiling
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.layout import PageLayout
 from worker.engine_choice import engine_of
@@ -53,6 +54,10 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         num_pages = pool_pages(size, _largest_page(path, config.model.dtype, page_size))
     share = 1.0 if own.num_gpus == "auto" else own.num_gpus
     tokens = max(config.prefill.max_num_batched_tokens, config.decode.max_num_batched_tokens)  # it may change its role
+    eager = config.model.enforce_eager
+    if not eager and (problem := compiling.problem(device)):
+        log.warning("vLLM runs the model without compiling it, which is slower: %s", problem)
+        eager = True
     return VllmRunner.load(
         path,
         config.model.dtype,
@@ -66,6 +71,7 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         lora_modules=config.model.lora_modules,
         max_lora_rank=config.model.max_lora_rank,
         ranks=config.ranks_of(role),
+        eager=eager,
         deadline=config.cluster.step_timeout_ms / 1_000,
     )
 

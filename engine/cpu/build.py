@@ -20,7 +20,6 @@ import platform
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,9 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from baton import private_folder
+from baton.errors import FolderUntrusted
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +43,6 @@ Library = ctypes.CDLL
 
 class LibraryUnavailable(Exception):  # stays in this package: what it tells is logged, and torch does the work
     """Why there can be none here."""
-
-
-class LibraryUntrusted(LibraryUnavailable):
-    """Another user could have written what lies there."""
 
 
 def can_compile() -> bool:
@@ -61,7 +59,7 @@ def must_compile() -> bool:
     try:
         cpu, compiler = cpu_description(), find_compiler()
         return set(cpu.split()) >= NEEDED and not _target(SOURCES, cache_root(), compiler, cpu).exists()
-    except LibraryUnavailable:
+    except (LibraryUnavailable, FolderUntrusted):
         return False
 
 
@@ -71,7 +69,7 @@ def library() -> Library | None:
     try:
         try:
             return load(SOURCES, cache_root())
-        except LibraryUntrusted as reason:
+        except FolderUntrusted as reason:
             log.warning("native kernels are compiled for this process alone: %s", reason)
             with tempfile.TemporaryDirectory(prefix="baton-native-") as folder:
                 return load(SOURCES, Path(folder))
@@ -81,20 +79,14 @@ def library() -> Library | None:
 
 
 def cache_root() -> Path:
-    """Where this user's libraries are kept, each in a directory of its own. Raises LibraryUntrusted where there is
+    """Where this user's libraries are kept, each in a directory of its own. Raises FolderUntrusted where there is
     no home."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        raise LibraryUntrusted(
-            f"user {os.geteuid()} has no home directory; set XDG_CACHE_HOME to keep the library"
-        ) from None
-    return Path(base) / "baton" / "native"
+    return private_folder.cache_root() / "native"
 
 
 def load(sources: Path, root: Path) -> Library:
     """The library of the C++ files in `sources`, from `root` or compiled into it. Raises LibraryUnavailable, and
-    LibraryUntrusted where another user may write to it or above it."""
+    FolderUntrusted where another user may write to it or above it."""
     cpu = cpu_description()
     if missing := NEEDED - set(cpu.split()):
         raise LibraryUnavailable(f"this CPU lacks {', '.join(sorted(missing))}")
@@ -102,13 +94,12 @@ def load(sources: Path, root: Path) -> Library:
     target = _target(sources, root, compiler, cpu)
     directory = target.parent
     try:
-        _make(directory)
-        _refuse_strangers(directory)
+        private_folder.make(directory)
         if not target.exists():
             with _alone(directory):
                 if not target.exists():
                     _compile(compiler, sorted(sources.glob("*.cpp")), target)
-        _refuse_strangers(target)
+        private_folder.refuse_strangers(target)
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise LibraryUnavailable(f"{target}: {error}") from error
@@ -220,31 +211,3 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         said = " | ".join(line for line in done.stderr.splitlines() if "error" in line)[:500]
         raise LibraryUnavailable(f"{command[0]} failed: {said or done.stderr[:500]}")
-
-
-def _make(directory: Path) -> None:
-    """Make it and what is missing above it, for this user alone whatever the umask."""
-    if not directory.exists():
-        _make(directory.parent)
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
-
-
-def _refuse_strangers(path: Path) -> None:
-    """Raises LibraryUntrusted where another user could write to `path`, or exchange it or a folder above it."""
-    _refuse_writers(path, frozenset({os.geteuid()}))
-    # The path as it was given, whose links could be exchanged, and the path that it comes to.
-    for above in {*path.absolute().parents, *path.resolve().parents}:
-        _refuse_writers(above, frozenset({os.geteuid(), 0}))
-
-
-def _refuse_writers(path: Path, owners: frozenset[int]) -> None:
-    found = path.lstat()
-    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if stat.S_ISLNK(found.st_mode) or (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX):
-        writers = 0  # a link has no mode; in a sticky directory (/tmp) others can't move what is ours
-    if found.st_uid not in owners or writers:
-        raise LibraryUntrusted(
-            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so another user could "
-            "exchange the library; make it yours alone, or remove it"
-        )

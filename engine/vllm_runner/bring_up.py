@@ -94,7 +94,7 @@ def bring_up(order: Load) -> tuple[Any, Any]:
 def engine_arguments(order: Load) -> dict[str, Any]:
     """Return what vLLM's `EngineArgs` are made of. Nothing of vLLM is imported here.
 
-    On a GPU vLLM compiles and captures graphs, which a CPU has none of. Where it finds out how many pages fit, it also
+    vLLM compiles the model, and on a GPU captures graphs. Where it finds out how many pages fit, it also
     finds out how long a sequence may be (-1).
     """
     arguments: dict[str, Any] = {
@@ -105,7 +105,7 @@ def engine_arguments(order: Load) -> dict[str, Any]:
         "max_num_batched_tokens": order.max_tokens,
         "worker_extension_cls": EXTENSION,
         "gpu_memory_utilization": order.memory_share,
-        "enforce_eager": order.device == "cpu",
+        "enforce_eager": order.eager,
         "enable_prefix_caching": False,
         "disable_hybrid_kv_cache_manager": True,
         "skip_tokenizer_init": True,

@@ -157,6 +157,7 @@ class Load(Struct, frozen=True, tag=True):
     adapters: Sequence[tuple[str, str]] = ()  # name and directory of each LoRA adapter, checked
     max_lora_rank: int = 16
     ranks: int = 1
+    eager: bool = False  # don't compile the model
     deadline: float = 60.0  # seconds that several ranks may take for an order
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import queue
-import socket
 import subprocess
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import send_handle
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import msgspec
 
@@ -31,10 +26,10 @@ from engine.runner import Finished, Slots, copied_in, copied_out
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
-from engine.vllm_runner import VLLM_VERSION, messages
+from engine.vllm_runner import VLLM_VERSION, compiling, messages
 from engine.vllm_runner.adapters import load_adapters
+from engine.vllm_runner.child_link import ChildLink, Pending
 from engine.vllm_runner.messages import (
-    Answer,
     Attach,
     Copied,
     Drawn,
@@ -43,7 +38,6 @@ from engine.vllm_runner.messages import (
     In,
     Load,
     Loaded,
-    Order,
     Out,
     Row,
     SentDraw,
@@ -57,7 +51,7 @@ from kvstore.layout import PageLayout
 NUMERICS_VERSION = 1
 """Raised whenever K or V that vLLM makes here differ by more than rounding from those of an earlier release of this."""
 
-_PATIENCE = 600.0  # seconds for a model to load, or for any other order
+_PATIENCE = 600.0  # seconds for a model to load
 _FAREWELL = 10.0  # seconds for the child to end
 _UNSUPPORTED = ("unsupported_model", "ValueError", "ValidationError", "NotImplementedError")
 """What vLLM raises for a configuration that it can't serve."""
@@ -89,39 +83,6 @@ def child_environment(environ: Mapping[str, str], device: str, threads: int, ran
         raise StartupError(f"the device is {wanted} and CUDA_VISIBLE_DEVICES is {','.join(visible)}")
     numbers = range(number, number + ranks)
     return own | {"CUDA_VISIBLE_DEVICES": ",".join(visible[each] if visible else str(each) for each in numbers)}
-
-
-class _Pending:
-    """An order that awaits its answer."""
-
-    def __init__(self) -> None:
-        self._answered = threading.Event()
-        self._answer: Answer | None = None
-        self._lost = ""
-
-    def answer(self, answer: Answer) -> None:
-        self._answer = answer
-        self._answered.set()
-
-    def lose(self, why: str) -> None:
-        self._lost = why
-        self._answered.set()
-
-    @property
-    def done(self) -> bool:
-        return self._answered.is_set()
-
-    def ended(self, seconds: float) -> bool:
-        """Wait until the order was carried out or the child has gone; return whether either has come."""
-        return self._answered.wait(seconds)
-
-    def wait(self, seconds: float = _PATIENCE) -> Answer:
-        """Raises DeviceLost when the child has gone, or does not answer in time."""
-        if not self._answered.wait(seconds):
-            raise DeviceLost(f"no answer from vLLM within {seconds:.0f} s")
-        if self._answer is None:
-            raise DeviceLost(self._lost)
-        return self._answer
 
 
 @dataclass
@@ -218,6 +179,7 @@ class VllmRunner:
         lora_modules: Mapping[str, str] = MappingProxyType({}),
         max_lora_rank: int = 16,
         ranks: int = 1,
+        eager: bool = False,
         deadline: float = 60.0,
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
@@ -225,8 +187,9 @@ class VllmRunner:
         A step has at most `max_rows` chunks and `max_tokens` tokens. `device` is "cpu" or a CUDA device. The child may
         use the part `memory_share` of that device's memory in all, and `num_pages` None means as many as fit there.
         `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each; all stay in memory.
-        `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost.
-        Raises ModelError (UnsupportedModel where vLLM or this runner can't serve the model) and StartupError.
+        `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost. vLLM
+        compiles the model, unless it is to be `eager`. Raises ModelError (UnsupportedModel where vLLM or this runner
+        can't serve the model) and StartupError.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
         order = Load(
@@ -242,12 +205,16 @@ class VllmRunner:
             [(one.card.name, str(one.path)) for one in adapters],
             max_lora_rank,
             ranks,
+            eager,
             deadline,
         )
         fingerprint = _fingerprint(path)
+        environment = child_environment(os.environ, device, threads, ranks)
+        if not eager:
+            environment |= compiling.environment(order.device)
         ours, theirs = Pipe()
         with theirs:
-            process = cls.launch_child(theirs.fileno(), child_environment(os.environ, device, threads, ranks))
+            process = cls.launch_child(theirs.fileno(), environment)
         try:
             ours.send_bytes(msgspec.msgpack.encode(order))
             if not ours.poll(_PATIENCE):
@@ -380,7 +347,7 @@ def _late(row: Row) -> Row:
 class RunningStep:
     """A step that the child was sent."""
 
-    def __init__(self, pending: _Pending, known: Sequence[_Known | None]) -> None:
+    def __init__(self, pending: Pending, known: Sequence[_Known | None]) -> None:
         self._pending, self._known = pending, known
 
     def done(self) -> bool:
@@ -402,7 +369,7 @@ class VllmMover:
 
     def __init__(self, child: ChildLink, *, verify: bool) -> None:
         self._child, self._verify = child, verify
-        self._last: _Pending | None = None
+        self._last: Pending | None = None
 
     def attach(self, arena: Slots) -> None:
         assert isinstance(arena, Arena), "only a store's arena can be mapped by another process"
@@ -429,7 +396,7 @@ class VllmMover:
 class MovingPages:
     """Copies that the child was sent."""
 
-    def __init__(self, copies: Sequence[Copy], pending: _Pending) -> None:
+    def __init__(self, copies: Sequence[Copy], pending: Pending) -> None:
         self._copies, self._pending = copies, pending
 
     def done(self) -> bool:
@@ -443,108 +410,6 @@ class MovingPages:
         if isinstance(self._copies[0], CopyOut):
             return copied_out(self._copies, answer.checksums)
         return copied_in(self._copies, answer.intact)
-
-
-class _Outgoing(NamedTuple):
-    """An order to send: `make` returns it, `fd` follows it, and `pending` awaits its answer, if it has one."""
-
-    make: Callable[[], Order]
-    fd: int | None
-    pending: _Pending | None
-
-
-class ChildLink:
-    """Orders out and answers in. A thread sends, since an order may wait for masks, and one receives. Whatever ends
-    either of them is told to all that wait: the child is lost then."""
-
-    def __init__(self, link: Connection) -> None:
-        self.alarm: Callable[[], None] = lambda: None
-        self._link = link
-        self._awaited: deque[_Pending] = deque()
-        self._lost = ""
-        self._orders: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        for name, run in (("vllm-orders", self._send), ("vllm-answers", self._receive)):
-            threading.Thread(target=run, name=name, daemon=True).start()
-
-    def order(self, make: Callable[[], Order], fd: int | None = None) -> _Pending:
-        """Send what `make` returns once all earlier orders have been sent. It is called on another thread. Takes over
-        `fd`. Raises DeviceLost."""
-        pending = _Pending()
-        self._put(_Outgoing(make, fd, pending))
-        return pending
-
-    def tell(self, order: Order) -> None:
-        """Send an order that has no answer. Raises DeviceLost."""
-        self._put(_Outgoing(lambda: order, None, None))
-
-    def check(self) -> None:
-        """Raises DeviceLost."""
-        if self._lost:
-            raise DeviceLost(self._lost)
-
-    def close(self) -> None:
-        self._orders.put(None)
-
-    def _put(self, outgoing: _Outgoing) -> None:
-        try:
-            self.check()
-        except DeviceLost:
-            if outgoing.fd is not None:
-                os.close(outgoing.fd)
-            raise
-        self._orders.put(outgoing)
-
-    def _send(self) -> None:
-        while (outgoing := self._orders.get()) is not None:
-            try:
-                content = msgspec.msgpack.encode(outgoing.make())
-                if self._expect(outgoing.pending):
-                    self._link.send_bytes(content)
-                    if outgoing.fd is not None:
-                        send_handle(self._link, outgoing.fd, 0)
-            except Exception as error:  # noqa: BLE001 - the thread must not end without a word: others wait for it
-                self.lose(f"vLLM's process can't be told anything more: {type(error).__name__}: {error}")
-                if outgoing.pending is not None:
-                    outgoing.pending.lose(self._lost)
-            finally:
-                if outgoing.fd is not None:
-                    os.close(outgoing.fd)
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._link.fileno())) as ending:
-            ending.shutdown(socket.SHUT_RDWR)  # what the other thread reads has an end, and so has the child's
-
-    def _expect(self, pending: _Pending | None) -> bool:
-        """Await the answer. Return whether there is still a child to give it."""
-        with self._lock:
-            if self._lost:
-                if pending is not None:
-                    pending.lose(self._lost)
-                return False
-            if pending is not None:
-                self._awaited.append(pending)
-            return True
-
-    def _receive(self) -> None:
-        answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(messages.Answer)
-        try:
-            while True:
-                answer = answers.decode(self._link.recv_bytes())
-                self._awaited.popleft().answer(answer)
-                self.alarm()
-        except Exception as error:  # noqa: BLE001 - as in `_send`
-            self.lose(f"vLLM's process has gone: {type(error).__name__}: {error}")
-        finally:
-            self._link.close()
-
-    def lose(self, why: str) -> None:
-        """Tell all that wait, and all later orders, that the child is lost."""
-        with self._lock:
-            self._lost = self._lost or why
-            lost = list(self._awaited)
-            self._awaited.clear()
-        for pending in lost:
-            pending.lose(self._lost)
-        self.alarm()
 
 
 def _fingerprint(path: Path) -> bytes:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.errors import FolderUntrusted
 from engine.cpu import build
 
 SOURCE = 'extern "C" int answer() { return %d; }'
@@ -85,18 +86,18 @@ def test_what_others_can_write_to_is_not_loaded(tmp_path: Path):
     build.load(sources, root)
     (made,) = root.glob("*/library.so")
     made.chmod(0o722)
-    with pytest.raises(build.LibraryUntrusted, match=r"library\.so belongs to user \d+ with mode 722"):
+    with pytest.raises(FolderUntrusted, match=r"library\.so belongs to user \d+ with mode 722"):
         build.load(sources, root)
     made.chmod(0o700)
     root.chmod(0o775)  # a user with write access here can replace the files below
-    with pytest.raises(build.LibraryUntrusted, match="cache belongs to user"):
+    with pytest.raises(FolderUntrusted, match="cache belongs to user"):
         build.load(sources, root)
     root.chmod(0o700)
     link = tmp_path / "open" / "link"
     link.parent.mkdir()
     link.parent.chmod(0o777)
     link.symlink_to(root)
-    with pytest.raises(build.LibraryUntrusted, match="open belongs to user"):
+    with pytest.raises(FolderUntrusted, match="open belongs to user"):
         build.load(sources, link)
     link.parent.chmod(0o1777)  # as /tmp: others can't move what is ours
     assert build.load(sources, link).answer() == 44
@@ -109,7 +110,7 @@ def test_a_folder_of_another_user_is_not_loaded_from(tmp_path: Path):
     root = tmp_path / "theirs" / "cache"
     root.mkdir(parents=True, mode=0o700)
     os.chown(root.parent, 65_534, 65_534)
-    with pytest.raises(build.LibraryUntrusted, match="theirs belongs to user 65534"):
+    with pytest.raises(FolderUntrusted, match="theirs belongs to user 65534"):
         build.load(tmp_path, root)
 
 

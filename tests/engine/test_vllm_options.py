@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import stat
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.config import load as config_of
-from baton.errors import StartupError
+from baton.errors import FolderUntrusted, StartupError
+from engine.vllm_runner import compiling
 from engine.vllm_runner.bring_up import NULL_BLOCKS, engine_arguments
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.runner import child_environment
@@ -19,11 +22,35 @@ CPU = Load("m", "auto", 100, 32, 8, 64, 2)
 GPU = Load("m", "auto", None, 16, 8, 64, 2, "cuda", 0.45)
 
 
-def test_on_a_cpu_pages_are_counted_here_and_nothing_is_compiled():
+def test_on_a_cpu_pages_are_counted_here():
     made = engine_arguments(CPU)
     assert made["num_gpu_blocks_override"] == 100 + NULL_BLOCKS
-    assert made["enforce_eager"]
     assert "max_model_len" not in made
+
+
+def test_compiled_models_lie_in_a_folder_of_this_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "/bin/true")
+    folder = tmp_path / "baton" / "vllm"
+    kept = {"VLLM_CACHE_ROOT": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    assert compiling.environment("cpu") == kept | {"CXX": "/bin/true"}
+    assert compiling.environment("cuda") == kept
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(FolderUntrusted, match=r"vllm belongs to user \d+ with mode 777"):
+        compiling.environment("cuda")
+
+
+def test_without_a_compiler_or_headers_nothing_is_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("CXX", "/bin/true")
+    assert not compiling.problem("cpu")
+    (tmp_path / "Python.h").unlink()
+    assert "headers of Python" in compiling.problem("cpu")
+    monkeypatch.setenv("CXX", "/no/compiler")
+    assert "/no/compiler" in compiling.problem("cpu")
+    assert not compiling.problem("cuda")
 
 
 def test_on_a_gpu_vllm_finds_out_how_many_pages_and_positions_fit():

@@ -64,6 +64,7 @@ def runner(model: Path, modules: dict[str, str]) -> Iterator[VllmRunner]:
         max_rows=ROWS,
         max_tokens=TOKENS,
         threads=1,
+        eager=True,
         lora_modules=modules,
         max_lora_rank=8,
     )
@@ -94,7 +95,7 @@ def test_adapters_of_each_family(name: str, tmp_path: Path):
     path = adapters.make(tmp_path / "adapter", model, 7, products=products)
     modules = {"one": str(path)}
     runner = VllmRunner.load(
-        model, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, lora_modules=modules
+        model, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, eager=True, lora_modules=modules
     )
     prompt = prompt_of(45, 1)
     plain = Generation(prompt, range(8))

@@ -20,7 +20,7 @@ NEAR, LIKELIEST = 0.1, 0.9  # logits have a deviation of 1.2, and the likeliest 
 
 
 def load(path: Path, dtype: str) -> VllmRunner:
-    return VllmRunner.load(path, dtype, PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1)
+    return VllmRunner.load(path, dtype, PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, eager=True)
 
 
 @pytest.mark.parametrize("name", DTYPES)

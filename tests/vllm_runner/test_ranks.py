@@ -42,7 +42,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(path: Path, ranks: int, deadline: float = 60.0) -> VllmRunner:
     return VllmRunner.load(
-        path, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, ranks=ranks, deadline=deadline
+        path,
+        "float32",
+        PAGES,
+        PAGE,
+        max_rows=ROWS,
+        max_tokens=TOKENS,
+        threads=1,
+        eager=True,
+        ranks=ranks,
+        deadline=deadline,
     )
 
 

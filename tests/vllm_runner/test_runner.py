@@ -52,7 +52,9 @@ def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
     @cache
     def load(name: str) -> VllmRunner:
         path = paths(name.split("/")[0])
-        made.append(VllmRunner.load(path, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1))
+        made.append(
+            VllmRunner.load(path, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, eager=True)
+        )
         return made[-1]
 
     yield load
@@ -345,11 +347,11 @@ def test_what_it_can_not_run_is_refused_and_touches_nothing(paths: Callable[[str
 
 def test_a_page_size_that_the_kernels_do_not_take(paths: Callable[[str], Path]):
     with pytest.raises(UnsupportedModel, match=r"page|block"):
-        VllmRunner.load(paths("llama"), "float32", PAGES, 16, max_rows=4, max_tokens=64, threads=1)
+        VllmRunner.load(paths("llama"), "float32", PAGES, 16, max_rows=4, max_tokens=64, threads=1, eager=True)
 
 
 def test_a_killed_child_is_a_lost_device(paths: Callable[[str], Path]):
-    model = VllmRunner.load(paths("llama"), "float32", PAGES, PAGE, max_rows=4, max_tokens=64, threads=1)
+    model = VllmRunner.load(paths("llama"), "float32", PAGES, PAGE, max_rows=4, max_tokens=64, threads=1, eager=True)
     rung: list[bool] = []
     model.wake(lambda: rung.append(True))
     step(model, Chunk(prompt_of(9, 1), 0, [1], GREEDY))
@@ -365,3 +367,13 @@ def test_a_killed_child_is_a_lost_device(paths: Callable[[str], Path]):
     with pytest.raises(DeviceLost):
         model.mover(verify=False).start([CopyOut(1, 0, 1, 1)])
     model.close()
+
+
+def test_a_compiled_model_has_the_tokens_of_transformers(paths: Callable[[str], Path]):
+    made = VllmRunner.load(paths("llama"), "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1)
+    prompts = [prompt_of(length, length) for length in (70, 5)]
+    sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
+    run(made, sequences, 20)
+    made.close()
+    for prompt, one in zip(prompts, sequences, strict=True):
+        assert [sampled.token for sampled in one.drawn] == checkpoints.reference(paths("llama")).generate(prompt, 20)[0]

@@ -1,0 +1,60 @@
+"""Folders of files that Baton, or a library it uses, made to be run: they are this user's alone.
+
+A user that can write to such a file, or exchange it or a folder above it, could run code as this user.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from baton.errors import FolderUntrusted
+
+
+def cache_root() -> Path:
+    """Return where this user's files are kept that can be made again. Raises FolderUntrusted where there is no home."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise FolderUntrusted(
+            f"user {os.geteuid()} has no home directory; set XDG_CACHE_HOME to a directory of its own"
+        ) from None
+    return Path(base) / "baton"
+
+
+def make(folder: Path) -> None:
+    """Make a folder and those missing above it, for this user alone whatever the umask. Raises FolderUntrusted where
+    another user could write to it or exchange it, and OSError."""
+    _make(folder)
+    refuse_strangers(folder)
+
+
+def refuse_strangers(path: Path) -> None:
+    """Raises FolderUntrusted where another user could write to `path`, or exchange it or a folder above it."""
+    _refuse_writers(path, frozenset({os.geteuid()}))
+    # The path as it was given, whose links could be exchanged, and the path that it comes to.
+    for above in {*path.absolute().parents, *path.resolve().parents}:
+        _refuse_writers(above, frozenset({os.geteuid(), 0}))
+
+
+def _make(folder: Path) -> None:
+    if not folder.exists():
+        _make(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+
+
+def _refuse_writers(path: Path, owners: frozenset[int]) -> None:
+    found = path.lstat()
+    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if stat.S_ISLNK(found.st_mode) or (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX):
+        writers = 0  # a link has no mode; in a sticky directory (/tmp) others can't move what is ours
+    if found.st_uid not in owners or writers:
+        raise FolderUntrusted(
+            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so another user could "
+            "exchange files that are run; make it yours alone, or remove it"
+        )
