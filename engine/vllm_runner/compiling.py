@@ -32,4 +32,7 @@ def environment(device: str) -> dict[str, str]:
     folder = private_folder.cache_root() / "vllm"
     private_folder.make(folder)
     variables = {"VLLM_CACHE_ROOT": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    return variables | ({"CXX": find_compiler()[0]} if device == "cpu" else {})
+    if device != "cpu":
+        return variables
+    # vLLM 0.32 compiles again what its "AOT" cache has kept for a CPU, which takes 20 s; torch's own cache is read.
+    return variables | {"CXX": find_compiler()[0], "VLLM_USE_AOT_COMPILE": "0"}

@@ -28,6 +28,7 @@ from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner import VLLM_VERSION, compiling, messages
 from engine.vllm_runner.adapters import load_adapters
+from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.child_link import ChildLink, Pending
 from engine.vllm_runner.messages import (
     Attach,
@@ -55,34 +56,6 @@ _PATIENCE = 600.0  # seconds for a model to load
 _FAREWELL = 10.0  # seconds for the child to end
 _UNSUPPORTED = ("unsupported_model", "ValueError", "ValidationError", "NotImplementedError")
 """What vLLM raises for a configuration that it can't serve."""
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the executor runs in the child itself
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are Baton's to divide
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 is vLLM's default on a GPU; `steps` and `extension` were written for V1
-    "VLLM_HOST_IP": "127.0.0.1",  # ranks are processes of one machine
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
-def child_environment(environ: Mapping[str, str], device: str, threads: int, ranks: int = 1) -> dict[str, str]:
-    """Return the environment of a child: vLLM takes the first GPUs that it sees, so it sees as many as ranks, from that
-    of the device on. Raises StartupError for CUDA devices that CUDA_VISIBLE_DEVICES leaves out."""
-    own = {**environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(max(1, threads // ranks))}
-    kind, _, index = device.partition(":")
-    if kind != "cuda":
-        return own
-    visible = [one.strip() for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
-    number = int(index or 0)
-    if visible and number + ranks > len(visible):
-        wanted = f"{device} and {ranks - 1} more" if ranks > 1 else device
-        raise StartupError(f"the device is {wanted} and CUDA_VISIBLE_DEVICES is {','.join(visible)}")
-    numbers = range(number, number + ranks)
-    return own | {"CUDA_VISIBLE_DEVICES": ",".join(visible[each] if visible else str(each) for each in numbers)}
 
 
 @dataclass

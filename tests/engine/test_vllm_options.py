@@ -12,10 +12,11 @@ import pytest
 
 from baton.config import load as config_of
 from baton.errors import FolderUntrusted, StartupError
+from engine.vllm_runner import child_environment as environment
 from engine.vllm_runner import compiling
 from engine.vllm_runner.bring_up import NULL_BLOCKS, engine_arguments
+from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.messages import Load
-from engine.vllm_runner.runner import child_environment
 from worker import load_runner
 
 CPU = Load("m", "auto", 100, 32, 8, 64, 2)
@@ -33,7 +34,7 @@ def test_compiled_models_lie_in_a_folder_of_this_user_alone(monkeypatch: pytest.
     monkeypatch.setenv("CXX", "/bin/true")
     folder = tmp_path / "baton" / "vllm"
     kept = {"VLLM_CACHE_ROOT": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    assert compiling.environment("cpu") == kept | {"CXX": "/bin/true"}
+    assert compiling.environment("cpu") == kept | {"CXX": "/bin/true", "VLLM_USE_AOT_COMPILE": "0"}
     assert compiling.environment("cuda") == kept
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
@@ -72,6 +73,19 @@ def test_a_child_sees_one_gpu_and_drives_the_first_of_vllms_model_runners(device
     assert made["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert (made["OMP_NUM_THREADS"], made["PATH"]) == ("3", "/bin")
     assert "CUDA_VISIBLE_DEVICES" not in child_environment({}, "cpu", 1)
+
+
+def test_on_a_cpu_intels_openmp_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(environment, "OPENMP", tmp_path / "libiomp5.so")
+    assert "LD_PRELOAD" not in child_environment({}, "cpu", 1)
+    (tmp_path / "libiomp5.so").touch()
+    made = child_environment({"LD_PRELOAD": "/lib/libtcmalloc.so"}, "cpu", 1)
+    assert made["LD_PRELOAD"] == f"/lib/libtcmalloc.so:{tmp_path}/libiomp5.so"
+    assert made["KMP_BLOCKTIME"] == "1"
+    assert child_environment({"KMP_BLOCKTIME": "5"}, "cpu", 1)["KMP_BLOCKTIME"] == "5"
+    chosen = {"LD_PRELOAD": "/opt/libiomp5.so"}
+    assert child_environment(chosen, "cpu", 1)["LD_PRELOAD"] == chosen["LD_PRELOAD"]
+    assert "LD_PRELOAD" not in child_environment({}, "cuda", 1)
 
 
 def test_a_gpu_that_is_hidden_is_told():

@@ -18,11 +18,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, extension
+from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, compiling, extension
 from engine.vllm_runner.bring_up import engine_arguments
+from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.requirements import CPU_HEADS, CPU_PAGE, Installation
-from engine.vllm_runner.runner import child_environment
 
 SOURCES = sorted(Path(extension.__file__).parent.glob("*.py"))
 LOADS = (Load("m", "auto", 8, 32, 4, 64, 1), Load("m", "auto", None, 16, 4, 64, 1, "cuda", 0.5))
@@ -68,7 +68,8 @@ def test_options_of_the_engine(order: Load):
 def test_variables_of_the_environment():
     from vllm import envs
 
-    ours = {name for name in child_environment({}, "cuda", 1) if name.startswith("VLLM_")}
+    given = child_environment({}, "cuda", 1) | compiling.environment("cpu")
+    ours = {name for name in given if name.startswith("VLLM_")}
     assert ours <= set(envs.environment_variables)
 
 
