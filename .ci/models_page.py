@@ -47,7 +47,7 @@ vLLM 0.32.0 on a CPU ([vllm.md](vllm.md)), in float32. `make test-vllm` runs the
 - *LoRA*: rows with adapters and without one in a batch; tokens are those of merged weights. vLLM computes adapters of
   mixtures of experts with Triton, so on a CPU they are refused.
 
-Gemma 2 loads, but its tokens in float32 were not those of transformers, and the cause is not known.
+Scores beyond 88 times a soft cap (Gemma 2) make NaN on a CPU with AVX-512 ([vllm.md](vllm.md)).
 
 {families}
 

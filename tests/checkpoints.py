@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -150,6 +152,21 @@ RECIPES: Mapping[str, Recipe] = {
     ),
 }
 VLLM_RECIPES: Mapping[str, Recipe] = {
+    "gemma2": Recipe(
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            # Norms as large as Gemma 3's make scores of 17,000, since queries and keys have no norm. Divided by this
+            # they are 7 times the cap at most: enough that the cap decides. See docs/vllm.md for scores beyond 88 caps.
+            "query_pre_attn_scalar": 60_000,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 100.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        norms=(10.0, 20.0),
+    ),
     "gpt-oss": Recipe(
         GptOssConfig,
         GptOssForCausalLM,

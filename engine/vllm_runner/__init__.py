@@ -13,7 +13,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 TESTED_ARCHITECTURES = frozenset(
     {
         "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM",
-        "Gemma3ForCausalLM", "Olmo2ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM",
+        "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM",
         "GptOssForCausalLM",
     }
 )  # fmt: skip

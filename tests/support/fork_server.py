@@ -13,6 +13,7 @@ outside of tests.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import json
@@ -64,7 +65,8 @@ class ForkedProcess:
         return code
 
     def kill(self) -> None:
-        signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, as `subprocess.Popen.kill` takes it
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
 
 class ForkServer:

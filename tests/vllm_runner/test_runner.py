@@ -140,7 +140,7 @@ def agree(one: Generation, expected: Sequence[int], gaps: Sequence[float]) -> No
 
 
 EXACT = (
-    "llama", "qwen2", "qwen3", "mistral-window", "phi3", "gemma3", "olmo2", "mixtral", "qwen3-moe", "gpt-oss"
+    "llama", "qwen2", "qwen3", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3-moe", "gpt-oss"
 )  # fmt: skip
 
 
@@ -152,6 +152,29 @@ def test_greedy_tokens_are_those_of_transformers(name: str, paths: Callable[[str
     run(runner(name), sequences, 24)
     for length, one in zip(lengths, sequences, strict=True):
         agree(one, *reference.generate(prompt_of(length, length), 24))
+
+
+def test_soft_caps_of_scores_and_logits_are_those_of_transformers(paths: Callable[[str], Path], runner: Loaded):
+    """A greedy token alone would not show the cap of logits, which keeps their order."""
+    reference = checkpoints.reference(paths("gemma2"))
+    one = Generation(prompt_of(50, 1), range(8), TokenDraw(temperature=0.0, logprobs=3))
+    run(runner("gemma2"), [one], 12)
+    expected = reference.logits(one.tokens)[49:-1].log_softmax(dim=-1)
+    for sampled, right in zip(one.drawn, expected, strict=True):
+        for token, logprob in sampled.top:
+            assert logprob == pytest.approx(float(right[token]), abs=1e-3)
+
+
+def test_scores_beyond_88_caps_are_right_or_said_to_be_not_finite(tmp_path: Path):
+    """vLLM's kernel for AVX-512 makes NaN of them, that for AVX2 does not. A worker fails such a request."""
+    path = checkpoints.make("gemma2", tmp_path, hidden_size=128, head_dim=32, query_pre_attn_scalar=24)
+    model = VllmRunner.load(path, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, eager=True)
+    one = Generation(prompt_of(50, 1), range(8))
+    run(model, [one], 1)
+    model.close()
+    expected, gaps = checkpoints.reference(path).generate(prompt_of(50, 1), 1)
+    if one.drawn[0].finite:
+        agree(one, expected, gaps)
 
 
 def native(path: Path) -> Engine:
