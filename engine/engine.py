@@ -205,7 +205,7 @@ class Engine:
         return str(self.pool.device)
 
     def launch(self, chunks: Sequence[Chunk]) -> Running:
-        """Begin a step; on a CPU, make it. See `Runner`. Experts wait for the device here, layer by layer."""
+        """Begin a step; on a CPU, make it. See `Runner`."""
         if self._cuda is None:
             return Ran.timed(lambda: _results(self.run(chunks)))
         with device_errors(), self._stream_ends_with_errors():

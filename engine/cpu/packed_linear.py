@@ -68,6 +68,8 @@ class PackedLinears:
     """Makes the products of a CPU. An MLP's inner size is rounded up to whole tiles, so that no tile holds some of gate
     and some of up."""
 
+    stacks_experts = False
+
     def copies(self, dtype: torch.dtype) -> bool:
         """Products of float32 and bfloat16 are held in tiles."""
         return dtype != torch.float16

@@ -43,6 +43,11 @@ class Linear(Protocol):
 class LinearMaker(Protocol):
     """Makes the products of one kind of device."""
 
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether a layer's experts are held in one tensor, because the host is not to know which of them are used."""
+        ...
+
     def copies(self, dtype: torch.dtype) -> bool:
         """Whether a product holds a copy of its weight. Else a head that is tied to the embedding shares its memory."""
         ...
@@ -73,6 +78,8 @@ class PlainLinear:
 
 class PlainLinears:
     """Makes products that torch computes with the weights as they are."""
+
+    stacks_experts = True
 
     def copies(self, dtype: torch.dtype) -> bool:
         return False

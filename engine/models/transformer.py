@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from engine.attention.torch_sdpa import AttentionBackend, AttentionStep
 from engine.device.uploads import upload
-from engine.models import rotary
-from engine.models.weights import ExpertsWeights, KeyValueWeights, LayerWeights, MlpWeights, ModelWeights
-from engine.spec import ExpertsSpec, ModelSpec, RopeSpec
+from engine.models import mlp, rotary
+from engine.models.weights import KeyValueWeights, LayerWeights, MlpWeights, ModelWeights
+from engine.spec import ModelSpec, RopeSpec
 from engine.step.batch import Batch, Ints
 
 NUMERICS_VERSION = 1
@@ -79,31 +79,12 @@ class Transformer:
         x = x + self._output_norm(w.output(attended.flatten(1)), w.attention_output_norm)
         normed = self._norm(x, w.mlp_norm)
         if isinstance(w.mlp, MlpWeights):
-            added = self._mlp(w.mlp, normed)
+            added = mlp.dense(w.mlp, self._spec.activation, normed)
         else:
             experts = self._spec.layers[layer].experts
             assert experts is not None
-            added = self._experts(w.mlp, experts, normed)
+            added = mlp.mixed(w.mlp, experts, self._spec.activation, normed)
         return x + self._output_norm(added, w.mlp_output_norm)
-
-    def _mlp(self, w: MlpWeights, x: torch.Tensor) -> torch.Tensor:
-        gate, up = w.gate_up(x).chunk(2, dim=-1)
-        if self._spec.activation == "silu":
-            return w.down(functional.silu(gate) * up)
-        return w.down(functional.gelu(gate, approximate="tanh") * up)
-
-    def _experts(self, w: ExpertsWeights, experts: ExpertsSpec, x: torch.Tensor) -> torch.Tensor:
-        """Each token through its `top_k` experts, in the experts' order, so that sums are the same in every run."""
-        likely = functional.linear(x, w.router).softmax(dim=-1, dtype=torch.float32)
-        shares, chosen = likely.topk(experts.top_k, dim=-1)
-        if experts.renormalise:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        out = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
-            rows, place = torch.where(chosen == number)
-            expert = self._mlp(w.experts[number], x[rows])
-            out.index_add_(0, rows, expert * shares[rows, place, None].to(x.dtype))
-        return out
 
     def _queries(self, layer: int, w: LayerWeights, x: torch.Tensor, turns: Turns, step: AttentionStep) -> torch.Tensor:
         """Write the layer's K and V; return its queries [tokens, heads, head_dim]."""

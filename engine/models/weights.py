@@ -7,7 +7,7 @@ all or nothing: a tensor that is missing, misshapen or not foreseen raises Corru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -50,11 +50,19 @@ class MlpWeights:
 
 
 @dataclass(frozen=True)
+class StackedExperts:
+    """The experts of a layer for a device, which alone knows how many rows each of them has."""
+
+    gate_up: torch.Tensor  # [experts, 2 · inner, hidden]: gate, then up
+    down: torch.Tensor  # [experts, hidden, inner]
+
+
+@dataclass(frozen=True)
 class ExpertsWeights:
     """A mixture of experts."""
 
     router: torch.Tensor  # [experts, hidden]
-    experts: tuple[MlpWeights, ...]
+    experts: tuple[MlpWeights, ...] | StackedExperts
 
 
 @dataclass(frozen=True)
@@ -283,8 +291,23 @@ class _Assembly:
 
     def _experts(self, tensors: _Tensors) -> ExpertsWeights:
         assert tensors.experts is not None
-        experts = [self._mlp(self._products(tensors.expert(number))) for number in range(tensors.experts.count)]
-        return ExpertsWeights(self._read(*tensors.router), tuple(experts))
+        each = (self._products(tensors.expert(number)) for number in range(tensors.experts.count))
+        if self._maker.stacks_experts:
+            experts = self._stacked(tensors.experts, each)
+        else:
+            experts = tuple(self._mlp(products) for products in each)
+        return ExpertsWeights(self._read(*tensors.router), experts)
+
+    def _stacked(self, experts: ExpertsSpec, each: Iterable[_Products]) -> StackedExperts:
+        """One expert after the other is read and copied, so that none is there twice but the one being read."""
+        hidden, inner = self._spec.hidden_size, experts.intermediate_size
+        gate_up = torch.empty((experts.count, 2 * inner, hidden), dtype=self._dtype, device=self._device)
+        down = torch.empty((experts.count, hidden, inner), dtype=self._dtype, device=self._device)
+        for number, products in enumerate(each):
+            gate_up[number, :inner] = products("gate").weight
+            gate_up[number, inner:] = products("up").weight
+            down[number] = products("down").weight
+        return StackedExperts(gate_up, down)
 
     def _products(self, matrices: list[_Matrix]) -> _Products:
         """How one of the layer's products is read. A matrix that holds several is read once for those that follow one

@@ -197,3 +197,17 @@ def test_an_engine_goes_on_after_a_step_that_ran_out_of_memory(checkpoint: Calla
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert engine.step([chunk]) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_wait_for_nothing(dtype: str, checkpoint: Callable[[str], Path]) -> None:
+    """Where torch has a kernel for groups, that of bfloat16; else in blocks."""
+    engine = Engine.load(checkpoint("mixtral"), dtype, "cuda", 64, 16, head=True)
+    chunks = [Chunk(list(range(3, 203)), 0, list(range(13)), TokenDraw(temperature=0.0))]
+    expected = engine.step(chunks)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        running = engine.launch(chunks)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert running.wait().sampled == expected

@@ -78,6 +78,13 @@ def test_on_a_gpu_nothing_is_padded_and_a_tied_head_is_shared():
     assert weight_bytes(spec, torch.float32, PackedLinears()) >= parameters * 4 + padded + head
 
 
+def test_experts_take_the_same_in_one_tensor():
+    mixture = {"architectures": ["MixtralForCausalLM"], "tie_word_embeddings": False, "num_hidden_layers": 2}
+    spec = parse_spec(BASE | mixture | {"num_local_experts": 4, "num_experts_per_tok": 2})
+    parameters = sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values())
+    assert weight_bytes(spec, torch.bfloat16, PlainLinears()) == parameters * 2
+
+
 def test_a_prefill_worker_without_a_head_is_smaller():
     spec = parse_spec(
         BASE | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "num_hidden_layers": 2}
