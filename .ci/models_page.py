@@ -44,8 +44,8 @@ vLLM 0.32.0 on a CPU ([vllm.md](vllm.md)), in float32. `make test-vllm` runs the
 
 - *Exact*: greedy tokens are those of transformers, in mixed batches of chunks.
 - *TP 2*: the same tokens from two tensor-parallel ranks.
-- *LoRA*: rows with adapters and without one in a batch; tokens are those of merged weights. vLLM computes adapters of
-  mixtures of experts with Triton, so on a CPU they are refused.
+- *LoRA*: rows with adapters and without one in a batch; tokens are those of merged weights. With "TP 2", on two ranks
+  as well. vLLM computes adapters of mixtures of experts with Triton, so on a CPU they are refused.
 
 Scores beyond 88 times a soft cap (Gemma 2) make NaN on a CPU with AVX-512 ([vllm.md](vllm.md)).
 
@@ -55,6 +55,8 @@ Scores beyond 88 times a soft cap (Gemma 2) make NaN on a CPU with AVX-512 ([vll
 
 The reference of a quantized checkpoint is transformers with the numbers that its format means. For int8 and FP8 the
 inputs of products are quantized as well. Greedy tokens are the likeliest of the reference, but for near ties.
+*LoRA*: rows with an adapter of all products and rows without one. The adapter is computed in the model's dtype, from
+inputs that are not quantized.
 
 {formats}
 
@@ -87,6 +89,7 @@ VLLM_TESTS = {
     "TP 2": ("tests/vllm_runner/test_ranks.py", "test_tokens_are_those_of_transformers_and_of_one_rank"),
     "LoRA": ("tests/vllm_runner/test_adapters.py", "test_rows_of_one_batch_have_their_own_adapters"),
     "formats": ("tests/vllm_runner/test_formats.py", "test_tokens_are_the_likeliest_of_the_numbers_that_are_meant"),
+    "LoRA of formats": ("tests/vllm_runner/test_formats.py", "test_adapters_of_quantized_checkpoints"),
 }
 """By column: the file and the test. They are read and not imported: vLLM has an environment of its own."""
 _FORMATS = {
@@ -182,9 +185,14 @@ def _vllm_families() -> Iterator[str]:
         shown[column] = _made(source) if source is not None else set[str]()
         if source is not None and column == "LoRA":
             shown[column] |= set(_constant(source, "FAMILIES"))
+    adapters = vllm_source("LoRA")
+    # Of the recipe that a file's own fixture makes, both numbers of ranks are tried.
+    divided = set[str]() if adapters is None else {*_constant(adapters, "RANKS_OF"), *_made(adapters)}
     everything = {**checkpoints.RECIPES, **checkpoints.VLLM_RECIPES}
     for recipe in _constant(exact, "EXACT"):
         cells = [f"[{column}](../{VLLM_TESTS[column][0]})" if recipe in shown[column] else _NOT_RUN for column in shown]
+        if recipe in divided:
+            cells[-1] = f"[LoRA, TP 2](../{VLLM_TESTS['LoRA'][0]})"
         yield f"| `{everything[recipe].model.__name__}` | {recipe} | {' | '.join(cells)} |"
 
 
@@ -196,9 +204,11 @@ def _format_rows() -> Iterator[str]:
     yield f"| FP8 in blocks of 128 x 128 | {dense} | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
     source = vllm_source("formats")
     dtypes: dict[str, str] = _constant(source, "DTYPES") if source is not None else {}
+    with_adapters = vllm_source("LoRA of formats") is not None
     for name, title in _FORMATS.items():
         cell = f"[in {dtypes[name]}](../{VLLM_TESTS['formats'][0]})" if name in dtypes else _NOT_RUN
-        yield f"| {title} | [refused](../{CONFIG}) | {cell} | {_NOT_RUN} | {_NOT_RUN} |"
+        lora = f"[LoRA](../{VLLM_TESTS['LoRA of formats'][0]})" if with_adapters and name in dtypes else _NOT_RUN
+        yield f"| {title} | [refused](../{CONFIG}) | {cell} | {_NOT_RUN} | {lora} |"
     yield f"| MXFP4 (gpt-oss as published) | [refused](../{CONFIG}) | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
 
 

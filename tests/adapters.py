@@ -13,13 +13,21 @@ from safetensors.torch import load_file, save_file
 from tests import checkpoints
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 _ALPHA, _SCALE = 16, 0.2  # weights large enough to change tokens
 
 
 def make(
-    path: Path, model: Path, seed: int, rank: int = 8, products: Sequence[str] = ATTENTION, **settings: Any
+    path: Path,
+    model: Path,
+    seed: int,
+    rank: int = 8,
+    products: Sequence[str] = ATTENTION,
+    scale: float = _SCALE,
+    **settings: Any,
 ) -> Path:
-    """Write an adapter for `products` of all layers of a checkpoint. `settings` go into its config."""
+    """Write an adapter for `products` of all layers of a checkpoint. `settings` go into its config. `scale` is the
+    deviation of its weights."""
     path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -29,7 +37,7 @@ def make(
             rows, columns = weight.shape
             for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
                 tensors[f"base_model.model.{module}.lora_{side}.weight"] = (
-                    torch.randn(shape, generator=generator) * _SCALE
+                    torch.randn(shape, generator=generator) * scale
                 )
     save_file(tensors, path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": _ALPHA, "bias": "none", "target_modules": list(products)}
@@ -50,3 +58,29 @@ def merged(model: Path, adapter: Path) -> checkpoints.Reference:
                 weight = reference.model.get_parameter(f"{module}.weight")
                 weight += b @ a * (config["lora_alpha"] / config["r"])
     return reference
+
+
+def add(reference: checkpoints.Reference, adapter: Path) -> checkpoints.Reference:
+    """Compute the adapter beside the products of a model, from their inputs as they are before the model's own hooks
+    change them: a model with quantized inputs does not quantize those of its adapter."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        if name.endswith("lora_A.weight"):
+            b = tensors[name.replace("lora_A", "lora_B")] * (config["lora_alpha"] / config["r"])
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            _add(reference.model.get_submodule(module), a, b)
+    return reference
+
+
+def _add(product: torch.nn.Module, a: torch.Tensor, b: torch.Tensor) -> None:
+    inputs: list[torch.Tensor] = []
+
+    def keep(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        inputs.append(given[0])
+
+    def change(_: torch.nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output + inputs.pop() @ a.T @ b.T
+
+    product.register_forward_pre_hook(keep, prepend=True)
+    product.register_forward_hook(change)

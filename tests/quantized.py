@@ -38,7 +38,7 @@ def make(format_name: str, path: Path, recipe: str = "qwen3", **settings: Any) -
     """Write a quantized checkpoint into `path`."""
     chosen = FORMATS[format_name]
     checkpoints.make(recipe, path, **settings)
-    plain = checkpoints.make(recipe, path / _PLAIN, **settings)
+    checkpoints.make(recipe, plain(path), **settings)
     stored: Tensors = {}
     meant: Tensors = {}
     for name, tensor in load_file(path / "model.safetensors").items():
@@ -48,15 +48,20 @@ def make(format_name: str, path: Path, recipe: str = "qwen3", **settings: Any) -
         parts, meant[name] = chosen.encode(tensor)
         stored |= {f"{name.removesuffix('weight')}{ending}": part.contiguous() for ending, part in parts.items()}
     save_file(stored, path / "model.safetensors", {"format": "pt"})
-    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    save_file(meant, plain(path) / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": chosen.config}))
     return path
 
 
+def plain(path: Path) -> Path:
+    """Return where the plain checkpoint of the quantized one in `path` is."""
+    return path / _PLAIN
+
+
 def reference(format_name: str, path: Path) -> checkpoints.Reference:
     """What the quantized checkpoint in `path` means, computed in float32."""
-    found = checkpoints.reference(path / _PLAIN)
+    found = checkpoints.reference(plain(path))
     if (change := FORMATS[format_name].activations) is not None:
         for name, module in found.model.named_modules():
             if name.endswith("_proj"):

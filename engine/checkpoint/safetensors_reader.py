@@ -58,6 +58,15 @@ class TensorFiles:
         except (SafetensorError, OSError) as error:
             raise CorruptWeights(f"{path}: {name} can't be read: {error}; fetch the checkpoint again") from error
 
+    def holds_bytes(self, name: str) -> bool:
+        """Whether one of `names` is stored as bytes, as formats do that pack several numbers into one. Raises
+        CorruptWeights."""
+        path, file = self._files[name]
+        try:
+            return file.get_slice(name).get_dtype() == "U8"
+        except (SafetensorError, OSError) as error:
+            raise CorruptWeights(f"{path}: {name} can't be read: {error}; fetch the checkpoint again") from error
+
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
         """The tensor `name` on the CPU, in the dtype it was stored in.
 

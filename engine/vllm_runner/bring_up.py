@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from baton.errors import UnsupportedModel
+from engine.vllm_runner.lora_on_cpu import use_the_cpu
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.ranks import fork_ranks
 from engine.vllm_runner.requirements import Installation, wrong_version
@@ -56,6 +57,8 @@ def bring_up(order: Load) -> tuple[Any, Any]:
         )
     if order.ranks > 1 and order.device == "cpu":
         fork_ranks()
+    if order.adapters and order.device == "cpu":
+        use_the_cpu()
     executor = Executor.get_class(config)(config)
     core.register_all_kvcache_specs(config)
     specs = executor.get_kv_cache_specs()

@@ -22,12 +22,13 @@ from baton.errors import DeviceLost, ModelError, StartupError, UnsupportedModel
 from baton.messages import AdapterCard
 from baton.trace import Tracer
 from engine.checkpoint.safetensors_reader import TensorFiles
+from engine.models.config_file import read_object
 from engine.runner import Finished, Slots, copied_in, copied_out
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner import VLLM_VERSION, compiling, messages
-from engine.vllm_runner.adapters import load_adapters
+from engine.vllm_runner.adapters import Adapter, load_adapters
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.child_link import ChildLink, Pending
 from engine.vllm_runner.messages import (
@@ -202,7 +203,8 @@ class VllmRunner:
         if isinstance(answer, Failed):
             _end(process)
             kind = UnsupportedModel if answer.kind in _UNSUPPORTED else ModelError
-            raise kind(f"vLLM can't serve {path} with pages of {page_size} tokens: {answer.message}")
+            asked = f"{path} with pages of {page_size} tokens{_with_adapters(path, adapters)}"
+            raise kind(f"vLLM can't serve {asked}: {answer.message}")
         assert isinstance(answer, Loaded)
         try:
             return cls(ours, process, answer, order, fingerprint, device, tuple(one.card for one in adapters))
@@ -298,6 +300,15 @@ class VllmRunner:
         first_new = len(known.pages) if appends else 0
         known.end, known.pages, known.token = chunk.end, pages, None
         return known.name, appends, first_new
+
+
+def _with_adapters(path: Path, adapters: Sequence[Adapter]) -> str:
+    """Name the adapters and the format of the weights below them, for an error."""
+    if not adapters:
+        return ""
+    quantization = read_object(path / "config.json").get("quantization_config") or {}
+    weights = f"{quantization.get('quant_method')} weights" if quantization else "weights that are not quantized"
+    return f" and LoRA adapters {', '.join(one.card.name for one in adapters)} on {weights}"
 
 
 def _end(process: ChildProcess) -> None:

@@ -72,6 +72,18 @@ def test_settings_that_are_refused(
     assert "LoRA adapter 'one'" in str(raised.value)
 
 
+def test_a_product_whose_numbers_are_packed_has_another_shape(model: Path, tmp_path: Path):
+    """As in NVFP4: two numbers of a row share a byte."""
+    path = adapters.make(tmp_path / "adapter", model, 1)
+    copy = shutil.copytree(model, tmp_path / "packed")
+    tensors = load_file(copy / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "_proj." in name:
+            tensors[name] = torch.zeros(tensor.shape[0], tensor.shape[1] // 2, dtype=torch.uint8)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    assert digest(copy, path) == digest(model, path)
+
+
 def without_b(tensors: Tensors) -> None:
     del tensors[f"{PREFIX}self_attn.q_proj.lora_B.weight"]
 

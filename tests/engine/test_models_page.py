@@ -17,11 +17,13 @@ def test_the_page_is_current():
 
 def test_cells_of_vllm_name_tests_that_exist():
     """They run elsewhere, so they are looked up in the source. A test whose name has changed would leave "not run"."""
-    for column in ("exact", "LoRA", "formats"):
+    for column in ("exact", "TP 2", "LoRA", "formats", "LoRA of formats"):
         assert PAGE["vllm_source"](column) is not None, column
     page = PAGE["page"]()
     assert "| `LlamaForCausalLM` | llama | [exact](../tests/vllm_runner/test_runner.py) |" in page
     assert "[LoRA](../tests/vllm_runner/test_adapters.py) |" in page
+    assert "[LoRA, TP 2](../tests/vllm_runner/test_adapters.py) |" in page
+    assert "[in float32](../tests/vllm_runner/test_formats.py) | not run | [LoRA]" in page
     assert "[in float16](../tests/vllm_runner/test_formats.py)" in page
 
 

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from deploy.local import LocalCluster
 from engine.vllm_runner.runner import VllmRunner
 from tests import adapters, checkpoints
 from tests.support import workload
+from tests.support.cluster import at_rest
+from tests.support.eventually import eventually
+from tests.support.metrics_page import metric, nothing_held
 from tests.vllm_runner.test_cluster import SETTINGS
 from tests.vllm_runner.test_runner import (
     GREEDY,
@@ -38,6 +42,8 @@ from tests.vllm_runner.test_runner import (
 COUNT = 20
 FAMILIES = ("mistral-window", "qwen2", "qwen3", "phi3", "gemma3", "olmo2")
 """Recipes whose adapters are tried, beside Llama's."""
+RANKS_OF = ("phi3", "gemma3")
+"""Those that are tried on two ranks as well, beside Llama's."""
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +61,24 @@ def modules(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def runner(model: Path, modules: dict[str, str]) -> Iterator[VllmRunner]:
-    made = VllmRunner.load(
+def runner(model: Path, modules: dict[str, str]) -> Iterator[Callable[[int], VllmRunner]]:
+    """`runner(ranks)`: the model with its adapters on so many ranks."""
+    made: list[VllmRunner] = []
+
+    @cache
+    def loaded(ranks: int) -> VllmRunner:
+        made.append(load(model, modules, ranks))
+        return made[-1]
+
+    yield loaded
+    for one in made:
+        one.close()
+
+
+def load(model: Path, modules: dict[str, str], ranks: int = 1, dtype: str = "float32") -> VllmRunner:
+    return VllmRunner.load(
         model,
-        "float32",
+        dtype,
         PAGES,
         PAGE,
         max_rows=ROWS,
@@ -67,19 +87,21 @@ def runner(model: Path, modules: dict[str, str]) -> Iterator[VllmRunner]:
         eager=True,
         lora_modules=modules,
         max_lora_rank=8,
+        ranks=ranks,
     )
-    yield made
-    made.close()
 
 
-def test_rows_of_one_batch_have_their_own_adapters(model: Path, modules: dict[str, str], runner: VllmRunner):
-    digests = {"": ""} | {one.name: one.digest for one in runner.adapters}
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_of_one_batch_have_their_own_adapters(
+    ranks: int, model: Path, modules: dict[str, str], runner: Callable[[int], VllmRunner]
+):
+    digests = {"": ""} | {one.name: one.digest for one in runner(ranks).adapters}
     assert len(set(digests.values())) == 3
     prompt = prompt_of(45, 1)
     sequences: dict[str, Generation] = {}
     for number, (name, digest) in enumerate(digests.items()):
         sequences[name] = Generation(prompt, range(8 * number, 8 * number + 8), GREEDY, digest)
-    assert run_ahead(runner, list(sequences.values()), COUNT) > 0
+    assert run_ahead(runner(ranks), list(sequences.values()), COUNT) > 0
     texts = {name: [one.token for one in sequence.drawn] for name, sequence in sequences.items()}
     assert texts[""] == checkpoints.reference(model).generate(prompt, COUNT)[0]
     for name, path in modules.items():
@@ -87,16 +109,14 @@ def test_rows_of_one_batch_have_their_own_adapters(model: Path, modules: dict[st
     assert len({tuple(text) for text in texts.values()}) == 3
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_adapters_of_each_family(name: str, tmp_path: Path):
-    """A row with an adapter of the attention's products beside a plain one. Phi-3 has three of them in one tensor."""
+@pytest.mark.parametrize(("name", "ranks"), [*product(FAMILIES, [1]), *product(RANKS_OF, [2])])
+def test_adapters_of_each_family(name: str, ranks: int, tmp_path: Path):
+    """A row with an adapter of all products beside a plain one. Phi-3 has several products in one tensor, which ranks
+    divide."""
     model = checkpoints.make(name, tmp_path / "model", hidden_size=128, head_dim=32)
-    products = ("qkv_proj", "o_proj") if name == "phi3" else adapters.ATTENTION
+    products = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if name == "phi3" else adapters.ALL
     path = adapters.make(tmp_path / "adapter", model, 7, products=products)
-    modules = {"one": str(path)}
-    runner = VllmRunner.load(
-        model, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, eager=True, lora_modules=modules
-    )
+    runner = load(model, {"one": str(path)}, ranks)
     prompt = prompt_of(45, 1)
     plain = Generation(prompt, range(8))
     adapted = Generation(prompt, range(8, 16), GREEDY, runner.adapters[0].digest)
@@ -107,12 +127,12 @@ def test_adapters_of_each_family(name: str, tmp_path: Path):
     assert [one.token for one in plain.drawn] != [one.token for one in adapted.drawn]
 
 
-def test_an_unknown_adapter_is_refused_and_touches_nothing(model: Path, runner: VllmRunner):
+def test_an_unknown_adapter_is_refused_and_touches_nothing(model: Path, runner: Callable[[int], VllmRunner]):
     one = Generation(prompt_of(40, 2), range(8))
-    run(runner, [one], 3)
+    run(runner(1), [one], 3)
     with pytest.raises(ValueError, match="adapter"):
-        runner.launch([Generation(prompt_of(9, 3), range(20, 22), GREEDY, "0" * 32).chunk()])
-    run(runner, [one], 8)
+        runner(1).launch([Generation(prompt_of(9, 3), range(20, 22), GREEDY, "0" * 32).chunk()])
+    run(runner(1), [one], 8)
     assert [each.token for each in one.drawn] == checkpoints.reference(model).generate(prompt_of(40, 2), 8)[0]
 
 
@@ -134,9 +154,11 @@ def expected(model: Path, modules: dict[str, str]) -> dict[Asked, list[int]]:
     }
 
 
-def cluster(model: Path, modules: dict[str, str], prefill: int, decode: int, folder: Path) -> LocalCluster:
+def cluster(
+    model: Path, modules: dict[str, str], prefill: int, decode: int, folder: Path, **more: object
+) -> LocalCluster:
     own = {"model.lora_modules": modules, "model.max_lora_rank": 8, "router.disaggregation": "always"}
-    return LocalCluster(workload.settings(model, prefill, decode, **SETTINGS | own), folder, patience=200.0)
+    return LocalCluster(workload.settings(model, prefill, decode, **SETTINGS | own | more), folder, patience=200.0)
 
 
 def ask(address: str, asked: Asked) -> list[int]:
@@ -147,12 +169,14 @@ def ask(address: str, asked: Asked) -> list[int]:
         return list(generation.result().token_ids)
 
 
+@pytest.mark.parametrize(("makers", "takers"), [(1, 1), (1, 2), (2, 1)])
 def test_a_prompt_has_other_pages_with_each_adapter(
-    model: Path, modules: dict[str, str], expected: dict[Asked, list[int]], tmp_path: Path
+    makers: int, takers: int, model: Path, modules: dict[str, str], expected: dict[Asked, list[int]], tmp_path: Path
 ):
     """Each prompt comes with each adapter and with none, all at once and then again, when it is cached. A page of
-    another adapter would change tokens."""
-    with cluster(model, modules, 1, 1, tmp_path) as running, ThreadPoolExecutor(len(expected)) as pool:
+    another adapter would change tokens. The two workers have so many ranks."""
+    ranks = {"prefill.tensor_parallel_size": makers, "decode.tensor_parallel_size": takers}
+    with cluster(model, modules, 1, 1, tmp_path, **ranks) as running, ThreadPoolExecutor(len(expected)) as pool:
         for _ in range(2):
             answers = pool.map(lambda asked: ask(running.address, asked), expected)
             assert dict(zip(expected, answers, strict=True)) == expected
@@ -173,3 +197,34 @@ def test_an_adapter_stays_with_its_request_when_a_worker_dies(
         answers[0].result()
         os.kill(running.pids["decode-0"], signal.SIGKILL)
         assert {asked: one.result() for asked, one in zip(expected, answers, strict=True)} == expected
+
+
+LONG = 120  # tokens of output
+POOL = "3MiB"  # 48 pages; each of the prompts below takes up to 9 in the end
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_preempted_sequence_keeps_its_adapter(ranks: int, model: Path, modules: dict[str, str], tmp_path: Path):
+    """First come short outputs, of which the router learns to expect more of the kind. Then come too many long ones, in
+    three classes of priority. Those whose pages are taken go on with pages from the store and with their adapter."""
+    references = {"": checkpoints.reference(model)}
+    references |= {name: adapters.merged(model, Path(path)) for name, path in modules.items()}
+    names = list(references)
+    asked = [(names[i % 3], prompt_of(40 + 7 * i, i), i // 3 % 3 - 1) for i in range(18)]
+    expected = [references[name].generate(prompt, LONG) for name, prompt, _ in asked]
+    small = {"decode.kv_cache_bytes": POOL, "decode.tensor_parallel_size": ranks}
+    with cluster(model, modules, 1, 1, tmp_path, **small) as running:
+        short = prompt_of(8, 99)
+        stop = references[""].generate(short, 1)[0]
+        for _ in range(100):
+            assert workload.ask(running.address, short, LONG, stop_token_ids=stop).token_ids == stop
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = pool.map(
+                lambda one: workload.ask(running.address, one[1], LONG, model=one[0], priority=one[2]), asked
+            )
+            for answer, (right, gaps) in zip(answers, expected, strict=True):
+                compared = next((at for at, gap in enumerate(gaps) if gap < workload.TIE), LONG)
+                assert answer.token_ids[:compared] == right[:compared]
+        eventually(lambda: metric(running, "decode-0", "num_preemptions_total") > 0, what="preemptions on the page")
+        eventually(lambda: at_rest(running), what="everything freed")
+        eventually(lambda: nothing_held(running, "store-0"), what="nothing held in the store")

@@ -190,6 +190,15 @@ def test_what_the_kernels_for_cpus_take():
     assert [layout.name for layout in CPUAttentionBackend.supported_kv_cache_layouts()] == ["LBHNC"]
 
 
+def test_what_asks_a_product_for_its_device():
+    """`lora_on_cpu` replaces it: the int8 kernel for CPUs leaves no weight to ask."""
+    from vllm.lora.layers import base_linear, utils
+
+    assert parameters(base_linear._get_lora_device) == ["base_layer"]
+    assert "self.device = _get_lora_device(self.base_layer)" in inspect.getsource(base_linear)
+    assert "base_layer.weight.device" in inspect.getsource(utils._get_lora_device)
+
+
 def test_the_registry_of_architectures_is_read_from_its_source():
     from vllm.model_executor.models import registry
 
