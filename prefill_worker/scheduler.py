@@ -364,6 +364,7 @@ class PrefillScheduler:
 
     def _finish(self, job: PrefillRequest, now: float) -> list[PrefillCommand]:
         job.phase = PrefillPhase.DONE
+        job.in_step = False  # where others have sealed its pages meanwhile: the end of the step must not revive it
         left, job.line_number = self._drop(job.line_number) if job.line_number is not None else [], None
         self._blocks.free(job.pages)
         job.pages = BlockTable()

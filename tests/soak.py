@@ -1,7 +1,7 @@
 """`make soak`: a cluster of real processes under load, with deaths and stops at random, for as long as you like.
 
     .venv/bin/python -m tests.soak [--minutes 20] [--families 15] [--kills 50] [--requests 10000] [--hostile 10]
-        [--fuzz 10] [--seed N]
+        [--fuzz 10] [--seed N] [--only 'gemma3/*']
 
 Every request must end with the reference's tokens, whatever died meanwhile, while one decode worker lives; and when
 the load ends, nothing may be left running or held. Then the same is done for each family of models on each shape of
@@ -12,7 +12,8 @@ processes beside honest streams (see `tests/soak_hostile.py`), and last a fuzzer
 its seed first, and a line of JSON after each part.
 
 With `BATON_TEST_ENGINE=vllm`, in the environment of `make test-vllm`, vLLM computes. Its own processes are
-killed, too.
+killed, too. The families that vLLM alone serves join, and so do shapes whose workers have two ranks. `--only` chooses
+among families and shapes. After a failure the folder with all logs stays, and its path is printed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import psutil
@@ -49,15 +53,44 @@ OUTPUT = 48  # tokens
 BETWEEN_FAULTS = (0.5, 4.0)  # seconds
 SURE = 1e-3  # two best logits closer than this may swap between implementations
 ENDS = 30.0  # seconds in which a worker ends after a part of its has been killed, on a busy machine
-SHAPES = {"1P+1D": (1, 1), "2P+2D": (2, 2), "colocated": (0, 1)}
+PATIENCE = 300.0  # seconds for a request and for a start, on a busy machine whose workers are killed all the time
 QUICK = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000, "decode.fetch_timeout_ms": 3_000}
 PATIENT = {"router.max_attempts": 1_000, "router.queue_timeout_ms": 300_000, "router.attempt_timeout_ms": 300_000}
 """Where there is one decode worker, requests wait for its successor, however often it dies."""
 
 
+@dataclass(frozen=True)
+class Shape:
+    """How many workers a cluster has of each role, and ranks each of them."""
+
+    prefill: int
+    decode: int
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return max(self.prefill_ranks, self.decode_ranks)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        degrees = {"prefill": self.prefill_ranks, "decode": self.decode_ranks}
+        return {
+            "router.disaggregation": "always" if self.prefill else "auto",
+            **{f"{role}.tensor_parallel_size": ranks for role, ranks in degrees.items() if self.ranks > 1},
+        }
+
+
+SHAPES = {"1P+1D": Shape(1, 1), "2P+2D": Shape(2, 2), "colocated": Shape(0, 1)}
+RANKED = {"TP 1-2": Shape(1, 1, 1, 2), "TP 2-1": Shape(1, 1, 2, 1), "colocated TP 2": Shape(0, 1, 1, 2)}
+if ENGINE.name == "vllm":
+    SHAPES |= RANKED
+FAMILIES = (*checkpoints.FAMILIES, *(checkpoints.VLLM_RECIPES if ENGINE.name == "vllm" else ()))
+
+
 class Chaos:
     """Kills, stops and restarts processes. Where there are two decode workers it always leaves one that runs. A worker
-    may have processes of its own, which die and stop as it does."""
+    may have a process of vLLM and that its ranks, which die and stop as it does."""
 
     def __init__(self, cluster: LocalCluster, rng: random.Random) -> None:
         self._cluster = cluster
@@ -75,6 +108,7 @@ class Chaos:
         others = {name for name in self._names if name.startswith("decode")} - {victim}
         if victim in self._stopped or (victim.startswith("decode") and others and not any(map(self._serves, others))):
             return
+        assert victim in self._cluster.pids, f"{victim} has ended by itself; its log says why"
         process, what = self._part(victim)
         if self._rng.random() < 0.3:
             process.suspend()
@@ -92,11 +126,12 @@ class Chaos:
         self._stopped.clear()
 
     def _part(self, name: str) -> tuple[psutil.Process, str]:
-        """The process of that name or, as often, one that it has made."""
+        """The process of that name or, as often, one that it or its vLLM has made."""
         process = psutil.Process(self._cluster.pids[name])
-        parts = process.children(recursive=True)
+        parts = dict.fromkeys(process.children(), f"vLLM of {name}")
+        parts |= {each: f"rank of {name}" for vllm in parts for each in _ranks(vllm)}
         if parts and self._rng.random() < 0.5:
-            return self._rng.choice(parts), f"vLLM of {name}"
+            return self._rng.choice(list(parts.items()))
         return process, name
 
     def _serves(self, name: str) -> bool:
@@ -104,6 +139,14 @@ class Chaos:
             return False
         with Client(self._cluster.address, self._cluster.operator) as client:
             return any(p.name == name and p.state == 1 for p in client.status(timeout=60.0).processes)
+
+
+def _ranks(vllm: psutil.Process) -> list[psutil.Process]:
+    """The ranks of a process of vLLM. Its resource tracker is none: the worker goes on without it."""
+    try:
+        return [each for each in vllm.children() if "resource_tracker" not in " ".join([each.name(), *each.cmdline()])]
+    except psutil.NoSuchProcess:  # it or a rank has ended meanwhile
+        return []
 
 
 def prompts_of(path: Path, seed: int) -> dict[tuple[int, ...], list[int]]:
@@ -124,14 +167,14 @@ def soak(
     folder: Path,
     path: Path,
     expected: Mapping[tuple[int, ...], list[int]],
-    shape: tuple[int, int] = (2, 2),
+    shape: Shape = SHAPES["2P+2D"],
     streams: int = STREAMS,
 ) -> dict[str, object]:
     """Run it; raises AssertionError at the first wrong or lost token."""
     rng, prompts = random.Random(seed), list(expected)
-    settings = workload.settings(path, *shape, **QUICK, **PATIENT)
+    settings = workload.settings(path, shape.prefill, shape.decode, **QUICK, **PATIENT, **shape.settings)
     done = cached = attempts = 0
-    with LocalCluster(settings, folder) as cluster, ThreadPoolExecutor(streams) as pool:
+    with LocalCluster(settings, folder, patience=PATIENCE) as cluster, ThreadPoolExecutor(streams) as pool:
         chaos = Chaos(cluster, rng)
         running: dict[Future[Generated], tuple[int, ...]] = {}
         start = time.monotonic()
@@ -140,7 +183,7 @@ def soak(
             now = time.monotonic()
             while len(running) < streams and now - start < seconds:
                 prompt = rng.choice(prompts)
-                running[pool.submit(workload.ask, cluster.address, prompt, OUTPUT)] = prompt
+                running[pool.submit(workload.ask, cluster.address, prompt, OUTPUT, timeout=PATIENCE)] = prompt
             if now >= next_fault and now - start < seconds:
                 chaos.act(now)
                 next_fault = time.monotonic() + rng.uniform(*BETWEEN_FAULTS)
@@ -150,7 +193,8 @@ def soak(
             for future in finished:
                 prompt = running.pop(future)
                 answer = future.result()
-                assert answer.token_ids == expected[prompt], f"wrong tokens for a prompt of {len(prompt)}"
+                right = expected[prompt]
+                assert answer.token_ids == right, f"a prompt of {len(prompt)}: {answer.token_ids}, not {right}"
                 done += 1
                 cached += answer.usage.cached_tokens
                 attempts += answer.work.attempts
@@ -166,14 +210,27 @@ def soak(
     }
 
 
-def families(seconds: float, seed: int, folder: Path) -> Iterator[dict[str, object]]:
-    """Soak each family on each shape, so long in all."""
-    each = seconds / len(checkpoints.FAMILIES) / len(SHAPES)
-    for family in checkpoints.FAMILIES:
+def families(seconds: float, seed: int, folder: Path, only: Sequence[str] = ("*",)) -> Iterator[dict[str, object]]:
+    """Soak each family on each shape, so long in all. `only`: patterns of those that are meant, as family/shape."""
+    every = [(family, name) for family in FAMILIES for name in SHAPES]
+    chosen = [(family, name) for family, name in every if any(fnmatch(f"{family}/{name}", each) for each in only)]
+    for family in FAMILIES:
+        names = [name for each, name in chosen if each == family]
+        if not names:
+            continue
         path = checkpoints.make(family, folder / family)
         expected = prompts_of(path, seed)
-        for name, shape in SHAPES.items():
-            result = soak(each, seed, folder / f"{family}-{name}", path, expected, shape, CROWD)
+        heads = checkpoints.config(family).num_key_value_heads
+        for name in names:
+            shape = SHAPES[name]
+            if heads % shape.ranks:
+                yield {"family": family, "shape": name, "skipped": f"{shape.ranks} ranks can't share {heads} KV heads"}
+                continue
+            try:
+                result = soak(seconds / len(chosen), seed, folder / f"{family}-{name}", path, expected, shape, CROWD)
+            except BaseException as error:
+                error.add_note(f"{family} on {name}, seed {seed}")
+                raise
             yield {"family": family, "shape": name, **result}
 
 
@@ -185,19 +242,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="of mixed length, to pools that are too small")
     parser.add_argument("--hostile", type=float, default=10.0, help="minutes of hostile clients and hung processes")
     parser.add_argument("--fuzz", type=float, default=10.0, help="minutes of a fuzzer on every socket")
+    parser.add_argument("--only", nargs="+", default=["*"], help="of --families: patterns, such as 'gemma3/*'")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     given = parser.parse_args(argv)
     if ENGINE.name == "vllm":
         LocalCluster.launch = staticmethod(forked)  # else a worker would be down for a quarter of a minute each time
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     print(f"seed {given.seed}, commit {commit.stdout.strip()}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="baton-soak-") as temporary:
-        folder = Path(temporary)
+    folder = Path(tempfile.mkdtemp(prefix="baton-soak-"))
+    try:
         path = checkpoints.make("llama", folder / "model")
         if given.minutes:
             result = soak(given.minutes * 60, given.seed, folder / "faults", path, prompts_of(path, given.seed))
             print(json.dumps(result), flush=True)
-        for result in families(given.families * 60, given.seed, folder / "families") if given.families else ():
+        parts = families(given.families * 60, given.seed, folder / "families", given.only)
+        for result in parts if given.families else ():
             print(json.dumps(result), flush=True)
         for nodes in (("a",), ("a", "b")) if given.kills else ():
             result = store_deaths(given.kills, given.seed, folder / f"{len(nodes)}-nodes", path, nodes)
@@ -209,6 +268,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(json.dumps(hostile(given.hostile * 60, given.seed, folder / "hostile", path)), flush=True)
         if given.fuzz:
             print(json.dumps(fuzz(given.fuzz * 60, given.seed, folder / "fuzz", path)), flush=True)
+    except BaseException:
+        print(f"all logs are in {folder}", flush=True)
+        raise
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

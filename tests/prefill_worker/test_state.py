@@ -20,7 +20,7 @@ from baton.messages import (
     Started,
     Tokens,
 )
-from baton.store_protocol import NotReserved
+from baton.store_protocol import NotReserved, Reserved
 from engine.step.outcome import StepFailed
 from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.prefill_request import PrefillPhase
@@ -123,6 +123,25 @@ def test_a_prompt_looks_again_only_when_its_step_has_ended() -> None:
     (result,) = done(one.said)
     assert (result.computed, result.hit) == (2 * PAGE + 1, 1)
     assert tokens_of(decode.said) == reference(PROMPT, 9)
+
+
+def test_a_prompt_whose_pages_another_worker_seals_meanwhile_is_done_before_its_step_has_ended() -> None:
+    """A step runs beside the loop, and the store answers that it has every page. The step's end changes nothing."""
+    rig = Rig(64)
+    one = rig.worker("prefill", 32, PrefillConfig())
+    one.handle(order(PROMPT))
+    one.hear()  # the store has nothing
+    plan = one.schedule()
+    (job,) = one.state._requests.values()
+    assert job.in_step
+    lease = job.store.lease
+    one.handle(Reserved(lease, (None, None, None)))
+    assert [m.stored for m in done(one.said)] == [0]
+    one.handle(at_once(one.run_step(plan)))
+    assert job.phase is PrefillPhase.DONE
+    one.state.validate()
+    one.handle(order(PROMPT, "next"))
+    one.state.validate()
 
 
 def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed() -> None:

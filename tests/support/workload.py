@@ -82,9 +82,9 @@ def references(path: Path, wanted: Sequence[Sequence[int]], count: int = OUTPUT)
 
 def ask(address: str, prompt: Sequence[int], count: int = OUTPUT, **settings: Any) -> Generated:
     """One request by token ids, past any end-of-sequence token; greedy unless told otherwise."""
-    settings = {"temperature": 0.0, "ignore_eos": True, **settings}
+    settings = {"temperature": 0.0, "ignore_eos": True, "timeout": 120.0, **settings}
     with Client(address) as client:
-        return client.generate(prompt, max_tokens=count, timeout=120, **settings).result()
+        return client.generate(prompt, max_tokens=count, **settings).result()
 
 
 def ask_all(address: str, wanted: Sequence[Sequence[int]], count: int = OUTPUT, **settings: Any) -> list[Generated]:
