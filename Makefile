@@ -49,7 +49,7 @@ test-fast: setup
 setup-vllm: $(VLLM_VENV)/.ready
 
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_TEST) tests/vllm_runner $(EITHER:%=tests/processes/test_%.py)
+	$(VLLM_TEST) tests/vllm_runner tests/cluster/test_ray_ranks.py $(EITHER:%=tests/processes/test_%.py)
 
 # What CI runs of it. FLAGS=--last-failed gives the failed ones a second run.
 test-vllm-quick: $(VLLM_VENV)/.ready

@@ -362,6 +362,11 @@ class LocalCluster:
             return None
         self._gpus = share_gpus(wanted, gpus, self._gpus)
         if spec.name not in self._gpus:
+            if (ranks := self.config.ranks_of(worker_role(spec.role))) > 1:
+                raise StartupError(
+                    f"{spec.name} has no room: its {ranks} ranks need {ranks} GPUs that no other worker holds, and "
+                    f"this machine has {gpus}; lower {spec.role}.tensor_parallel_size"
+                )
             raise StartupError(f"{spec.name} has no room: other workers hold the {gpus} GPUs of this machine")
         return self._gpus[spec.name]
 

@@ -15,6 +15,7 @@ from baton.api_keys import KeyRing
 from baton.config import Config
 from baton.errors import BatonError
 from baton.hosts import is_loopback
+from baton.messages import WorkerRole
 from baton.system_memory import available_memory
 from deploy.commands.collect_env import version_of
 from deploy.commands.doctor_model import Finding, Level, examine_model
@@ -193,15 +194,13 @@ def _device(config: Config) -> list[Finding]:
 
 def _cores(config: Config) -> Finding:
     cores = len(os.sched_getaffinity(0))
-    workers = config.cluster.prefill + config.cluster.decode
-    if cores < workers:
-        return Finding(
-            "warn",
-            "cores",
-            f"{cores} for {workers} workers",
-            "they will take turns; fine for trying out, not for speed",
-        )
-    return Finding("ok", "cores", f"{cores} for {workers} workers")
+    counts: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
+    workers = sum(count for _, count in counts)
+    ranks = sum(count * config.ranks_of(role) for role, count in counts)
+    told = f"{cores} for {workers} workers" + (f" of {ranks} ranks in all" if ranks > workers else "")
+    if cores < ranks and any(count and preflight.runs_on_cpu(config, role) for role, count in counts):
+        return Finding("warn", "cores", told, "they will take turns; fine for trying out, not for speed")
+    return Finding("ok", "cores", told)
 
 
 def _files() -> Finding:

@@ -13,6 +13,7 @@ from baton.messages import WorkerRole
 from baton.system_memory import available_memory
 from deploy.commands.collect_env import version_of
 from deploy.commands.terminal import size
+from deploy.control_plane import preflight
 from engine.checkpoint import hub
 from engine.device.gpus import VisibleGpus, resolve_device, visible_gpus
 from engine.models.config_file import DTYPES, ConfigFile, read_object
@@ -69,7 +70,7 @@ def examine_model(config: Config, model: str) -> ModelReport:
     findings = (
         _engine(choice, facts),
         *_checkpoint(raw, spec),
-        _device(device, gpus),
+        _device(config, device, gpus),
         _native(spec, facts, choice),
         _vllm(raw, installed, facts, choice),
         _page_size(config, facts, choice, device),
@@ -126,7 +127,9 @@ def _checkpoint(raw: Mapping[str, Any], spec: ModelSpec | None) -> Iterator[Find
     yield Finding("ok", "shape", f"{shape}; tokens a layer sees: {' or '.join(kinds)}; family {spec.family}")
 
 
-def _device(device: str, gpus: VisibleGpus) -> Finding:
+def _device(config: Config, device: str, gpus: VisibleGpus) -> Finding:
+    if lack := preflight.ranks_problem(config, "decode", device, len(gpus.gpus)):
+        return Finding("bad", "device", f"{device}, of {gpus}", lack)
     if device == "cpu":
         return Finding("ok", "device", f"the CPU: {gpus.problem or 'model.device says so'}")
     metrics = "" if version_of("nvidia-ml-py") else "for metrics of the GPU: pip install 'baton[gpu]'"
@@ -190,8 +193,9 @@ def _memory(
         room = available_memory()
         free, bound, pages = room.available, room.bound, own.kv_cache_bytes.on_cpu
     else:
-        total = gpus.gpus[int(device.partition(":")[2] or 0)].memory_bytes
-        free, bound = int(total * own.gpu_memory_utilization), f"{own.gpu_memory_utilization:g} of {gpus.gpus[0].name}"
+        ranks, total = config.ranks_of(role), gpus.gpus[int(device.partition(":")[2] or 0)].memory_bytes
+        free = int(ranks * total * own.gpu_memory_utilization)
+        bound = f"{own.gpu_memory_utilization:g} of {f'{ranks} × ' if ranks > 1 else ''}{gpus.gpus[0].name}"
         pages = int(own.kv_cache_bytes)
     told = (
         f"weights {size(weights)}, pages {size(pages) if pages else 'what is left'}{per_page}; {size(free)} ({bound})"

@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ SUPERVISOR = "supervisor"
 NODE_KEY = "node/"
 _TAKEN_BACK = 0.5  # seconds after which an actor that was killed before its start can't run any more
 _REMOTE_PATIENCE = 30.0  # seconds, for a task on another node
+LENDING_PATIENCE = 30.0  # seconds until an actor has its GPUs; about 5 where they are free
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class ActorRecord:
     handle: Any = None  # None: only its record was found
     record: ProcessRecord | None = None
     gpu_share: float = 0.0  # of its node's GPUs
+    started: float = 0.0  # when Ray was told to start the actor
     failure: Failure | None = None
     addresses: ServiceAddresses | None = None
     asked: Any = None  # the pending report() call
@@ -68,7 +70,11 @@ class ActorRegistry:
 
     def hardware(self) -> dict[str, NodeHardware]:
         """Return the GPUs and labels of the nodes that are up."""
-        return {name: hardware_of(node) for name, node in self._alive().items()}
+        found = {name: hardware_of(node) for name, node in self._alive().items()}
+        if not any(has.gpus for has in found.values()):
+            return found
+        free = self._free_gpus()
+        return {name: replace(has, lent=self._lent(name, has.gpus, free.get(name))) for name, has in found.items()}
 
     def gpu_shares(self) -> dict[str, GpuShare]:
         """Return the GPU shares of all processes that are not gone."""
@@ -115,7 +121,9 @@ class ActorRegistry:
         except ValueError as error:
             log.info("%s can't start yet: %s", order.name, error)
             return False
-        self._members[order.name] = ActorRecord(order.name, order.node, handle, gpu_share=order.gpu_share)
+        self._members[order.name] = ActorRecord(
+            order.name, order.node, handle, gpu_share=order.gpu_share, started=time.monotonic()
+        )
         return True
 
     def poll(self, patience: float = 0.2) -> None:
@@ -130,6 +138,8 @@ class ActorRegistry:
                 waiting[answer].asked = None
                 self._take(waiting[answer], answer)
         for member in self._members.values():
+            if member.record is None and member.gpu_share and member.failure is None and not member.ending:
+                self._check_lending(member)
             if member.gone or member.record is None:
                 continue
             if self._proven_gone(member.record):
@@ -198,6 +208,33 @@ class ActorRegistry:
             self._keys.put(NODE_KEY + node_id, name.encode())
         self._names |= new
         return {self._names[node["NodeID"]]: node for node in alive}
+
+    def _free_gpus(self) -> dict[str, float]:
+        """Return the GPUs that Ray can lend now, by node. It is late by a moment."""
+        from ray._private.state import available_resources_per_node
+
+        available = available_resources_per_node()
+        return {name: float(available.get(node_id, {}).get("GPU", 0.0)) for name, node_id in self._node_ids().items()}
+
+    def _lent(self, node: str, gpus: int, free: float | None) -> float:
+        """Return how many GPUs of a node Ray has lent to others, at least: ours may still wait for theirs."""
+        ours = sum(each.gpu_share for each in self._members.values() if each.node == node and not each.gone)
+        return 0.0 if free is None else max(0.0, gpus - free - ours)
+
+    def _check_lending(self, member: ActorRecord) -> None:
+        """Give an actor up that has not run its first line because its node's GPUs are others'.
+
+        Ray would let it wait for ever. The next plan may have another node for it.
+        """
+        if time.monotonic() - member.started < LENDING_PATIENCE:
+            return
+        free = self._free_gpus().get(member.node, 0.0)
+        if free < member.gpu_share:
+            member.failure = Failure(
+                "startup",
+                f"Ray has not lent it {member.gpu_share:g} GPUs of {member.node} within {LENDING_PATIENCE:.0f} s: "
+                f"{free:g} are free, and others hold the rest (`ray status` counts them); end those, or add a node",
+            )
 
     def _kept_record(self, name: str) -> ProcessRecord | None:
         kept = self._keys.get(PROCESS_KEY + name)

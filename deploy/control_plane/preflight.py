@@ -138,12 +138,27 @@ def runs_on_cpu(config: Config, role: WorkerRole) -> bool:
 
 
 def check_device(config: Config) -> None:
-    """Check that this machine has the device, if all workers run here. Raises StartupError."""
+    """Check that this machine has the device, and a GPU for each rank, if all workers run here. Raises StartupError."""
     if not is_loopback(config.router.host):
         return
-    if config.cluster.prefill:
-        resolve_device(config.device_of("prefill"))
-    resolve_device(config.device_of("decode"))
+    gpus = visible_gpus()
+    roles: Sequence[WorkerRole] = ("prefill", "decode") if config.cluster.prefill else ("decode",)
+    for role in roles:
+        if lack := ranks_problem(config, role, resolve_device(config.device_of(role), gpus), len(gpus.gpus)):
+            raise StartupError(lack)
+
+
+def ranks_problem(config: Config, role: WorkerRole, device: str, gpus: int) -> str:
+    """Return why the ranks of a worker of that role find no room on this machine, which has so many GPUs; "" if they
+    do. Ranks on a CPU share its cores."""
+    ranks, (kind, _, index) = config.ranks_of(role), device.partition(":")
+    if kind != "cuda" or int(index or 0) + ranks <= gpus:
+        return ""
+    start = f", from {device} on" if index else ""
+    return (
+        f"the {ranks} ranks of a {role} worker need {ranks} GPUs of one machine{start}, and this one has {gpus}; lower "
+        f"{role}.tensor_parallel_size"
+    )
 
 
 def check_engine(config: Config) -> None:
@@ -157,8 +172,11 @@ def check_engine(config: Config) -> None:
     path, gpus = hub.cached(config.model.path), visible_gpus()
     raw = read_object(path / "config.json") if path is not None else None
     roles: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
-    for device in {resolve_device(config.device_of(role), gpus) for role, count in roles if count}:
-        if lack := problem(Installation.find(), raw, config.pages.page_size, device):
+    for role, count in roles:
+        if not count:
+            continue
+        device = resolve_device(config.device_of(role), gpus)
+        if lack := problem(Installation.find(), raw, config.pages.page_size, device, config.ranks_of(role)):
             raise ConfigError(f"model.engine is vllm, and vLLM's runner can't: {lack}")
 
 

@@ -9,6 +9,7 @@ node with a worker has one store.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -22,8 +23,8 @@ from baton.operator_address import operator_of_router
 from deploy.placement.gpu_sharing import (
     GpuShare,
     NodeHardware,
-    least_used,
     nodes_for,
+    roomiest,
     share_gpus,
     uses_assigned_gpu,
     wanted_gpus,
@@ -103,21 +104,26 @@ def _workers(
     placed: Mapping[str, str],
     hardware: Mapping[str, NodeHardware],
 ) -> list[ProcessSpec]:
-    """Return the workers with their nodes. On CPUs they take turns; on GPUs each goes where the fewest share one."""
+    """Return the workers with their nodes. On CPUs they take turns; on GPUs each goes where the fewest share one.
+
+    Workers with the most ranks choose first: they need a node with so many GPUs, and others fit in between."""
     roles: Sequence[tuple[WorkerRole, int]] = [("decode", scale.decode), ("prefill", scale.prefill)]
     names: list[tuple[WorkerRole, str]] = [(role, f"{role}-{index}") for role, count in roles for index in range(count)]
-    there = {name: placed[name] for _, name in names if placed.get(name) in usable}
-    used = list(there.values())
-    found: list[ProcessSpec] = []
-    for turn, (role, name) in enumerate(names):
+    turns = {name: turn for turn, (_, name) in enumerate(names)}
+    found: dict[str, ProcessSpec] = {}
+    used: dict[str, int] = defaultdict(int)  # ranks, by node
+    # Workers that run stay, so they come before all others.
+    for role, name in sorted(names, key=lambda each: (placed.get(each[1]) not in usable, -config.ranks_of(each[0]))):
         nodes, why = nodes_for(config, role, usable, hardware)
-        node = there.get(name, "")
+        node = placed[name] if placed.get(name) in usable else ""
         if not node and nodes:
             on_gpus = uses_assigned_gpu(config.device_of(role)) and _have_gpus(nodes, hardware)
-            node = least_used(nodes, hardware, used) if on_gpus else nodes[turn % len(nodes)]
-            used.append(node)
-        found.append(ProcessSpec(name, role, node, blocked="" if node else why))
-    return [*(spec for spec in found if spec.role == "prefill"), *(spec for spec in found if spec.role == "decode")]
+            ranks = config.ranks_of(role)
+            node = roomiest(nodes, hardware, used, ranks) if on_gpus else nodes[turns[name] % len(nodes)]
+        used[node] += config.ranks_of(role)
+        found[name] = ProcessSpec(name, role, node, blocked="" if node else why)
+    ordered = [found[name] for name in turns]
+    return [*(spec for spec in ordered if spec.role == "prefill"), *(spec for spec in ordered if spec.role == "decode")]
 
 
 def _have_gpus(nodes: Iterable[str], hardware: Mapping[str, NodeHardware]) -> bool:
@@ -146,14 +152,21 @@ def _on_gpus(
     return [
         replace(spec, gpu=shares[spec.name])
         if spec.name in shares
-        else replace(spec, blocked=_no_room(spec, hardware[spec.node].gpus))
+        else replace(spec, blocked=_no_room(spec, wanted_gpus(config, worker_role(spec.role)), hardware))
         if spec.name in on_gpus
         else spec
         for spec in workers
     ]
 
 
-def _no_room(spec: ProcessSpec, gpus: int) -> str:
+def _no_room(spec: ProcessSpec, wanted: float | None, hardware: Mapping[str, NodeHardware]) -> str:
+    gpus = hardware[spec.node].gpus
+    if wanted is not None and wanted > 1:
+        there = ", ".join(f"{has.gpus} of {name}" for name, has in hardware.items() if has.gpus)
+        return (
+            f"its ranks need {wanted:.0f} GPUs of one node, and other workers hold too many of the GPUs ({there}); "
+            f"lower {spec.role}.tensor_parallel_size or the number of workers, or add a node"
+        )
     return (
         f"other workers hold the {gpus} GPUs of {spec.node}; start the cluster with so many workers, which makes their "
         f"shares smaller, set {spec.role}.num_gpus, or add a node"

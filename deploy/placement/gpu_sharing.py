@@ -8,7 +8,7 @@ fits: a whole GPU each where there are enough, a half each where two share one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,12 @@ _NONE_VISIBLE = {"CUDA_VISIBLE_DEVICES": ""}
 
 @dataclass(frozen=True)
 class NodeHardware:
-    """What Ray knows of a node: how many GPUs it may lend, and the node's labels."""
+    """What Ray knows of a node: how many GPUs it may lend, the node's labels, and how much of the GPUs it has lent to
+    others than this cluster."""
 
     gpus: int = 0
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    lent: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def nodes_for(
     """Return the nodes that may have workers of a role, or none and the reason.
 
     They have all labels of the role's `node_selector`. Workers on GPUs go to nodes with GPUs: with the device "auto" as
-    soon as there is one, with "cuda" always.
+    soon as there is one, with "cuda" always. All ranks of a worker are on one node, which has a GPU for each.
     """
     selector, device = config.worker(role).node_selector, config.device_of(role)
     labels = {name: hardware.get(name, NodeHardware()).labels for name in nodes}
@@ -134,18 +136,30 @@ def nodes_for(
         asked = ", ".join(f"{key}={value}" for key, value in selector.items())
         return (), f"no node has the labels of {role}.node_selector: {asked}"
     with_gpus = [name for name in found if hardware.get(name, NodeHardware()).gpus]
-    if with_gpus and uses_assigned_gpu(device):
-        return with_gpus, ""
-    if device == "cuda":
+    if device == "cuda" and not with_gpus:
         return (), f"the device of {role} workers is cuda, and Ray knows no GPU on {', '.join(found)}"
-    return found, ""
+    if not with_gpus or not uses_assigned_gpu(device):
+        return found, ""
+    ranks = config.ranks_of(role)
+    if large := [name for name in with_gpus if hardware[name].gpus >= ranks]:
+        return large, ""
+    there = ", ".join(f"{hardware[name].gpus} on {name}" for name in with_gpus)
+    return (), (
+        f"the {ranks} ranks of a {role} worker need {ranks} GPUs of one node, and there are {there}; lower "
+        f"{role}.tensor_parallel_size, or add a node with {ranks} GPUs"
+    )
 
 
-def least_used(nodes: Sequence[str], hardware: Mapping[str, NodeHardware], used: Iterable[str]) -> str:
-    """Return the node with the fewest workers on each of its GPUs after one more; the first of equals. `used`: the
-    nodes of the workers so far."""
-    counts = list(used)
-    return min(nodes, key=lambda name: (counts.count(name) + 1) / max(1, hardware.get(name, NodeHardware()).gpus))
+def roomiest(nodes: Sequence[str], hardware: Mapping[str, NodeHardware], used: Mapping[str, int], ranks: int) -> str:
+    """Return the node for one more worker with so many ranks: the one whose GPUs are then used least, the first of
+    equals. `used`: the ranks of the workers so far, by node. Where all of its ranks fit beside them, that comes first.
+    """
+
+    def use(name: str) -> float:
+        return used.get(name, 0) + hardware[name].lent + ranks
+
+    fitting = [name for name in nodes if use(name) <= hardware[name].gpus]
+    return min(fitting or nodes, key=lambda name: use(name) / hardware[name].gpus)
 
 
 def with_share(config: Config, share: GpuShare | None) -> Config:

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 HOME = "/tmp/home"
 MODEL = "/tmp/model"
+ONE, TWO = "10.77.0.1", "10.77.0.2"
+"""Addresses of two nodes, where a test asks for a second one."""
 _UNSHARE = ["unshare", "--pid", "--fork", "--mount", "--net", "--mount-proc", "--kill-child"]
 
 
@@ -126,12 +128,13 @@ class Machine:
     def baton(self, *arguments: object, timeout: float = 90, **environment: str) -> Done:
         return self.run(sys.executable, "-m", "deploy", *arguments, timeout=timeout, **environment)
 
-    def up(self, *arguments: object, **environment: str) -> Done:
+    def up(self, *arguments: object, timeout: float = 90, **environment: str) -> Done:
         """`baton up` on the small model, with pools that suit it."""
         small = ["store.host_cache_bytes=32MiB", "prefill.kv_cache_bytes=32MiB", "decode.kv_cache_bytes=32MiB"]
         small += ["prefill.threads=1", "decode.threads=1"]
         settings = [part for setting in small for part in ("--set", setting)]
-        return self.baton("up", "--model", MODEL, *settings, *arguments, "--timeout", 60, "--json", **environment)
+        patience = ["--timeout", timeout - 30, "--json"]
+        return self.baton("up", "--model", MODEL, *settings, *arguments, *patience, timeout=timeout, **environment)
 
     def make_model(self) -> None:
         script = f"import pathlib; from bench import random_model; random_model.write(pathlib.Path('{MODEL}'))"

@@ -3,41 +3,15 @@
 """
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.machine import HOME, Machine
+from tests.cluster.machine import HOME, ONE, TWO, Machine
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
-ONE, TWO = "10.77.0.1", "10.77.0.2"
 START = ["ray", "start", "--object-store-memory=100000000"]
 KEYS = f"{HOME}/.local/state/baton/baton/cluster.key"
-
-
-@pytest.fixture
-def there(machine: Machine) -> Iterator[list[str]]:
-    """Another network, joined to the machine's own by a cable: how a command is started in it."""
-    with machine.start("unshare", "--net", "sleep", "infinity") as holder:
-        yield connect(machine)
-        holder.kill()
-
-
-def connect(machine: Machine) -> list[str]:
-    machine.wait("the other network is there", lambda: bool(machine.run("pgrep", "-x", "sleep").out))
-    pid = machine.run("pgrep", "-x", "sleep").out.strip()
-    there = ["nsenter", f"--net=/proc/{pid}/ns/net"]
-    machine.run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", pid)
-    for enter, address in (([], ONE), (there, TWO)):
-        for command in (
-            "ip link set lo up",
-            f"ip addr add {address}/24 dev cable",
-            "ip link set cable up",
-            "ip route add default dev cable",  # without one Ray does not find its own address
-        ):
-            assert machine.run(*enter, *command.split()).status == 0, command
-    return there
 
 
 def test_prefill_on_one_node_decode_on_the_other(machine: Machine, there: list[str]):

@@ -101,6 +101,18 @@ def test_a_gpu_is_for_vllm_and_its_memory_is_looked_at(model: Path, doctor: Doct
     assert "vLLM is not installed: pip install 'baton[vllm]'" in report["why"]
 
 
+def test_ranks_on_gpus(model: Path, doctor: Doctor):
+    ranks = ("--set", "decode.tensor_parallel_size=2")
+    two = VisibleGpus((Gpu("H100", 80 * 2**30),) * 2)
+    code, report = doctor(model, *ranks, vllm=RIGHT, gpus=two)
+    assert (code, report["engine"]) == (0, "vllm")
+    assert "144.0 GiB (0.9 of 2 × H100)" in found(report, "memory")["found"]
+    code, report = doctor(model, *ranks, vllm=RIGHT, gpus=VisibleGpus(two.gpus[:1]))
+    assert code == 1
+    assert found(report, "device")["level"] == "bad"
+    assert "the 2 ranks of a decode worker need 2 GPUs of one machine" in found(report, "device")["advice"]
+
+
 def test_a_hub_id_is_looked_up_in_the_cache_and_nowhere_else(model: Path, doctor: Doctor, tmp_path: Path):
     code, report = doctor("owner/model")
     assert (code, report["error"]["reason"]) == (1, "model_not_found")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from baton.config import Config, load
 from baton.errors import StartupError
 from deploy import local
+from deploy.control_plane import preflight
 from deploy.control_plane.actor_registry import hardware_of
 from deploy.control_plane.reports import gpu_text
-from deploy.placement.desired import ClusterScale, ProcessSpec, plan
+from deploy.placement.desired import ClusterScale, ProcessSpec, plan, worker_role
 from deploy.placement.gpu_sharing import (
     GpuShare,
     NodeHardware,
@@ -36,12 +38,14 @@ workers = st.dictionaries(st.sampled_from([f"w{i}" for i in range(8)]), parts, m
 
 
 def fits(shares: dict[str, GpuShare], gpus: int) -> bool:
-    """Whether each share lies on one GPU and no GPU is lent more than once."""
+    """Whether each share lies on one GPU, or on as many as it has, and no GPU is lent more than once."""
     sums: dict[int, float] = defaultdict(float)
     for share in shares.values():
         assert share.index is not None
-        assert 0 <= share.index < gpus
-        sums[share.index] += share.share
+        whole = max(1, round(share.share))
+        assert 0 <= share.index <= gpus - whole
+        for index in range(share.index, share.index + whole):
+            sums[index] += min(1.0, share.share)
     return all(total < 1 + 1e-9 for total in sums.values())
 
 
@@ -241,3 +245,106 @@ def test_ranks_decide_how_many_gpus_a_worker_wants() -> None:
     assert (wanted_gpus(config, "prefill"), wanted_gpus(config, "decode")) == (0.5, 2.0)
     own = with_share(config, GpuShare(2.0, 1)).decode
     assert (own.device, own.num_gpus) == ("cuda:1", 1.0)
+
+
+RANKS = {"model.engine": "vllm", "decode.tensor_parallel_size": 2}
+
+
+def test_no_node_has_a_gpu_for_each_rank() -> None:
+    """There are enough of them in all, but a worker is on one node."""
+    hardware = {"a": NodeHardware(1), "b": NodeHardware(1), "c": NodeHardware()}
+    found = placed(RANKS, hardware, ClusterScale(1, 1))
+    assert found["decode-0"].node == ""
+    assert found["decode-0"].blocked == (
+        "the 2 ranks of a decode worker need 2 GPUs of one node, and there are 1 on a, 1 on b; lower "
+        "decode.tensor_parallel_size, or add a node with 2 GPUs"
+    )
+    assert (found["prefill-0"].node, found["prefill-0"].gpu, found["prefill-0"].blocked) == ("a", GpuShare(1.0, 0), "")
+    on_cpus = placed(RANKS | {"decode.device": "cpu"}, hardware, ClusterScale(1, 1))
+    assert (on_cpus["decode-0"].node, on_cpus["decode-0"].gpu, on_cpus["decode-0"].blocked) == ("a", None, "")
+
+
+def test_ranks_find_the_node_that_is_large_enough_however_small_workers_are_placed() -> None:
+    hardware = {"large": NodeHardware(4), "small": NodeHardware(1)}
+    settings = RANKS | {"decode.tensor_parallel_size": 1, "prefill.tensor_parallel_size": 4}
+    found = placed(settings, hardware, ClusterScale(1, 1))
+    assert {name: (spec.node, spec.gpu) for name, spec in found.items()} == {
+        "prefill-0": ("large", GpuShare(4.0, 0)),
+        "decode-0": ("small", GpuShare(1.0, 0)),
+    }
+    two = placed(RANKS, {"a": NodeHardware(2), "b": NodeHardware(3)}, ClusterScale(1, 2))
+    assert {name: (spec.node, spec.gpu and spec.gpu.share) for name, spec in two.items()} == {
+        "prefill-0": ("b", 1.0),
+        "decode-0": ("b", 2.0),
+        "decode-1": ("a", 2.0),
+    }
+
+
+def test_one_worker_with_ranks_too_many_is_told() -> None:
+    found = placed(RANKS, {"a": NodeHardware(3), "b": NodeHardware(2)}, ClusterScale(0, 3))
+    assert [found[name].blocked for name in ("decode-0", "decode-1")] == ["", ""]
+    assert found["decode-2"].blocked == (
+        "its ranks need 2 GPUs of one node, and other workers hold too many of the GPUs (3 of a, 2 of b); lower "
+        "decode.tensor_parallel_size or the number of workers, or add a node"
+    )
+
+
+def test_a_worker_with_ranks_is_replaced_where_there_is_room() -> None:
+    """Its node has gone; of those that are left, one has lent its GPUs to others, and one has too few."""
+    hardware = {"few": NodeHardware(1), "lent": NodeHardware(4, lent=3.0), "free": NodeHardware(2)}
+    specs = plan(
+        load(None, OPEN | RANKS), ClusterScale(0, 2), list(hardware), {"decode-0": "gone", "decode-1": "lent"},
+        hardware=hardware, held={"decode-1": GpuShare(2.0)},
+    )  # fmt: skip
+    found = {spec.name: spec for spec in specs}
+    assert (found["decode-1"].node, found["decode-1"].gpu) == ("lent", GpuShare(2.0))
+    assert (found["decode-0"].node, found["decode-0"].gpu, found["decode-0"].blocked) == ("free", GpuShare(2.0, 0), "")
+
+
+@given(
+    st.integers(0, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4),
+    st.lists(st.integers(0, 8), min_size=1, max_size=4),
+)  # fmt: skip
+def test_each_worker_with_ranks_has_its_gpus_on_one_node_or_a_reason(
+    prefill: int, decode: int, prefill_ranks: int, decode_ranks: int, gpus: list[int]
+) -> None:
+    ranks = {"prefill.tensor_parallel_size": prefill_ranks, "decode.tensor_parallel_size": decode_ranks}
+    config = load(None, OPEN | ranks | {"model.engine": "vllm", "model.device": "cuda"})
+    hardware = {f"n{i}": NodeHardware(count) for i, count in enumerate(gpus)}
+    specs = plan(config, ClusterScale(prefill, decode), list(hardware), hardware=hardware)
+    workers = [spec for spec in specs if spec.role in ("prefill", "decode")]
+    for spec in workers:
+        assert bool(spec.blocked) == (spec.gpu is None)
+        if spec.gpu is not None and config.ranks_of(worker_role(spec.role)) > 1:
+            assert spec.gpu.share == config.ranks_of(worker_role(spec.role))
+    for node, has in hardware.items():
+        assert fits({spec.name: spec.gpu for spec in workers if spec.gpu and spec.node == node}, has.gpus)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "lack"),
+    [
+        ("cuda", 2, ""),
+        ("cuda:1", 3, ""),
+        ("cpu", 0, ""),
+        ("cuda", 1, "the 2 ranks of a decode worker need 2 GPUs of one machine, and this one has 1"),
+        ("cuda:1", 2, "need 2 GPUs of one machine, from cuda:1 on, and this one has 2"),
+    ],
+)
+def test_preflight_counts_the_gpus_of_ranks(device: str, gpus: int, lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: VisibleGpus((Gpu("H100", 2**36),) * gpus, problem="none"))
+    config = load(None, RANKS | {"decode.device": device, "prefill.device": "cpu"})
+    if not lack:
+        preflight.check_device(config)
+        return
+    with pytest.raises(StartupError, match=lack):
+        preflight.check_device(config)
+    preflight.check_device(msgspec.structs.replace(config, router=load(None, OPEN).router))  # others may have them
+
+
+def test_a_cluster_without_ray_has_too_few_gpus_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "visible_gpus", lambda: VisibleGpus((Gpu("H100", 2**36),)))
+    cluster = local.LocalCluster(load(None, RANKS), tmp_path)
+    with pytest.raises(StartupError, match=r"its 2 ranks need 2 GPUs .* and this machine has 1"):
+        cluster._gpu_of(cluster._specs["decode-0"])
+    cluster.close()

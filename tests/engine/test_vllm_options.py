@@ -75,6 +75,17 @@ def test_a_child_sees_one_gpu_and_drives_the_first_of_vllms_model_runners(device
     assert "CUDA_VISIBLE_DEVICES" not in child_environment({}, "cpu", 1)
 
 
+@pytest.mark.parametrize(
+    ("device", "visible", "seen"),
+    [("cuda", "2,3", "2,3"), ("cuda", "GPU-ab,GPU-cd,GPU-ef", "GPU-ab,GPU-cd"), ("cuda:1", None, "1,2")],
+)
+def test_ranks_see_the_gpus_that_their_worker_was_lent(device: str, visible: str | None, seen: str):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert child_environment(environ, device, 4, 2)["CUDA_VISIBLE_DEVICES"] == seen
+    with pytest.raises(StartupError, match="cuda and 1 more and CUDA_VISIBLE_DEVICES is 4"):
+        child_environment({"CUDA_VISIBLE_DEVICES": "4"}, "cuda", 1, 2)
+
+
 def test_on_a_cpu_intels_openmp_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(environment, "OPENMP", tmp_path / "libiomp5.so")
     assert "LD_PRELOAD" not in child_environment({}, "cpu", 1)

@@ -1,0 +1,52 @@
+"""A worker of two ranks on Ray: vLLM's runner on a CPU, in the environment of `make test-vllm`."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.cluster.machine import MODEL, Machine
+
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+
+START = ["ray", "start", "--head", "--include-dashboard=false", "--object-store-memory=100000000", "--num-gpus=1"]
+GREEDY = ["--temperature", 0, "--max-tokens", 8, "--ignore-eos"]
+RANKS = ["model.engine=vllm", "model.enforce_eager=true", "pages.page_size=32", "decode.tensor_parallel_size=2"]
+MAKE = f"""
+import pathlib
+from tests import checkpoints
+checkpoints.make("llama", pathlib.Path("{MODEL}"), hidden_size=128, head_dim=32)
+"""
+
+
+def below(machine: Machine, pid: int) -> list[int]:
+    return [int(line) for line in machine.run("pgrep", "-P", pid).out.split()]
+
+
+def test_a_worker_whose_rank_is_lost_is_replaced(machine: Machine) -> None:
+    """Its ranks compute on the CPU of a node that has a GPU, so they wait for none."""
+    assert machine.run(*START).status == 0
+    assert machine.run("sh", "-c", f"rm -r {MODEL}").status == 0
+    made = machine.run(sys.executable, "-c", MAKE, timeout=120)
+    assert made.status == 0, made
+    settings = [part for setting in (*RANKS, "decode.device=cpu") for part in ("--set", setting)]
+    up = machine.up("--prefill", 0, *settings, timeout=300)
+    assert up.status == 0, up
+    expected = machine.generate("--token-ids", "5,6,7", *GREEDY)["token_ids"]
+    before = {each["name"]: each["pid"] for each in machine.status()["processes"]}["decode-0"]
+    (vllm,) = below(machine, before)
+    ranks = below(machine, vllm)
+    machine.kill(ranks[-1])
+
+    def replaced() -> bool:
+        now = machine.status()
+        found = {each["name"]: each for each in now["processes"]}["decode-0"]
+        return now["serving"] and found["state"] == "live" and found["pid"] != before
+
+    machine.wait("decode-0 is replaced", replaced, 200)
+    assert not {before, vllm, *ranks} & set(machine.processes())
+    assert machine.generate("--token-ids", "5,6,7", *GREEDY)["token_ids"] == expected
+    assert machine.baton("down").status == 0
