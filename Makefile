@@ -55,6 +55,8 @@ test-vllm: $(VLLM_VENV)/.ready
 test-vllm-quick: $(VLLM_VENV)/.ready
 	$(VLLM_TEST) $(FLAGS) tests/vllm_runner/test_runner.py tests/processes/test_failures.py tests/processes/test_corruption.py \
 	'tests/vllm_runner/test_cluster.py::test_a_worker_without_work_ends_with_its_vllm' \
+	'tests/vllm_runner/test_second_runner.py::test_draws' \
+	'tests/vllm_runner/test_second_runner.py::test_more_sequences_than_rows_take_turns' \
 	$(foreach shape,1P+1D 2P+2D colocated,'tests/processes/test_exact.py::test_64_requests_at_once_get_the_reference_tokens[llama-$(shape)]')
 
 $(VLLM_VENV)/.ready: pyproject.toml

@@ -46,10 +46,11 @@ from bench.peers.cases import CASES, Case, agreement
 from bench.peers.steps import Course, Decoding
 from bench.streams import Router
 from deploy.local import LocalCluster
+from engine.vllm_runner import child_environment
 
 GOAL = 0.95
 THEIRS, BARE, OURS = "LLM.generate", "VllmRunner, bare", "decode worker"
-_EAGER = "LLM.generate, eager"  # as `VllmRunner` has it on a CPU: nothing is compiled
+_EAGER = "LLM.generate, eager"
 _DECODE = tuple(case for case in CASES if case.output > 1)
 _SHORT = tuple(replace(case, output=24) for case in _DECODE)
 _FEWEST_STEPS = 64  # of a worker: it counts its steps once a heartbeat, and of fewer that leaves out too many
@@ -301,13 +302,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _preload(asked: argparse.Namespace) -> None:
-    """Preload Intel's OpenMP runtime and tcmalloc into all that is started, as vLLM's documentation advises for CPUs.
-
-    They are taken from the environment of `bench/engine_peers.py`, where there is one.
-    """
+    """Preload Intel's OpenMP runtime and tcmalloc into all that is started, as vLLM advises for CPUs."""
     folder = asked.peers or models.directory(asked.model).parent / "peers"
     try:
-        libraries = environments.openmp(environments.VLLM, folder), environments.tcmalloc(folder)
+        libraries = environments.found(child_environment.OPENMP), environments.tcmalloc(folder)
     except environments.NotPrepared as error:
         report.say(f"without Intel's OpenMP and tcmalloc: {error}")
     else:

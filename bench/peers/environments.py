@@ -96,7 +96,7 @@ def _named(requirement: str, names: tuple[str, ...]) -> bool:
 
 def openmp(environment: Environment, below: Path) -> Path:
     """Intel's OpenMP runtime, which the package intel-openmp has put into the environment. Raises NotPrepared."""
-    return _found(environment.folder(below) / "lib" / "libiomp5.so")
+    return found(environment.folder(below) / "lib" / "libiomp5.so")
 
 
 def tcmalloc(below: Path) -> Path:
@@ -111,7 +111,7 @@ def tcmalloc(below: Path) -> Path:
     (package,) = unpacked.glob("*.deb")
     _run(["dpkg-deb", "-x", str(package), str(unpacked)])
     package.unlink()
-    return _found(next(iter(sorted(unpacked.rglob(pattern))), unpacked / pattern))
+    return found(next(iter(sorted(unpacked.rglob(pattern))), unpacked / pattern))
 
 
 def preloading(*libraries: Path) -> dict[str, str]:
@@ -125,7 +125,8 @@ def variables(own: Mapping[str, str]) -> dict[str, str]:
     return inherited | {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"} | dict(own)
 
 
-def _found(path: Path) -> Path:
+def found(path: Path) -> Path:
+    """Return the path. Raises NotPrepared if nothing is there."""
     if not path.exists():
         raise NotPrepared(f"{path} is not there")
     return path

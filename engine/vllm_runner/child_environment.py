@@ -18,7 +18,6 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are Baton's to divide
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 is vLLM's default on a GPU; `steps` and `extension` were written for V1
     "VLLM_HOST_IP": "127.0.0.1",  # ranks are processes of one machine
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -26,11 +25,15 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+_MODEL_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""The first of vLLM's two model runners, unless the user's environment says otherwise. The second is vLLM's default on
+a GPU. It runs the same steps; its kernels are Triton's, which vLLM's build for CPUs does not have."""
+
 
 def child_environment(environ: Mapping[str, str], device: str, threads: int, ranks: int = 1) -> dict[str, str]:
     """Return the environment of a child: vLLM takes the first GPUs that it sees, so it sees as many as ranks, from that
     of the device on. Raises StartupError for CUDA devices that CUDA_VISIBLE_DEVICES leaves out."""
-    own = {**environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(max(1, threads // ranks))}
+    own = {**_MODEL_RUNNER, **environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(max(1, threads // ranks))}
     kind, _, index = device.partition(":")
     if kind != "cuda":
         return own | _openmp(environ)

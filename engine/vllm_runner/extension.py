@@ -1,4 +1,4 @@
-"""What Baton adds to vLLM's worker: its pages in and out, and its draw. vLLM mixes this class into its own.
+"""What Baton adds to vLLM's worker: its pages in and out, and its steps. vLLM mixes this class into its own.
 
 A page in the arena has the form in which the kernels here keep K and V of a block (`kvstore.layout`), heads outermost.
 So a copy is a plain one: on a GPU, whose blocks lie as pages do, one move of contiguous bytes; on a CPU, whose layers
@@ -18,8 +18,8 @@ import torch
 
 from baton.errors import UnsupportedModel
 from baton.messages import PromptTokenLogprob
-from engine.sampling.sampler import Sampler, sampler_for
 from engine.step.batch import Sampled, TokenDraw
+from engine.vllm_runner.draw import make_draw
 from engine.vllm_runner.messages import Row
 from engine.vllm_runner.ranks import die_with_parent
 from kvstore.arena.memory import Arena
@@ -31,6 +31,7 @@ class BatonExtension:
     """The names begin with `baton_`, so that none is one of vLLM's worker."""
 
     model_runner: Any
+    use_v2_model_runner: bool
     rank: int
     parallel_config: Any
     distributed_init_method: str
@@ -47,7 +48,7 @@ class BatonExtension:
         self._baton_blocks.zero_()
         if self.rank == 0:
             _unlink_meeting_places(self.distributed_init_method)
-        self.baton_draw = BatonDraw(self.model_runner)
+        self.baton_draw = make_draw(self.model_runner, second=self.use_v2_model_runner)
         self.model_runner.sampler = self.baton_draw
         return {
             "num_layers": len(caches),
@@ -119,7 +120,7 @@ class BatonExtension:
         hidden = self.model_runner.execute_model_state.hidden_states
         scores: dict[str, list[PromptTokenLogprob]] = {}
         at = 0
-        for name in self.model_runner.input_batch.req_ids:
+        for name in self.baton_draw.names:
             if name in scored:
                 scores[name] = self.baton_draw.score(hidden, scored[name], at)
             at += lengths[name]
@@ -167,42 +168,3 @@ def _form(cache: torch.Tensor) -> str:
 
     _, _, page_size, width = cache.shape
     return f"cpu-{_get_attn_isa(cache.dtype, page_size, width // 2)}"
-
-
-class BatonDraw(torch.nn.Module):
-    """Stands in the place of vLLM's sampler. The tokens of rows without a draw mean nothing; vLLM forgets them."""
-
-    def __init__(self, runner: Any) -> None:
-        super().__init__()
-        self._runner = runner
-        self._own = runner.sampler
-        self._sampler: Sampler = sampler_for(runner.device)
-        self.draws: Mapping[str, tuple[TokenDraw, int]] = {}  # of the step, by request: and the new token's position
-        self.drawn: dict[str, Sampled] = {}
-        self.logprobs_mode = runner.sampler.logprobs_mode
-
-    def compute_logprobs(self, *args: Any) -> Any:
-        return self._own.compute_logprobs(*args)
-
-    def gather_logprobs(self, *args: Any) -> Any:
-        return self._own.gather_logprobs(*args)
-
-    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *_: Any, **__: Any) -> Any:
-        from vllm.v1.outputs import SamplerOutput
-
-        names: Sequence[str] = self._runner.input_batch.req_ids
-        rows = [row for row, name in enumerate(names) if name in self.draws]
-        tokens = torch.zeros((len(names), 1), dtype=torch.int32, device=logits.device)
-        if rows:
-            wanted = logits if len(rows) == len(names) else logits[rows]
-            draws = [self.draws[names[row]] for row in rows]
-            sampled = self._sampler.sample(wanted, [draw for draw, _ in draws], [at for _, at in draws], None)
-            self.drawn = {names[row]: one for row, one in zip(rows, sampled, strict=True)}
-            tokens[rows, 0] = torch.tensor([one.token for one in sampled], dtype=torch.int32, device=logits.device)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
-
-    def score(self, hidden: torch.Tensor, row: Row, first: int) -> list[PromptTokenLogprob]:
-        """Log-probabilities of a row's targets. `hidden` is [tokens, hidden] of the step, `first` the row's first."""
-        begin = first + row.first
-        logits = self._runner.model.compute_logits(hidden[begin : begin + len(row.targets)])
-        return self._sampler.score(logits, row.targets, row.top)

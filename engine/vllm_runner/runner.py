@@ -217,6 +217,7 @@ class VllmRunner:
         without a token."""
         if len(chunks) > self._max_rows or sum(len(chunk.tokens) for chunk in chunks) > self._max_tokens:
             raise ValueError(f"a step has at most {self._max_rows} chunks and {self._max_tokens} tokens")
+        self._make_room(chunks)
         gone = [self._gone.popleft() for _ in range(len(self._gone))]  # not the rows that this step alone has
         rows = [self._row(chunk) for chunk in chunks]
         known = [self._known.get(chunk.pages) if isinstance(chunk.pages, BlockTable) else None for chunk in chunks]
@@ -251,6 +252,14 @@ class VllmRunner:
             self._process.kill()
             self._process.wait()
         self._watch.close()
+
+    def _make_room(self, chunks: Sequence[Chunk]) -> None:
+        """Have vLLM forget all sequences that this step leaves out, if it would know more than it has places for. They
+        come back as new ones. Its second model runner has one for each row of a step, whether it runs or not."""
+        running = {id(chunk.pages) for chunk in chunks}
+        idle = [table for table in self._known if id(table) not in running]
+        if len(idle) + len(chunks) > self._max_rows:
+            self._gone.extend(self._known.pop(table).name for table in idle)
 
     def _row(self, chunk: Chunk) -> Row:
         """A chunk as the child is told of it, without its draw. Raises ValueError for one that it can't run."""

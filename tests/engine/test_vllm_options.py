@@ -66,11 +66,10 @@ def test_on_a_gpu_vllm_finds_out_how_many_pages_and_positions_fit():
     ("device", "visible", "seen"),
     [("cuda", None, "0"), ("cuda:1", None, "1"), ("cuda:1", "4,6", "6"), ("cuda", "GPU-ab, GPU-cd", "GPU-ab")],
 )
-def test_a_child_sees_one_gpu_and_drives_the_first_of_vllms_model_runners(device: str, visible: str | None, seen: str):
+def test_a_child_sees_one_gpu(device: str, visible: str | None, seen: str):
     environ = {"PATH": "/bin"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     made = child_environment(environ, device, 3)
     assert made["CUDA_VISIBLE_DEVICES"] == seen
-    assert made["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert (made["OMP_NUM_THREADS"], made["PATH"]) == ("3", "/bin")
     assert "CUDA_VISIBLE_DEVICES" not in child_environment({}, "cpu", 1)
 
@@ -84,6 +83,12 @@ def test_ranks_see_the_gpus_that_their_worker_was_lent(device: str, visible: str
     assert child_environment(environ, device, 4, 2)["CUDA_VISIBLE_DEVICES"] == seen
     with pytest.raises(StartupError, match="cuda and 1 more and CUDA_VISIBLE_DEVICES is 4"):
         child_environment({"CUDA_VISIBLE_DEVICES": "4"}, "cuda", 1, 2)
+
+
+def test_the_first_of_vllms_model_runners_is_taken_unless_the_user_says_otherwise():
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    assert child_environment({}, "cuda", 1)[name] == "0"
+    assert child_environment({name: "1"}, "cuda", 1)[name] == "1"
 
 
 def test_on_a_cpu_intels_openmp_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, compiling, extension
+from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, compiling, draw, extension
 from engine.vllm_runner.bring_up import engine_arguments
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.messages import Load
@@ -144,34 +144,52 @@ def test_the_order_of_the_bring_up():
     assert places == sorted(places)
 
 
-def test_what_is_read_and_replaced_in_the_model_runner():
+def test_what_is_read_and_replaced_in_the_model_runners():
     from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import input_batch, model_runner
     from vllm.v1.worker.gpu_input_batch import InputBatch
 
-    source = inspect.getsource(gpu_model_runner.GPUModelRunner)
-    for attribute in ("sampler", "kv_caches", "input_batch", "device", "model", "execute_model_state"):
-        assert f"self.{attribute} = " in source or f"self.{attribute}: " in source, attribute
-    assert "hidden_states" in gpu_model_runner.ExecuteModelState._fields
+    read = ("sampler", "kv_caches", "device", "model", "execute_model_state")
+    for module, more in ((gpu_model_runner, ("input_batch",)), (model_runner, ())):
+        source = inspect.getsource(module.GPUModelRunner)
+        for attribute in read + more:
+            assert f"self.{attribute} = " in source or f"self.{attribute}: " in source, (module, attribute)
+        assert "hidden_states" in module.ExecuteModelState._fields
     assert "req_ids" in dir(InputBatch)
+    assert "input_batch" in model_runner.ExecuteModelState._fields
+    assert "req_ids" in {field.name for field in dataclasses.fields(input_batch.InputBatch)}
 
 
-def test_how_the_sampler_is_called():
+def test_a_worker_knows_which_model_runner_it_has():
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert "self.use_v2_model_runner = vllm_config.use_v2_model_runner" in inspect.getsource(Worker.__init__)
+
+
+def calls_of_the_sampler(function: Any) -> Iterator[tuple[list[str], set[str | None]]]:
+    """The arguments and keywords with which vLLM's function calls its sampler."""
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.sampler":
+            yield [ast.unparse(one) for one in node.args], {keyword.arg for keyword in node.keywords}
+
+
+def test_how_the_first_model_runner_calls_its_sampler():
     from vllm.v1.outputs import SamplerOutput
-    from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    assert parameters(Sampler.forward)[:2] == ["logits", "sampling_metadata"]
-    ours = parameters(extension.BatonDraw.forward)
-    assert ours[:2] == ["logits", "sampling_metadata"]
+    assert parameters(draw.FirstDraw.__call__) == ["logits", "sampling_metadata"]
     assert {field.name for field in dataclasses.fields(SamplerOutput)} >= {"sampled_token_ids", "logprobs_tensors"}
-    called = ast.parse(textwrap.dedent(inspect.getsource(GPUModelRunner._sample)))
-    names = {
-        keyword.arg
-        for node in ast.walk(called)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.sampler"
-        for keyword in node.keywords
-    }
-    assert names == {"logits", "sampling_metadata"}
+    assert list(calls_of_the_sampler(GPUModelRunner._sample)) == [([], {"logits", "sampling_metadata"})]
+
+
+def test_how_the_second_model_runner_calls_its_sampler():
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    assert list(calls_of_the_sampler(GPUModelRunner.sample)) == [(["logits", "input_batch"], set())]
+    given = {"sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"}
+    needed = {one.name for one in dataclasses.fields(SamplerOutput) if one.default is dataclasses.MISSING}
+    assert needed == given
 
 
 def test_what_our_extension_adds_has_no_name_of_vllms_workers():

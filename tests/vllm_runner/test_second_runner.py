@@ -1,0 +1,60 @@
+"""Steps, draws and pages over vLLM's second model runner, its default on a GPU. Here Triton's interpreter runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine.vllm_runner.runner import VllmRunner
+from tests import checkpoints
+from tests.support.second_runner import second_runner
+from tests.vllm_runner import test_runner as first
+from tests.vllm_runner.test_runner import PAGE, PAGES, TOKENS, Generation, Loaded, agree, prompt_of, run, step
+from tests.vllm_runner.test_runner import arena as arena  # fixtures, whose `runner` loads the second one here
+from tests.vllm_runner.test_runner import paths as paths
+from tests.vllm_runner.test_runner import runner as runner
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _second_runner() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VllmRunner, "launch_child", staticmethod(second_runner))
+        yield
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "qwen3-moe", "gpt-oss"])
+def test_greedy_tokens_are_those_of_transformers(name: str, paths: Callable[[str], Path], runner: Loaded):
+    first.test_greedy_tokens_are_those_of_transformers(name, paths, runner)
+
+
+test_draws = first.test_draws_rules_and_log_probabilities_are_those_of_our_own_engine
+test_scores = first.test_prompt_tokens_are_scored
+test_a_hand_over = first.test_a_prompt_is_handed_over
+test_a_move = first.test_a_sequence_moves_is_put_aside_and_computed_again
+test_steps_ahead = first.test_steps_ahead_draw_the_tokens_of_steps_that_waited
+test_a_step_ahead_of_an_exchanged_page = first.test_a_step_ahead_of_a_sequence_whose_page_is_exchanged
+test_a_chunk_that_follows_none = first.test_a_chunk_that_follows_one_without_a_token_draws_none_and_others_go_on
+test_what_it_can_not_run = first.test_what_it_can_not_run_is_refused_and_touches_nothing
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_more_sequences_than_rows_take_turns(ranks: int, paths: Callable[[str], Path]):
+    """This runner has one place for each row of a step, and would keep it for a sequence that waits."""
+    rows = 3
+    model = VllmRunner.load(
+        paths("llama"), "float32", PAGES, PAGE, max_rows=rows, max_tokens=TOKENS, threads=1, ranks=ranks, eager=True
+    )
+    prompts = [prompt_of(30 + 7 * number, number) for number in range(2 * rows + 1)]
+    sequences = [Generation(prompt, range(8 * number, 8 * number + 8)) for number, prompt in enumerate(prompts)]
+    passing = [first.Chunk(prompt_of(9, number), 0, [PAGES - 1]) for number in range(rows)]  # of one step alone
+    step(model, *passing)
+    for turn in range(3 * len(sequences)):
+        members = [sequences[(turn + number) % len(sequences)] for number in range(rows)]
+        run(model, members, max(len(one.drawn) for one in members) + 1, seed=turn)
+    model.close()
+    for prompt, one in zip(prompts, sequences, strict=True):
+        agree(one, *checkpoints.reference(paths("llama")).generate(prompt, len(one.drawn)))
