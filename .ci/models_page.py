@@ -183,7 +183,7 @@ def _vllm_families() -> Iterator[str]:
     for column in ("TP 2", "LoRA"):
         source = vllm_source(column)
         shown[column] = _made(source) if source is not None else set[str]()
-        if source is not None and column == "LoRA":
+        if source is not None:
             shown[column] |= set(_constant(source, "FAMILIES"))
     adapters = vllm_source("LoRA")
     # Of the recipe that a file's own fixture makes, both numbers of ranks are tried.

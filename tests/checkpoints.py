@@ -170,7 +170,13 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
     "gpt-oss": Recipe(
         GptOssConfig,
         GptOssForCausalLM,
-        {"head_dim": 32, "sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            "head_dim": 32,
+            "intermediate_size": 192,  # on a CPU vLLM wants a multiple of 32 for each rank
+            "sliding_window": 20,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
     ),
     "olmo2": Recipe(Olmo2Config, Olmo2ForCausalLM),
 }

@@ -13,7 +13,8 @@ its seed first, and a line of JSON after each part.
 
 With `BATON_TEST_ENGINE=vllm`, in the environment of `make test-vllm`, vLLM computes. Its own processes are
 killed, too. The families that vLLM alone serves join, and so do shapes whose workers have two ranks. `--only` chooses
-among families and shapes. After a failure the folder with all logs stays, and its path is printed.
+among families and shapes. A part ends once its time is over and each kind of process has been killed. After a failure
+the folder with all logs stays, and its path is printed; `wrong.json` in it has a request with wrong tokens.
 """
 
 from __future__ import annotations
@@ -72,6 +73,16 @@ class Shape:
     def ranks(self) -> int:
         return max(self.prefill_ranks, self.decode_ranks)
 
+    def ranks_of(self, name: str) -> int:
+        """Of the worker of that name."""
+        return self.prefill_ranks if name.startswith("prefill") else self.decode_ranks
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of processes that a cluster has besides its router."""
+        own = {"prefill": self.prefill, "vLLM": ENGINE.name == "vllm", "rank": self.ranks > 1}
+        return ["store", "decode", *(kind for kind, there in own.items() if there)]
+
     @property
     def settings(self) -> dict[str, object]:
         degrees = {"prefill": self.prefill_ranks, "decode": self.decode_ranks}
@@ -88,51 +99,86 @@ if ENGINE.name == "vllm":
 FAMILIES = (*checkpoints.FAMILIES, *(checkpoints.VLLM_RECIPES if ENGINE.name == "vllm" else ()))
 
 
+@dataclass(frozen=True)
+class Part:
+    """A process that can be killed: one of the cluster, of the name `owner`, or one that it or its vLLM has made."""
+
+    kind: str
+    owner: str
+    process: psutil.Process
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.owner}" if self.kind in ("vLLM", "rank") else self.owner
+
+
 class Chaos:
     """Kills, stops and restarts processes. Where there are two decode workers it always leaves one that runs. A worker
-    may have a process of vLLM and that its ranks, which die and stop as it does."""
+    may have a process of vLLM and that its ranks: it must end when one of them dies. Every other kill is of the kind
+    that has been killed the least, so that none is left out."""
 
-    def __init__(self, cluster: LocalCluster, rng: random.Random) -> None:
+    def __init__(self, cluster: LocalCluster, shape: Shape, rng: random.Random) -> None:
         self._cluster = cluster
+        self._shape = shape
         self._rng = rng
         self._names = sorted(name for name in cluster.pids if not name.startswith("router"))
         self._stopped: dict[str, tuple[float, psutil.Process]] = {}  # name → when to wake which of its processes
         self.faults: Counter[str] = Counter()
+        self.kills: Counter[str] = Counter(dict.fromkeys(shape.kinds, 0))  # by kind
 
     def act(self, now: float) -> None:
         for name, (wake, process) in list(self._stopped.items()):
             if wake <= now:
                 del self._stopped[name]
                 process.resume()
-        victim = self._rng.choice(self._names)
-        others = {name for name in self._names if name.startswith("decode")} - {victim}
-        if victim in self._stopped or (victim.startswith("decode") and others and not any(map(self._serves, others))):
+        parts = [part for name in self._names if self._may_fall(name) for part in self._parts(name)]
+        if not parts:
             return
-        assert victim in self._cluster.pids, f"{victim} has ended by itself; its log says why"
-        process, what = self._part(victim)
         if self._rng.random() < 0.3:
-            process.suspend()
-            self._stopped[victim] = (now + self._rng.uniform(0.2, 4.0), process)
-            self.faults[f"stop {what}"] += 1
-        else:
-            process.kill()
-            eventually(lambda: victim not in self._cluster.pids, f"the end of {victim} without its {what}", ENDS)
-            self._cluster.start(victim)
-            self.faults[f"kill {what}"] += 1
+            part = self._rng.choice(parts)
+            part.process.suspend()
+            self._stopped[part.owner] = (now + self._rng.uniform(0.2, 4.0), part.process)
+            self.faults[f"stop {part}"] += 1
+            return
+        if self._rng.random() < 0.5:
+            least = min(self.kills[part.kind] for part in parts)
+            parts = [part for part in parts if self.kills[part.kind] == least]
+        part = self._rng.choice(parts)
+        part.process.kill()
+        owner = part.owner
+        eventually(lambda: owner not in self._cluster.pids, f"the end of {owner} without its {part.kind}", ENDS)
+        self._cluster.start(owner)
+        self.faults[f"kill {part}"] += 1
+        self.kills[part.kind] += 1
+
+    @property
+    def has_killed_every_kind(self) -> bool:
+        return all(self.kills.values())
 
     def settle(self) -> None:
         for _, process in self._stopped.values():
             process.resume()
         self._stopped.clear()
 
-    def _part(self, name: str) -> tuple[psutil.Process, str]:
-        """The process of that name or, as often, one that it or its vLLM has made."""
+    def _may_fall(self, name: str) -> bool:
+        if name in self._stopped:
+            return False
+        others = {each for each in self._names if each.startswith("decode")} - {name}
+        return not (name.startswith("decode") and others) or any(map(self._serves, others))
+
+    def _parts(self, name: str) -> list[Part]:
+        """The process of that name, its vLLM, and the ranks of that. A worker that starts lacks some of them."""
+        assert name in self._cluster.pids, f"{name} has ended by itself; its log says why"
         process = psutil.Process(self._cluster.pids[name])
-        parts = dict.fromkeys(process.children(), f"vLLM of {name}")
-        parts |= {each: f"rank of {name}" for vllm in parts for each in _ranks(vllm)}
-        if parts and self._rng.random() < 0.5:
-            return self._rng.choice(list(parts.items()))
-        return process, name
+        parts = [Part(name.partition("-")[0], name, process)]
+        if ENGINE.name != "vllm" or name.startswith("store"):
+            return parts
+        for vllm in process.children():
+            parts.append(Part("vLLM", name, vllm))
+            if (ranks := self._shape.ranks_of(name)) > 1:
+                found = _ranks(vllm)
+                assert len(found) <= ranks, f"{name} has {found} for {ranks} ranks"
+                parts += [Part("rank", name, each) for each in found]
+        return parts
 
     def _serves(self, name: str) -> bool:
         if name in self._stopped:
@@ -142,9 +188,11 @@ class Chaos:
 
 
 def _ranks(vllm: psutil.Process) -> list[psutil.Process]:
-    """The ranks of a process of vLLM. Its resource tracker is none: the worker goes on without it."""
+    """The ranks of a process of vLLM, which are forked from it. Its resource tracker is none: the worker goes on
+    without it. Nor is a command that vLLM runs to learn of the machine."""
     try:
-        return [each for each in vllm.children() if "resource_tracker" not in " ".join([each.name(), *each.cmdline()])]
+        forked = [each for each in vllm.children() if each.exe() == vllm.exe()]
+        return [each for each in forked if "resource_tracker" not in " ".join([each.name(), *each.cmdline()])]
     except psutil.NoSuchProcess:  # it or a rank has ended meanwhile
         return []
 
@@ -175,37 +223,46 @@ def soak(
     settings = workload.settings(path, shape.prefill, shape.decode, **QUICK, **PATIENT, **shape.settings)
     done = cached = attempts = 0
     with LocalCluster(settings, folder, patience=PATIENCE) as cluster, ThreadPoolExecutor(streams) as pool:
-        chaos = Chaos(cluster, rng)
+        chaos = Chaos(cluster, shape, rng)
         running: dict[Future[Generated], tuple[int, ...]] = {}
         start = time.monotonic()
         next_fault = start + 1.0
-        while time.monotonic() - start < seconds or running:
+        goes_on = True
+        while goes_on or running:
             now = time.monotonic()
-            while len(running) < streams and now - start < seconds:
+            goes_on = now - start < seconds or not chaos.has_killed_every_kind
+            assert now - start < seconds + 2 * PATIENCE, f"it does not end; killed so far: {chaos.kills}"
+            while goes_on and len(running) < streams:
                 prompt = rng.choice(prompts)
                 running[pool.submit(workload.ask, cluster.address, prompt, OUTPUT, timeout=PATIENCE)] = prompt
-            if now >= next_fault and now - start < seconds:
+            if not goes_on:
+                chaos.settle()
+            elif now >= next_fault:
                 chaos.act(now)
                 next_fault = time.monotonic() + rng.uniform(*BETWEEN_FAULTS)
-            if now - start >= seconds:
-                chaos.settle()
             finished, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
             for future in finished:
                 prompt = running.pop(future)
                 answer = future.result()
                 right = expected[prompt]
+                if answer.token_ids != right:
+                    wrong = {"prompt": prompt, "tokens": answer.token_ids, "right": right, "work": repr(answer.work)}
+                    (folder / "wrong.json").write_text(json.dumps(wrong))
                 assert answer.token_ids == right, f"a prompt of {len(prompt)}: {answer.token_ids}, not {right}"
                 done += 1
                 cached += answer.usage.cached_tokens
                 attempts += answer.work.attempts
+        lasted = time.monotonic() - start
         eventually(lambda: at_rest(cluster), what="everything freed")
     return {
         "seed": seed,
-        "seconds": round(seconds),
+        "seconds": round(lasted),
         "requests": done,
         "tokens": done * OUTPUT,
         "attempts": attempts,
         "cached_tokens": cached,
+        "kills": dict(chaos.kills),
+        "stops": sum(count for what, count in chaos.faults.items() if what.startswith("stop")),
         "faults": dict(sorted(chaos.faults.items())),
     }
 

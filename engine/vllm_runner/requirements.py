@@ -30,6 +30,8 @@ CPU_PAGE, CUDA_PAGE = 32, 16
 """The tokens of a page are a multiple of this."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's kernels for CPUs were compiled for. Those for CUDA take multiples of 8."""
+CPU_EXPERT_PART = 32
+"""The elements of a gpt-oss expert that a rank has are a multiple of this. vLLM pads experts of other activations."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -95,6 +97,12 @@ def _lacks(found: Installation, config: Mapping[str, Any], page_size: int, devic
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
     if isinstance(heads, int) and heads % ranks:
         yield f"{heads} KV heads can't be shared evenly by {ranks} ranks: lower tensor_parallel_size"
+    if device == "cpu" and (width := _unpadded_expert(text)) % (CPU_EXPERT_PART * ranks):
+        advice = "" if width % CPU_EXPERT_PART else ": lower tensor_parallel_size"
+        yield (
+            f"its kernel for gpt-oss's experts on CPUs takes a multiple of {CPU_EXPERT_PART} elements for each rank, "
+            f"and each of {ranks} has {width / ranks:g} of {width}{advice}"
+        )
     try:
         width = ConfigFile(text).head_dim()
     except ModelError:
@@ -103,6 +111,14 @@ def _lacks(found: Installation, config: Mapping[str, Any], page_size: int, devic
         yield f"its kernels for CPUs take heads of {', '.join(map(str, CPU_HEADS))} elements, not {width}"
     elif width % 8:
         yield f"its kernels take heads of a multiple of 8 elements, not {width}"
+
+
+def _unpadded_expert(text: Mapping[str, Any]) -> int:
+    """Return the elements of an expert that vLLM's kernel for CPUs takes as they are; 0 for any other model."""
+    width = text.get("intermediate_size")
+    if text.get("model_type") != "gpt_oss" or text.get("quantization_config") or not isinstance(width, int):
+        return 0
+    return width
 
 
 @cache

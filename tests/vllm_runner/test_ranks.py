@@ -28,11 +28,16 @@ from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests import checkpoints
 from tests.support import workload
 from tests.support.eventually import eventually
-from tests.vllm_runner.test_runner import PAGE, PAGES, ROWS, TOKENS, Generation, prompt_of, run, step
+from tests.vllm_runner.test_runner import PAGE, PAGES, ROWS, TOKENS, Generation, agree, prompt_of, run, step
 
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::4]
 SEEDED = TokenDraw(temperature=0.9, top_p=0.95, seed=77)
 Loaded = Callable[[int], VllmRunner]
+FAMILIES = (
+    "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3-moe",
+    "gpt-oss",
+)  # fmt: skip
+"""Besides Llama, whose ranks are looked at more closely."""
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +96,22 @@ def test_tokens_are_those_of_transformers_and_of_one_rank(path: Path, runner: Lo
         run(runner(ranks), [seeded], 20)
         texts.append([sampled.token for sampled in seeded.drawn])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_have_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    """In mixed batches of chunks."""
+    path = checkpoints.make(name, tmp_path, hidden_size=128, head_dim=32)
+    reference = checkpoints.reference(path)
+    sequences = [Generation(prompt_of(length, length), range(8 * i, 8 * i + 8)) for i, length in enumerate((70, 33, 5))]
+    prompts = [list(one.tokens) for one in sequences]
+    model = load(path, 2)
+    try:
+        run(model, sequences, 20)
+    finally:
+        model.close()
+    for prompt, one in zip(prompts, sequences, strict=True):
+        agree(one, *reference.generate(prompt, 20))
 
 
 @pytest.mark.parametrize(("makers", "takers"), [(1, 2), (2, 1), (2, 2)])

@@ -140,7 +140,8 @@ def agree(one: Generation, expected: Sequence[int], gaps: Sequence[float]) -> No
 
 
 EXACT = (
-    "llama", "qwen2", "qwen3", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3-moe", "gpt-oss"
+    "llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3-moe",
+    "gpt-oss",
 )  # fmt: skip
 
 
