@@ -52,6 +52,7 @@ from tests.support.fork_server import forked
 STREAMS, CROWD = 6, 64  # requests at a time; of a family
 OUTPUT = 48  # tokens
 BETWEEN_FAULTS = (0.5, 4.0)  # seconds
+SPARED = 0.75  # of the faults while no decode worker serves: else none would get to a token on a busy machine
 SURE = 1e-3  # two best logits closer than this may swap between implementations
 ENDS = 30.0  # seconds in which a worker ends after a part of its has been killed, on a busy machine
 PATIENCE = 300.0  # seconds for a request and for a start, on a busy machine whose workers are killed all the time
@@ -121,6 +122,7 @@ class Chaos:
         self._shape = shape
         self._rng = rng
         self._names = sorted(name for name in cluster.pids if not name.startswith("router"))
+        self._decoders = [name for name in self._names if name.startswith("decode")]
         self._stopped: dict[str, tuple[float, psutil.Process]] = {}  # name → when to wake which of its processes
         self.faults: Counter[str] = Counter()
         self.kills: Counter[str] = Counter(dict.fromkeys(shape.kinds, 0))  # by kind
@@ -130,6 +132,8 @@ class Chaos:
             if wake <= now:
                 del self._stopped[name]
                 process.resume()
+        if self._rng.random() < SPARED and not any(map(self._serves, self._decoders)):
+            return
         parts = [part for name in self._names if self._may_fall(name) for part in self._parts(name)]
         if not parts:
             return
@@ -162,8 +166,8 @@ class Chaos:
     def _may_fall(self, name: str) -> bool:
         if name in self._stopped:
             return False
-        others = {each for each in self._names if each.startswith("decode")} - {name}
-        return not (name.startswith("decode") and others) or any(map(self._serves, others))
+        others = set(self._decoders) - {name}
+        return name not in self._decoders or not others or any(map(self._serves, others))
 
     def _parts(self, name: str) -> list[Part]:
         """The process of that name, its vLLM, and the ranks of that. A worker that starts lacks some of them."""
