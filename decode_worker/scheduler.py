@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from baton.attempt_table import AttemptTable
 from baton.clock import Tick
 from baton.config import DecodeConfig
-from baton.errors import BatonError, InvalidGrammar, MalformedMessage, ModelMismatch, NonFiniteLogits
+from baton.errors import BatonError, InvalidGrammar, NonFiniteLogits
 from baton.membership import RouterLost, SendToRouter
 from baton.messages import (
     Accepted,
@@ -28,18 +28,15 @@ from baton.messages import (
     Decode,
     Delta,
     FetchIncomplete,
-    FinishReason,
     Heartbeat,
     LoadReport,
     LowerTier,
-    PageSource,
     PromptLogprobs,
     Refused,
     Resend,
     RouterHeartbeat,
     Started,
     StepSample,
-    TokenLogprob,
     Tokens,
 )
 from baton.router_fairness import RouterFairness
@@ -47,12 +44,13 @@ from baton.store_protocol import StoreReply
 from baton.waits import WaitEdge
 from decode_worker.admission import SequenceAdmission
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
+from decode_worker.orders import OrderReader
+from decode_worker.page_fetches import PageFetches
 from decode_worker.sequence import ChunkUnderWay, Sequence, SequencePhase
 from decode_worker.sliding_window import SlidingWindow
 from decode_worker.step_budget import DecodeRows
 from decode_worker.step_planner import StepPlanner, rows_of
 from decode_worker.write_through import WriteThrough
-from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
 from engine.step.batch import Chunk, Sampled
 from engine.step.block_table import BlockTable
@@ -63,17 +61,12 @@ from kvstore.client.transfer import (
     CopiedIn,
     CopiedOut,
     Copy,
-    CopyQueue,
-    PageFetch,
     StoreLost,
     StoreUp,
     TransferEvent,
 )
-from kvstore.keys import unpack_tokens
-from kvstore.load_or_recompute import LoadInProgress, LoadRegret, choose_load_length
 
 _SCORES_PER_MESSAGE = 256  # prompt tokens, each with up to 20 alternatives: 150 KB
-_LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
 
 DecodeCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage
 DecodeEvent: TypeAlias = (
@@ -128,32 +121,30 @@ class DecodeScheduler:
         model looks beyond, a token's own included; none: some layer attends to all. `adapters`: digests of those that
         orders may name."""
         self._config = config
-        self._vocab_size = vocab_size
-        self._grammars = grammars
-        self._adapters = frozenset(("", *adapters))
         self._copies_overlap = copies_overlap
         self._page_size = page_size
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
         self._window = None if window is None else SlidingWindow(window, page_size, num_pages)
+        self._orders = OrderReader(
+            page_size, self._window, vocab_size, frozenset(("", *adapters)), grammars, config.ageing_ms
+        )
         self._sequences = AttemptTable[Sequence]()
         self._admission = SequenceAdmission(self._blocks, headroom or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
         self._planner = StepPlanner(config, page_size, calibration)
-        self._fetching: dict[int, Sequence] = {}  # by lease
-        self._copies = CopyQueue(self._blocks)  # of fetches
-        self._leases = itertools.count(1)
-        self._write_through = WriteThrough(self._blocks, self._leases, page_size)
+        leases = itertools.count(1)
+        self._fetches = PageFetches(self._blocks, leases, page_size)
+        self._write_through = WriteThrough(self._blocks, leases, page_size)
         self._arrivals = itertools.count()
         self._store_up = False
         self._page_bytes = 0
         self._copying = 0.0  # since when the copies that were handed out are being made, seconds
-        self._regret = LoadRegret()
         self._under_way: list[ScheduledBatch] = []  # steps that run, if another may be planned meanwhile
         self._looked_at: list[Sequence] = []  # those that a plan which runs was seen to change
         self._step = 0
         self._preemptions = self._generated = self._computed = 0
-        self._device_pages = self._fetched_pages = self._short = 0
+        self._device_pages = self._fetched_pages = 0
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -190,55 +181,16 @@ class DecodeScheduler:
     def _decode(self, order: Decode, router: str, now: float) -> list[DecodeCommand]:
         name = AttemptName(order.request, order.attempt)
         commands: list[DecodeCommand] = []
-        priority = max(-_LEVELS, min(order.priority, _LEVELS))
-        urgency = now + priority * self._config.ageing_ms / 1_000
         try:
             if (old := self._sequences.before(name, router)) is not None:
                 if old.name.attempt >= order.attempt:
                     return []
                 commands += self._drop_sequence(old, cut=True)
-                urgency = old.priority_time
-            tokens = unpack_tokens(order.tokens, self._vocab_size)
+            sequence = self._orders.sequence(order, router, next(self._arrivals), now)
         except BatonError as error:
             return [*commands, SendToRouter(AttemptFailed(*_named(name), error.reason, str(error)), router)]
-        if not order.prompt <= len(tokens) < order.prompt + order.max_tokens:
-            message = f"{len(tokens)} tokens with a prompt of {order.prompt} and {order.max_tokens} to generate"
-            return [*commands, SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
-        if order.adapter not in self._adapters:
-            message = "this worker has not loaded that adapter"
-            return [*commands, SendToRouter(AttemptFailed(*_named(name), ModelMismatch.reason, message), router)]
-        rules = order.sampling.rules
-        if rules is not None and (message := rules.wrong(self._vocab_size)):
-            return [*commands, SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
-        # A tokenizer may have more tokens than the model, which never draws them.
-        stops = [each for each in order.stop_token_ids if self._vocab_size is None or 0 <= each < self._vocab_size]
-        sequence = Sequence(
-            name=name,
-            owner=router,
-            root=order.root,
-            adapter=order.adapter,
-            tokens=tokens,
-            prompt=order.prompt,
-            max_tokens=order.max_tokens,
-            sampling=order.sampling,
-            stop_token_ids=frozenset(stops),
-            priority_time=urgency,
-            priority=priority,
-            arrival=next(self._arrivals),
-            page_size=self._page_size,
-            window=self._window,
-            deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
-            prefilled_remotely=order.prefilled_remotely,
-            sources=order.sources,
-            progressed_at=now,
-        )
-        sequence.first_new = len(sequence.tokens)
-        if rules is not None:
-            sequence.logits_editor = LogitsEditor(rules, tokens[: order.prompt], stops)
-        if (grammar := order.sampling.grammar) is not None and self._grammars is None:
-            failed = AttemptFailed(*_named(name), InvalidGrammar.reason, "this worker follows no grammars")
-            return [*commands, SendToRouter(failed, router)]
-        sequence.extend_keys()
+        if old is not None:
+            sequence.priority_time = old.priority_time
         most = -(-(order.prompt + order.max_tokens) // self._page_size)
         if most > self._num_pages and (self._window is None or not self._window.fits):
             message = f"prompt and output take up to {most} pages and this worker has {self._num_pages}"
@@ -252,8 +204,7 @@ class DecodeScheduler:
             ]
         self._router_fairness.admitted(router)
         self._sequences.add(sequence)
-        if grammar is not None and self._grammars is not None:
-            sequence.grammar = self._grammars.follow(grammar, sequence.stop_token_ids, tokens, order.prompt)
+        self._orders.begin_grammar(sequence)
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
         commands.append(SendToRouter(Accepted(*_named(name), sequence.device_pages), router))
@@ -318,14 +269,7 @@ class DecodeScheduler:
             return self._run(sequence, now)
         if not self._store_up:
             return self._end_fetch(sequence, "the node's store is gone", now)
-        sources = [PageSource(s.store, s.endpoint, s.pages - have) for s in sequence.sources if s.pages > have]
-        pages = sequence.pages[have : have + len(keys)]
-        partial = have + len(keys) > full
-        parent = sequence.parent_of(have)
-        fetch = PageFetch(self._leases, keys, pages, sequence.prefilled_remotely, parent, sources, partial=partial)
-        sequence.phase, sequence.fetch, sequence.progressed_at = SequencePhase.WAITING_FOR_REMOTE_KVS, fetch, now
-        self._fetching |= dict.fromkeys(fetch.leases, sequence)
-        return [CallStore(call) for call in fetch.start()]
+        return [*self._fetches.start(sequence, keys, now)]
 
     def _run(self, sequence: Sequence, now: float) -> list[DecodeCommand]:
         sequence.phase = SequencePhase.RUNNING
@@ -344,29 +288,16 @@ class DecodeScheduler:
         lease = getattr(event, "lease", 0)
         ended: list[DecodeCommand] = []
         if isinstance(event, CopiedIn | CopiedOut):
-            ended += [*self._copies.made(event), *self._write_through.copied(event)]
+            ended += [*self._fetches.copied(event), *self._write_through.copied(event)]
             self._planner.budget.observe_copies(event.pages, now - self._copying)
             self._copying = now
-        if (sequence := self._fetching.get(lease)) is not None and sequence.fetch is not None:
-            fetch, before = sequence.fetch, sequence.fetch.covered
-            commands = [*ended, *self._copies.add(fetch.handle(event))]
-            sequence.progressed_at = now
-            self._count_fetched(sequence, fetch.covered - before)
-            if fetch.undecided:
-                commands += self._decide(sequence, fetch, now)
-            return commands + (self._end_fetch(sequence, "the store has no more", now) if fetch.ended else [])
-        return [*ended, *self._write_through.handle(lease, event, now)]
-
-    def _decide(self, sequence: Sequence, fetch: PageFetch, now: float) -> list[DecodeCommand]:
-        """How much of a cached prefix that lower tiers have is worth loading."""
-        runs = fetch.runs
-        choice = choose_load_length(
-            runs, self._page_bytes, self._page_size, self._planner.costs.rate(sequence.computed)
-        )
-        if choice.pages:
-            sequence.loading = LoadInProgress(choice, runs, now)
-            sequence.loaded_from = fetch.here
-        return [CallStore(call) for call in fetch.decide(choice.pages)]
+        if (sequence := self._fetches.find(lease)) is None or (fetch := sequence.fetch) is None:
+            return [*ended, *self._write_through.handle(lease, event, now)]
+        calls, came = self._fetches.handle(sequence, event, now)
+        self._count_fetched(sequence, came)
+        rate = self._planner.costs.rate(sequence.computed)
+        calls += self._fetches.decide(sequence, self._page_bytes, rate, now)
+        return [*ended, *calls, *(self._end_fetch(sequence, "the store has no more", now) if fetch.ended else [])]
 
     def _count_fetched(self, sequence: Sequence, count: int) -> None:
         if not count:
@@ -381,29 +312,14 @@ class DecodeScheduler:
     def _end_fetch(self, sequence: Sequence, why: str, now: float) -> list[DecodeCommand]:
         """No more pages will come. A prefix that was merely cached is computed instead, as is the rest of a page; full
         pages that a prefill worker was to make are the router's to decide about."""
-        complete = sequence.fetch is not None and sequence.fetch.complete
-        if sequence.loading is not None and sequence.fetch is not None:
-            self._regret.load_ended(sequence.loading, max(0, sequence.fetch.covered - sequence.loaded_from), now)
-        commands = self._drop_fetch(sequence)
-        self._short += not complete
+        calls, complete = self._fetches.end(sequence, now)
+        commands: list[DecodeCommand] = [*calls]
         full = sequence.computed // self._page_size == len(sequence.reusable_keys())
         if complete or full or not sequence.prefilled_remotely:
             return commands + self._run(sequence, now)
         sequence.phase = SequencePhase.KV_LOAD_INCOMPLETE
         have = FetchIncomplete(*_named(sequence.name), sequence.computed // self._page_size, why)
         return [*commands, SendToRouter(have, sequence.owner)]
-
-    def _drop_fetch(self, sequence: Sequence) -> list[DecodeCommand]:
-        """Stop a fetch: its copies that have not been handed out are not made."""
-        fetch, sequence.fetch = sequence.fetch, None
-        if fetch is None:
-            return []
-        commands: list[DecodeCommand] = []
-        for lease in fetch.leases:
-            del self._fetching[lease]
-            commands += self._copies.end_lease(lease)
-        sequence.in_limbo = self._copies.busy(sequence.pages)  # where copies under way still write
-        return commands
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
         self._store_up = False
@@ -418,23 +334,23 @@ class DecodeScheduler:
     def take_copies(self) -> list[Copy]:
         """Return the copies to make now, as many as decoding sequences can bear, awaited ones first. Report each as
         CopiedIn or CopiedOut."""
-        if not (self._copies or self._write_through.copying):
+        if not (self._fetches.copying or self._write_through.copying):
             return []
         most = self._room_for_copies if self._copies_overlap else self._planner.budget.copies(self._decoding())
-        coming = self._copies.take(most)
+        coming = self._fetches.take_copies(most)
         return coming + self._write_through.take_copies(most - len(coming))
 
     @property
     def _room_for_copies(self) -> int:
         """How many more may be under way."""
-        under_way = self._copies.under_way + self._write_through.copies_under_way
+        under_way = self._fetches.copies_under_way + self._write_through.copies_under_way
         return max(0, self._config.copies_per_step - under_way)
 
     @property
     def patience(self) -> float:
         """Seconds worth waiting for the store before the next plan: it need only confirm pages that were copied, and
         their sequence joins this step rather than the one after it. 0: there is nothing to wait for."""
-        if not any(s.fetch is not None and s.fetch.confirming for s in self._fetching.values()):
+        if not self._fetches.confirming:
             return 0.0
         return self._planner.budget.patience(self._decoding())
 
@@ -443,7 +359,8 @@ class DecodeScheduler:
         """There is something to do without waiting for a message, or for the end of a copy."""
         self._leave_limbo()
         running = any(s.steps for s in self._sequences.values())
-        return running or ((bool(self._copies) or self._write_through.copying) and self._room_for_copies > 0)
+        copying = self._fetches.copying or self._write_through.copying
+        return running or (copying and self._room_for_copies > 0)
 
     def prepare(self, now: float) -> list[DecodeCommand]:
         """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
@@ -498,8 +415,7 @@ class DecodeScheduler:
 
     def _leave_limbo(self) -> None:
         for sequence in self._sequences.values():
-            if sequence.in_limbo:
-                sequence.in_limbo = self._copies.busy(sequence.in_limbo)
+            self._fetches.leave_limbo(sequence)
 
     def _decoding(self) -> DecodeRows:
         return rows_of([s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pending == 1])
@@ -507,7 +423,7 @@ class DecodeScheduler:
     def _preempt(self, sequence: Sequence) -> list[DecodeCommand]:
         """Forget its device pages. What was published stays cached as long as there is room, and in the store. One
         whose fetch ended short waits for the router all the same."""
-        commands = self._drop_fetch(sequence)
+        commands: list[DecodeCommand] = [*self._fetches.drop(sequence)]
         self._preemptions += 1
         self._release_pages(sequence)
         sequence.computed = sequence.cached_pages = 0
@@ -588,8 +504,10 @@ class DecodeScheduler:
             else:
                 if chunk.end == sequence.first_new:
                     self._share_beginnings(sequence)
-                delta = self._append(sequence, drawn)
-                deltas.setdefault(sequence.owner, []).append(delta)
+                position = len(sequence.tokens)
+                sequence.append(drawn)
+                self._generated += len(sequence.tokens) - position
+                deltas.setdefault(sequence.owner, []).append(sequence.delta(position))
                 sequence.computed = len(sequence.tokens) - 1
             self._cache_full_pages(sequence)
             if self._store_up:
@@ -601,23 +519,6 @@ class DecodeScheduler:
             else:
                 self._give_back_unseen(sequence)
         return [*(SendToRouter(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
-
-    def _append(self, sequence: Sequence, drawn: Items[Sampled]) -> Delta:
-        """What was drawn belongs to the sequence up to the token that ends it."""
-        position = len(sequence.tokens)
-        for each in drawn:
-            sequence.tokens.append(each.token)
-            self._generated += 1
-            if each.logprob is not None:
-                sequence.logprobs.append(TokenLogprob(each.token, each.logprob, each.top))
-            if (finish := _finish(sequence, each.token)) is not None:
-                sequence.finish = finish
-                break
-        sequence.extend_keys()
-        tokens = tuple(sequence.tokens[position:])
-        computed = sequence.prompt_computed if position == sequence.first_new else 0
-        logprobs = tuple(sequence.logprobs[position - sequence.first_new :])
-        return Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
 
     def _cache_full_pages(self, sequence: Sequence) -> None:
         if sequence.unscored:
@@ -664,18 +565,15 @@ class DecodeScheduler:
     def _resend(self, sequence: Sequence, position: int) -> list[DecodeCommand]:
         scores = self._tell_scores(sequence, max(1, position))
         position = min(max(position, sequence.first_new), len(sequence.tokens))
-        tokens = tuple(sequence.tokens[position:])
-        if not tokens and sequence.finish is None:
+        delta = sequence.delta(position)
+        if not delta.tokens and sequence.finish is None:
             return scores
-        logprobs = tuple(sequence.logprobs[position - sequence.first_new :])
-        computed = sequence.prompt_computed if position == sequence.first_new else 0
-        delta = Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
         return [*scores, SendToRouter(Tokens(self._step, (delta,)), sequence.owner)]
 
     def _drop_sequence(self, sequence: Sequence, cut: bool) -> list[DecodeCommand]:
         """Free everything it holds. Its complete pages stay cached, which is what makes a new attempt cheap. `cut`: its
         request goes on elsewhere, so its output would have been longer."""
-        commands = self._drop_fetch(sequence)
+        commands: list[DecodeCommand] = [*self._fetches.drop(sequence)]
         if sequence.phase is not SequencePhase.ENDED:
             self._admission.ended(sequence, cut)
         self._release_pages(sequence)
@@ -719,7 +617,7 @@ class DecodeScheduler:
     @property
     def leases(self) -> tuple[int, ...]:
         """Every lease at the store that we still care about."""
-        return (*self._fetching, *self._copies.ending, *self._write_through.leases)
+        return (*self._fetches.leases, *self._write_through.leases)
 
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
         """For one router: what it owns, and how busy we are with all."""
@@ -761,11 +659,11 @@ class DecodeScheduler:
             prompt_tokens_computed=self._computed,
             prompt_pages_device=self._device_pages,
             prompt_pages_fetched=self._fetched_pages,
-            kv_loads_incomplete=self._short,
+            kv_loads_incomplete=self._fetches.short,
             pages_stored=self._write_through.written,
             writes_refused=self._write_through.refused,
             growth_reserve=self._admission.growth_reserve(self._holders()),
-            load_regret=dict(self._regret.seconds),
+            load_regret=self._fetches.regret,
         )
 
     def validate(self) -> None:
@@ -784,8 +682,7 @@ class DecodeScheduler:
                 assert not sequence.pages, sequence.name
             if sequence.phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.RUNNING):
                 assert sequence.pages, sequence.name
-        assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.leases}
-        assert self._copies.leases <= set(self._fetching)
+        self._fetches.validate(iter(self._sequences.values()))
         self._write_through.validate()
 
 
@@ -810,12 +707,6 @@ def _load(sequences: Iterable[Sequence]) -> LoadReport:
         if (pending := known - sequence.computed) > 1:
             queued += pending
     return LoadReport(running=running, waiting=waiting, tokens_queued=queued, context=context)
-
-
-def _finish(sequence: Sequence, token: int) -> FinishReason | None:
-    if token in sequence.stop_token_ids:
-        return "stop"
-    return "length" if sequence.generated >= sequence.max_tokens else None
 
 
 def _failure(drawn: Items[Sampled], position: int) -> tuple[str, str] | None:

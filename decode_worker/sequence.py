@@ -24,6 +24,7 @@ from typing import NamedTuple
 from baton.messages import (
     AttemptHeld,
     AttemptName,
+    Delta,
     FinishReason,
     PageSource,
     PromptTokenLogprob,
@@ -33,7 +34,7 @@ from baton.messages import (
 from decode_worker.sliding_window import SlidingWindow
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammar
-from engine.step.batch import Chunk, PromptScoring, TokenDraw
+from engine.step.batch import Chunk, PromptScoring, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from kvstore.client.transfer import PageFetch
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, partial_key, split_keys
@@ -239,6 +240,26 @@ class Sequence:
         if self.pages.first or self.exceeds_pool:
             return min(self.computed, self.known_at_first) // self.page_size
         return self.computed // self.page_size
+
+    def append(self, drawn: Items[Sampled]) -> None:
+        """Take what was drawn, up to the token that ends the sequence."""
+        for each in drawn:
+            self.tokens.append(each.token)
+            if each.logprob is not None:
+                self.logprobs.append(TokenLogprob(each.token, each.logprob, each.top))
+            if each.token in self.stop_token_ids:
+                self.finish = "stop"
+            elif self.generated >= self.max_tokens:
+                self.finish = "length"
+            if self.finish is not None:
+                break
+        self.extend_keys()
+
+    def delta(self, position: int) -> Delta:
+        """What its router is told of the tokens from `position` on, which this attempt has drawn."""
+        computed = self.prompt_computed if position == self.first_new else 0
+        tokens, logprobs = tuple(self.tokens[position:]), tuple(self.logprobs[position - self.first_new :])
+        return Delta(self.name.request, self.name.attempt, position, tokens, logprobs, self.finish, computed)
 
     def extend_keys(self) -> None:
         """Derive the keys of the pages that have filled up since."""

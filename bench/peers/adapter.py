@@ -41,15 +41,24 @@ class Answer:
 
 def serve(load: Callable[[], Generate]) -> None:
     """A peer's process: load it, then do what comes in on stdin."""
+
+    def loaded() -> Callable[[Tokens, int], dict[str, Any]]:
+        generate = load()
+        return lambda prompts, count: {"tokens": generate(prompts, count)}
+
+    serve_answers(loaded)
+
+
+def serve_answers(load: Callable[[], Callable[[Tokens, int], dict[str, Any]]]) -> None:
+    """The same, where what is loaded returns the whole answer but for the seconds."""
     answers = only_answers()
-    generate = load()
+    run = load()
     print('{"ready": true}', file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         begun = time.perf_counter()
-        tokens = generate(job["prompts"], job["count"])
-        seconds = time.perf_counter() - begun
-        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers, flush=True)
+        answer = run(job["prompts"], job["count"])
+        print(json.dumps({"seconds": time.perf_counter() - begun, **answer}), file=answers, flush=True)
 
 
 def only_answers() -> TextIO:

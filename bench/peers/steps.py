@@ -8,7 +8,6 @@ An answer also has `ends`, when each step ended, and `model`, what the model run
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,17 +50,8 @@ class Decoding(NamedTuple):
 Run = Callable[[adapter.Tokens, int], Course]
 
 
-def serve(load: Callable[[], Run]) -> None:
-    """The process of a side: load it, then do what comes in on stdin."""
-    answers = adapter.only_answers()
-    run = load()
-    print('{"ready": true}', file=answers, flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        began = time.perf_counter()
-        course = run(job["prompts"], job["count"])
-        told = {"seconds": time.perf_counter() - began, **course._asdict()}
-        print(json.dumps(told), file=answers, flush=True)
+def _answers(run: Run) -> Callable[[adapter.Tokens, int], dict[str, Any]]:
+    return lambda prompts, count: run(prompts, count)._asdict()
 
 
 def vllm(model: str, device: str, how: str = "compiled") -> Run:
@@ -167,4 +157,4 @@ def baton(model: str, device: str, threads: str) -> Run:
 
 if __name__ == "__main__":
     side, *arguments = sys.argv[1:]
-    serve(lambda: {"vllm": vllm, "baton": baton}[side](*arguments))
+    adapter.serve_answers(lambda: _answers({"vllm": vllm, "baton": baton}[side](*arguments)))

@@ -1,0 +1,79 @@
+"""From a router's order to a sequence, or to the error that says what is wrong with it."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from baton.errors import InvalidGrammar, MalformedMessage, ModelMismatch
+from baton.messages import AttemptName, Decode
+from decode_worker.sequence import Sequence
+from decode_worker.sliding_window import SlidingWindow
+from engine.sampling.logits_rules import LogitsEditor
+from engine.sampling.token_masks import OutputGrammars
+from kvstore.keys import unpack_tokens
+
+_LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
+
+
+@dataclass(frozen=True)
+class OrderReader:
+    """What this worker's model can do, as far as orders depend on it."""
+
+    page_size: int
+    window: SlidingWindow | None
+    vocab_size: int | None  # where known: a token id of an order must be lower, because it would fail the whole step
+    adapters: Set[str]  # digests of those that orders may name; "" is none
+    grammars: OutputGrammars | None
+    ageing_ms: int
+
+    def sequence(self, order: Decode, router: str, arrival: int, now: float) -> Sequence:
+        """Return the sequence that is ordered, without pages. Raises MalformedMessage, ModelMismatch for an adapter
+        that is not loaded, and InvalidGrammar where no grammar is followed."""
+        tokens = unpack_tokens(order.tokens, self.vocab_size)
+        if not order.prompt <= len(tokens) < order.prompt + order.max_tokens:
+            raise MalformedMessage(
+                f"{len(tokens)} tokens with a prompt of {order.prompt} and {order.max_tokens} to generate"
+            )
+        if order.adapter not in self.adapters:
+            raise ModelMismatch("this worker has not loaded that adapter")
+        rules = order.sampling.rules
+        if rules is not None and (message := rules.wrong(self.vocab_size)):
+            raise MalformedMessage(message)
+        if order.sampling.grammar is not None and self.grammars is None:
+            raise InvalidGrammar("this worker follows no grammars")
+        # A tokenizer may have more tokens than the model, which never draws them.
+        stops = [each for each in order.stop_token_ids if self.vocab_size is None or 0 <= each < self.vocab_size]
+        priority = max(-_LEVELS, min(order.priority, _LEVELS))
+        sequence = Sequence(
+            name=AttemptName(order.request, order.attempt),
+            owner=router,
+            root=order.root,
+            adapter=order.adapter,
+            tokens=tokens,
+            prompt=order.prompt,
+            max_tokens=order.max_tokens,
+            sampling=order.sampling,
+            stop_token_ids=frozenset(stops),
+            priority_time=now + priority * self.ageing_ms / 1_000,
+            priority=priority,
+            arrival=arrival,
+            page_size=self.page_size,
+            window=self.window,
+            deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
+            prefilled_remotely=order.prefilled_remotely,
+            sources=order.sources,
+            progressed_at=now,
+            first_new=len(tokens),
+            logits_editor=None if rules is None else LogitsEditor(rules, tokens[: order.prompt], stops),
+        )
+        sequence.extend_keys()
+        return sequence
+
+    def begin_grammar(self, sequence: Sequence) -> None:
+        """Have the grammar of an admitted sequence compiled, if it has one."""
+        grammar = sequence.sampling.grammar
+        if grammar is not None and self.grammars is not None:
+            sequence.grammar = self.grammars.follow(grammar, sequence.stop_token_ids, sequence.tokens, sequence.prompt)
