@@ -13,7 +13,8 @@ GREEDY = TokenDraw(temperature=0)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed).randrange(3, 1000) for _ in range(length)]
+    rng = random.Random(seed)
+    return [rng.randrange(3, 1000) for _ in range(length)]
 
 
 @dataclass

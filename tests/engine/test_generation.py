@@ -49,7 +49,7 @@ def test_logits_are_those_of_transformers(name: str, engine: Engines, reference:
         tokens, logprobs = zip(*sampled.top, strict=True)
         assert sorted(tokens) == list(range(VOCAB))
         torch.testing.assert_close(
-            torch.tensor(logprobs), expected[start + 9, list(tokens)], atol=2e-4, rtol=1e-5
+            torch.tensor(logprobs), expected[start + 9, list(tokens)], atol=2e-3, rtol=1e-5
         )  # over logits of several tens
 
 
@@ -113,7 +113,7 @@ def test_a_prefill_worker_makes_the_same_pages(name: str, engine: Engines):
         ours.pool.zero_()
         assert ours.step([Chunk(prompt[:40], 0, [5, 9, 2])]) == [None]
         assert ours.step([Chunk(prompt[40:], 40, [5, 9, 2, 7], GREEDY)])[0] is None or ours is whole
-    torch.testing.assert_close(headless.pool, whole.pool, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(headless.pool, whole.pool, atol=1e-4, rtol=1e-5)
     assert whole.pool[[5, 9, 2, 7]].abs().amin(dim=(1, 2, 3, 4, 5)).min() >= 0
     assert (whole.pool[[5, 9, 2, 7]] != 0).all(), "every layer, head and position is written"
 

@@ -41,11 +41,11 @@ def test_scores_are_those_of_transformers(name: str, engine: Engines, reference:
     assert [one.token for one in found] == prompt[1:]
     for row, one in enumerate(found):
         values = expected[row]
-        assert one.logprob == pytest.approx(float(values[one.token]), abs=2e-4)
+        assert one.logprob == pytest.approx(float(values[one.token]), abs=3e-3)
         ours_at = values[one.token]
-        assert int((values > ours_at + 2e-4).sum()) < one.rank <= int((values > ours_at - 2e-4).sum())
+        assert int((values > ours_at + 3e-3).sum()) < one.rank <= int((values > ours_at - 1e-3).sum())
         best = values.topk(3)
-        torch.testing.assert_close(torch.tensor([value for _, value in one.top]), best.values, atol=2e-4, rtol=1e-5)
+        torch.testing.assert_close(torch.tensor([value for _, value in one.top]), best.values, atol=3e-3, rtol=1e-5)
 
 
 def test_scoring_may_begin_within_a_chunk(engine: Engines):
