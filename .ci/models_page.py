@@ -60,7 +60,13 @@ inputs that are not quantized.
 
 {formats}
 
-`model.kv_cache_dtype` takes float32, bfloat16 and float16, and the native runner alone. FP8 pages are refused.
+## Formats of pages
+
+By `model.kv_cache_dtype`. *FP8*: greedy tokens are those of transformers whose attention reads what the kernels have
+rounded, and those of vLLM alone ([vllm.md](vllm.md#fp8-pages)). *TP 2*: pages of two ranks go on at one.
+*Clusters*: 1P+1D has the tokens of a colocated worker.
+
+{pages}
 """
 
 FOOT = """
@@ -84,12 +90,19 @@ GENERATION = "tests/engine/test_generation.py"
 EXACT = "tests/processes/test_exact.py"
 WEIGHTS = "tests/engine/test_weights.py"
 CONFIG = "tests/engine/test_config.py"
+CHOICE = "tests/engine/test_engine_choice.py"
 VLLM_TESTS = {
     "exact": ("tests/vllm_runner/test_runner.py", "test_greedy_tokens_are_those_of_transformers"),
     "TP 2": ("tests/vllm_runner/test_ranks.py", "test_tokens_are_those_of_transformers_and_of_one_rank"),
     "LoRA": ("tests/vllm_runner/test_adapters.py", "test_rows_of_one_batch_have_their_own_adapters"),
     "formats": ("tests/vllm_runner/test_formats.py", "test_tokens_are_the_likeliest_of_the_numbers_that_are_meant"),
     "LoRA of formats": ("tests/vllm_runner/test_formats.py", "test_adapters_of_quantized_checkpoints"),
+    "FP8": ("tests/vllm_runner/test_fp8_pages.py", "test_tokens_are_those_of_what_fp8_pages_mean"),
+    "FP8, TP 2": ("tests/vllm_runner/test_fp8_pages.py", "test_a_prompt_is_handed_over"),
+    "FP8 clusters": (
+        "tests/vllm_runner/test_fp8_pages.py",
+        "test_a_cluster_with_prefill_workers_has_the_tokens_of_a_colocated_one",
+    ),
 }
 """By column: the file and the test. They are read and not imported: vLLM has an environment of its own."""
 _FORMATS = {
@@ -139,12 +152,12 @@ def page() -> str:
         cells = (family.name, f"`{family.architecture}`", row.recipe, f"[exact](../{GENERATION})", clusters, kernels)
         lines.append(f"| {' | '.join(cells)} |")
     kinds = ["| checkpoint | windows | rotation | else |", "|---|---|---|---|", *(_kind(row) for row in rows())]
-    families, formats = "\n".join(_vllm_families()), "\n".join(_format_rows())
+    tables = {"families": _vllm_families(), "formats": _format_rows(), "pages": _page_rows()}
     return (
         f"{HEAD}\n{chr(10).join(lines)}\n\n"
         f"Engine: `{_GENERATION_TESTS[0]}[checkpoint]` and\n`{_GENERATION_TESTS[1]}[checkpoint]`.\n"
         f"Clusters: `{_EXACT_TEST}[checkpoint-shape]`.\n"
-        + VLLM.format(families=families, formats=formats)
+        + VLLM.format(**{name: "\n".join(lines) for name, lines in tables.items()})
         + FOOT.format(kinds="\n".join(kinds))
     )
 
@@ -210,6 +223,23 @@ def _format_rows() -> Iterator[str]:
         lora = f"[LoRA](../{VLLM_TESTS['LoRA of formats'][0]})" if with_adapters and name in dtypes else _NOT_RUN
         yield f"| {title} | [refused](../{CONFIG}) | {cell} | {_NOT_RUN} | {lora} |"
     yield f"| MXFP4 (gpt-oss as published) | [refused](../{CONFIG}) | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
+
+
+def _page_rows() -> Iterator[str]:
+    yield "| pages | native | vLLM | TP 2 | clusters |"
+    yield "|---|---|---|---|---|"
+    choice = f"[refused](../{CHOICE})"
+    yield f"| as the model | [exact](../{GENERATION}) | [exact](../{VLLM_TESTS['exact'][0]}) | see above | see above |"
+    yield f"| another of the three floats | [rounded](../{GENERATION}) | {choice} | {choice} | {_NOT_RUN} |"
+    source = vllm_source("FP8")
+    families = ", ".join(_constant(source, "EXACT")) if source is not None else ""
+
+    def cell(column: str, said: str) -> str:
+        return f"[{said}](../{VLLM_TESTS[column][0]})" if vllm_source(column) is not None else _NOT_RUN
+
+    fp8, shape, ranks = cell("FP8", f"FP8: {families}"), cell("FP8 clusters", "1P+1D"), cell("FP8, TP 2", "TP 2")
+    yield f"| FP8, E4M3 (`fp8`) | {choice} | {fp8} | {ranks} | {shape} |"
+    yield f"| FP8, E5M2 (`fp8_e5m2`) | {choice} | {cell('FP8', 'FP8: llama')} | {_NOT_RUN} | {_NOT_RUN} |"
 
 
 _GENERATION_TESTS = ("test_greedy_tokens_are_those_of_transformers", "test_logits_are_those_of_transformers")

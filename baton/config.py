@@ -98,7 +98,9 @@ class ModelConfig(_Section, frozen=True):
     path: str = ""  # directory of a Hugging Face checkpoint, or a hub id; required
     engine: Literal["auto", "native", "vllm"] = "auto"  # what computes; auto: docs/vllm.md has the rule
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: as dtype
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] = (
+        "auto"  # auto: as dtype, or FP8 where the checkpoint says so
+    )
     served_model_name: str | tuple[str, ...] = ""  # names clients use, the first in answers; default: end of path
     device: str = "auto"  # torch device; auto: cuda where there is one, else cpu
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "openai", "pythonic"] = (

@@ -23,7 +23,7 @@ from typing import Any
 LAYOUT_VERSION = 2
 """Raised whenever the meaning of a page's bytes or of its checksum changes; part of every page key's namespace."""
 
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Element types that a page may hold, with their size in bytes."""
 
 SPLIT, PAIRED = "split", "paired"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Cache,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -247,14 +248,16 @@ def _tokenizer() -> Tokenizer:
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint as transformers runs it, in float32."""
+    """A checkpoint as transformers runs it, in float32. `cache`, where one is given, makes what holds K and V."""
 
     model: PreTrainedModel
+    cache: Callable[[], Cache | None] = lambda: None
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[tokens, vocab] float32."""
-        return self.model(torch.tensor([list(tokens)])).logits[0]
+        cache = self.cache()
+        return self.model(torch.tensor([list(tokens)]), past_key_values=cache, use_cache=cache is not None).logits[0]
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
@@ -264,7 +267,7 @@ class Reference:
         """
         tokens: list[int] = []
         gaps: list[float] = []
-        step, cache = torch.tensor([list(prompt)]), None
+        step, cache = torch.tensor([list(prompt)]), self.cache()
         for _ in range(count):
             output = self.model(step, past_key_values=cache, use_cache=True)
             cache = output.past_key_values

@@ -18,11 +18,13 @@ from baton.config import Config
 from baton.errors import ConfigError, UnsupportedModel
 from engine.models.config import load_spec
 from engine.models.config_file import read_object
+from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import Installation, problem
 
 Name = Literal["native", "vllm"]
 
 _NO_RANKS = "it has one rank, and tensor_parallel_size asks for several"
+_NO_FP8 = "it has no FP8 pages, and model.kv_cache_dtype asks for them; only vLLM's runner has them"
 _NO_ADAPTERS = "it computes no LoRA adapters, and model.lora_modules names some"
 
 
@@ -71,9 +73,18 @@ def engine_facts(config: Config, path: Path, device: str, found: Installation | 
     Raises ModelError for a checkpoint without a readable config.
     """
     ranks = _most_ranks(config)
-    native = _NO_ADAPTERS if config.model.lora_modules else _NO_RANKS if ranks > 1 else native_lack(path)
-    vllm = problem(found, read_object(path / "config.json"), config.pages.page_size, device, ranks)
-    return EngineFacts(config.model.engine, native, vllm, on_gpu=device != "cpu")
+    raw, held = read_object(path / "config.json"), config.model.kv_cache_dtype
+    vllm = problem(found, raw, config.pages.page_size, device, ranks, held)
+    return EngineFacts(config.model.engine, _setting_lack(config) or native_lack(path), vllm, on_gpu=device != "cpu")
+
+
+def _setting_lack(config: Config) -> str:
+    """Return which setting our own engine can't honour; "" if there is none."""
+    if config.model.lora_modules:
+        return _NO_ADAPTERS
+    if config.model.kv_cache_dtype in FP8:
+        return _NO_FP8
+    return _NO_RANKS if _most_ranks(config) > 1 else ""
 
 
 def native_lack(path: Path) -> str:
@@ -88,10 +99,10 @@ def native_lack(path: Path) -> str:
 
 def engine_of(config: Config, path: Path, device: str) -> EngineChoice:
     """Return the engine that serves the checkpoint in `path` on this machine. Raises UnsupportedModel if none can,
-    ConfigError if vLLM's runner can't and `model.engine`, LoRA adapters or ranks ask for it."""
+    ConfigError if vLLM's runner can't and `model.engine` or another setting asks for it."""
     choice = choose(engine_facts(config, path, device, Installation.find()))
     if choice.engine is None:
-        if config.model.engine == "vllm" or config.model.lora_modules or _most_ranks(config) > 1:
+        if config.model.engine == "vllm" or _setting_lack(config):
             raise ConfigError(f"model.engine is {config.model.engine}, and {choice.why}")
         raise UnsupportedModel(choice.why)
     return choice

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 
 from baton.config import Config, DecodeConfig, PrefillConfig
-from baton.errors import ConfigError, ModelError, NotEnoughMemory
+from baton.errors import NotEnoughMemory
 from baton.messages import WorkerRole
 from baton.system_memory import available_memory
 from engine.checkpoint import hub
@@ -15,11 +14,12 @@ from engine.device.gpu_memory import worker_bytes
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.engine import Engine, FittingPages, dtype_of, layout_of, linear_maker
 from engine.models.config import load_spec
-from engine.models.config_file import DTYPES, ConfigFile, read_object
+from engine.models.config_file import read_object
 from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.runner import Runner
 from engine.vllm_runner import compiling
+from engine.vllm_runner.pages import asked_of_vllm, largest_page
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.layout import PageLayout
 from worker.engine_choice import engine_of
@@ -43,15 +43,12 @@ def load(config: Config, role: WorkerRole) -> Runner:
 def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
     """vLLM in a child process. On a GPU whose pool has no size of its own, vLLM finds out how many pages fit."""
     own, page_size = config.worker(role), config.pages.page_size
-    if config.model.kv_cache_dtype != "auto":
-        raise ConfigError(
-            "model.kv_cache_dtype is for the native engine; vLLM's runner keeps pages in the model's dtype"
-        )
     path = hub.resolve(config.model.path)
+    raw, held = read_object(path / "config.json"), config.model.kv_cache_dtype
     num_pages: int | None = None
     if device == "cpu" or own.kv_cache_bytes:
         size = _room_for(own.kv_cache_bytes.on_cpu) if device == "cpu" else int(own.kv_cache_bytes)
-        num_pages = pool_pages(size, _largest_page(path, config.model.dtype, page_size))
+        num_pages = pool_pages(size, largest_page(raw, config.model.dtype, page_size, held))
     share = 1.0 if own.num_gpus == "auto" else own.num_gpus
     tokens = max(config.prefill.max_num_batched_tokens, config.decode.max_num_batched_tokens)  # it may change its role
     eager = config.model.enforce_eager
@@ -73,19 +70,8 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         ranks=config.ranks_of(role),
         eager=eager,
         deadline=config.cluster.step_timeout_ms / 1_000,
+        kv_cache_dtype=asked_of_vllm(raw, held),
     )
-
-
-def _largest_page(path: Path, dtype: str, page_size: int) -> PageLayout:
-    """The page of a model with the sizes that all configs name alike. Raises ModelError for a config without them."""
-    raw = read_object(path / "config.json")
-    config = ConfigFile(raw)
-    heads = config.count("num_key_value_heads", config.count("num_attention_heads"))
-    if dtype == "auto":
-        dtype = str(raw.get("dtype", raw.get("torch_dtype")) or "float32")
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}; set model.dtype to one")
-    return PageLayout(config.count("num_hidden_layers"), heads, config.head_dim(), page_size, dtype)
 
 
 def _native(config: Config, role: WorkerRole) -> Engine:

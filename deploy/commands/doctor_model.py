@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from baton.config import Config
-from baton.errors import BatonError, ModelError, ModelNotFound
+from baton.errors import ModelError, ModelNotFound
 from baton.messages import WorkerRole
 from baton.system_memory import available_memory
 from deploy.commands.collect_env import version_of
@@ -16,8 +16,9 @@ from deploy.commands.terminal import size
 from deploy.control_plane import preflight
 from engine.checkpoint import hub
 from engine.device.gpus import VisibleGpus, resolve_device, visible_gpus
-from engine.models.config_file import DTYPES, ConfigFile, read_object
+from engine.models.config_file import ConfigFile, read_object
 from engine.vllm_runner import TESTED_ARCHITECTURES
+from engine.vllm_runner.pages import largest_page
 from engine.vllm_runner.requirements import CPU_PAGE, CUDA_PAGE, Installation
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _memory(
     if not weights:
         yield Finding("bad", "memory", "the checkpoint has no *.safetensors", "Baton loads no other kind of weights")
         return
-    page = _page_bytes(config, raw, spec)
+    page = _page_bytes(config, raw)
     per_page = f", {size(page)} a page" if page else ""
     if device == "cpu":
         room = available_memory()
@@ -214,20 +215,12 @@ def _native_weights(config: Config, spec: ModelSpec, device: str) -> int:
     return weight_bytes(spec, TORCH_DTYPES[dtype_of(spec, config.model.dtype)], linear_maker(device))
 
 
-def _page_bytes(config: Config, raw: Mapping[str, Any], spec: ModelSpec | None) -> int | None:
+def _page_bytes(config: Config, raw: Mapping[str, Any]) -> int | None:
     """Of one page of the model; None where the config does not say."""
-    from kvstore.layout import PageLayout
-
-    text = raw.get("text_config") or raw
-    dtype = str(text.get("dtype", text.get("torch_dtype")) or "float32")
-    dtype = config.model.dtype if config.model.dtype != "auto" else dtype
-    if dtype not in DTYPES:
-        return None
+    text: Mapping[str, Any] = raw.get("text_config") or raw
+    text = {"quantization_config": raw.get("quantization_config"), **text}
+    asked = config.model
     try:
-        own = ConfigFile(text)
-        heads = own.count("num_key_value_heads", own.count("num_attention_heads"))
-        return PageLayout(
-            own.count("num_hidden_layers"), heads, own.head_dim(), config.pages.page_size, dtype
-        ).page_bytes
-    except BatonError:
+        return largest_page(text, asked.dtype, config.pages.page_size, asked.kv_cache_dtype).page_bytes
+    except ModelError:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,12 +21,19 @@ from deploy.commands.terminal import Json, command, out, print_json
 from deploy.commands.terminal import size as shown
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.device.gpus import visible_gpus
+from engine.vllm_runner.pages import FP8
 
 if TYPE_CHECKING:
     from engine.models.memory import WorkerMemory
     from engine.spec import ModelSpec
 
 _DEFAULTS = Config()
+_DEFAULT_OF = {
+    "model.dtype": "auto",
+    "model.kv_cache_dtype": "auto",
+    "model.tensor_parallel_size": 1,
+    "pages.page_size": _DEFAULTS.pages.page_size,
+}
 
 
 class Device(StrEnum):
@@ -46,7 +54,9 @@ def size(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, prompt and output together.")] = 2_048,
     concurrency: Annotated[int, typer.Option(min=1, help="Sequences on one decode worker at a time.")] = 8,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="Of pages: auto (as --dtype) or one of the same.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Of pages: auto (as --dtype), one of the same, or fp8, vLLM's runner only.")
+    ] = "auto",
     device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.AUTO,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = _DEFAULTS.pages.page_size,
     tensor_parallel_size: Annotated[
@@ -69,7 +79,13 @@ def size(
     if as_json:
         print_json(answer.as_json())
     else:
-        _show(model, answer)
+        settings = {
+            "model.dtype": dtype,
+            "model.kv_cache_dtype": kv_cache_dtype,
+            "model.tensor_parallel_size": tensor_parallel_size,
+            "pages.page_size": page_size,
+        }
+        _show(model, answer, {name: value for name, value in settings.items() if value != _DEFAULT_OF[name]})
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,7 @@ class Sizes:
 
     parameters: int
     dtype: str
+    kv_dtype: str
     device: str
     ranks: int
     context: int
@@ -127,7 +144,10 @@ def compute(
         raise InvalidRequest(f"a context of {context} tokens is more than the model's {spec.max_positions}")
     if spec.num_kv_heads % ranks:
         raise InvalidRequest(f"{ranks} ranks can't share {spec.num_kv_heads} KV heads evenly")
-    layout = layout_of(spec, dtype, page_size, kv_cache_dtype)
+    if held := FP8.get(kv_cache_dtype):
+        layout = replace(layout_of(spec, dtype, page_size), dtype=held)
+    else:
+        layout = layout_of(spec, dtype, page_size, kv_cache_dtype)
     layout = replace(layout, num_kv_heads=spec.num_kv_heads // ranks)
     dtype = dtype_of(spec, dtype)
     kind = TORCH_DTYPES[dtype]
@@ -152,7 +172,7 @@ def compute(
         bound += f"; gpu_memory_utilization {utilization:g}"
     pages, room = max(0, left) // layout.page_bytes, memory.free
     return Sizes(
-        _parameters(spec), dtype, "cpu" if on_cpu else "cuda", ranks, context, concurrency,
+        _parameters(spec), dtype, layout.dtype, "cpu" if on_cpu else "cuda", ranks, context, concurrency,
         layout.token_bytes, layout.page_bytes, per_sequence * concurrency, decode, prefill, room, bound,
         pages // per_sequence, min(pages * page_size, spec.max_positions),
     )  # fmt: skip
@@ -198,10 +218,11 @@ def _spec(model: str) -> ModelSpec:
         raise ModelNotFound(f"{model!r} is no directory here, and its config can't be fetched: {reason}") from error
 
 
-def _show(model: str, found: Sizes) -> None:
+def _show(model: str, found: Sizes, settings: Mapping[str, object]) -> None:
+    """`settings` are those that a cluster of these sizes has otherwise than by default."""
     out.print(
         f"[bold]{escape(model)}[/]: {found.parameters / 1e6:,.1f} M parameters in {found.dtype} on {found.device}; KV "
-        f"{shown(found.kv_bytes_per_token)} a token, {shown(found.page_bytes)} a page"
+        f"in {found.kv_dtype}, {shown(found.kv_bytes_per_token)} a token, {shown(found.page_bytes)} a page"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("one worker" if found.ranks == 1 else f"one of {found.ranks} ranks")
@@ -220,6 +241,8 @@ def _show(model: str, found: Sizes) -> None:
         )
     else:
         pool = -(-found.decode.pages * found.ranks // 2**20)
-        ranks = f" --engine vllm --set model.tensor_parallel_size={found.ranks}" if found.ranks > 1 else ""
-        setting = f"{ranks} --set decode.kv_cache_bytes={pool}MiB" if found.device == "cpu" else ranks
-        out.print(f"to have that: baton up --model {escape(model)}{setting}")
+        if found.device == "cpu":
+            settings = {**settings, "decode.kv_cache_bytes": f"{pool}MiB"}
+        engine = " --engine vllm" if found.ranks > 1 or found.kv_dtype in FP8.values() else ""
+        given = "".join(f" --set {name}={value}" for name, value in settings.items())
+        out.print(f"to have that: baton up --model {escape(model)}{engine}{given}")

@@ -23,6 +23,7 @@ from engine.checkpoint import hub
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.models.config_file import read_object
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import Installation, problem
 
 _PROCESS_BYTES = 300 * 2**20  # approximate memory of a worker besides its KV pages and its weights
@@ -162,13 +163,20 @@ def ranks_problem(config: Config, role: WorkerRole, device: str, gpus: int) -> s
 
 
 def check_engine(config: Config) -> None:
-    """Check that vLLM's runner can serve the model if `model.engine` names it and all workers run here.
+    """Check that vLLM's runner can serve the model if the configuration asks for it and all workers run here. It asks
+    by `model.engine`, or by FP8 pages.
 
     Of a hub model that was not fetched yet, only the installation of vLLM is looked at. Whether our own engine knows a
     model is seen by its worker: that question imports torch. Raises ConfigError and ModelError.
     """
-    if config.model.engine != "vllm" or not is_loopback(config.router.host):
+    engine, held = config.model.engine, config.model.kv_cache_dtype
+    if engine == "native" and held in FP8:
+        raise ConfigError(
+            f"model.kv_cache_dtype is {held}, and our own engine has no FP8 pages; vLLM's runner has: --engine vllm"
+        )
+    if (engine != "vllm" and held not in FP8) or not is_loopback(config.router.host):
         return
+    why = "model.engine is vllm" if engine == "vllm" else f"model.kv_cache_dtype is {held}"
     path, gpus = hub.cached(config.model.path), visible_gpus()
     raw = read_object(path / "config.json") if path is not None else None
     roles: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
@@ -176,8 +184,9 @@ def check_engine(config: Config) -> None:
         if not count:
             continue
         device = resolve_device(config.device_of(role), gpus)
-        if lack := problem(Installation.find(), raw, config.pages.page_size, device, config.ranks_of(role)):
-            raise ConfigError(f"model.engine is vllm, and vLLM's runner can't: {lack}")
+        ranks = config.ranks_of(role)
+        if lack := problem(Installation.find(), raw, config.pages.page_size, device, ranks, held):
+            raise ConfigError(f"{why}, and vLLM's runner can't: {lack}")
 
 
 def check_name_free(folder: Path) -> None:

@@ -103,6 +103,7 @@ def engine_arguments(order: Load) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": order.path,
         "dtype": order.dtype,
+        "kv_cache_dtype": order.kv_cache_dtype,
         "block_size": order.page_size,
         "max_num_seqs": order.max_rows,
         "max_num_batched_tokens": order.max_tokens,
@@ -148,9 +149,12 @@ def _await_memory(share: float) -> None:
 
 def _page_bytes(config: Any) -> int:
     """At most what a page takes of one of vLLM's processes: K and V of all layers and heads."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
     model = config.model_config
+    held = kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model)
     heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
-    return 2 * layers * heads * model.get_head_size() * model.dtype.itemsize * config.cache_config.block_size
+    return 2 * layers * heads * model.get_head_size() * held.itemsize * config.cache_config.block_size
 
 
 def lora_requests(order: Load) -> dict[int, Any]:

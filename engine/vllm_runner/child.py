@@ -45,8 +45,8 @@ class Child:
         pages = self._config.cache_config.num_gpu_blocks - self._null
         shape["num_kv_heads"] *= self._ranks.size
         return Loaded(
-            num_pages=pages, **shape, vocab_size=model.get_vocab_size(), max_positions=model.max_model_len,
-            process_ids=self._ranks.process_ids,
+            num_pages=pages, **shape, computed_in=str(model.dtype).removeprefix("torch."),
+            vocab_size=model.get_vocab_size(), max_positions=model.max_model_len, process_ids=self._ranks.process_ids,
         )  # fmt: skip
 
     def attach(self, order: Attach, fd: int) -> Copied:

@@ -21,6 +21,7 @@ from baton.messages import PromptTokenLogprob
 from engine.step.batch import Sampled, TokenDraw
 from engine.vllm_runner.draw import make_draw
 from engine.vllm_runner.messages import Row
+from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.ranks import die_with_parent
 from kvstore.arena.memory import Arena
 from kvstore.checksum import head_checksums
@@ -34,6 +35,8 @@ class BatonExtension:
     use_v2_model_runner: bool
     rank: int
     parallel_config: Any
+    model_config: Any
+    cache_config: Any
     distributed_init_method: str
     execute_model: Callable[[Any], Any]
     sample_tokens: Callable[[Any], Any]
@@ -55,8 +58,8 @@ class BatonExtension:
             "num_kv_heads": heads,
             "page_size": page_size,
             "head_dim": width // 2,
-            "dtype": str(caches[0].dtype).removeprefix("torch."),
-            "form": _form(caches[0]),
+            "dtype": _dtype(caches[0], self.cache_config.cache_dtype),
+            "form": _form(caches[0], self.model_config.dtype, self.cache_config.cache_dtype),
         }
 
     def baton_attach(self, path: str, slots: int, page_bytes: int) -> None:
@@ -160,11 +163,21 @@ def _blocks(caches: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided(shape, (first.stride(0), first.stride(1), distance, 1), first.storage_offset())
 
 
-def _form(cache: torch.Tensor) -> str:
-    """The name of the form in which a layer's kernels keep K and V of a block and head."""
+def _dtype(cache: torch.Tensor, held: str) -> str:
+    """The name of the dtype of K and V in a layer, which vLLM calls `held`: it keeps FP8 as bytes."""
+    if cache.dtype != torch.uint8:
+        return str(cache.dtype).removeprefix("torch.")
+    if held not in FP8:
+        raise UnsupportedModel(f"vLLM keeps K and V as {held}; Baton's pages take {', '.join(FP8)}")
+    return FP8[held]
+
+
+def _form(cache: torch.Tensor, computed_in: torch.dtype, held: str) -> str:
+    """The name of the form in which a layer's kernels keep K and V of a block and head. For FP8 they are chosen by the
+    dtype that the model is computed in."""
     if cache.device.type != "cpu":
         return PAIRED
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     _, _, page_size, width = cache.shape
-    return f"cpu-{_get_attn_isa(cache.dtype, page_size, width // 2)}"
+    return f"cpu-{_get_attn_isa(computed_in, page_size, width // 2, held)}"

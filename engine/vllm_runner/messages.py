@@ -159,6 +159,7 @@ class Load(Struct, frozen=True, tag=True):
     ranks: int = 1
     eager: bool = False  # don't compile the model
     deadline: float = 60.0  # seconds that several ranks may take for an order
+    kv_cache_dtype: str = "auto"  # by vLLM's names
 
 
 class Attach(Struct, frozen=True, tag=True):
@@ -207,6 +208,7 @@ class Loaded(Struct, frozen=True, tag=True):
     head_dim: int
     dtype: str
     form: str
+    computed_in: str  # the model's dtype, which is not that of FP8 pages
     vocab_size: int
     max_positions: int
     process_ids: Sequence[int] = ()  # of the ranks, where there are several

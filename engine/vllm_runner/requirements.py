@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelError
+from engine.cpu.build import cpu_description
 from engine.models.config_file import ConfigFile
-from engine.vllm_runner import VLLM_VERSION
+from engine.vllm_runner import VLLM_VERSION, pages
 
 REGISTRY = "model_executor/models/registry.py"
 """Where vLLM lists the architectures that it serves, below its package."""
@@ -64,21 +65,31 @@ def wrong_version(version: str, device: str) -> str:
 
 
 def problem(
-    found: Installation | None, config: Mapping[str, Any] | None, page_size: int, device: str, ranks: int = 1
+    found: Installation | None,
+    config: Mapping[str, Any] | None,
+    page_size: int,
+    device: str,
+    ranks: int = 1,
+    kv_cache_dtype: str = "auto",
 ) -> str:
     """Return why vLLM's runner can't serve a checkpoint with this parsed config.json, "" if nothing speaks against it.
 
-    `device` is "cpu" or a CUDA device; `ranks` processes share the model. Without a config only the installation is
-    looked at. What is found here is what vLLM would refuse after a minute of loading; it may still refuse more.
+    `device` is "cpu" or a CUDA device; `ranks` processes share the model; `kv_cache_dtype` is the setting. Without a
+    config only the installation is looked at. What is found here is what vLLM would refuse after a minute of loading;
+    it may still refuse more.
     """
     if found is None:
         return f"vLLM is not installed: {install_command(device)}"
     if found.is_wrong:
         return wrong_version(found.version, device)
-    return "; ".join(_lacks(found, config, page_size, device, ranks)) if config is not None else ""
+    if config is None:
+        return ""
+    return "; ".join(_lacks(found, config, page_size, device, ranks, kv_cache_dtype))
 
 
-def _lacks(found: Installation, config: Mapping[str, Any], page_size: int, device: str, ranks: int) -> Iterator[str]:
+def _lacks(
+    found: Installation, config: Mapping[str, Any], page_size: int, device: str, ranks: int, kv_cache_dtype: str
+) -> Iterator[str]:
     named: list[str] = [str(name) for name in config.get("architectures") or ()]
     if found.architectures is not None and named and not found.architectures.intersection(named):
         yield f"vLLM {found.version} does not know architecture {', '.join(named)}"
@@ -103,10 +114,10 @@ def _lacks(found: Installation, config: Mapping[str, Any], page_size: int, devic
             f"its kernel for gpt-oss's experts on CPUs takes a multiple of {CPU_EXPERT_PART} elements for each rank, "
             f"and each of {ranks} has {width / ranks:g} of {width}{advice}"
         )
-    try:
-        width = ConfigFile(text).head_dim()
-    except ModelError:
-        return  # a config that names its heads otherwise is for vLLM to read
+    width = _head_dim(text)
+    yield from pages.lacks(config, width, device, ranks, kv_cache_dtype, cpu_description())
+    if width is None:
+        return
     if device == "cpu" and width not in CPU_HEADS:
         yield f"its kernels for CPUs take heads of {', '.join(map(str, CPU_HEADS))} elements, not {width}"
     elif width % 8:
@@ -119,6 +130,14 @@ def _unpadded_expert(text: Mapping[str, Any]) -> int:
     if text.get("model_type") != "gpt_oss" or text.get("quantization_config") or not isinstance(width, int):
         return 0
     return width
+
+
+def _head_dim(config: Mapping[str, Any]) -> int | None:
+    """None of a config that names its heads otherwise. vLLM can read it."""
+    try:
+        return ConfigFile(config).head_dim()
+    except ModelError:
+        return None
 
 
 @cache

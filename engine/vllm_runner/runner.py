@@ -106,7 +106,10 @@ class VllmRunner:
         device: str = "cpu",
         adapters: tuple[AdapterCard, ...] = (),
     ) -> None:
-        self.fingerprint, self.adapters = fingerprint, adapters
+        # Two dtypes of the model may have pages of one dtype, and their K and V differ by more than rounding.
+        held_otherwise = loaded.dtype != loaded.computed_in
+        self.fingerprint = _digest(fingerprint, loaded.computed_in) if held_otherwise else fingerprint
+        self.adapters = adapters
         self._adapters = {"": 0} | {one.digest: number for number, one in enumerate(adapters, 1)}
         self.layout = PageLayout(
             loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, order.page_size, loaded.dtype, loaded.form
@@ -155,6 +158,7 @@ class VllmRunner:
         ranks: int = 1,
         eager: bool = False,
         deadline: float = 60.0,
+        kv_cache_dtype: str = "auto",
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
 
@@ -162,8 +166,8 @@ class VllmRunner:
         use the part `memory_share` of that device's memory in all, and `num_pages` None means as many as fit there.
         `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each; all stay in memory.
         `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost. vLLM
-        compiles the model, unless it is to be `eager`. Raises ModelError (UnsupportedModel where vLLM or this runner
-        can't serve the model) and StartupError.
+        compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. Raises
+        ModelError (UnsupportedModel where vLLM or this runner can't serve the model) and StartupError.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
         order = Load(
@@ -181,6 +185,7 @@ class VllmRunner:
             ranks,
             eager,
             deadline,
+            kv_cache_dtype,
         )
         fingerprint = _fingerprint(path)
         environment = child_environment(os.environ, device, threads, ranks)
@@ -203,7 +208,8 @@ class VllmRunner:
         if isinstance(answer, Failed):
             _end(process)
             kind = UnsupportedModel if answer.kind in _UNSUPPORTED else ModelError
-            asked = f"{path} with pages of {page_size} tokens{_with_adapters(path, adapters)}"
+            held = "" if kv_cache_dtype == "auto" else f" in {kv_cache_dtype}"
+            asked = f"{path} with pages of {page_size} tokens{held}{_with_adapters(path, adapters)}"
             raise kind(f"vLLM can't serve {asked}: {answer.message}")
         assert isinstance(answer, Loaded)
         try:
@@ -410,4 +416,8 @@ def _fingerprint(path: Path) -> bytes:
     config = json.dumps(json.loads((path / "config.json").read_bytes()), sort_keys=True).encode()
     with TensorFiles(path) as files:
         content = files.fingerprint(config)
-    return hashlib.blake2b(content + f"vllm {VLLM_VERSION}".encode(), digest_size=16).digest()
+    return _digest(content, f"vllm {VLLM_VERSION}")
+
+
+def _digest(content: bytes, text: str) -> bytes:
+    return hashlib.blake2b(content + text.encode(), digest_size=16).digest()

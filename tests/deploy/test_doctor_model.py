@@ -88,6 +88,27 @@ def test_the_runner_that_can_serve_it_is_named_when_another_one_is_asked_for(mod
     assert "--engine vllm" in found(report, "engine")["advice"]
 
 
+def test_pages_in_fp8_are_for_vllm_and_take_half(model: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch):
+    changed(model, head_dim=32, dtype="bfloat16")
+    vllm = ("--set", "model.engine=vllm", "--set", "pages.page_size=32")
+    fp8 = ("--set", "model.kv_cache_dtype=fp8", "--set", "pages.page_size=32")
+    flags = "avx512f avx512bw avx512dq avx512vl fma"
+    monkeypatch.setattr(requirements, "cpu_description", lambda: flags)
+    _, report = doctor(model, *vllm, vllm=RIGHT)
+    assert ", 64.0 KiB a page" in found(report, "memory")["found"]
+    code, report = doctor(model, *fp8, vllm=RIGHT)
+    assert (code, report["engine"]) == (0, "vllm")
+    assert "no FP8 pages" in found(report, "our own engine")["found"]
+    assert ", 32.0 KiB a page" in found(report, "memory")["found"]
+    code, report = doctor(model, *fp8, "--set", "model.engine=native", vllm=RIGHT)
+    assert code == 1
+    assert "vLLM's runner can serve it: --engine vllm" in found(report, "engine")["advice"]
+    flags = "avx2"
+    code, report = doctor(model, *fp8, vllm=RIGHT)
+    assert (code, report["engine"]) == (1, None)
+    assert "on a CPU with AVX-512 only" in found(report, "vLLM's runner")["advice"]
+
+
 def test_a_gpu_is_for_vllm_and_its_memory_is_looked_at(model: Path, doctor: Doctor):
     code, report = doctor(model, vllm=RIGHT, gpus=VisibleGpus((Gpu("H100", 80 * 2**30),)))
     assert (code, report["engine"]) == (0, "vllm")

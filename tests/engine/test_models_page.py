@@ -17,7 +17,7 @@ def test_the_page_is_current():
 
 def test_cells_of_vllm_name_tests_that_exist():
     """They run elsewhere, so they are looked up in the source. A test whose name has changed would leave "not run"."""
-    for column in ("exact", "TP 2", "LoRA", "formats", "LoRA of formats"):
+    for column in ("exact", "TP 2", "LoRA", "formats", "LoRA of formats", "FP8", "FP8, TP 2", "FP8 clusters"):
         assert PAGE["vllm_source"](column) is not None, column
     page = PAGE["page"]()
     assert "| `LlamaForCausalLM` | llama | [exact](../tests/vllm_runner/test_runner.py) |" in page
@@ -25,6 +25,7 @@ def test_cells_of_vllm_name_tests_that_exist():
     assert "[LoRA, TP 2](../tests/vllm_runner/test_adapters.py) |" in page
     assert "[in float32](../tests/vllm_runner/test_formats.py) | not run | [LoRA]" in page
     assert "[in float16](../tests/vllm_runner/test_formats.py)" in page
+    assert "| [FP8: llama, qwen3, mistral-window, gemma3](../tests/vllm_runner/test_fp8_pages.py) |" in page
 
 
 def test_the_tests_that_it_names_exist():

@@ -12,17 +12,21 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, compiling, draw, extension
-from engine.vllm_runner.bring_up import engine_arguments
+from engine.vllm_runner.bring_up import _page_bytes, engine_arguments
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.messages import Load
+from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import CPU_HEADS, CPU_PAGE, Installation
+from kvstore.layout import PageLayout
 
 SOURCES = sorted(Path(extension.__file__).parent.glob("*.py"))
 LOADS = (Load("m", "auto", 8, 32, 4, 64, 1), Load("m", "auto", None, 16, 4, 64, 1, "cuda", 0.5))
@@ -160,8 +164,13 @@ def test_what_is_read_and_replaced_in_the_model_runners():
     assert "req_ids" in {field.name for field in dataclasses.fields(input_batch.InputBatch)}
 
 
-def test_a_worker_knows_which_model_runner_it_has():
+def test_a_worker_knows_its_configuration_and_which_model_runner_it_has():
     from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    source = inspect.getsource(WorkerBase.__init__)
+    for attribute in ("model_config", "cache_config", "parallel_config", "rank", "distributed_init_method"):
+        assert f"self.{attribute} = " in source, attribute
 
     assert "self.use_v2_model_runner = vllm_config.use_v2_model_runner" in inspect.getsource(Worker.__init__)
 
@@ -199,10 +208,23 @@ def test_what_our_extension_adds_has_no_name_of_vllms_workers():
     assert not ours & set(dir(Worker))
 
 
+@pytest.mark.parametrize(("held", "dtype"), [("auto", "bfloat16"), ("fp8", "float8_e4m3fn")])
+def test_the_bytes_of_a_page(held: str, dtype: str):
+    model = SimpleNamespace(
+        dtype=torch.bfloat16,
+        get_total_num_kv_heads=lambda: 2,
+        get_total_num_hidden_layers=lambda: 3,
+        get_head_size=lambda: 64,
+    )
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=held, block_size=32))
+    assert _page_bytes(config) == PageLayout(3, 2, 64, 32, dtype).page_bytes
+
+
 def test_what_the_kernels_for_cpus_take():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEADS
+    assert set(FP8) <= set(CPUAttentionBackend.supported_kv_cache_dtypes)
     (sizes,) = CPUAttentionBackend.get_supported_kernel_block_sizes()
     assert getattr(sizes, "base", sizes) == CPU_PAGE
     assert [layout.name for layout in CPUAttentionBackend.supported_kv_cache_layouts()] == ["LBHNC"]

@@ -1,0 +1,75 @@
+"""What pages on vLLM's runner hold, from a checkpoint's config: K and V in the model's dtype, or in FP8.
+
+vLLM's kernels write FP8 pages as K and V divided by two scales of the layer, and multiply with these when they read. A
+checkpoint may bring the scales (`k_scale`, `v_scale`). They are tensors of it, so its digest in page keys covers them.
+Without them they are 1. Nothing of vLLM or torch is imported here.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from baton.errors import ModelError
+from engine.models.config_file import DTYPES, ConfigFile
+from kvstore.layout import PageLayout
+
+FP8: Mapping[str, str] = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""The values of `model.kv_cache_dtype` that vLLM's runner alone takes, each with the dtype of its pages."""
+
+_CPU_FLAGS = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
+"""What torch calls AVX-512, as the kernel names it. vLLM computes with FP8 pages on no lesser CPU."""
+_CPU_HEAD = 32
+"""The elements of a head are a multiple of this on a CPU."""
+
+
+def asked_of_vllm(config: Mapping[str, Any], kv_cache_dtype: str) -> str:
+    """Return the `kv_cache_dtype` for vLLM. By "auto" that is FP8 where the checkpoint was quantized for it."""
+    return "fp8" if kv_cache_dtype == "auto" and _scheme(config) else kv_cache_dtype
+
+
+def largest_page(config: Mapping[str, Any], dtype: str, page_size: int, kv_cache_dtype: str) -> PageLayout:
+    """Return the page of a model with the sizes that all configs name alike, computed in `dtype`.
+
+    Raises ModelError for a config without them, and a dtype that no model is computed in.
+    """
+    own = ConfigFile(config)
+    heads = own.count("num_key_value_heads", own.count("num_attention_heads"))
+    if dtype == "auto":
+        dtype = str(config.get("dtype", config.get("torch_dtype")) or "float32")
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}; set model.dtype to one")
+    asked = asked_of_vllm(config, kv_cache_dtype)
+    held = dtype if asked == "auto" else FP8.get(asked, asked)
+    return PageLayout(own.count("num_hidden_layers"), heads, own.head_dim(), page_size, held)
+
+
+def lacks(
+    config: Mapping[str, Any], head_dim: int | None, device: str, ranks: int, kv_cache_dtype: str, cpu: str
+) -> Iterator[str]:
+    """Say why vLLM's runner can't hold the pages that are asked for. `cpu` describes the CPU, its flags as words;
+    `head_dim` is None where the config does not tell."""
+    asked = asked_of_vllm(config, kv_cache_dtype)
+    if asked == "auto":
+        return
+    if asked not in FP8:
+        yield f"its pages are in the model's dtype or in FP8, and model.kv_cache_dtype is {asked}: set auto or fp8"
+        return
+    if device != "cpu":
+        return  # which kernels there are is vLLM's to say
+    wanted = f"FP8 pages, by {'model.kv_cache_dtype' if asked == kv_cache_dtype else 'the checkpoint'}"
+    if not _CPU_FLAGS.issubset(cpu.split()):
+        yield f"its kernels take {wanted}, on a CPU with AVX-512 only: set model.kv_cache_dtype to auto"
+    if head_dim is not None and head_dim % _CPU_HEAD:
+        yield f"its kernels take {wanted}, with heads of a multiple of {_CPU_HEAD} elements only, not {head_dim}"
+    if ranks > 1 and _scheme(config).get("strategy") == "attn_head":
+        # vLLM's CPU kernels take the largest scale of a rank's heads, so pages would differ between degrees.
+        yield "its kernels for CPUs take one scale for all heads, and several ranks would each choose their own"
+
+
+def _scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How llm-compressor quantized K and V; empty if it did not."""
+    quantization: Mapping[str, Any] = config.get("quantization_config") or {}
+    return quantization.get("kv_cache_scheme") or {}
