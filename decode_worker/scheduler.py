@@ -67,6 +67,9 @@ from kvstore.client.transfer import (
 )
 
 _SCORES_PER_MESSAGE = 256  # prompt tokens, each with up to 20 alternatives: 150 KB
+OTHERS_AHEAD = 8
+"""A step goes ahead without the sequences that need their token if it has so many times as many others. A step that is
+not ahead costs all of them the time between two steps, and being left out costs a whole step."""
 
 DecodeCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage
 DecodeEvent: TypeAlias = (
@@ -393,9 +396,17 @@ class DecodeScheduler:
     def schedule(self, now: float) -> ScheduledBatch:
         """The next step; empty when there is none, or the one that runs must end first. Call `prepare` before."""
         self._leave_limbo()
-        if self._under_way and any(s.must_be_awaited or _lacks_pages(s) for s in self._sequences.values()):
+        if self._under_way and self._must_await():
             return {}
         return self._planner.plan(self._sequences.values(), now)
+
+    def _must_await(self) -> bool:
+        """Whether the step that runs must end before the next one is planned."""
+        if any(s.must_be_awaited or _lacks_pages(s) for s in self._sequences.values()):
+            return True
+        # Those that need their token would get one only every second step, unless they wait for their masks anyway.
+        delayed = sum(s.needs_its_token and not s.awaits_a_slow_mask for s in self._sequences.values())
+        return delayed > 0 and sum(s.steps for s in self._sequences.values()) < OTHERS_AHEAD * delayed
 
     def _look_ahead(self) -> None:
         """Note what the step that runs is going to make of its sequences, as far as it will count."""

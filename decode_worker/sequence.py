@@ -143,7 +143,8 @@ class Sequence:
     def steps(self) -> bool:
         """Whether it runs, and may be in the next step: one that follows a grammar waits until that is compiled."""
         ready = not self.in_limbo and (self.grammar is None or self.grammar.ready)
-        return self.phase is SequencePhase.RUNNING and ready and (self.under_way is None or not self.draws_its_last)
+        goes_on = self.under_way is None or not (self.draws_its_last or self.needs_its_token)
+        return self.phase is SequencePhase.RUNNING and ready and goes_on
 
     def counts(self, chunk: Chunk) -> bool:
         """Whether a chunk of this sequence that has run adds to it: it was planned with the pages that the sequence has
@@ -178,14 +179,25 @@ class Sequence:
 
     @property
     def must_be_awaited(self) -> bool:
-        """Whether the step after the one that runs can't be planned before that has ended. A grammar and the rules for
-        logits need the token that is being drawn. A prompt's scores say where the next chunk ends, and a sequence in
-        parts gives pages back first."""
+        """Whether the step after the one that runs can't be planned before that has ended. A prompt's scores say where
+        the next chunk ends, and a sequence in parts gives pages back first."""
         if self.under_way is None or self.draws_its_last:
             return False
-        chunk = self.under_way.chunk
+        return self.in_parts or self.under_way.chunk.scoring is not None
+
+    @property
+    def needs_its_token(self) -> bool:
+        """Whether the token that is being drawn must be known before its next chunk is planned: a grammar's mask and
+        the rules for logits follow from it. Such a sequence is in no step ahead."""
+        drawing = self.under_way is not None and self.under_way.chunk.sample is not None
         ruled = self.grammar is not None or self.logits_editor is not None
-        return self.in_parts or chunk.scoring is not None or (chunk.sample is not None and ruled)
+        return drawing and ruled and not self.draws_its_last
+
+    @property
+    def awaits_a_slow_mask(self) -> bool:
+        """Whether the token that is being drawn waits for a mask of a grammar whose last one took long."""
+        mask = None if (draw := self.under_way and self.under_way.chunk.sample) is None else draw.mask
+        return mask is not None and mask.slow and not mask.ready
 
     @property
     def rank(self) -> tuple[float, int]:

@@ -12,7 +12,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from msgspec import Struct
@@ -29,7 +29,8 @@ from engine.cuda.copies import CudaCopies
 from engine.cuda.errors import device_errors
 from engine.cuda.launcher import StepLauncher
 from engine.cuda.mover import OverlappedMover
-from engine.cuda.steps import Event, StepWatch
+from engine.cuda.steps import StepWatch
+from engine.cuda.streams import CudaStreams, Streams
 from engine.device.gpus import resolve_device
 from engine.device.page_mover import HostMover
 from engine.device.page_pool import PagePool
@@ -114,7 +115,8 @@ class Engine:
         self._model = Transformer(config, model_weights, TorchAttention(pool, layout, config.query_scale))
         self._cuda: _Cuda | None = None
         if pool.device.type == "cuda":
-            self._cuda = _Cuda(CudaCopies(self.pages.bytes), self._launcher(self._cuda_mark), StepWatch())
+            launcher = self._launcher(CudaStreams(pool.device))
+            self._cuda = _Cuda(CudaCopies(self.pages.bytes), launcher, StepWatch())
         self._decode_kernels: decode.NativeDecode | None = None
         self._prefill_model: prefill.NativePrefill | Transformer = self._model
         if not native or pool.device.type != "cpu" or (library := build.library()) is None:
@@ -215,14 +217,9 @@ class Engine:
         self._cuda.watch.watch(ended)
         return step
 
-    def _launcher(self, mark: Callable[[], Event]) -> StepLauncher:
+    def _launcher(self, streams: Streams) -> StepLauncher:
         device = self.pool.device
-        return StepLauncher(self._model, DeviceSampler(device), self._mask_threads, device, mark, self.tracer)
-
-    def _cuda_mark(self) -> Event:
-        event: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # waiting threads sleep
-        event.record(torch.cuda.current_stream(self.pool.device))
-        return event
+        return StepLauncher(self._model, DeviceSampler(device), self._mask_threads, device, streams, self.tracer)
 
     @contextlib.contextmanager
     def _stream_ends_with_errors(self) -> Iterator[None]:

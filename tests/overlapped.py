@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import structs
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.messages import WorkerRole
+from baton.messages import Grammar, WorkerRole
 from decode_worker.scheduler import DecodeScheduler
-from engine.step.batch import Chunk, Sampled
+from engine.step.batch import Bits, Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, batches
@@ -35,6 +35,67 @@ FAILS = -1
 
 MISLEADS = -2
 """The delay of a step whose tokens the host corrects: a step launched ahead has gone on from others."""
+
+EVEN, ODD_ENDS = Grammar("regex", "even", VOCAB), Grammar("regex", "odd ends", VOCAB)
+"""Grammars whose masks allow even tokens. The second one is exhausted where an odd token would have come."""
+
+
+class RigMask:
+    """A `TokenMask` that is there when its delay has passed."""
+
+    def __init__(self, owner: RigGrammar, tokens: Sequence[int], delay: int) -> None:
+        self.tokens, self.delay = list(tokens), delay
+        self._owner, self._begun = owner, False
+        self.slow = owner.slow
+        self.ready = False
+        self.allowed: Bits | None = None
+        self.may_end, self.failure = False, ""
+        self.ends: Collection[int] = ()
+
+    def begin(self) -> bool:
+        begun, self._begun = self._begun, True
+        return not begun
+
+    def compute(self) -> None:
+        self.delay -= 1
+        if self.delay < 0:
+            self.ready, self._owner.slow = True, self._owner.longest > 2
+
+    def draw(self, token: int) -> Sampled:
+        assert self.ready, "a mask is used before it is there"
+        if token % 2 and self._owner.text == ODD_ENDS.text:
+            return Sampled(0, finite=False, failure="the grammar is exhausted")
+        return Sampled(even(token))
+
+
+class RigGrammar:
+    """An `OutputGrammar`: the same tokens have the same mask."""
+
+    ready = True
+
+    def __init__(self, text: str, delays: Iterator[int]) -> None:
+        self.text, self._delays = text, delays
+        self.slow, self.longest = False, 0
+        self._mask: RigMask | None = None
+
+    def mask(self, tokens: Sequence[int]) -> RigMask:
+        if self._mask is None or self._mask.tokens != list(tokens):
+            self.longest = next(self._delays)
+            self._mask = RigMask(self, tokens, self.longest)
+        return self._mask
+
+
+@dataclass
+class RigGrammars:
+    rig: OverlappedRig
+
+    def follow(self, grammar: Grammar, ends: Collection[int], tokens: Sequence[int], prompt: int) -> RigGrammar:
+        return RigGrammar(grammar.text, self.rig.mask_delays)
+
+
+def even(token: int) -> int:
+    return token // 2 * 2
+
 
 Contents = Mapping[tuple[int, int], int]
 """What lies at (page, position in it)."""
@@ -54,6 +115,7 @@ class Operation:
     fed: Sequence[int | None] = ()  # of a step: the tokens that the device itself hands on to the next one
     void: dict[int, int] = field(default_factory=dict[int, int])
     """Of a step: block tables, by id, and the positions from which on it has left no K and V that count."""
+    masks: Sequence[RigMask | None] = ()  # of a step: those of its draws, by chunk
 
     def assert_no_race(self, other: Operation) -> None:
         for mine, theirs in ((self.writes, other.writes), (self.writes, other.reads), (self.reads, other.writes)):
@@ -72,6 +134,7 @@ class OverlappedDevice(Device):
     steps: deque[Operation] = field(default_factory=deque[Operation])
     coming: deque[Operation] = field(default_factory=deque[Operation])
     leaving: deque[Operation] = field(default_factory=deque[Operation])
+    masks: list[RigMask] = field(default_factory=list[RigMask])  # that are being computed
 
     def __post_init__(self) -> None:
         super().__init__(self.num_pages, PAGE, self.window)
@@ -91,6 +154,8 @@ class OverlappedDevice(Device):
             expected = digests(tokens)
             if chunk.follows is not None:
                 assert len(tokens) == chunk.start
+                masked = before is not None and before.masks[chunk.follows] is not None
+                assert not masked, "a chunk follows a draw that waits for its mask"
                 expected.append(~number)  # whatever is drawn, so no other operation may touch the place
             for position in range(self.first_read(chunk), chunk.end):
                 place, digest = (chunk.pages[position // PAGE], position % PAGE), expected[position]
@@ -100,6 +165,7 @@ class OverlappedDevice(Device):
             Chunk(each.tokens, each.start, list(each.pages), each.sample, follows=each.follows) for each in chunks
         ]
         operation = Operation(lambda: None, reads, writes, max(delay, 0))
+        operation.masks = [self._begin_mask(tokens, chunk) for tokens, chunk in zip(known, chunks, strict=True)]
 
         def do() -> list[Sampled | None] | None:
             if delay == FAILS:
@@ -112,11 +178,25 @@ class OverlappedDevice(Device):
                 drawn.append(self._run(tokens, chunk, before, void=void))
                 if drawn[-1] is None and (chunk.sample is not None or void):
                     operation.void[table] = chunk.start
-            operation.fed = [each and (each.token + (delay == MISLEADS)) % VOCAB for each in drawn]
+            operation.fed = [
+                None if each is None or mask is not None else (each.token + (delay == MISLEADS)) % VOCAB
+                for each, mask in zip(drawn, operation.masks, strict=True)
+            ]
             return drawn
 
         operation.do = do
         return self._launch(self.steps, operation)
+
+    def _begin_mask(self, tokens: Sequence[int], chunk: Chunk) -> RigMask | None:
+        """Have the mask of a draw computed, if it has one."""
+        if chunk.sample is None or (mask := chunk.sample.mask) is None:
+            return None
+        assert isinstance(mask, RigMask)
+        assert chunk.follows is None, "a mask was made of tokens that were not known"
+        assert mask.tokens == list(tokens), "a mask is of other tokens than those before the draw"
+        if mask.begin():
+            self.masks.append(mask)
+        return mask
 
     def _run(self, known: Sequence[int], chunk: Chunk, before: Operation | None, *, void: bool) -> Sampled | None:
         """Run one chunk; return nothing, and leave rubbish, if it goes on from something wrong."""
@@ -154,6 +234,9 @@ class OverlappedDevice(Device):
 
     def advance(self) -> None:
         """A moment passes."""
+        for mask in self.masks:
+            mask.compute()
+        self.masks = [mask for mask in self.masks if not mask.ready]
         for queue in (self.steps, self.coming, self.leaving):
             while queue and all(each.done for each in queue[0].after):
                 first = queue[0]
@@ -182,7 +265,14 @@ class OverlappedWorker(RigWorker):
     ) -> None:  # fmt: skip
         super().__init__(rig, role, num_pages, config, node, window)
         self.state = (
-            DecodeScheduler(config, PAGE, num_pages, copies_overlap=True, window=window)
+            DecodeScheduler(
+                config,
+                PAGE,
+                num_pages,
+                copies_overlap=True,
+                window=window,
+                grammars=RigGrammars(rig),
+            )
             if isinstance(config, DecodeConfig)
             else PrefillScheduler(config, PAGE, num_pages, copies_overlap=True)
         )
@@ -190,6 +280,7 @@ class OverlappedWorker(RigWorker):
         self._turn: Generator[float, None, bool] | None = None
         self.most_steps = 2 if role == "decode" else 1
         self.ahead = 0  # chunks that were launched before their tokens were known
+        self.late = 0  # rows without a token because of their masks
         self._running: deque[tuple[ScheduledBatch, Operation]] = deque()
         self._moving: list[tuple[int, Sequence[Copy], Operation]] = []
 
@@ -269,7 +360,17 @@ class OverlappedWorker(RigWorker):
         self._running.popleft()
         if operation.result is None:
             return StepFailed(plan, "the device says so")
-        return StepDone(plan, [None] * len(plan) if self.role == "prefill" else operation.result, seconds=0.01)
+        if self.role == "prefill":
+            return StepDone(plan, [None] * len(plan), seconds=0.01)
+        drawn = [self._masked(each, mask) for each, mask in zip(operation.result, operation.masks, strict=True)]
+        return StepDone(plan, drawn, seconds=0.01)
+
+    def _masked(self, drawn: Sampled | None, mask: RigMask | None) -> Sampled | None:
+        """What is drawn with a mask, at the last moment. A late one leaves its row without a token."""
+        if drawn is None or mask is None:
+            return drawn
+        self.late += not mask.ready
+        return mask.draw(drawn.token) if mask.ready else None
 
 
 def _copied(copies: Sequence[Copy]) -> CopiedIn | CopiedOut:
@@ -280,10 +381,19 @@ def _copied(copies: Sequence[Copy]) -> CopiedIn | CopiedOut:
 
 
 class OverlappedRig(Rig):
-    """A rig of such workers. `delays` are those of each worker's operations, in turns, over and over."""
+    """A rig of such workers. `delays` are those of each worker's operations, in turns, over and over, and `mask_delays`
+    those of grammars' masks."""
 
     worker_class = OverlappedWorker
 
-    def __init__(self, delays: Sequence[int], *args: Any, slow_copies: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        delays: Sequence[int],
+        *args: Any,
+        slow_copies: int = 1,
+        mask_delays: Sequence[int] = (0,),
+        **settings: Any,
+    ) -> None:
         self.delays, self.slow_copies = delays, slow_copies
+        self.mask_delays = itertools.cycle(mask_delays)
         super().__init__(*args, **settings)

@@ -10,12 +10,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from baton.config import DecodeConfig, PrefillConfig
 from baton.errors import NotEnoughMemory
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes, worker_bytes
 from engine.engine import Engine
-from engine.step.batch import Chunk, LogitsEdits, TokenDraw
+from engine.step.batch import Bits, Chunk, LogitsEdits, TokenDraw
 from kvstore.layout import PageLayout
 
 PREDECESSOR_PATIENCE = 10.0  # seconds for which a dead process's memory may be missing
@@ -148,10 +149,11 @@ def _largest_step(engine: Engine, memory: DeviceMemory, tokens: int, page_size: 
     """Return the bytes of the largest step, behind the longest context with which it takes at most `most`."""
     context = engine.config.max_positions
     tokens = min(tokens, context)
+    vocab = engine.vocab_size if engine.has_lm_head else None
     while True:
         before = context - tokens
         try:
-            taken = _measure(engine, memory, largest_steps(tokens, before, page_size, engine.has_lm_head))
+            taken = _measure(engine, memory, largest_steps(tokens, before, page_size, vocab))
         except torch.OutOfMemoryError as error:
             if not before:
                 raise NotEnoughMemory(
@@ -177,17 +179,33 @@ def _measure(engine: Engine, memory: DeviceMemory, steps: Iterator[Sequence[Chun
     return memory.peak() - before
 
 
-def largest_steps(tokens: int, context: int, page_size: int, draws: bool) -> Iterator[list[Chunk]]:
+class _EveryToken:
+    """A `TokenMask` that was computed and forbids nothing."""
+
+    ready, may_end, failure, ends, slow = True, False, "", (), False
+
+    def __init__(self, vocab_size: int) -> None:
+        self.allowed: Bits | None = np.ones(vocab_size, np.bool_)
+
+    def begin(self) -> bool:
+        return False
+
+    def compute(self) -> None: ...
+
+
+def largest_steps(tokens: int, context: int, page_size: int, vocab_size: int | None) -> Iterator[list[Chunk]]:
     """Yield the steps that need most memory: a prompt's beginning, its end behind `context` tokens, and, if the worker
-    draws, as many sequences with one token each. They use few pages, each many times: nothing reads what they write."""
+    draws from `vocab_size` tokens, as many sequences with one token each. They use few pages, each many times: nothing
+    reads what they write. Half of the draws have a mask: those and the others have copies of their logits."""
     pages = range(-(-tokens // page_size))
     yield [Chunk([_TOKEN] * tokens, 0, pages)]
     if context:
         covering = -(-(context + tokens) // page_size)
         yield [Chunk([_TOKEN] * tokens, context, [page % len(pages) for page in range(covering)])]
-    if draws:
+    if vocab_size is not None:
         length = min(_ROW_CONTEXT, context + 1)
         row = [0] * -(-length // page_size)
         edits = LogitsEdits(forbidden=np.array([_TOKEN]))  # needs a copy of all logits
         for draw in (TokenDraw(edits=edits), TokenDraw(top_p=0.9, edits=edits, logprobs=20)):
-            yield [Chunk([_TOKEN], length - 1, row, draw) for _ in range(tokens)]
+            masked = replace(draw, mask=_EveryToken(vocab_size))
+            yield [Chunk([_TOKEN], length - 1, row, masked if each % 2 else draw) for each in range(tokens)]

@@ -152,11 +152,12 @@ def compute(
     dtype = dtype_of(spec, dtype)
     kind = TORCH_DTYPES[dtype]
     on_cpu = device == "cpu" or (device == "auto" and not visible_gpus().gpus)
-    weights = -(-weight_bytes(spec, kind, linear_maker("cpu" if on_cpu else "cuda")) // ranks)
+    maker = linear_maker("cpu" if on_cpu else "cuda")
+    weights = -(-weight_bytes(spec, kind, maker) // ranks)
     per_sequence = -(-context // page_size)
 
     def worker(pages: int, tokens: int, rows: int) -> WorkerMemory:
-        activations = activation_bytes(spec, kind, tokens, rows)
+        activations = activation_bytes(spec, kind, tokens, rows, maker)
         parts = WorkerMemory(weights, pages * layout.page_bytes, activations)
         return parts if on_cpu else replace(parts, process=CONTEXT_BYTES)
 

@@ -7,23 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
 
 from engine.cuda.errors import device_errors
+from engine.cuda.streams import Event
 from engine.runner import Finished, PromptScores
 from engine.step.batch import Sampled
 
 
-class Event(Protocol):
-    """A mark in a stream: `torch.cuda.Event`."""
-
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any, /) -> float: ...
-
-
 class LaunchedStep:
-    """Layers, head and draws lie in the stream, between two events."""
+    """Layers, head and draws lie in the stream, between two events. Draws with a mask may come later."""
 
     def __init__(
         self,
@@ -31,13 +23,17 @@ class LaunchedStep:
         ended: Event,
         collect: Callable[[], tuple[Sequence[Sampled | None], PromptScores]],
         *,
-        draws: bool = False,
+        go_on: Callable[[], None] = lambda: None,
+        draws_late: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`collect` returns what has come of the step. `draws`: it is what draws the tokens, so its time counts."""
-        self._begun, self._ended, self._collect, self._draws = begun, ended, collect, draws
+        """`collect` returns what has come of the step. `go_on` launches what could not be launched before, without a
+        wait. `draws_late`: whether the device waits for draws that come after `ended`, so that their time counts."""
+        self._begun, self._ended, self._collect = begun, ended, collect
+        self._go_on, self._draws_late = go_on, draws_late
 
     def done(self) -> bool:
         with device_errors():
+            self._go_on()
             return self._ended.query()
 
     def wait(self) -> Finished:
@@ -45,9 +41,9 @@ class LaunchedStep:
         what passed until it was asked for."""
         with device_errors():
             self._ended.synchronize()
-            began = time.perf_counter()
+            counts, began = self._draws_late(), time.perf_counter()
             sampled, scores = self._collect()
-            drawing = time.perf_counter() - began if self._draws else 0.0
+            drawing = time.perf_counter() - began if counts else 0.0
             return Finished(sampled, scores, self._begun.elapsed_time(self._ended) / 1_000 + drawing)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from engine.models import mlp
 from engine.models.linear import Linear, LinearMaker
 from engine.models.weights import ModelWeights, outline
-from engine.spec import ModelSpec
+from engine.spec import ExpertsSpec, ModelSpec
 
 LOGIT_BYTES = 4
 _WORKER_BYTES = 300 * 2**20  # of a process with torch and its other libraries, before it loads a model; measured
@@ -43,16 +44,23 @@ def weight_bytes(config: ModelSpec, dtype: torch.dtype, maker: LinearMaker, head
     return sum(part.nbytes for part in parts)
 
 
-def activation_bytes(config: ModelSpec, dtype: torch.dtype, step_tokens: int, logit_rows: int) -> int:
-    """Return about how many bytes the largest step needs: its widest layer, the residual stream, and its logits."""
+def activation_bytes(
+    config: ModelSpec, dtype: torch.dtype, step_tokens: int, logit_rows: int, maker: LinearMaker
+) -> int:
+    """Return about how many bytes the largest step needs on the device that `maker` makes products for: its widest
+    layer, the residual stream, and its logits."""
+    hidden, size = config.hidden_size, dtype.itemsize
     queries = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    # Of a mixture of experts, all that one token goes through at most.
-    inner = max(
-        config.intermediate_size if layer.experts is None else layer.experts.top_k * layer.experts.intermediate_size
-        for layer in config.layers
-    )
-    width = 3 * config.hidden_size + max(3 * inner, 2 * queries)
-    return step_tokens * width * dtype.itemsize + logit_rows * config.vocab_size * LOGIT_BYTES
+
+    def mlp_bytes(experts: ExpertsSpec | None) -> int:
+        if experts is None:
+            return mlp.dense_bytes(step_tokens, config.intermediate_size, size)
+        way = mlp.way_on_device(experts, hidden, dtype) if maker.stacks_experts else "host"
+        return mlp.mixed_bytes(experts, step_tokens, hidden, size, way)
+
+    widest = max(mlp_bytes(experts) for experts in {layer.experts for layer in config.layers})
+    parts = step_tokens * 3 * hidden * size, max(step_tokens * 2 * queries * size, widest)
+    return sum(parts) + logit_rows * config.vocab_size * LOGIT_BYTES
 
 
 def _parts(value: Any) -> list[torch.Tensor | Linear]:

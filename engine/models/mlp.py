@@ -8,12 +8,16 @@ back, and a step is launched whole.
 from __future__ import annotations
 
 from functools import cache
+from typing import Literal, TypeAlias
 
 import torch
 from torch.nn import functional
 
 from engine.models.weights import ExpertsWeights, MlpWeights, StackedExperts
 from engine.spec import Activation, ExpertsSpec
+
+Way: TypeAlias = Literal["host", "groups", "blocks"]
+"""How experts are multiplied: one after the other, in one kernel, or in blocks of rows."""
 
 _MOST_GROUPS = 1_023  # that torch's kernel takes
 _ALIGNED = 8  # elements of bfloat16 in 16 bytes, of which that kernel wants its rows to be multiples
@@ -36,6 +40,38 @@ def mixed(w: ExpertsWeights, experts: ExpertsSpec, activation: Activation, x: to
     if isinstance(w.experts, StackedExperts):
         return _mixed_on_device(w.experts, activation, x, shares.to(x.dtype), chosen)
     return _mixed_on_host(w.experts, activation, x, shares, chosen)
+
+
+def dense_bytes(rows: int, inner: int, itemsize: int) -> int:
+    """Return the most bytes that `dense` takes beside its input: gate and up, what the activation makes of gate, and
+    their product."""
+    return rows * 4 * inner * itemsize
+
+
+def way_on_device(experts: ExpertsSpec, hidden: int, dtype: torch.dtype) -> Way:
+    """Return how experts are going to be multiplied on the GPU of this machine. If there is none, one is assumed that
+    has a kernel for it."""
+    here = torch.cuda.is_available()
+    kernel = _has_kernel(torch.device("cuda"), dtype) if here else dtype == torch.bfloat16
+    return "groups" if kernel and _kernel_takes(experts.count, hidden, experts.intermediate_size) else "blocks"
+
+
+def mixed_bytes(experts: ExpertsSpec, rows: int, hidden: int, itemsize: int, way: Way) -> int:
+    """Return about the most bytes that `mixed` takes beside its input. On a host an expert may have all rows."""
+    inner, routed = experts.intermediate_size, rows * experts.top_k
+    router = rows * experts.count * (4 + itemsize)
+    if way == "host":
+        return router + dense_bytes(rows, inner, itemsize) + rows * 3 * hidden * itemsize
+    sorting = routed * 4 * 8  # order, experts and places, int64
+    if way == "groups":
+        widest = max(hidden + 4 * inner, 2 * hidden + 3 * inner, 3 * hidden)
+        return router + sorting + (routed * widest + rows * hidden) * itemsize
+    size, blocks = _blocks(routed, experts.count)
+    filled, weight = blocks * size * hidden, 2 * inner * hidden  # one expert's gate and up
+    at_once = min(blocks, max(1, _GATHERED_BYTES // (weight * itemsize)))
+    part = at_once * size
+    multiplied = max(at_once * weight + part * 2 * inner, part * 4 * inner, part * inner + at_once * weight // 2)
+    return router + sorting + (routed * hidden + 2 * filled + max(multiplied, filled)) * itemsize
 
 
 def _mixed_on_host(
@@ -86,9 +122,7 @@ def _in_blocks(
     them.
     """
     count, total = len(experts.down), len(inputs)
-    size = _block_size(total, count)
-    used = min(count, total)  # experts, at most
-    blocks = used + (total - used) // size
+    size, blocks = _blocks(total, count)
     counts = ends.diff(prepend=ends.new_zeros(1))
     blocks_of = (counts + size - 1) // size
     block_ends = blocks_of.cumsum(0)
@@ -109,6 +143,13 @@ def _in_blocks(
     return torch.cat(outputs).flatten(0, 1), places
 
 
+def _blocks(assignments: int, experts: int) -> tuple[int, int]:
+    """Return the rows of a block, and as many blocks as the worst choice of experts needs."""
+    size = _block_size(assignments, experts)
+    used = min(experts, assignments)
+    return size, used + (assignments - used) // size
+
+
 def _block_size(assignments: int, experts: int) -> int:
     """About as many rows as an expert has. Each block costs a copy of its expert, and each row of zeros a product."""
     least, most = _BLOCK
@@ -127,8 +168,11 @@ def _multiplies_groups(experts: StackedExperts) -> bool:
     """Whether torch multiplies groups of rows in one kernel here. Elsewhere `grouped_mm` copies their ends to the host,
     which waits for the device."""
     weight, inner = experts.gate_up, experts.down.shape[-1]
-    aligned = weight.shape[-1] % _ALIGNED == 0 and inner % _ALIGNED == 0
-    return aligned and len(weight) <= _MOST_GROUPS and _has_kernel(weight.device, weight.dtype)
+    return _kernel_takes(len(weight), weight.shape[-1], inner) and _has_kernel(weight.device, weight.dtype)
+
+
+def _kernel_takes(count: int, hidden: int, inner: int) -> bool:
+    return hidden % _ALIGNED == 0 and inner % _ALIGNED == 0 and count <= _MOST_GROUPS
 
 
 @cache

@@ -69,11 +69,18 @@ class DeviceSampler:
         return self.launch(logits, draws, positions).collect()
 
     @torch.inference_mode()
+    def prepare(self, vocab: int) -> None:
+        """Make what all draws from rows of so many logits share. Call it in the stream that all streams in which draws
+        are launched lie behind."""
+        if len(self._counters) != vocab:
+            self._counters = device_rng.counters(torch.arange(vocab, device=self._device))
+
+    @torch.inference_mode()
     def launch(self, logits: torch.Tensor, draws: Sequence[TokenDraw], positions: Sequence[int]) -> LaunchedDraws:
         """Begin to draw: everything is on its way to the device, and nothing waits for it. Masks must be computed. The
         logits may not change before the result is collected."""
-        counters = self._counters_for(logits.shape[-1])
-        return LaunchedDraws(logits.float(), draws, positions, counters, self._prefix, self._wide)
+        self.prepare(logits.shape[-1])
+        return LaunchedDraws(logits.float(), draws, positions, self._counters, self._prefix, self._wide)
 
     def score(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[PromptTokenLogprob]:
         """As `Sampler.score`."""
@@ -83,11 +90,6 @@ class DeviceSampler:
     def launch_scores(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> LaunchedScores:
         """As `launch`, for scores."""
         return LaunchedScores(logits.float(), targets, min(top, logits.shape[-1]))
-
-    def _counters_for(self, vocab: int) -> torch.Tensor:
-        if len(self._counters) != vocab:
-            self._counters = device_rng.counters(torch.arange(vocab, device=self._device))
-        return self._counters
 
 
 class LaunchedDraws:

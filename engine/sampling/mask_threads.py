@@ -44,10 +44,10 @@ class MaskThreads:
         self._late = [one for one in self._late if not one.done()] + self._slow.compute(slow)
         return MasksUnderWay(self._quick.compute(quick), self._late, time.perf_counter())
 
-    def wait(self, under_way: MasksUnderWay) -> None:
-        """Wait until the quick ones are computed, but not long. A step waits for slow and late ones if there is nothing
-        else to wait for."""
-        if awaited := under_way.quick or under_way.slow:
+    def wait(self, under_way: MasksUnderWay, *, slow: bool = True) -> None:
+        """Wait until the quick ones are computed, but not long. With `slow`, a step waits for slow and late ones if
+        there is nothing else to wait for."""
+        if awaited := under_way.quick or (under_way.slow if slow else ()):
             late = wait(awaited, max(PATIENCE, time.perf_counter() - under_way.began)).not_done
             self._late += late.difference(self._late)
 

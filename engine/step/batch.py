@@ -114,7 +114,8 @@ class Chunk(Struct, frozen=True, gc=False):
 
     With `follows`, the chunk's only token is the one that is drawn for that chunk, by number, of the step launched just
     before. It may not be known yet, and `tokens` has a 0 in its place. If that step draws none for it, or the device
-    has gone on from another token, this chunk draws none either.
+    has gone on from another token, this chunk draws none either. A draw with a mask is never followed: the next mask
+    needs its token. The scheduler leaves such a sequence out of a step ahead.
     """
 
     tokens: Sequence[int]

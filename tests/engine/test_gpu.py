@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from baton import config
 from engine.cuda.copies import CudaCopies
@@ -26,6 +27,7 @@ from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests import checkpoints
 from tests.engine.sampler_cases import assert_same_draws, assert_same_scores, random_draw, random_logits
+from tests.engine.test_masked_steps import HeldMask
 from worker.load_runner import load
 from worker.pool_size import CudaMemory
 
@@ -89,6 +91,37 @@ def test_a_step_ahead_goes_on_from_tokens_that_stay_on_the_device(checkpoint: Ca
         (one,) = engine.step([Chunk(tokens[:end], 0, BlockTable(range(8, 16)), draw)])
         assert one is not None
         assert one.token == tokens[end]
+
+
+def test_masked_draws_come_beside_a_step_ahead(checkpoint: Callable[[str], Path]) -> None:
+    engine = Engine.load(checkpoint("llama"), "float32", "cuda", 64, 16, head=True)
+    prompts, tables = (list(range(3, 43)), list(range(50, 70))), (BlockTable(range(8)), BlockTable(range(8, 16)))
+    draws = [TokenDraw(temperature=0.9, seed=3), TokenDraw(temperature=0.9, top_p=0.9, seed=4, logprobs=2)]
+    for come in ("before the launch", "before the step ahead", "after it"):
+        held = HeldMask(prompts[1])
+        held.ready = come == "before the launch"
+        chunks = [
+            Chunk(prompts[0], 0, tables[0], draws[0]),
+            Chunk(prompts[1], 0, tables[1], replace(draws[1], mask=held)),
+        ]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            running = engine.launch(chunks)
+            held.ready = come != "after it"
+            ahead = engine.launch([Chunk([0], len(prompts[0]), tables[0], draws[0], follows=0)])
+            held.ready = True
+            running.done()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        first, other = running.wait().sampled
+        (second,) = ahead.wait().sampled
+        assert first is not None
+        assert other is not None
+        assert held.allowed is not None
+        assert held.allowed[other.token]
+        assert engine.step(chunks) == [first, other]
+        tokens = [*prompts[0], first.token]
+        assert engine.step([Chunk(tokens, 0, BlockTable(range(16, 24)), draws[0])]) == [second], come
 
 
 @pytest.mark.parametrize("pins", [True, False])
@@ -176,6 +209,7 @@ def test_pages_fill_what_a_worker_may_use_and_no_more(checkpoint: Callable[[str]
     }  # fmt: skip
     before = CudaMemory("cuda").read()
     engine = load(config.load(None, settings), "decode")
+    assert isinstance(engine, Engine)
     memory = CudaMemory("cuda").read()
     taken = before.free - memory.free
     assert 0.8 < taken / worker_bytes(memory.total, 0.2, 0.5) < 1.05

@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer
 
 from baton.messages import Grammar, LogitsRules
 from engine.engine import Engine
+from engine.sampling import mask_threads
 from engine.sampling.grammars import FollowedGrammar, GrammarCompiler
 from engine.sampling.host_sampler import HostSampler
 from engine.sampling.logits_rules import LogitsEditor
@@ -341,6 +343,19 @@ def test_nothing_waits_for_a_slow_mask_but_what_waits_for_nothing_else(compiler:
     threads.wait(again)
     eventually(lambda: idle(threads, [hung, waiting]), "those that were slow")
     assert waiting.ready
+
+
+def test_a_step_that_has_another_behind_it_does_not_wait_for_slow_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, hung, awaited = MaskThreads(), Hung(slow=True), []
+    monkeypatch.setattr(mask_threads, "wait", lambda futures, seconds: awaited.append(futures) or wait(futures, 0))
+    try:
+        under_way = threads.start([hung])
+        threads.wait(under_way, slow=False)
+        assert awaited == []
+        threads.wait(under_way)
+        assert [len(futures) for futures in awaited] == [1]
+    finally:
+        hung.release.set()
 
 
 def test_200_random_grammars(

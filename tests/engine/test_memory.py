@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from deploy.cli import app
 from engine.cpu.packed_linear import PackedLinears
+from engine.models import mlp
 from engine.models.config import parse_spec
-from engine.models.linear import PlainLinears
-from engine.models.memory import weight_bytes
-from engine.models.weights import expected_tensors
-from engine.spec import ModelSpec
+from engine.models.linear import Dense, PlainLinears
+from engine.models.memory import activation_bytes, weight_bytes
+from engine.models.weights import MlpWeights, expected_tensors
+from engine.spec import ExpertsSpec, ModelSpec
+from tests.engine.test_experts import made
 
 BASE: dict[str, Any] = {
     "vocab_size": 4_000, "hidden_size": 512, "intermediate_size": 1_400, "num_attention_heads": 8,
@@ -83,6 +90,88 @@ def test_experts_take_the_same_in_one_tensor():
     spec = parse_spec(BASE | mixture | {"num_local_experts": 4, "num_experts_per_tok": 2})
     parameters = sum(torch.Size(shape).numel() for shape in expected_tensors(spec).values())
     assert weight_bytes(spec, torch.bfloat16, PlainLinears()) == parameters * 2
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations have made and that still exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(made):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in given and key not in self._sizes:
+                self._sizes[key] = size
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, key)
+        return made
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+MIXTURES = [  # hidden size, experts
+    (4_096, ExpertsSpec(8, 2, 14_336, renormalise=True)), (2_048, ExpertsSpec(128, 8, 768, renormalise=True)),
+    (256, ExpertsSpec(16, 3, 96, renormalise=False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [32, 1_000, 8_192])
+@pytest.mark.parametrize(("hidden", "experts"), MIXTURES)
+@pytest.mark.parametrize("way", ["groups", "blocks"])
+def test_experts_take_what_is_computed(
+    way: mlp.Way, hidden: int, experts: ExpertsSpec, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row goes through several experts, and they are multiplied together. Tensors here have no numbers."""
+    monkeypatch.setattr(mlp, "_has_kernel", lambda device, dtype: way == "groups")
+    kind = torch.bfloat16
+    with FakeTensorMode(), torch.inference_mode():
+        _, device = made(experts, hidden, kind)
+        x = torch.empty(rows, hidden, dtype=kind)
+        with Live() as live:
+            mlp.mixed(device, experts, "silu", x)
+    assert 0.95 < mlp.mixed_bytes(experts, rows, hidden, kind.itemsize, way) / live.most < 1.3
+
+
+def test_experts_on_a_host_take_what_is_computed() -> None:
+    experts = ExpertsSpec(4, 2, 700, renormalise=True)
+    host, _ = made(experts, 128)
+    host.router.zero_()  # so that two experts have all rows
+    with torch.inference_mode(), Live() as live:
+        mlp.mixed(host, experts, "silu", torch.randn(300, 128))
+    assert 0.95 < mlp.mixed_bytes(experts, 300, 128, 4, "host") / live.most < 1.3
+
+
+def test_a_dense_mlp_takes_what_is_computed() -> None:
+    linear = PlainLinears().linear
+    dense = MlpWeights(linear(Dense(torch.randn(1_400, 128), None)), linear(Dense(torch.randn(128, 700), None)))
+    with torch.inference_mode(), Live() as live:
+        mlp.dense(dense, "silu", torch.randn(300, 128))
+    assert 0.95 < mlp.dense_bytes(300, 700, 4) / live.most < 1.05
+
+
+def test_a_step_of_a_mixture_takes_more_on_a_device() -> None:
+    """What `baton size` says has room for all assignments of rows to experts."""
+    mixture = {"architectures": ["MixtralForCausalLM"], "tie_word_embeddings": False, "num_hidden_layers": 2}
+    spec = parse_spec(BASE | mixture | {"num_local_experts": 8, "num_experts_per_tok": 2})
+    routed = 4_096 * 2 * (512 + 4 * 1_400) * 2
+    host, device = (
+        activation_bytes(spec, torch.bfloat16, 4_096, 1, maker) for maker in (PackedLinears(), PlainLinears())
+    )
+    assert routed < device < 1.3 * routed
+    assert routed / 2 < host < device
 
 
 def test_a_prefill_worker_without_a_head_is_smaller():

@@ -101,7 +101,9 @@ class Memory:
         self.pools.append(pages)
         pool = SimpleNamespace(nbytes=pages * LAYOUT.page_bytes)
         spec = SimpleNamespace(max_positions=8_192)
-        made: Any = SimpleNamespace(pool=pool, layout=LAYOUT, config=spec, has_lm_head=True, launch=self._launch)
+        made: Any = SimpleNamespace(
+            pool=pool, layout=LAYOUT, config=spec, vocab_size=100, has_lm_head=True, launch=self._launch
+        )
         return made
 
     def _launch(self, chunks: Sequence[Chunk]) -> SimpleNamespace:
@@ -161,9 +163,11 @@ def test_a_gpu_with_too_little_memory() -> None:
 def test_the_largest_steps_are_steps_that_an_engine_runs(engine: Callable[..., Engine]) -> None:
     loaded = engine("llama")
     longest = loaded.config.max_positions - 32
-    for steps in (largest_steps(32, longest, 16, True), largest_steps(32, 0, 16, True)):
+    vocab = loaded.vocab_size
+    for steps in (largest_steps(32, longest, 16, vocab), largest_steps(32, 0, 16, vocab)):
         for chunks in steps:
-            loaded.step(chunks)
+            drawn = loaded.step(chunks)
+            assert all(one is None if chunk.sample is None else one for one, chunk in zip(drawn, chunks, strict=True))
 
 
 def test_memory_of_a_predecessor_is_awaited_for_a_while() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 
 from baton.trace import Tracer
@@ -16,10 +15,9 @@ from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Chunk, PromptScoring, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
-from engine.vllm_runner.messages import ReceivedMask
 from tests import checkpoints
 from tests.engine.test_device_sampler import counted
-from tests.support.threaded_device import Ended
+from tests.support.threaded_device import EmptyStreams
 
 PAGE, PAGES = 16, 64
 DRAWS = [
@@ -43,7 +41,7 @@ def launch(engine: Engine) -> Callable[..., LaunchedStep]:
 
 def launcher(engine: Engine, prefix: int = 256) -> Callable[..., LaunchedStep]:
     device = engine.pool.device
-    steps = StepLauncher(engine._model, DeviceSampler(device, prefix), MaskThreads(), device, Ended, Tracer())
+    steps = StepLauncher(engine._model, DeviceSampler(device, prefix), MaskThreads(), device, EmptyStreams(), Tracer())
 
     def launch(*chunks: Chunk) -> LaunchedStep:
         return steps.launch(chunks, engine._flatten(chunks), engine._start_masks(chunks))[0]
@@ -142,6 +140,14 @@ def test_what_follows_a_token_that_the_host_corrects_draws_none_and_is_computed_
     assert tokens[len(prompt) :][:12] == wanted
 
 
+def test_a_step_may_follow_one_that_was_collected(engine: Engine, launch: Callable[..., LaunchedStep]) -> None:
+    prompt, table = prompts()[2], begun(0)
+    first = launch(Chunk(prompt, 0, table, DRAWS[1])).wait().sampled[0]
+    second = launch(Chunk([0], len(prompt), table, DRAWS[1], follows=0)).wait().sampled[0]
+    wanted = expected(engine, prompt, DRAWS[1], 2)
+    assert [one and one.token for one in (first, second)] == [one.token for one in wanted]
+
+
 def test_what_follows_a_chunk_without_a_token_draws_none(engine: Engine, launch: Callable[..., LaunchedStep]) -> None:
     one, other = prompts()[1], prompts()[2]
     tables = begun(0), begun(1)
@@ -151,22 +157,3 @@ def test_what_follows_a_chunk_without_a_token_draws_none(engine: Engine, launch:
     assert none is None
     assert token is not None
     assert token.token == expected(engine, other, DRAWS[0], 2)[1].token
-
-
-def test_what_follows_a_draw_that_waits_for_its_mask_goes_on_from_its_token(
-    engine: Engine, launch: Callable[..., LaunchedStep]
-) -> None:
-    prompt, table = prompts()[1], begun(0)
-    first = expected(engine, prompt, DRAWS[0], 1)[0].token
-    allowed = np.ones(checkpoints.VOCAB, np.bool_)
-    allowed[first] = False
-    mask = ReceivedMask(True, allowed, may_end=False, failure="", ends=())
-    steps = [launch(Chunk(prompt, 0, table, TokenDraw(temperature=0.0, mask=mask)))]
-    steps.append(launch(Chunk([0], len(prompt), table, DRAWS[0], follows=0)))
-    tokens = list(prompt)
-    for step in steps:
-        (one,) = step.wait().sampled
-        assert one is not None
-        tokens.append(one.token)
-    assert tokens[len(prompt)] != first
-    assert tokens[-1] == expected(engine, tokens[:-1], DRAWS[0], 1)[0].token

@@ -7,6 +7,7 @@ in what a step ahead counts for, is noticed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
@@ -25,14 +26,15 @@ from hypothesis.stateful import (
 
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
-from baton.messages import Cancel, Decode, LogitsRules, Prefill, SamplingParams, Tokens
+from baton.messages import AttemptFailed, Cancel, Decode, Grammar, LogitsRules, Prefill, SamplingParams, Tokens
 from baton.store_protocol import EndLease
+from decode_worker import scheduler
 from decode_worker.sequence import Sequence as DecodeSequence
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CallStore, CopyQueue
 from kvstore.keys import pack_tokens
-from tests.overlapped import FAILS, MISLEADS, OverlappedRig, OverlappedWorker
-from tests.rig import PAGE, ROOT, VOCAB, reference
+from tests.overlapped import EVEN, FAILS, MISLEADS, ODD_ENDS, OverlappedRig, OverlappedWorker, even
+from tests.rig import PAGE, ROOT, VOCAB, RigWorker, next_token
 from tests.simulator.test_hand_off import SHARED, HandOff
 from tests.support.thorough import automaton
 from worker import turn
@@ -61,6 +63,15 @@ TestOverlapped = Overlapped.TestCase
 TestOverlapped.settings = automaton(count=100, steps=60)
 
 
+def outputs(prompt: Sequence[int], count: int, grammar: Grammar | None = None) -> list[int]:
+    """The tokens that a request must get, unless its grammar fails."""
+    tokens = list(prompt)
+    for _ in range(count):
+        token = next_token(tokens)
+        tokens.append(token if grammar is None else even(token))
+    return tokens[len(prompt) :]
+
+
 class Crowded(RuleBasedStateMachine):
     """One node, and pools and an arena that a few requests fill: what is given back is taken again at once."""
 
@@ -81,22 +92,24 @@ class Crowded(RuleBasedStateMachine):
         self.decode = self.rig.worker("decode", pages, decode, window=self.window)
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.stops: dict[str, tuple[int, ...]] = {}
+        self.grammars: dict[str, Grammar | None] = {}
 
     @rule(shared=st.sampled_from([0, 4, 8, 12]), own=st.lists(st.integers(30, 33), min_size=1, max_size=9),
           count=st.integers(1, 9), priority=st.sampled_from([0, 0, 3]), remote=st.booleans(),
           stops=st.sampled_from([(), STOPS]), ruled=st.sampled_from([False, False, False, True]))  # fmt: skip
     def order(
         self, shared: int, own: list[int], count: int, priority: int, remote: bool, stops: tuple[int, ...] = (),
-        ruled: bool = False,
+        ruled: bool = False, grammar: Grammar | None = None,
     ) -> None:  # fmt: skip
         """`ruled`: with rules that need every token before the next is drawn."""
         prompt = SHARED[:shared] + own
         request = f"r{len(self.requests)}"
         count *= self.longer
-        self.requests[request], self.stops[request] = (prompt, count), stops
+        self.requests[request], self.stops[request], self.grammars[request] = (prompt, count), stops, grammar
         remote = remote and len(prompt) > PAGE
         fetch = -(-(len(prompt) - 1) // PAGE) if remote else 0
-        greedy = SamplingParams(temperature=0, rules=LogitsRules(presence_penalty=1.0) if ruled else None)
+        rules = LogitsRules(presence_penalty=1.0) if ruled else None
+        greedy = SamplingParams(temperature=0, rules=rules, grammar=grammar)
         tokens = pack_tokens(prompt)
         self.decode.handle(
             Decode(request, 1, ROOT, tokens, len(prompt), count, greedy, stops, fetch, remote, (), priority)
@@ -163,7 +176,7 @@ class Crowded(RuleBasedStateMachine):
                 assert (delta.finish is not None) == (first + len(delta.tokens) == len(wanted))
 
     def expected(self, request: str) -> list[int]:
-        wanted, stops = reference(*self.requests[request]), self.stops[request]
+        wanted, stops = outputs(*self.requests[request], self.grammars[request]), self.stops[request]
         return wanted[: next((at for at, token in enumerate(wanted, 1) if token in stops), len(wanted))]
 
     def teardown(self) -> None:
@@ -214,6 +227,38 @@ TestWindowedCrowd = WindowedCrowd.TestCase
 TestWindowedCrowd.settings = automaton(count=150, steps=50)
 
 
+class MaskedCrowd(Crowded):
+    """The same with grammars, whose masks come early or late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+
+    @initialize(
+        others=st.sampled_from([0, 1, 8]), masks=st.lists(st.sampled_from([0, 0, 1, 3, 9]), min_size=1, max_size=5)
+    )
+    def hold_masks(self, others: int, masks: Sequence[int]) -> None:
+        """`others`: so many times as many others go ahead of those that wait for their tokens."""
+        self.patch.setattr(scheduler, "OTHERS_AHEAD", others)
+        self.masks = masks
+
+    @rule(own=st.lists(st.integers(30, 33), min_size=1, max_size=9), count=st.integers(1, 9),
+          stops=st.sampled_from([(), STOPS]), grammar=st.sampled_from([EVEN, EVEN, ODD_ENDS]))  # fmt: skip
+    def order_with_grammar(self, own: list[int], count: int, stops: tuple[int, ...], grammar: Grammar) -> None:
+        self.rig.mask_delays = itertools.cycle(self.masks)
+        self.order(0, own, count, 0, remote=False, stops=stops, grammar=grammar)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.patch.undo()
+
+
+TestMaskedCrowd = MaskedCrowd.TestCase
+TestMaskedCrowd.settings = automaton(count=200, steps=50)
+
+
 def cancelled_with_a_step_ahead() -> None:
     """A sequence goes while two steps run. Pages that the store has ready are fetched into all of its pages."""
     machine = Crowded()
@@ -252,14 +297,59 @@ def test_a_step_is_launched_ahead_and_one_that_needs_tokens_first_keeps_it_from_
             worker.handle(Decode(f"r{number}", 1, ROOT, pack_tokens(prompt), 1, 9 + number, sampling))
         rig.settle()
         for number in range(3):
-            tokens = [
-                token for message in worker.said if isinstance(message, Tokens)
-                for delta in message.deltas if delta.request == f"r{number}" for token in delta.tokens
-            ]  # fmt: skip
-            assert tokens == reference([30 + number], 9 + number)
+            assert tokens_of(worker, f"r{number}") == outputs([30 + number], 9 + number)
         counts[ruled] = worker.ahead
     # Without rules, all but the first token of each output are drawn from one that was not known yet.
     assert counts == {False: 8 + 9 + 10, True: 1}
+
+
+def tokens_of(worker: RigWorker, request: str) -> list[int]:
+    return [
+        token for message in worker.said if isinstance(message, Tokens)
+        for delta in message.deltas if delta.request == request for token in delta.tokens
+    ]  # fmt: skip
+
+
+def served(others: int, masks: Sequence[int], grammar: Grammar = EVEN) -> OverlappedWorker:
+    """One request with a grammar and so many without."""
+    rig = OverlappedRig([3], 8, mask_delays=masks)
+    worker = rig.worker("decode", 64, DecodeConfig())
+    assert isinstance(worker, OverlappedWorker)
+    for number in range(others + 1):
+        sampling = SamplingParams(temperature=0, grammar=None if number else grammar)
+        worker.handle(Decode(f"r{number}", 1, ROOT, pack_tokens([30 + number]), 1, 12, sampling))
+    rig.settle()
+    for number in range(1, others + 1):
+        assert tokens_of(worker, f"r{number}") == outputs([30 + number], 12)
+    return worker
+
+
+def test_many_go_ahead_of_one_that_follows_a_grammar_and_few_wait_for_it():
+    few, many = served(7, [0]), served(8, [0])
+    for worker in (few, many):
+        assert tokens_of(worker, "r0") == outputs([30], 12, EVEN)
+        assert worker.late == 0
+    assert few.ahead == 0
+    # Every other step of the eight is ahead, and all of them once the one has ended... or they have.
+    assert many.ahead >= 8 * 5
+
+
+def test_a_late_mask_costs_its_sequence_steps_and_others_nothing():
+    """The first mask takes long. So the next one is waited for by none: even two others go ahead."""
+    worker = served(2, [9])
+    assert tokens_of(worker, "r0") == outputs([30], 12, EVEN)
+    assert worker.late >= 12
+    assert worker.ahead >= 10
+
+
+def test_a_grammar_that_fails_ends_its_own_request():
+    worker = served(9, [1], ODD_ENDS)
+    wanted = outputs([30], 12, EVEN)
+    tokens = tokens_of(worker, "r0")
+    assert tokens == wanted[: len(tokens)]
+    assert len(tokens) < 12
+    (failed,) = [message for message in worker.said if isinstance(message, AttemptFailed)]
+    assert (failed.request, failed.reason) == ("r0", "invalid_grammar")
 
 
 # --- mistakes, planted ------------------------------------------------------------------------------------------------
@@ -315,27 +405,30 @@ def a_page_is_lent_while_the_step_ahead_may_write_to_it(patch: pytest.MonkeyPatc
     patch.setattr(turn, "_collect", hasty)
 
 
-def a_rule_for_logits_does_not_wait_for_the_token_before(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DecodeSequence, "must_be_awaited", False)
+def what_needs_its_token_goes_ahead_without_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeSequence, "needs_its_token", False)
 
 
 @pytest.mark.parametrize(
-    "mutation",
+    ("mutation", "machine"),
     [
-        what_is_freed_is_not_in_limbo,
-        only_the_newest_operation_counts,
-        a_lease_ends_while_a_copy_is_under_way,
-        a_lease_that_is_to_end_is_not_listed,
-        a_step_counts_for_a_sequence_that_lost_its_pages,
-        a_step_ahead_counts_whatever_became_of_the_one_before,
-        a_rule_for_logits_does_not_wait_for_the_token_before,
+        (what_is_freed_is_not_in_limbo, Crowded),
+        (only_the_newest_operation_counts, Crowded),
+        (a_lease_ends_while_a_copy_is_under_way, Crowded),
+        (a_lease_that_is_to_end_is_not_listed, Crowded),
+        (a_step_counts_for_a_sequence_that_lost_its_pages, Crowded),
+        (a_step_ahead_counts_whatever_became_of_the_one_before, Crowded),
+        (what_needs_its_token_goes_ahead_without_it, Crowded),
+        (what_needs_its_token_goes_ahead_without_it, MaskedCrowd),
     ],
 )
-def test_it_notices(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_notices(
+    mutation: Callable[[pytest.MonkeyPatch], None], machine: type[Crowded], monkeypatch: pytest.MonkeyPatch
+) -> None:
     mutation(monkeypatch)
     once = settings(
         max_examples=1_000, stateful_step_count=50, deadline=None, phases=[Phase.generate], database=None,
         suppress_health_check=list(HealthCheck), derandomize=True, report_multiple_bugs=False,
     )  # fmt: skip
     with pytest.raises((AssertionError, IndexError)):
-        run_state_machine_as_test(Crowded, settings=once)
+        run_state_machine_as_test(machine, settings=once)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -13,10 +15,13 @@ from msgspec import structs
 
 from engine.cuda.launcher import StepLauncher
 from engine.cuda.mover import OverlappedMover
+from engine.cuda.steps import LaunchedStep
+from engine.cuda.streams import Event
 from engine.device.page_pool import PagePool
 from engine.engine import Engine
 from engine.runner import Finished
-from engine.step.batch import Chunk
+from engine.sampling.mask_threads import MasksUnderWay
+from engine.step.batch import Batch, Chunk
 
 _SLOWEST = 0.004  # seconds that a step or a copy waits before it begins
 
@@ -102,6 +107,16 @@ class Ended:
         return 0.0
 
 
+class EmptyStreams:
+    """Streams of a device that has done everything at once."""
+
+    def mark(self) -> Ended:
+        return Ended()
+
+    def beside(self, event: Event) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
 class ThreadedEngine(Engine):
     """The engine as a runner that overlaps and takes steps ahead, as on a GPU."""
 
@@ -114,29 +129,59 @@ class ThreadedEngine(Engine):
         return True
 
     @property
+    def queued(self) -> deque[Future[Finished]]:
+        """Steps that were launched and that the device has not begun."""
+        return self.__dict__.setdefault("queued_steps", deque())
+
+    @property
     def _steps(self) -> ThreadPoolExecutor:
         return self.__dict__.setdefault("steps", ThreadPoolExecutor(1))
 
     @property
     def _step_launcher(self) -> StepLauncher:
-        return self.__dict__.setdefault("step_launcher", self._launcher(Ended))
+        return self.__dict__.setdefault("step_launcher", self._launcher(EmptyStreams()))
 
     @property
     def _copies(self) -> ThreadedCopies:
         return self.__dict__.setdefault("copies", ThreadedCopies(self.pages, pieces=1, slowest=_SLOWEST))
 
+    @property
+    def _uncollected(self) -> deque[tuple[LaunchedStep, Future[Finished], float]]:
+        """Steps in the device's stream, with what becomes of them and the seconds that they took. For its thread."""
+        return self.__dict__.setdefault("uncollected", deque())
+
     def launch(self, chunks: Sequence[Chunk]) -> _Step:
         batch, masks = self._flatten(chunks), self._start_masks(chunks)
-
-        def run() -> Finished:
-            time.sleep(random.uniform(0, _SLOWEST))
-            began = time.perf_counter()
-            finished = self._step_launcher.launch(chunks, batch, masks)[0].wait()
-            return structs.replace(finished, seconds=time.perf_counter() - began)
-
-        future = self._steps.submit(run)
+        future: Future[Finished] = Future()
         future.add_done_callback(lambda _: self._alarm())
+        self.queued.append(future)
+        self._steps.submit(self._run, chunks, batch, masks, future)
         return _Step(future)
+
+    def _run(
+        self, chunks: Sequence[Chunk], batch: Batch, masks: MasksUnderWay | None, future: Future[Finished]
+    ) -> None:
+        """Run a step. It is collected before the next one is launched or, as often as not, after that."""
+        time.sleep(random.uniform(0, _SLOWEST))
+        began = time.perf_counter()
+        self.queued.popleft()
+        try:
+            step, _ = self._step_launcher.launch(chunks, batch, masks)
+            self._uncollected.append((step, future, time.perf_counter() - began))
+        except Exception as error:  # noqa: BLE001 - whoever waits for the step raises it
+            future.set_exception(error)
+        if not self.queued or random.random() < 0.5:
+            self._collect()
+
+    def _collect(self) -> None:
+        while self._uncollected:
+            step, future, seconds = self._uncollected.popleft()
+            began = time.perf_counter()
+            try:
+                finished = step.wait()
+                future.set_result(structs.replace(finished, seconds=seconds + time.perf_counter() - began))
+            except Exception as error:  # noqa: BLE001 - as above
+                future.set_exception(error)
 
     def duplicate(self, source: int, dest: int) -> None:
         self._copies.duplicated = self._steps.submit(self.pages.duplicate, source, dest)
