@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine.step.batch import Sampled, TokenDraw
 from engine.vllm_runner.messages import Row
 
 
-class BatonDraw:
+class BatonDraw(ABC):
     """Stands in the place of vLLM's sampler. The tokens of rows without a draw mean nothing; vLLM forgets them."""
 
     def __init__(self, runner: Any) -> None:
@@ -29,9 +30,9 @@ class BatonDraw:
         return getattr(self._own, name)
 
     @property
+    @abstractmethod
     def names(self) -> Sequence[str]:
         """The requests of the step that has run its model, in the order of their tokens."""
-        raise NotImplementedError
 
     def score(self, hidden: torch.Tensor, row: Row, first: int) -> list[PromptTokenLogprob]:
         """Log-probabilities of a row's targets. `hidden` is [tokens, hidden] of the step, `first` the row's first."""
