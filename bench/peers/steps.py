@@ -50,8 +50,14 @@ class Decoding(NamedTuple):
 Run = Callable[[adapter.Tokens, int], Course]
 
 
-def _answers(run: Run) -> Callable[[adapter.Tokens, int], dict[str, Any]]:
-    return lambda prompts, count: run(prompts, count)._asdict()
+def serve(load: Callable[[], Run]) -> None:
+    """A side's process: load it, then answer every job with its course."""
+
+    def loaded() -> Callable[[adapter.Tokens, int], dict[str, Any]]:
+        run = load()
+        return lambda prompts, count: run(prompts, count)._asdict()
+
+    adapter.serve_answers(loaded)
 
 
 def vllm(model: str, device: str, how: str = "compiled") -> Run:
@@ -157,4 +163,4 @@ def baton(model: str, device: str, threads: str) -> Run:
 
 if __name__ == "__main__":
     side, *arguments = sys.argv[1:]
-    adapter.serve_answers(lambda: _answers({"vllm": vllm, "baton": baton}[side](*arguments)))
+    serve(lambda: {"vllm": vllm, "baton": baton}[side](*arguments))

@@ -61,11 +61,11 @@ def attach(client: StoreClient) -> None:
     eventually(attached, "attached to the store")
 
 
-def config_of(cluster: str, slots: int, lease_ms: int = 400, **place: str) -> Config:
-    """`place`: more settings of the cluster."""
+def config_of(cluster: str, slots: int, lease_ms: int = 400, silence_ms: int = 1_000, **place: str) -> Config:
+    """`silence_ms`: of another process, after which it counts as gone. `place`: more settings of the cluster."""
     beat = int(HEARTBEAT * 1_000)
     return Config(
-        cluster=ClusterConfig(name=cluster, heartbeat_ms=beat, heartbeat_timeout_ms=1_000, **place),
+        cluster=ClusterConfig(name=cluster, heartbeat_ms=beat, heartbeat_timeout_ms=silence_ms, **place),
         store=StoreConfig(host_cache_bytes=Bytes(slots * PAGE), lease_ms=lease_ms, writer_share=1.0),
     )
 
@@ -73,12 +73,19 @@ def config_of(cluster: str, slots: int, lease_ms: int = 400, **place: str) -> Co
 class StoreProcess:
     """`python -m kvstore`, started and, in the end, killed."""
 
-    def __init__(self, directory: Path, slots: int = 8, router: str = "tcp://127.0.0.1:1", lease_ms: int = 400) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        slots: int = 8,
+        router: str = "tcp://127.0.0.1:1",
+        lease_ms: int = 400,
+        silence_ms: int = 1_000,
+    ) -> None:
         self.cluster = f"test-{os.getpid()}-{next(_numbers)}"
         self.config = directory / f"{self.cluster}.yaml"
         self.errors = directory / f"{self.cluster}.err"
         place = {"key_file": str(cluster_keys.key_file(directory)), "log_dir": str(directory)}
-        self.config.write_text(dump(config_of(self.cluster, slots, lease_ms, **place)))
+        self.config.write_text(dump(config_of(self.cluster, slots, lease_ms, silence_ms, **place)))
         self._router = router
         self.process = self.start()
 

@@ -217,8 +217,9 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 async def _started(count: int, folder: Path, cleanup: ExitStack) -> list[RunningStore]:
     router = Listener("tcp://127.0.0.1:0", Peer("router", "router", NODE, "router-1", os.getpid()))
     try:
-        # Readers say their heartbeats only while they are waited for: what is done between may take a while.
-        processes = [StoreProcess(folder, SLOTS, router.endpoint, lease_ms=10_000) for _ in range(count)]
+        # Workers say their heartbeats only while they are waited for: what is done between may take a while.
+        limits = {"lease_ms": 120_000, "silence_ms": 3_000}
+        processes = [StoreProcess(folder, SLOTS, router.endpoint, **limits) for _ in range(count)]
         for process in processes:
             cleanup.callback(process.kill)
         hellos: dict[int, Hello] = {}
