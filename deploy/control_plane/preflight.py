@@ -26,7 +26,10 @@ from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import Installation, problem
 
-_PROCESS_BYTES = 300 * 2**20  # approximate memory of a worker besides its KV pages and its weights
+# Memory of processes besides KV pages and weights, about; measured with a tiny model.
+_PROCESS_BYTES = 300 * 2**20  # of a worker
+_VLLM_BYTES = 500 * 2**20  # of vLLM beside it
+_RANK_BYTES = 350 * 2**20  # of each rank beside that, where there are several
 
 
 def check(config: Config) -> None:
@@ -114,7 +117,6 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     prefill, decode = config.cluster.prefill, config.cluster.decode
     if not is_loopback(config.router.host):
         prefill, decode = 0, 1
-    workers = prefill + decode
     roles: Sequence[tuple[WorkerRole, PrefillConfig | DecodeConfig, int]] = [
         ("prefill", config.prefill, prefill),
         ("decode", config.decode, decode),
@@ -122,14 +124,43 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     on_cpu = [(own, count) for role, own, count in roles if count and runs_on_cpu(config, role)]
     pools = sum(count * own.kv_cache_bytes.on_cpu for own, count in on_cpu)
     weights = _weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
-    needed = config.store.host_cache_bytes + pools + workers * _PROCESS_BYTES + sum(n for _, n in on_cpu) * weights
+    copies = sum(count for _, count in on_cpu)  # of the weights
+    processes = sum(count * _process_bytes(config, role) for role, _, count in roles)
+    needed = config.store.host_cache_bytes + pools + processes + copies * weights
     if needed > room.available:
         raise NotEnoughMemory(
             f"the cluster needs about {_mib(needed)}: an arena of {_mib(config.store.host_cache_bytes)}, page pools of "
-            f"{_mib(pools)}, and {workers} workers of {_mib(weights + _PROCESS_BYTES)} each; {_mib(room.available)} "
-            f"are left ({room.bound}). Lower store.host_cache_bytes, prefill.kv_cache_bytes or decode.kv_cache_bytes, "
-            "or start fewer workers"
+            f"{_mib(pools)}, weights of {_mib(copies * weights)}, and processes of {prefill + decode} workers of "
+            f"{_mib(processes)}; {_mib(room.available)} are left ({room.bound}). Lower store.host_cache_bytes, "
+            "prefill.kv_cache_bytes or decode.kv_cache_bytes, or start fewer workers"
         )
+
+
+def _process_bytes(config: Config, role: WorkerRole) -> int:
+    """What a worker's processes take besides KV pages and weights."""
+    if not _asks_for_vllm(config):
+        return _PROCESS_BYTES
+    ranks = config.ranks_of(role)
+    return _PROCESS_BYTES + _VLLM_BYTES + (ranks * _RANK_BYTES if ranks > 1 else 0)
+
+
+def _asks_for_vllm(config: Config) -> str:
+    """Return which setting asks for vLLM's runner, "" if none does.
+
+    It also serves models that our own engine does not know, which is not looked at here.
+    """
+    model = config.model
+    if model.engine == "vllm":
+        return "model.engine is vllm"
+    if model.engine == "native":
+        return ""
+    if model.kv_cache_dtype in FP8:
+        return f"model.kv_cache_dtype is {model.kv_cache_dtype}"
+    if model.lora_modules:
+        return "model.lora_modules names adapters"
+    roles: Sequence[WorkerRole] = ("prefill", "decode")
+    asking = [role for role in roles if config.ranks_of(role) > 1]
+    return f"{asking[0]}.tensor_parallel_size is {config.ranks_of(asking[0])}" if asking else ""
 
 
 def runs_on_cpu(config: Config, role: WorkerRole) -> bool:
@@ -163,8 +194,7 @@ def ranks_problem(config: Config, role: WorkerRole, device: str, gpus: int) -> s
 
 
 def check_engine(config: Config) -> None:
-    """Check that vLLM's runner can serve the model if the configuration asks for it and all workers run here. It asks
-    by `model.engine`, or by FP8 pages.
+    """Check that vLLM's runner can serve the model if a setting asks for it and all workers run here.
 
     Of a hub model that was not fetched yet, only the installation of vLLM is looked at. Whether our own engine knows a
     model is seen by its worker: that question imports torch. Raises ConfigError and ModelError.
@@ -174,9 +204,8 @@ def check_engine(config: Config) -> None:
         raise ConfigError(
             f"model.kv_cache_dtype is {held}, and our own engine has no FP8 pages; vLLM's runner has: --engine vllm"
         )
-    if (engine != "vllm" and held not in FP8) or not is_loopback(config.router.host):
+    if not (why := _asks_for_vllm(config)) or not is_loopback(config.router.host):
         return
-    why = "model.engine is vllm" if engine == "vllm" else f"model.kv_cache_dtype is {held}"
     path, gpus = hub.cached(config.model.path), visible_gpus()
     raw = read_object(path / "config.json") if path is not None else None
     roles: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]

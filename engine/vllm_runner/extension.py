@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from baton.errors import UnsupportedModel
 from baton.messages import PromptTokenLogprob
 from engine.step.batch import Sampled, TokenDraw
 from engine.vllm_runner.draw import make_draw
+from engine.vllm_runner.leftovers import unlink_shared_memory
 from engine.vllm_runner.messages import Row
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.ranks import die_with_parent
@@ -37,7 +37,6 @@ class BatonExtension:
     parallel_config: Any
     model_config: Any
     cache_config: Any
-    distributed_init_method: str
     execute_model: Callable[[Any], Any]
     sample_tokens: Callable[[Any], Any]
 
@@ -49,8 +48,8 @@ class BatonExtension:
         _, heads, page_size, width = caches[0].shape
         self._baton_blocks = _blocks(caches)
         self._baton_blocks.zero_()
-        if self.rank == 0:
-            _unlink_meeting_places(self.distributed_init_method)
+        if self.rank == 0 and "VLLM_DIST_IDENT" in os.environ:
+            unlink_shared_memory(os.environ["VLLM_DIST_IDENT"])  # all have opened it
         self.baton_draw = make_draw(self.model_runner, second=self.use_v2_model_runner)
         self.model_runner.sampler = self.baton_draw
         return {
@@ -136,16 +135,6 @@ class BatonExtension:
         """[blocks, kv_heads, page_size, 2 · head_dim] of each layer. On a CPU the last two lie otherwise than they
         say."""
         return self.model_runner.kv_caches
-
-
-def _unlink_meeting_places(init_method: str) -> None:
-    """Take the names from what ranks have found each other by: torch's file, and the shared memory by which those on a
-    CPU exchange sums. All have opened it, and with a name it would stay when they are killed."""
-    if init_method.startswith("file://"):
-        Path(init_method.removeprefix("file://")).unlink(missing_ok=True)
-    if name := os.environ.get("VLLM_DIST_IDENT"):
-        for file in Path("/dev/shm").glob(f"{name}-*"):  # noqa: S108 - where the kernel keeps it
-            file.unlink(missing_ok=True)
 
 
 def _blocks(caches: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,7 +7,7 @@ import select
 import threading
 from collections.abc import Callable, Mapping
 
-from baton.unix import is_pidfd
+from baton.unix import is_pidfd, readable
 
 
 class ProcessWatch:
@@ -28,6 +28,11 @@ class ProcessWatch:
         self._ending, self._end = os.pipe()
         self._thread = threading.Thread(target=self._run, name="vllm-processes", daemon=True)
         self._thread.start()
+
+    def await_ends(self, seconds: float) -> None:
+        """Wait until all processes have ended, for at most so long each."""
+        for fd in self.pidfds:
+            readable(fd, seconds)
 
     def close(self) -> None:
         """Watch no longer. The descriptors stay valid until this returns."""

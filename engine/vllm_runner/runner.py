@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ from engine.vllm_runner import VLLM_VERSION, compiling, messages
 from engine.vllm_runner.adapters import Adapter, load_adapters
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.child_link import ChildLink, Pending
+from engine.vllm_runner.leftovers import ProcessFolder
 from engine.vllm_runner.messages import (
     Attach,
     Copied,
@@ -100,6 +102,7 @@ class VllmRunner:
         self,
         link: Connection,
         process: ChildProcess,
+        folder: ProcessFolder,
         loaded: Loaded,
         order: Load,
         fingerprint: bytes,
@@ -120,7 +123,7 @@ class VllmRunner:
         self.vocab_size = loaded.vocab_size
         self.max_positions = loaded.max_positions
         self._max_rows, self._max_tokens = order.max_rows, order.max_tokens
-        self._process = process
+        self._process, self._folder = process, folder
         self._child = ChildLink(link)
         ranks = {f"rank {number}": pid for number, pid in enumerate(loaded.process_ids)}
         self._watch = ProcessWatch({"process": process.pid} | ranks, self._lost)
@@ -189,34 +192,34 @@ class VllmRunner:
         )
         fingerprint = _fingerprint(path)
         environment = child_environment(os.environ, device, threads, ranks)
-        if not eager:
-            environment |= compiling.environment(order.device)
-        ours, theirs = Pipe()
-        with theirs:
-            process = cls.launch_child(theirs.fileno(), environment)
-        try:
-            ours.send_bytes(msgspec.msgpack.encode(order))
-            if not ours.poll(_PATIENCE):
-                raise StartupError(f"vLLM has not loaded {path} within {_PATIENCE:.0f} s")
-            answer = msgspec.msgpack.decode(ours.recv_bytes(), type=messages.Answer)
-        except (EOFError, OSError) as error:
-            _end(process)
-            raise StartupError(f"vLLM's process ended while it loaded {path}; its log says why") from error
-        except BaseException:
-            _end(process)
-            raise
-        if isinstance(answer, Failed):
-            _end(process)
-            kind = UnsupportedModel if answer.kind in _UNSUPPORTED else ModelError
-            held = "" if kv_cache_dtype == "auto" else f" in {kv_cache_dtype}"
-            asked = f"{path} with pages of {page_size} tokens{held}{_with_adapters(path, adapters)}"
-            raise kind(f"vLLM can't serve {asked}: {answer.message}")
-        assert isinstance(answer, Loaded)
-        try:
-            return cls(ours, process, answer, order, fingerprint, device, tuple(one.card for one in adapters))
-        except ProcessLookupError as error:
-            _end(process)
-            raise StartupError(f"one of vLLM's processes ended as soon as it had loaded {path}") from error
+        environment |= compiling.environment(order.device, eager=eager)
+        with contextlib.ExitStack() as undo:
+            folder = _folder()
+            undo.callback(folder.remove)
+            ours, theirs = Pipe()
+            with theirs:
+                process = cls.launch_child(theirs.fileno(), environment | folder.environment)
+            undo.callback(_end, process)
+            try:
+                ours.send_bytes(msgspec.msgpack.encode(order))
+                if not ours.poll(_PATIENCE):
+                    raise StartupError(f"vLLM has not loaded {path} within {_PATIENCE:.0f} s")
+                answer = msgspec.msgpack.decode(ours.recv_bytes(), type=messages.Answer)
+            except (EOFError, OSError) as error:
+                raise StartupError(f"vLLM's process ended while it loaded {path}; its log says why") from error
+            if isinstance(answer, Failed):
+                kind = UnsupportedModel if answer.kind in _UNSUPPORTED else ModelError
+                held = "" if kv_cache_dtype == "auto" else f" in {kv_cache_dtype}"
+                asked = f"{path} with pages of {page_size} tokens{held}{_with_adapters(path, adapters)}"
+                raise kind(f"vLLM can't serve {asked}: {answer.message}")
+            assert isinstance(answer, Loaded)
+            cards = tuple(one.card for one in adapters)
+            try:
+                runner = cls(ours, process, folder, answer, order, fingerprint, device, cards)
+            except ProcessLookupError as error:
+                raise StartupError(f"one of vLLM's processes ended as soon as it had loaded {path}") from error
+            undo.pop_all()
+        return runner
 
     def launch(self, chunks: Sequence[Chunk]) -> RunningStep:
         """Send a step. The child takes it up when those before it have ended. A mask that is late leaves its chunk
@@ -250,14 +253,15 @@ class VllmRunner:
         self._child.check()
 
     def close(self) -> None:
-        """End the child and its ranks."""
+        """End the child and its ranks, and remove what they have left."""
         self._child.close()
         try:
             self._process.wait(_FAREWELL)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            _end(self._process)
+        self._watch.await_ends(_FAREWELL)
         self._watch.close()
+        self._folder.remove()
 
     def _make_room(self, chunks: Sequence[Chunk]) -> None:
         """Have vLLM forget all sequences that this step leaves out, if it would know more than it has places for. They
@@ -324,6 +328,13 @@ def _with_adapters(path: Path, adapters: Sequence[Adapter]) -> str:
     quantization = read_object(path / "config.json").get("quantization_config") or {}
     weights = f"{quantization.get('quant_method')} weights" if quantization else "weights that are not quantized"
     return f" and LoRA adapters {', '.join(one.card.name for one in adapters)} on {weights}"
+
+
+def _folder() -> ProcessFolder:
+    try:
+        return ProcessFolder()
+    except OSError as error:
+        raise StartupError(f"vLLM's process needs a temporary folder: {error}") from error
 
 
 def _end(process: ChildProcess) -> None:

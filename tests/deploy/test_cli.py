@@ -123,6 +123,17 @@ def test_memory_counts_arena_pools_and_weights(model: Path):
         preflight.check_memory(config, AvailableMemory(needed - 1, "a test"))
 
 
+def test_memory_of_vllm_and_its_ranks_is_counted(model: Path):
+    weights = (model / "model.safetensors").stat().st_size
+    own = {"model.path": str(model), "model.engine": "vllm", "decode.tensor_parallel_size": 2}
+    config = load(overrides=own)
+    processes = (300 + 500) + (300 + 500 + 2 * 350)
+    needed = config.store.host_cache_bytes + (2 * 512 + processes) * 2**20 + 2 * weights
+    preflight.check_memory(config, AvailableMemory(needed, "a test"))
+    with pytest.raises(NotEnoughMemory, match="processes of 2 workers of 2,300 MiB"):
+        preflight.check_memory(config, AvailableMemory(needed - 1, "a test"))
+
+
 def test_memory_of_other_nodes_and_of_gpus_is_not_counted(model: Path):
     """Of workers on other nodes, that is; one decode worker is here."""
     config = load(overrides={"model.path": str(model), "cluster.decode": 8, "cluster.prefill": 4})

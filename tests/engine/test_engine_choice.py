@@ -237,3 +237,15 @@ def test_architectures_are_read_from_the_source_of_vllms_registry(tmp_path: Path
     file.write_text("_TEXT_GENERATION_MODELS = make()\n")
     assert read_architectures(file) is None
     assert read_architectures(tmp_path / "none.py") is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("decode.tensor_parallel_size", 2), ("model.lora_modules", {"one": "somewhere"})]
+)
+def test_what_only_vllm_can_honour_is_checked_before_anything_starts(
+    setting: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = load(overrides={"model.path": str(checkpoint(tmp_path, LLAMA)), "model.device": "cpu", setting: value})
+    monkeypatch.setattr(requirements, "_find", lambda: None)
+    with pytest.raises(ConfigError, match=f"{setting} .*, and vLLM's runner can't: vLLM is not installed"):
+        preflight.check_engine(config)

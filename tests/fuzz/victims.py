@@ -35,9 +35,11 @@ class Victims:
     def __init__(self, config: Config, folder: Path, tag: str, names: Sequence[str], fronts: int = 0) -> None:
         """`names` such as "decode-9", whose beginnings are roles; the number must be one that nothing else has. A
         router of the group listens at `endpoint`, and has so many `fronts`."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
+        # Bound for good: else a connection may be given this port. ZMQ listens there all the same.
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("127.0.0.1", 0))
+        port: int = self._port.getsockname()[1]
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self.node = f"victims-{tag}"
         replace = msgspec.structs.replace
@@ -85,6 +87,7 @@ class Victims:
         end([ProcessIdentity.of(child.pid) for child in self._running.values() if child.poll() is None], 5.0)
         for child in self._running.values():
             child.wait()
+        self._port.close()
 
     def addresses(self, router: str) -> ServiceAddresses:
         """Wait until a router of the group serves. Raises AssertionError if it does not."""

@@ -107,7 +107,7 @@ def test_chat(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
         )
     ]
     assert "".join(parts) == tokenizer.decode(right)
-    assert len(parts) > 5
+    assert sum(map(bool, parts)) > 1
 
 
 def test_responses(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -144,6 +145,7 @@ def _become(parent: int, order: Mapping[str, Any], fds: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(order["environ"])
     os.chdir(order["folder"])
+    tempfile.tempdir = None  # the environment may name another than the server's
     argv = [*order["argv"], *map(str, fds)]
     child.run(parent, argv)
 

@@ -21,6 +21,7 @@ from baton.errors import DeviceLost, UnsupportedModel
 from baton.unix import readable
 from deploy.local import LocalCluster
 from engine.step.batch import Chunk, TokenDraw
+from engine.vllm_runner import leftovers
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.checksum import page_checksum
@@ -184,23 +185,37 @@ def step_on(model: VllmRunner, until: float) -> None:
         step(model, Chunk(prompt_of(9, 1), 0, [1], TokenDraw(temperature=0.0)))
 
 
-def meeting_places() -> set[Path]:
-    """What ranks find each other by, under names that would outlive them."""
-    return {*Path(tempfile.gettempdir()).glob("vllm_dist_*"), *Path("/dev/shm").glob("*vllm*")}
+def shared_memory() -> set[str]:
+    """The names that ranks and their libraries could leave."""
+    names = (file.name for file in leftovers.SHARED_MEMORY.iterdir())
+    return {name for name in names if name.startswith(("vllm_dist_", "__KMP_"))}
 
 
-def test_a_killed_rank_ends_all_within_three_seconds(path: Path) -> None:
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder, with a short path, of the folders of vLLM's processes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        monkeypatch.setattr(leftovers, "PARENT", Path(name))
+        yield Path(name)
+
+
+def test_a_killed_rank_ends_all_within_three_seconds(path: Path, parent: Path) -> None:
     """Nothing of them stays on the machine."""
-    before = meeting_places()
+    before = shared_memory()
     model = load(path, 2)
-    assert meeting_places() <= before
-    assert len(model.writers) == 3
-    os.kill(ranks_of(model)[1], signal.SIGKILL)
+    assert not [name for name in shared_memory() - before if name.startswith("vllm_dist_")]
+    (folder,) = parent.iterdir()
+    assert list(folder.iterdir()), "vLLM keeps its files elsewhere"
+    processes = [model.process_id, *ranks_of(model)]
+    assert len(model.writers) == len(processes)
+    os.kill(processes[2], signal.SIGKILL)
     assert until_lost(model) < 3
     assert all(readable(pidfd, 3) for pidfd in model.writers), "a rank has outlived the child"
     with pytest.raises(DeviceLost):
         model.check()
     model.close()
+    assert not list(parent.iterdir())
+    assert not [name for name in shared_memory() for process in processes if f"_{process}_" in name]
 
 
 def test_a_stopped_rank_is_lost_after_the_deadline(path: Path) -> None:
