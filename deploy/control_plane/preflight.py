@@ -159,8 +159,10 @@ def _asks_for_vllm(config: Config) -> str:
     if model.lora_modules:
         return "model.lora_modules names adapters"
     roles: Sequence[WorkerRole] = ("prefill", "decode")
-    asking = [role for role in roles if config.ranks_of(role) > 1]
-    return f"{asking[0]}.tensor_parallel_size is {config.ranks_of(asking[0])}" if asking else ""
+    for role in roles:
+        if (ranks := config.ranks_of(role)) > 1:
+            return f"{role}.tensor_parallel_size is {ranks}"
+    return ""
 
 
 def runs_on_cpu(config: Config, role: WorkerRole) -> bool:
