@@ -1,9 +1,9 @@
 """What vLLM's processes would leave on the machine when they are killed, and its removal.
 
 A child has a folder of its own for temporary files and for the sockets of its ranks. Its worker holds a lock on that
-folder. Two kinds of names lie in /dev/shm whatever the folder is: Intel's OpenMP runtime writes one for each process,
-and the ranks on a CPU exchange sums through memory that is named after the file by which they found each other. A
-killed worker removes nothing. The next one that loads a model on the machine does it.
+folder. Two kinds of names lie in /dev/shm whatever the folder is. Intel's OpenMP runtime writes one for each process.
+Ranks on a CPU exchange sums through memory that is named after a file of the folder. A killed worker removes nothing.
+The next one that loads a model on the machine does it.
 """
 
 # pyright: strict
@@ -63,7 +63,8 @@ def remove_abandoned() -> None:
 
 
 def unlink_shared_memory(meeting_place: str) -> None:
-    """Take the names from memory that ranks share who have met by this file. They keep the memory."""
+    """Remove the names of the memory that ranks share. `meeting_place`: the name of the file by which they found each
+    other. They keep the memory."""
     for file in SHARED_MEMORY.glob(f"{meeting_place}-*"):
         _unlink(file)
 
