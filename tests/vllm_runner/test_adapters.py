@@ -25,19 +25,16 @@ from tests.support import workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
-from tests.vllm_runner.test_cluster import SETTINGS
-from tests.vllm_runner.test_runner import (
+from tests.vllm_runner.driver import (
     GREEDY,
-    PAGE,
-    PAGES,
-    ROWS,
-    TOKENS,
     Generation,
     agree,
+    load,
     prompt_of,
     run,
     run_ahead,
 )
+from tests.vllm_runner.test_cluster import SETTINGS
 
 COUNT = 20
 FAMILIES = ("mistral-window", "qwen2", "qwen3", "phi3", "gemma3", "olmo2")
@@ -67,28 +64,12 @@ def runner(model: Path, modules: dict[str, str]) -> Iterator[Callable[[int], Vll
 
     @cache
     def loaded(ranks: int) -> VllmRunner:
-        made.append(load(model, modules, ranks))
+        made.append(load(model, ranks=ranks, lora_modules=modules, max_lora_rank=8))
         return made[-1]
 
     yield loaded
     for one in made:
         one.close()
-
-
-def load(model: Path, modules: dict[str, str], ranks: int = 1, dtype: str = "float32") -> VllmRunner:
-    return VllmRunner.load(
-        model,
-        dtype,
-        PAGES,
-        PAGE,
-        max_rows=ROWS,
-        max_tokens=TOKENS,
-        threads=1,
-        eager=True,
-        lora_modules=modules,
-        max_lora_rank=8,
-        ranks=ranks,
-    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -116,7 +97,7 @@ def test_adapters_of_each_family(name: str, ranks: int, tmp_path: Path):
     model = checkpoints.make(name, tmp_path / "model", hidden_size=128, head_dim=32)
     products = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if name == "phi3" else adapters.ALL
     path = adapters.make(tmp_path / "adapter", model, 7, products=products)
-    runner = load(model, {"one": str(path)}, ranks)
+    runner = load(model, ranks=ranks, lora_modules={"one": str(path)}, max_lora_rank=8)
     prompt = prompt_of(45, 1)
     plain = Generation(prompt, range(8))
     adapted = Generation(prompt, range(8, 16), GREEDY, runner.adapters[0].digest)

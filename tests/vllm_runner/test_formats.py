@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from baton.errors import UnsupportedModel
-from engine.vllm_runner.runner import VllmRunner
 from tests import adapters, checkpoints, quantized
-from tests.vllm_runner.test_runner import GREEDY, PAGE, PAGES, ROWS, TOKENS, Generation, prompt_of, run
+from tests.vllm_runner.driver import GREEDY, Generation, load, prompt_of, run
 
 DTYPES = {"int8": "float32", "fp8": "float32", "gptq": "float16", "awq": "float16"}
 """What each format is computed in. vLLM takes GPTQ and AWQ in 16 bits only."""
@@ -22,21 +20,6 @@ NEAR, LIKELIEST = 0.3, 0.9
 """Logits have a deviation of 1.2, and the likeliest of 1,000 lies 3 of them above the mean. A number on the edge
 between two codes may be rounded to the other one: of 700 tokens, the worst was 0.21 below the likeliest."""
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "initializer_range": 0.1}
-
-
-def load(path: Path, dtype: str, modules: Mapping[str, str] = MappingProxyType({}), ranks: int = 1) -> VllmRunner:
-    return VllmRunner.load(
-        path,
-        dtype,
-        PAGES,
-        PAGE,
-        max_rows=ROWS,
-        max_tokens=TOKENS,
-        threads=1,
-        eager=True,
-        lora_modules=modules,
-        ranks=ranks,
-    )
 
 
 def compare(reference: checkpoints.Reference, sequences: Sequence[Generation]) -> None:
@@ -68,7 +51,7 @@ def test_adapters_of_quantized_checkpoints(name: str, tmp_path: Path):
     from inputs that are not quantized."""
     path = quantized.make(name, tmp_path / "model", **SIZES)
     adapter = adapters.make(tmp_path / "adapter", quantized.plain(path), 9, products=adapters.ALL, scale=0.1)
-    runner = load(path, DTYPES[name], {"one": str(adapter)})
+    runner = load(path, DTYPES[name], lora_modules={"one": str(adapter)})
     prompts = [prompt_of(length, length) for length in LENGTHS]
     (card,) = runner.adapters
     bare = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
@@ -90,4 +73,4 @@ def test_an_error_names_the_adapters_and_the_format(tmp_path: Path):
     path = quantized.make("awq", tmp_path / "model", hidden_size=128, head_dim=32, intermediate_size=256)
     adapter = adapters.make(tmp_path / "adapter", quantized.plain(path), 9)
     with pytest.raises(UnsupportedModel, match=r"and LoRA adapters one on awq weights: (?s:.*)float32"):
-        load(path, "float32", {"one": str(adapter)})
+        load(path, "float32", lora_modules={"one": str(adapter)})

@@ -33,8 +33,9 @@ from tests.fp8_pages import Fp8Cache, Scales
 from tests.support import workload
 from tests.support.cluster import Streams, at_rest, load
 from tests.support.eventually import DEADLINE, eventually
+from tests.vllm_runner.driver import PAGE, Generation, prompt_of, run, step
+from tests.vllm_runner.driver import load as load_runner
 from tests.vllm_runner.test_cluster import SETTINGS, WIDE
-from tests.vllm_runner.test_runner import PAGE, PAGES, ROWS, TOKENS, Generation, prompt_of, run, step
 
 EXACT = ("llama", "qwen3", "mistral-window", "gemma3")
 COUNT, LENGTHS = 24, (70, 33, 5, 31, 64)
@@ -72,20 +73,8 @@ def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
     def loaded(
         name: str = "llama", held: str = "fp8", dtype: str = "float32", number: int = 0, ranks: int = 1
     ) -> VllmRunner:
-        running.append(
-            VllmRunner.load(
-                paths(name),
-                dtype,
-                PAGES,
-                PAGE,
-                max_rows=ROWS,
-                max_tokens=TOKENS,
-                threads=1,
-                ranks=ranks,
-                eager=True,
-                kv_cache_dtype=asked_of_vllm(json.loads((paths(name) / "config.json").read_text()), held),
-            )
-        )
+        kind = asked_of_vllm(json.loads((paths(name) / "config.json").read_text()), held)
+        running.append(load_runner(paths(name), dtype, ranks=ranks, kv_cache_dtype=kind))
         return running[-1]
 
     yield loaded
@@ -256,9 +245,7 @@ def test_what_the_kernels_do_not_take(settings: dict[str, int], held: str, said:
     if "scales" in settings:
         fp8_pages.bring(path, SCALES)
     with pytest.raises(UnsupportedModel, match=rf"in {held}: (?s:.*){said}"):
-        VllmRunner.load(
-            path, "float32", PAGES, PAGE, max_rows=4, max_tokens=64, threads=1, eager=True, kv_cache_dtype=held
-        )
+        load_runner(path, kv_cache_dtype=held)
 
 
 PROMPTS = [prompt for prompt in workload.prompts(PAGE) if len(prompt) <= 1_100][::6]

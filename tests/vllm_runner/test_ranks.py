@@ -29,7 +29,7 @@ from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests import checkpoints
 from tests.support import workload
 from tests.support.eventually import eventually
-from tests.vllm_runner.test_runner import PAGE, PAGES, ROWS, TOKENS, Generation, agree, prompt_of, run, step
+from tests.vllm_runner.driver import PAGE, Generation, agree, load, prompt_of, run, step
 
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::4]
 SEEDED = TokenDraw(temperature=0.9, top_p=0.95, seed=77)
@@ -46,21 +46,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make("llama", tmp_path_factory.mktemp("llama"), hidden_size=128, head_dim=32)
 
 
-def load(path: Path, ranks: int, deadline: float = 60.0) -> VllmRunner:
-    return VllmRunner.load(
-        path,
-        "float32",
-        PAGES,
-        PAGE,
-        max_rows=ROWS,
-        max_tokens=TOKENS,
-        threads=1,
-        eager=True,
-        ranks=ranks,
-        deadline=deadline,
-    )
-
-
 @pytest.fixture(scope="module")
 def runner(path: Path) -> Iterator[Loaded]:
     """`runner(ranks)`: the model on so many ranks."""
@@ -68,7 +53,7 @@ def runner(path: Path) -> Iterator[Loaded]:
 
     @cache
     def loaded(ranks: int) -> VllmRunner:
-        made.append(load(path, ranks))
+        made.append(load(path, ranks=ranks))
         return made[-1]
 
     yield loaded
@@ -106,7 +91,7 @@ def test_two_ranks_have_the_tokens_of_transformers(name: str, tmp_path: Path) ->
     reference = checkpoints.reference(path)
     sequences = [Generation(prompt_of(length, length), range(8 * i, 8 * i + 8)) for i, length in enumerate((70, 33, 5))]
     prompts = [list(one.tokens) for one in sequences]
-    model = load(path, 2)
+    model = load(path, ranks=2)
     try:
         run(model, sequences, 20)
     finally:
@@ -161,7 +146,7 @@ def test_pages_of_two_ranks_are_those_of_one_up_to_rounding(runner: Loaded, aren
 
 def test_more_ranks_than_kv_heads(path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="KV heads can't be shared evenly by 4 ranks"):
-        load(path, 4)
+        load(path, ranks=4)
 
 
 def ranks_of(model: VllmRunner) -> list[int]:
@@ -202,7 +187,7 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_killed_rank_ends_all_within_three_seconds(path: Path, parent: Path) -> None:
     """Nothing of them stays on the machine."""
     before = shared_memory()
-    model = load(path, 2)
+    model = load(path, ranks=2)
     assert not [name for name in shared_memory() - before if name.startswith("vllm_dist_")]
     (folder,) = parent.iterdir()
     assert list(folder.iterdir()), "vLLM keeps its files elsewhere"
@@ -219,7 +204,7 @@ def test_a_killed_rank_ends_all_within_three_seconds(path: Path, parent: Path) -
 
 
 def test_a_stopped_rank_is_lost_after_the_deadline(path: Path) -> None:
-    model = load(path, 2, deadline=2.0)
+    model = load(path, ranks=2, deadline=2.0)
     os.kill(ranks_of(model)[1], signal.SIGSTOP)
     assert until_lost(model) < 10
     assert all(readable(pidfd, 3) for pidfd in model.writers), "the stopped rank has outlived the child"

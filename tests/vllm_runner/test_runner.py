@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,28 @@ pytest.importorskip("vllm")
 
 from baton.errors import DeviceLost, UnsupportedModel
 from engine.engine import Engine
-from engine.runner import Finished
-from engine.step.batch import Chunk, LogitsEdits, PromptScoring, Sampled, TokenDraw
+from engine.step.batch import Chunk, LogitsEdits, PromptScoring, TokenDraw
 from engine.step.block_table import BlockTable
-from engine.vllm_runner.runner import RunningStep, VllmRunner
+from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests import checkpoints
+from tests.vllm_runner.driver import (
+    GREEDY,
+    PAGE,
+    PAGES,
+    Generation,
+    agree,
+    load,
+    prompt_of,
+    run,
+    run_ahead,
+    step,
+)
 
-PAGE, PAGES, ROWS, TOKENS = 32, 64, 16, 256
-GREEDY = TokenDraw(temperature=0.0)
 PATIENCE = 120.0
 
 Loaded = Callable[[str], VllmRunner]
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, checkpoints.VOCAB) for _ in range(length)]
 
 
 @pytest.fixture(scope="module")
@@ -50,93 +53,14 @@ def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
     made: list[VllmRunner] = []
 
     @cache
-    def load(name: str) -> VllmRunner:
+    def loaded(name: str) -> VllmRunner:
         path = paths(name.split("/")[0])
-        made.append(
-            VllmRunner.load(path, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, eager=True)
-        )
+        made.append(load(path))
         return made[-1]
 
-    yield load
+    yield loaded
     for one in made:
         one.close()
-
-
-def step(runner: VllmRunner, *chunks: Chunk) -> Finished:
-    return runner.launch(chunks).wait()
-
-
-class Generation:
-    """One sequence of a test: tokens, pages, and what was drawn."""
-
-    def __init__(
-        self, prompt: Sequence[int], pages: Sequence[int], draw: TokenDraw = GREEDY, adapter: str = ""
-    ) -> None:
-        self.adapter = adapter
-        self.tokens, self.draw, self.computed = list(prompt), draw, 0
-        self._free = list(pages)
-        self.table = BlockTable()
-        self.drawn: list[Sampled] = []
-
-    def chunk(self, size: int = TOKENS) -> Chunk:
-        tokens = self.tokens[self.computed : self.computed + size]
-        end = self.computed + len(tokens)
-        while len(self.table) * PAGE < end:
-            self.table.extend([self._free.pop(0)])
-        draw = self.draw if end == len(self.tokens) else None
-        return Chunk(tokens, self.computed, self.table, draw, adapter=self.adapter)
-
-    def follow(self, number: int) -> Chunk:
-        """One token more than is known: the one that is drawn for that chunk of the step that runs."""
-        while len(self.table) * PAGE <= len(self.tokens):
-            self.table.extend([self._free.pop(0)])
-        return Chunk([0], len(self.tokens), self.table, self.draw, follows=number, adapter=self.adapter)
-
-    def take(self, chunk: Chunk, sampled: Sampled | None) -> None:
-        assert (sampled is None) == (chunk.sample is None)
-        self.computed = chunk.end
-        if sampled is not None:
-            self.drawn.append(sampled)
-            self.tokens.append(sampled.token)
-
-
-def run(runner: VllmRunner, sequences: Sequence[Generation], count: int, seed: int = 0) -> None:
-    """Steps of random members and chunk sizes, until each sequence has drawn `count`."""
-    rng = random.Random(seed)
-    while unfinished := [one for one in sequences if len(one.drawn) < count]:
-        members = rng.sample(unfinished, rng.randint(1, len(unfinished)))
-        chunks = [one.chunk(rng.choice((1, 5, 16, 40))) for one in members]
-        for one, chunk, sampled in zip(members, chunks, step(runner, *chunks).sampled, strict=True):
-            one.take(chunk, sampled)
-
-
-def run_ahead(runner: VllmRunner, sequences: Sequence[Generation], count: int, seed: int = 0) -> int:
-    """The same with each step launched before the one before it is collected. Returns how many chunks followed."""
-    rng = random.Random(seed)
-    followed = 0
-    before: tuple[list[Generation], list[Chunk], RunningStep] | None = None
-    while before or any(len(one.drawn) < count for one in sequences):
-        running, chunks, launched = before or ([], [], None)
-        drawing = {id(one): at for at, one in enumerate(running) if chunks[at].sample is not None}
-        able = [one for one in sequences if len(one.drawn) + (id(one) in drawing) < count]
-        able = [one for one in able if one not in running or id(one) in drawing]
-        members = rng.sample(able, rng.randint(1, len(able))) if able else []
-        places = [(one, drawing.get(id(one))) for one in members]
-        ahead = [one.chunk(rng.choice((5, 40))) if at is None else one.follow(at) for one, at in places]
-        followed += sum(chunk.follows is not None for chunk in ahead)
-        before = (members, ahead, runner.launch(ahead)) if members else None
-        for one, chunk, sampled in zip(running, chunks, launched.wait().sampled if launched else (), strict=True):
-            one.take(chunk, sampled)
-    return followed
-
-
-def agree(one: Generation, expected: Sequence[int], gaps: Sequence[float]) -> None:
-    """Compare tokens up to the first tie of the reference. Where it ties at once, nothing would be compared."""
-    assert gaps[0] > 1e-3
-    for sampled, right, gap in zip(one.drawn, expected, gaps, strict=True):
-        if sampled.token != right:
-            assert gap < 1e-3
-            break
 
 
 EXACT = (
@@ -169,7 +93,7 @@ def test_soft_caps_of_scores_and_logits_are_those_of_transformers(paths: Callabl
 def test_scores_beyond_88_caps_are_right_or_said_to_be_not_finite(tmp_path: Path):
     """vLLM's kernel for AVX-512 makes NaN of them, that for AVX2 does not. A worker fails such a request."""
     path = checkpoints.make("gemma2", tmp_path, hidden_size=128, head_dim=32, query_pre_attn_scalar=24)
-    model = VllmRunner.load(path, "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1, eager=True)
+    model = load(path)
     one = Generation(prompt_of(50, 1), range(8))
     run(model, [one], 1)
     model.close()
@@ -375,7 +299,7 @@ def test_a_page_size_that_the_kernels_do_not_take(paths: Callable[[str], Path]):
 
 
 def test_a_killed_child_is_a_lost_device(paths: Callable[[str], Path]):
-    model = VllmRunner.load(paths("llama"), "float32", PAGES, PAGE, max_rows=4, max_tokens=64, threads=1, eager=True)
+    model = load(paths("llama"))
     rung: list[bool] = []
     model.wake(lambda: rung.append(True))
     step(model, Chunk(prompt_of(9, 1), 0, [1], GREEDY))
@@ -394,7 +318,7 @@ def test_a_killed_child_is_a_lost_device(paths: Callable[[str], Path]):
 
 
 def test_a_compiled_model_has_the_tokens_of_transformers(paths: Callable[[str], Path]):
-    made = VllmRunner.load(paths("llama"), "float32", PAGES, PAGE, max_rows=ROWS, max_tokens=TOKENS, threads=1)
+    made = load(paths("llama"), eager=False)
     prompts = [prompt_of(length, length) for length in (70, 5)]
     sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
     run(made, sequences, 20)

@@ -9,11 +9,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from engine.step.batch import Chunk
 from engine.vllm_runner.runner import VllmRunner
 from tests import checkpoints
 from tests.support.second_runner import second_runner
 from tests.vllm_runner import test_runner as first
-from tests.vllm_runner.test_runner import PAGE, PAGES, TOKENS, Generation, Loaded, agree, prompt_of, run, step
+from tests.vllm_runner.driver import PAGES, Generation, agree, load, prompt_of, run, step
+from tests.vllm_runner.test_runner import Loaded
 from tests.vllm_runner.test_runner import arena as arena  # fixtures, whose `runner` loads the second one here
 from tests.vllm_runner.test_runner import paths as paths
 from tests.vllm_runner.test_runner import runner as runner
@@ -45,12 +47,10 @@ test_what_it_can_not_run = first.test_what_it_can_not_run_is_refused_and_touches
 def test_more_sequences_than_rows_take_turns(ranks: int, paths: Callable[[str], Path]):
     """This runner has one place for each row of a step, and would keep it for a sequence that waits."""
     rows = 3
-    model = VllmRunner.load(
-        paths("llama"), "float32", PAGES, PAGE, max_rows=rows, max_tokens=TOKENS, threads=1, ranks=ranks, eager=True
-    )
+    model = load(paths("llama"), ranks=ranks, rows=rows)
     prompts = [prompt_of(30 + 7 * number, number) for number in range(2 * rows + 1)]
     sequences = [Generation(prompt, range(8 * number, 8 * number + 8)) for number, prompt in enumerate(prompts)]
-    passing = [first.Chunk(prompt_of(9, number), 0, [PAGES - 1]) for number in range(rows)]  # of one step alone
+    passing = [Chunk(prompt_of(9, number), 0, [PAGES - 1]) for number in range(rows)]  # of one step alone
     step(model, *passing)
     for turn in range(3 * len(sequences)):
         members = [sequences[(turn + number) % len(sequences)] for number in range(rows)]
