@@ -16,9 +16,10 @@ from tests.vllm_runner.driver import GREEDY, Generation, load, prompt_of, run
 DTYPES = {"int8": "float32", "fp8": "float32", "gptq": "float16", "awq": "float16"}
 """What each format is computed in. vLLM takes GPTQ and AWQ in 16 bits only."""
 COUNT, LENGTHS = 16, (40, 70, 9)
-NEAR, LIKELIEST = 0.3, 0.9
+NEAR, LIKELIEST = 0.3, 0.85
 """Logits have a deviation of 1.2, and the likeliest of 1,000 lies 3 of them above the mean. A number on the edge
-between two codes may be rounded to the other one: of 700 tokens, the worst was 0.21 below the likeliest."""
+between two codes may be rounded to the other one: of 700 tokens, the worst was 0.21 below the likeliest. On
+one processor 43 of 48 were the likeliest, on another one 44 or more."""
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "initializer_range": 0.1}
 
 
