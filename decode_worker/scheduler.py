@@ -47,13 +47,13 @@ from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
 from decode_worker.orders import OrderReader
 from decode_worker.page_fetches import PageFetches
 from decode_worker.sequence import ChunkUnderWay, Sequence, SequencePhase
+from decode_worker.sequence_pages import SequencePages
 from decode_worker.sliding_window import SlidingWindow
 from decode_worker.step_budget import DecodeRows
 from decode_worker.step_planner import StepPlanner, rows_of
 from decode_worker.write_through import WriteThrough
 from engine.sampling.token_masks import OutputGrammars
 from engine.step.batch import Chunk, Sampled
-from engine.step.block_table import BlockTable
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepLaunched, StepOutOfMemory
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import (
@@ -126,19 +126,18 @@ class DecodeScheduler:
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
-        self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
-        self._num_pages = num_pages
-        self._window = None if window is None else SlidingWindow(window, page_size, num_pages)
+        sliding = None if window is None else SlidingWindow(window, page_size, num_pages)
+        self._pages = SequencePages(num_pages, page_size, sliding, tell_tokens=event_tokens)
         self._orders = OrderReader(
-            page_size, self._window, vocab_size, frozenset(("", *adapters)), grammars, config.ageing_ms
+            page_size, sliding, vocab_size, frozenset(("", *adapters)), grammars, config.ageing_ms
         )
         self._sequences = AttemptTable[Sequence]()
-        self._admission = SequenceAdmission(self._blocks, headroom or LearnedGrowthReserve(), page_size)
+        self._admission = SequenceAdmission(self._pages.blocks, headroom or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
         self._planner = StepPlanner(config, page_size, calibration)
         leases = itertools.count(1)
-        self._fetches = PageFetches(self._blocks, leases, page_size)
-        self._write_through = WriteThrough(self._blocks, leases, page_size)
+        self._fetches = PageFetches(self._pages.blocks, leases, page_size)
+        self._write_through = WriteThrough(self._pages.blocks, leases, page_size)
         self._arrivals = itertools.count()
         self._store_up = False
         self._page_bytes = 0
@@ -194,16 +193,15 @@ class DecodeScheduler:
             return [*commands, SendToRouter(AttemptFailed(*_named(name), error.reason, str(error)), router)]
         if old is not None:
             sequence.priority_time = old.priority_time
-        most = -(-(order.prompt + order.max_tokens) // self._page_size)
-        if most > self._num_pages and (self._window is None or not self._window.fits):
-            message = f"prompt and output take up to {most} pages and this worker has {self._num_pages}"
+        if most := self._pages.lack_for(sequence):
+            message = f"prompt and output take up to {most} pages and this worker has {self._pages.total}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         waits = self._router_fairness.must_wait(router, self._held(), now)
         if waits or not self._make_room(sequence, commands):
             self._router_fairness.refused(router, now)
             return [
                 *commands,
-                SendToRouter(Refused(*_named(name), "busy", f"{self._blocks.available} pages are free"), router),
+                SendToRouter(Refused(*_named(name), "busy", f"{self._pages.blocks.available} pages are free"), router),
             ]
         self._router_fairness.admitted(router)
         self._sequences.add(sequence)
@@ -222,10 +220,10 @@ class DecodeScheduler:
             return False
         for victim in leaving:
             commands += self._preempt(victim)
-        while (made := self._reserve(newcomer)) is None:
+        while (made := self._pages.reserve(newcomer)) is None:
             # What is written through only for others' sake makes room.
             if (given_up := self._write_through.abandon()) is None:
-                assert self._window is not None, "there is room, and nothing holds it"
+                assert newcomer.window is not None, "there is room, and nothing holds it"
                 return False  # cached pages that were counted are kept by those of others after them
             commands += given_up
         commands += made
@@ -241,28 +239,6 @@ class DecodeScheduler:
     def _holders(self) -> list[Sequence]:
         return [s for s in self._sequences.values() if s.pages]
 
-    def _reserve(self, sequence: Sequence) -> list[DecodeCommand] | None:
-        """Device pages for every known token, or for a part of them, the cached prefix among them; all or nothing. If
-        the whole prefix is here, so may be the beginning of the page after it: that is copied."""
-        keys, needed = sequence.reservation()
-        in_parts = sequence.must_be_in_parts
-        cached = self._blocks.match(keys)
-        whole = cached == len(keys) and not sequence.unscored and not in_parts
-        rest = sequence.partial_key(len(sequence.tokens) - 1) if whole else b""
-        beginning = self._blocks.find_beginning(rest) if rest else None
-        pages = self._blocks.allocate_with_prefix(keys, needed)
-        if pages is None:
-            return None
-        sequence.pages, sequence.in_limbo = BlockTable(pages), self._blocks.in_limbo(pages[cached:])
-        sequence.known_at_first, sequence.in_parts = len(sequence.tokens), in_parts
-        sequence.computed = cached * self._page_size
-        sequence.cached_pages = cached
-        sequence.stored_pages = max(sequence.stored_pages, cached)
-        if beginning is None or pages[cached] in sequence.in_limbo:
-            return []
-        sequence.computed = len(sequence.tokens) - 1
-        return [] if pages[cached] == beginning else [DuplicatePage(beginning, pages[cached])]
-
     def _begin(self, sequence: Sequence, goal: int, now: float) -> list[DecodeCommand]:
         """Fetch the pages from the cached prefix up to `goal`, or run at once where no full one is to be fetched. A
         sequence in parts computes all, since it has no room for what it would fetch."""
@@ -276,7 +252,7 @@ class DecodeScheduler:
 
     def _run(self, sequence: Sequence, now: float) -> list[DecodeCommand]:
         sequence.phase = SequencePhase.RUNNING
-        self._give_back_unseen(sequence)
+        self._pages.give_back_unseen(sequence)
         sequence.running_since, sequence.remaining_prefill = now, sequence.pending
         loading = sequence.loading
         predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
@@ -307,7 +283,7 @@ class DecodeScheduler:
             return
         end = sequence.computed // self._page_size + count
         sequence.computed = min(end * self._page_size, len(sequence.tokens) - 1)
-        self._cache_full_pages(sequence)
+        self._pages.cache_full(sequence)
         sequence.stored_pages = sequence.cached_pages
         sequence.fetched_pages += count
         self._fetched_pages += count
@@ -373,13 +349,10 @@ class DecodeScheduler:
         self._look_ahead()
         lacking = [s for s in self._sequences.values() if _lacks_pages(s)]
         for sequence in sorted(lacking, key=lambda s: s.rank):
-            while sequence.phase is SequencePhase.RUNNING and (missing := sequence.pages_wanted - len(sequence.pages)):
-                if (grown := self._blocks.allocate(missing)) is not None:
-                    sequence.pages.extend(grown)
-                    sequence.in_limbo += self._blocks.in_limbo(grown)
-                elif self._under_way:
+            while sequence.phase is SequencePhase.RUNNING and not self._pages.grow(sequence):
+                if self._under_way:
                     break  # the next step waits for the end of this one, which may bring pages
-                elif (given_up := self._write_through.abandon()) is not None:
+                if (given_up := self._write_through.abandon()) is not None:
                     commands += given_up
                 else:
                     commands += self._preempt(max(self._holders(), key=lambda s: s.rank))
@@ -387,7 +360,7 @@ class DecodeScheduler:
         for sequence in sorted(preempted, key=lambda s: s.rank):
             if not self._admission.fits(sequence, self._holders()):
                 break
-            reserved = self._reserve(sequence)
+            reserved = self._pages.reserve(sequence)
             assert reserved is not None
             commands += reserved
             commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0, now)
@@ -436,7 +409,7 @@ class DecodeScheduler:
         whose fetch ended short waits for the router all the same."""
         commands: list[DecodeCommand] = [*self._fetches.drop(sequence)]
         self._preemptions += 1
-        self._release_pages(sequence)
+        self._pages.release(sequence)
         sequence.computed = sequence.cached_pages = 0
         if sequence.phase is SequencePhase.KV_LOAD_INCOMPLETE:
             return commands
@@ -514,53 +487,22 @@ class DecodeScheduler:
                 sequence.computed = end
             else:
                 if chunk.end == sequence.first_new:
-                    self._share_beginnings(sequence)
+                    self._pages.share_beginnings(sequence)
                 position = len(sequence.tokens)
                 sequence.append(drawn)
                 self._generated += len(sequence.tokens) - position
                 deltas.setdefault(sequence.owner, []).append(sequence.delta(position))
                 sequence.computed = len(sequence.tokens) - 1
-            self._cache_full_pages(sequence)
+            self._pages.cache_full(sequence)
             if self._store_up:
                 commands += self._write_through.store(sequence, now)
             if sequence.finish is not None:
                 self._admission.ended(sequence, cut=sequence.finish == "length")
                 sequence.phase = SequencePhase.ENDED
-                self._release_pages(sequence)
+                self._pages.release(sequence)
             else:
-                self._give_back_unseen(sequence)
+                self._pages.give_back_unseen(sequence)
         return [*(SendToRouter(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
-
-    def _cache_full_pages(self, sequence: Sequence) -> None:
-        if sequence.unscored:
-            # A page of the same tokens may have other low bits, if kernels for few rows or another worker made it. In
-            # exchange for it, the rest of the prompt would be scored by what happened to be cached.
-            return
-        for page in range(sequence.cached_pages, sequence.cacheable):
-            tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
-            key = sequence.keys[page]
-            self._blocks.cache_block(key, sequence.parent_of(page), sequence.pages[page], tokens)
-            # A sequence below a cached page must refer to it. Otherwise the page would count as free once its maker has
-            # gone.
-            sequence.pages.exchange(page, self._blocks.deduplicate(key, sequence.pages[page]))
-            sequence.cached_pages = page + 1
-
-    def _give_back_unseen(self, sequence: Sequence) -> None:
-        """Let go of the pages that no layer looks at any more. Copies of them that are under way have references of
-        their own."""
-        if self._window is None:
-            return
-        given_back = sequence.pages.give_back(self._window.first_page(sequence.computed))
-        self._blocks.free(given_back)
-        if sequence.in_limbo:
-            sequence.in_limbo = [page for page in sequence.in_limbo if page not in given_back]
-
-    def _share_beginnings(self, sequence: Sequence) -> None:
-        """Let others copy the page in which the tokens that the attempt began with end: with the last of these, which a
-        sample of the same prompt computes itself, and without it."""
-        for length in (sequence.first_new - 1, sequence.first_new):
-            if key := sequence.partial_key(length):
-                self._blocks.share_beginning(key, sequence.pages[length // self._page_size])
 
     def _step_failed(self, plan: ScheduledBatch, message: str) -> list[DecodeCommand]:
         commands: list[DecodeCommand] = []
@@ -587,13 +529,9 @@ class DecodeScheduler:
         commands: list[DecodeCommand] = [*self._fetches.drop(sequence)]
         if sequence.phase is not SequencePhase.ENDED:
             self._admission.ended(sequence, cut)
-        self._release_pages(sequence)
+        self._pages.release(sequence)
         self._sequences.remove(sequence)
         return commands
-
-    def _release_pages(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence.pages.held)
-        sequence.pages, sequence.in_limbo = BlockTable(), []
 
     def _tick(self, now: float, paused: float) -> list[DecodeCommand]:
         self._copying = now
@@ -619,7 +557,7 @@ class DecodeScheduler:
     @property
     def blocks(self) -> DeviceBlockManager:
         """For its KV events and its snapshot; never to change it."""
-        return self._blocks
+        return self._pages.blocks
 
     def attempts(self, router: str) -> frozenset[AttemptName]:
         """Those of this router that have not ended."""
@@ -635,8 +573,8 @@ class DecodeScheduler:
         sequences = self._sequences.values()
         load = replace(
             _load(sequences),
-            pages_free=self._blocks.available,
-            pages_total=self._num_pages,
+            pages_free=self._pages.blocks.available,
+            pages_total=self._pages.total,
             prefill_rate=self._planner.costs.rate(),
             steps=self._planner.costs.last,
         )
@@ -663,8 +601,8 @@ class DecodeScheduler:
                 for phase in phases
             ),
             ended=sum(phase is SequencePhase.ENDED for phase in phases),
-            pages_free=self._blocks.available,
-            pages_total=self._num_pages,
+            pages_free=self._pages.blocks.available,
+            pages_total=self._pages.total,
             preemptions=self._preemptions,
             tokens_generated=self._generated,
             prompt_tokens_computed=self._computed,
@@ -679,20 +617,13 @@ class DecodeScheduler:
 
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests."""
-        self._blocks.validate()
+        self._pages.blocks.validate()
         for sequence in self._sequences.values():
             assert sequence.computed <= len(sequence.tokens), sequence.name
-            if sequence.pages.first:
-                assert self._window is not None
-                assert sequence.pages.first <= self._window.first_page(sequence.computed), sequence.name
-            assert sequence.computed <= len(sequence.pages) * self._page_size or not sequence.pages, sequence.name
+            self._pages.validate(sequence)
             assert (sequence.phase is SequencePhase.WAITING_FOR_REMOTE_KVS) == (sequence.fetch is not None), (
                 sequence.name
             )
-            if sequence.phase in (SequencePhase.PREEMPTED, SequencePhase.ENDED):
-                assert not sequence.pages, sequence.name
-            if sequence.phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.RUNNING):
-                assert sequence.pages, sequence.name
         self._fetches.validate(iter(self._sequences.values()))
         self._write_through.validate()
 

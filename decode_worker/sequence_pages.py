@@ -1,0 +1,106 @@
+"""The device pages of sequences: which each refers to, and what of them others may begin with."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from decode_worker.sequence import Sequence, SequencePhase
+from decode_worker.sliding_window import SlidingWindow
+from engine.step.block_table import BlockTable
+from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
+
+
+class SequencePages:
+    """Lends pages of the device to sequences and takes them back."""
+
+    def __init__(self, num_pages: int, page_size: int, window: SlidingWindow | None, *, tell_tokens: bool) -> None:
+        """`window`: what every layer of the model has; none: some layer attends to all. `tell_tokens`: events of cached
+        pages have their tokens."""
+        self.blocks = DeviceBlockManager(num_pages, tell_tokens=tell_tokens)
+        self.total = num_pages
+        self._page_size, self._window = page_size, window
+
+    def lack_for(self, sequence: Sequence) -> int:
+        """How many pages the sequence may come to take if those are more than there are; else 0."""
+        most = -(-(sequence.prompt + sequence.max_tokens) // self._page_size)
+        return most if most > self.total and (self._window is None or not self._window.fits) else 0
+
+    def reserve(self, sequence: Sequence) -> list[DuplicatePage] | None:
+        """Lend pages for every known token, or for a part of them, the cached prefix among them; all or nothing. If the
+        whole prefix is here, so may be the beginning of the page after it: that is copied."""
+        keys, needed = sequence.reservation()
+        in_parts = sequence.must_be_in_parts
+        cached = self.blocks.match(keys)
+        whole = cached == len(keys) and not sequence.unscored and not in_parts
+        rest = sequence.partial_key(len(sequence.tokens) - 1) if whole else b""
+        beginning = self.blocks.find_beginning(rest) if rest else None
+        pages = self.blocks.allocate_with_prefix(keys, needed)
+        if pages is None:
+            return None
+        sequence.pages, sequence.in_limbo = BlockTable(pages), self.blocks.in_limbo(pages[cached:])
+        sequence.known_at_first, sequence.in_parts = len(sequence.tokens), in_parts
+        sequence.computed = cached * self._page_size
+        sequence.cached_pages = cached
+        sequence.stored_pages = max(sequence.stored_pages, cached)
+        if beginning is None or pages[cached] in sequence.in_limbo:
+            return []
+        sequence.computed = len(sequence.tokens) - 1
+        return [] if pages[cached] == beginning else [DuplicatePage(beginning, pages[cached])]
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Lend the pages that its table should have and lacks. Return whether there were as many."""
+        grown = self.blocks.allocate(sequence.pages_wanted - len(sequence.pages))
+        if grown is None:
+            return False
+        sequence.pages.extend(grown)
+        sequence.in_limbo += self.blocks.in_limbo(grown)
+        return True
+
+    def cache_full(self, sequence: Sequence) -> None:
+        """Let others begin with its full pages."""
+        if sequence.unscored:
+            # A page of the same tokens may have other low bits, if kernels for few rows or another worker made it. In
+            # exchange for it, the rest of the prompt would be scored by what happened to be cached.
+            return
+        for page in range(sequence.cached_pages, sequence.cacheable):
+            tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
+            key = sequence.keys[page]
+            self.blocks.cache_block(key, sequence.parent_of(page), sequence.pages[page], tokens)
+            # A sequence below a cached page must refer to it. Otherwise the page would count as free once its maker has
+            # gone.
+            sequence.pages.exchange(page, self.blocks.deduplicate(key, sequence.pages[page]))
+            sequence.cached_pages = page + 1
+
+    def share_beginnings(self, sequence: Sequence) -> None:
+        """Let others copy the page in which the tokens that the attempt began with end: with the last of these, which a
+        sample of the same prompt computes itself, and without it."""
+        for length in (sequence.first_new - 1, sequence.first_new):
+            if key := sequence.partial_key(length):
+                self.blocks.share_beginning(key, sequence.pages[length // self._page_size])
+
+    def give_back_unseen(self, sequence: Sequence) -> None:
+        """Take back the pages that no layer looks at any more. Copies of them that are under way have references of
+        their own."""
+        if self._window is None:
+            return
+        given_back = sequence.pages.give_back(self._window.first_page(sequence.computed))
+        self.blocks.free(given_back)
+        if sequence.in_limbo:
+            sequence.in_limbo = [page for page in sequence.in_limbo if page not in given_back]
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back all."""
+        self.blocks.free(sequence.pages.held)
+        sequence.pages, sequence.in_limbo = BlockTable(), []
+
+    def validate(self, sequence: Sequence) -> None:
+        """Raise AssertionError unless it has the pages that its phase and progress ask for. For tests."""
+        pages = sequence.pages
+        if pages.first:
+            assert self._window is not None
+            assert pages.first <= self._window.first_page(sequence.computed), sequence.name
+        assert sequence.computed <= len(pages) * self._page_size or not pages, sequence.name
+        if sequence.phase in (SequencePhase.PREEMPTED, SequencePhase.ENDED):
+            assert not pages, sequence.name
+        if sequence.phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.RUNNING):
+            assert pages, sequence.name
