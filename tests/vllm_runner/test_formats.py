@@ -18,8 +18,8 @@ DTYPES = {"int8": "float32", "fp8": "float32", "gptq": "float16", "awq": "float1
 COUNT, LENGTHS = 16, (40, 70, 9)
 NEAR, LIKELIEST = 0.3, 0.85
 """Logits have a deviation of 1.2, and the likeliest of 1,000 lies 3 of them above the mean. A number on the edge
-between two codes may be rounded to the other one: of 700 tokens, the worst was 0.21 below the likeliest. On
-one processor 43 of 48 were the likeliest, on another one 44 or more."""
+between two codes may be rounded to the other one: of 700 tokens, the worst was 0.21 below the likeliest. The
+fewest that were the likeliest were 43 of 48."""
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "initializer_range": 0.1}
 
 
