@@ -23,9 +23,10 @@ _BLOCKWISE = "BHLNC"  # a block is one range, KV heads outermost. Kernels for CU
 NULL_BLOCKS = 1  # vLLM keeps its first block for padding; page i is block i + 1
 
 
-def bring_up(order: Load) -> tuple[Any, Any]:
-    """Return vLLM's configuration and its executor, which holds the loaded model. Raises UnsupportedModel for a model
-    whose layers keep other K and V than one kind of pages, and for a page size that vLLM's kernels don't take."""
+def bring_up(order: Load) -> tuple[Any, Any, int]:
+    """Return vLLM's configuration, its executor, which holds the loaded model, and the model's context in tokens. The
+    configuration names a shorter one where there are fewer pages. Raises UnsupportedModel for a model whose layers keep
+    other K and V than one kind of pages, and for a page size that vLLM's kernels don't take."""
     import vllm
 
     if Installation(vllm.__version__).is_wrong:
@@ -43,8 +44,9 @@ def bring_up(order: Load) -> tuple[Any, Any]:
     load_general_plugins()
     arguments = engine_arguments(order)
     config = EngineArgs(**arguments).create_engine_config()
+    context: int = config.model_config.max_model_len
     if order.num_pages is not None:
-        if config.model_config.max_model_len > (longest := order.num_pages * order.page_size):
+        if context > (longest := order.num_pages * order.page_size):
             # vLLM wants room for one sequence of the model's full length.
             config = EngineArgs(**arguments | {"max_model_len": longest}).create_engine_config()
         # Else vLLM measures what is free and refuses a model whose weights take more than `memory_share` of all memory.
@@ -91,7 +93,7 @@ def bring_up(order: Load) -> tuple[Any, Any]:
         if request is not None:
             executor.add_lora(request)
             executor.pin_lora(request.lora_int_id)
-    return config, executor
+    return config, executor, context
 
 
 def engine_arguments(order: Load) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Child:
 
         torch.set_num_threads(max(1, order.threads // order.ranks))
         self._null = NULL_BLOCKS
-        self._config, executor = bring_up(order)
+        self._config, executor, self._context = bring_up(order)
         self._ranks = Ranks(executor, order.ranks, order.deadline)
         self.shape = self._ranks.call("baton_prepare")[0]
         self._steps = Steps(self._ranks, lora_requests(order))
@@ -46,7 +46,7 @@ class Child:
         shape["num_kv_heads"] *= self._ranks.size
         return Loaded(
             num_pages=pages, **shape, computed_in=str(model.dtype).removeprefix("torch."),
-            vocab_size=model.get_vocab_size(), max_positions=model.max_model_len, process_ids=self._ranks.process_ids,
+            vocab_size=model.get_vocab_size(), max_positions=self._context, process_ids=self._ranks.process_ids,
         )  # fmt: skip
 
     def attach(self, order: Attach, fd: int) -> Copied:

@@ -279,6 +279,8 @@ class VllmRunner:
             raise ValueError(
                 f"a chunk needs tokens below {self.max_positions}, not {len(chunk.tokens)} at {chunk.start}"
             )
+        if chunk.sample is not None and end >= (most := min(self.max_positions, self.num_pages * page_size)):
+            raise ValueError(f"a token that is drawn needs a position below {most}, not {end}")
         if len(chunk.pages) < covering:
             raise ValueError(f"positions up to {end - 1} need {covering} pages, not {len(chunk.pages)}")
         if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.vocab_size:

@@ -55,6 +55,20 @@ def test_sizes_that_do_not_fit_are_left_out_and_a_slow_machine_gets_no_further_t
     assert 2 <= len(found) <= 3
 
 
+@pytest.mark.parametrize(("pages", "context"), [(64, 8_192), (10_000, 1_024)])
+def test_no_token_is_drawn_beyond_the_context_or_the_pages(pages: int, context: int) -> None:
+    """vLLM's runner fails such a step, and with it the worker."""
+    clocked, ends = Clocked(), list[int]()
+
+    def step(chunks: Sequence[Chunk]) -> float:
+        ends.extend(chunk.end for chunk in chunks if chunk.sample is not None)
+        return clocked.step(chunks)
+
+    calibration.calibrate(step, lambda: clocked.now, PAGE, pages, context, decodes=True)
+    assert 64 in ends
+    assert max(ends) < min(pages * PAGE, context)
+
+
 def test_it_ends_with_the_first_size_that_does_not_fit_into_memory() -> None:
     clocked = Clocked()
 

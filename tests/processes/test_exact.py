@@ -16,6 +16,7 @@ from engine.engine import Engine, layout_of
 from engine.models.config import load_spec
 from engine.step.batch import Chunk, TokenDraw
 from tests import checkpoints
+from tests.engines import ENGINE
 from tests.support import workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
@@ -95,6 +96,7 @@ def test_pages_of_which_a_step_computes_a_part(
         assert any(answer.usage.cached_tokens >= 512 for answer in answers)
 
 
+@pytest.mark.skipif(ENGINE.name == "vllm", reason="its runner gives no page back before a sequence ends")
 @pytest.mark.parametrize("shape", cases(list(SHAPES), ["1P+1D", "colocated"]))
 def test_a_window_lets_contexts_exceed_the_pool(shape: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """Every layer looks at 23 tokens, and a decode worker has pages for 640, of which eight requests share some."""

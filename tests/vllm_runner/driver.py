@@ -17,10 +17,12 @@ PAGE, PAGES, ROWS, TOKENS = 32, 64, 16, 256
 GREEDY = TokenDraw(temperature=0.0)
 
 
-def load(path: Path, dtype: str = "float32", *, ranks: int = 1, rows: int = ROWS, **options: Any) -> VllmRunner:
+def load(
+    path: Path, dtype: str = "float32", *, ranks: int = 1, rows: int = ROWS, pages: int = PAGES, **options: Any
+) -> VllmRunner:
     """The model of a checkpoint, eager unless the options say otherwise."""
     options = {"eager": True, "max_tokens": TOKENS} | options
-    return VllmRunner.load(path, dtype, PAGES, PAGE, max_rows=rows, threads=1, ranks=ranks, **options)
+    return VllmRunner.load(path, dtype, pages, PAGE, max_rows=rows, threads=1, ranks=ranks, **options)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -35,6 +37,7 @@ from tests.vllm_runner.driver import (
     run_ahead,
     step,
 )
+from worker.calibration import calibrate
 
 PATIENCE = 120.0
 
@@ -273,6 +276,21 @@ def test_a_chunk_that_follows_one_without_a_token_draws_none_and_others_go_on(
     for sequence, (length, seed) in ((one, (20, 4)), (other, (30, 5))):
         expected, _ = checkpoints.reference(paths("llama")).generate(prompt_of(length, seed), 12)
         assert [sampled.token for sampled in sequence.drawn] == expected
+
+
+def test_a_pool_that_is_smaller_than_the_context(paths: Callable[[str], Path]):
+    """The context is the model's, and no token is drawn that has no page."""
+    pages = 3
+    context = json.loads((paths("llama") / "config.json").read_text())["max_position_embeddings"]
+    model = load(paths("llama"), pages=pages)
+    assert model.max_positions == context > pages * PAGE
+    one = Generation(prompt_of(pages * PAGE - 2, 1), range(pages))
+    run(model, [one], 2)
+    with pytest.raises(ValueError, match=f"needs a position below {pages * PAGE}"):
+        step(model, one.chunk())
+    calibrate(lambda one: model.launch(one).wait().seconds, time.monotonic, PAGE, pages, context, decodes=True)
+    model.close()
+    agree(one, *checkpoints.reference(paths("llama")).generate(prompt_of(pages * PAGE - 2, 1), 2))
 
 
 def test_what_it_can_not_run_is_refused_and_touches_nothing(paths: Callable[[str], Path], runner: Loaded):
