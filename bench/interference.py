@@ -198,7 +198,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--longs", type=int, metavar="N", help="long prompts in each run, one every 2 s")
     parser.add_argument("--no-vllm", dest="vllm", action="store_false", help="only ours")
     parser.add_argument("--no-ours", dest="ours", action="store_const", const=(), help="only vLLM")
-    parser.add_argument("--no-colocated", dest="ours", action="store_const", const=(SPLIT,), help="of ours only 1P+1D")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds for a cluster to start")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="where vLLM's environment is, or is made")
     parser.add_argument("--vllm-python", type=Path, help="on a GPU: the Python with vLLM that serves there")

@@ -7,8 +7,8 @@ The Python must be that of an environment with Baton and vLLM (`make test-vllm` 
 1. decode: 1, 8 and 32 prompts at once, in turns: vLLM's `LLM.generate`, Baton's `VllmRunner` bare, and a decode worker
    of a whole cluster behind gRPC. Tokens/s as `bench.peers.cases` counts them, gaps between tokens, and what a step
    takes outside the model. Goal: the cluster has 0.95 of vLLM's tokens/s.
-2. arrivals: eight streams while long prompts arrive, 1P+1D beside `vllm serve`: gaps and times to the first token, as
-   in `bench/interference.py`.
+2. arrivals: eight streams while long prompts arrive, 1P+1D and a colocated worker beside `vllm serve`: gaps and times
+   to the first token, as in `bench/interference.py`.
 3. pages: a hand-off of prompts' pages between two vLLM processes through a store, beside copying the same bytes twice.
 
 The first run of a turn warms up and does not count. Of the others, the rounds that other processes disturbed least do.
@@ -236,10 +236,10 @@ def decode(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
 
 
 def arrivals(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
-    """Measure part 2: one prefill and one decode worker beside vLLM's server."""
+    """Measure part 2: one prefill and one decode worker, and one that does both, beside vLLM's server."""
     told = [f"{name}={value}" for name, value in (_settings(asked.device) | asked.settings).items()]
     options = [word for setting in told for word in ("--set", setting)]
-    options += ["--runs", str(asked.rounds), "--longs", "3" if asked.short else "6", "--no-colocated"]
+    options += ["--runs", str(asked.rounds), "--longs", "3" if asked.short else "6"]
     options += ["--peers", str(asked.peers)] if asked.peers else []
     options += [] if asked.device == "cpu" else ["--vllm-python", sys.executable]
     seen = asyncio.run(interference.measure(model, interference.parse([*options, "--patience", str(asked.patience)])))
