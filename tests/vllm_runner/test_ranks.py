@@ -43,7 +43,8 @@ FAMILIES = (
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.make("llama", tmp_path_factory.mktemp("llama"), hidden_size=128, head_dim=32)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return checkpoints.make("llama", tmp_path_factory.mktemp("llama"), hidden_size=128, head_dim=32, **heads)
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +71,17 @@ def arena(runner: Loaded) -> Iterator[Arena]:
     made.close()
 
 
-def test_tokens_are_those_of_transformers_and_of_one_rank(path: Path, runner: Loaded) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tokens_are_those_of_transformers_and_of_one_rank(ranks: int, path: Path, runner: Loaded) -> None:
     prompts = [prompt_of(length, length) for length in (70, 33, 5)]
     sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
-    run(runner(2), sequences, 20)
+    run(runner(ranks), sequences, 20)
     for prompt, one in zip(prompts, sequences, strict=True):
         assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
     texts: list[list[int]] = []
-    for ranks in (1, 2):
+    for count in (1, ranks):
         seeded = Generation(prompts[0], range(30, 38), SEEDED)
-        run(runner(ranks), [seeded], 20)
+        run(runner(count), [seeded], 20)
         texts.append([sampled.token for sampled in seeded.drawn])
     assert texts[0] == texts[1]
 
@@ -100,7 +102,7 @@ def test_two_ranks_have_the_tokens_of_transformers(name: str, tmp_path: Path) ->
         agree(one, *reference.generate(prompt, 20))
 
 
-@pytest.mark.parametrize(("makers", "takers"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("makers", "takers"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 4)])
 def test_a_prompt_is_handed_over_between_degrees(
     makers: int, takers: int, path: Path, runner: Loaded, arena: Arena
 ) -> None:
@@ -145,8 +147,8 @@ def test_pages_of_two_ranks_are_those_of_one_up_to_rounding(runner: Loaded, aren
 
 
 def test_more_ranks_than_kv_heads(path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="KV heads can't be shared evenly by 4 ranks"):
-        load(path, ranks=4)
+    with pytest.raises(UnsupportedModel, match="4 KV heads can't be shared evenly by 8 ranks"):
+        load(path, ranks=8)
 
 
 def ranks_of(model: VllmRunner) -> list[int]:
