@@ -19,11 +19,20 @@ import tempfile
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the kernel keeps it
-PARENT = Path("/tmp")  # noqa: S108 - folders are made by mkdtemp; the paths of their sockets must stay short
 _PREFIX = "baton-vllm-"
+_LONGEST = (
+    107 - len(f"/{_PREFIX}12345678/") - 36
+)  # bytes; the kernel takes 107 of a socket's path, vLLM 36 for the name
 _ATTEMPTS = 5
 _MEETING_PLACES = "vllm_dist_*"  # files in the folder
 _OPENMP = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_(\d+)")  # process and user
+
+
+def parent() -> Path:
+    """Return where the folders are: where temporary files are, or below /tmp where the paths of sockets would be too
+    long."""
+    usual = tempfile.gettempdir()
+    return Path(usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp")  # noqa: S108 - mkdtemp makes the folders
 
 
 class ProcessFolder:
@@ -32,11 +41,11 @@ class ProcessFolder:
     def __init__(self) -> None:
         remove_abandoned()
         for _ in range(_ATTEMPTS):
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=PARENT))
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent()))
             if (lock := _lock(self.path)) is not None:  # else another worker took it for abandoned
                 self._lock = lock
                 return
-        raise OSError(f"no folder in {PARENT} can be locked")
+        raise OSError(f"no folder in {parent()} can be locked")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -52,7 +61,7 @@ class ProcessFolder:
 
 def remove_abandoned() -> None:
     """Remove what processes of this user have left that are no more."""
-    for folder in PARENT.glob(f"{_PREFIX}*"):
+    for folder in parent().glob(f"{_PREFIX}*"):
         if (lock := _lock(folder)) is not None:
             _remove(folder)
             os.close(lock)

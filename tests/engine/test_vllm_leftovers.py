@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ WORKER = """
 import sys
 from pathlib import Path
 from engine.vllm_runner import leftovers
-leftovers.PARENT = Path(sys.argv[1])
+leftovers.parent = lambda: Path(sys.argv[1])
 print(leftovers.ProcessFolder().path, flush=True)
 sys.stdin.read()
 """
@@ -31,7 +34,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made.mkdir()
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", made)
-    monkeypatch.setattr(leftovers, "PARENT", tmp_path / "tmp")
+    monkeypatch.setattr(leftovers, "parent", lambda: tmp_path / "tmp")
     return made
 
 
@@ -50,7 +53,7 @@ def test_a_folder_goes_with_the_memory_that_its_ranks_shared(shared: Path):
 
 
 def test_the_next_worker_removes_what_a_killed_one_left(tmp_path: Path):
-    argv = [sys.executable, "-c", WORKER, str(leftovers.PARENT)]
+    argv = [sys.executable, "-c", WORKER, str(leftovers.parent())]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         left = Path(worker.stdout.readline().strip())
@@ -92,3 +95,16 @@ def test_without_room_for_a_folder_it_says_why(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(leftovers, "_lock", lambda folder: None)
     with pytest.raises(OSError, match=f"no folder in {tmp_path}/tmp can be locked"):
         ProcessFolder()
+
+
+def test_paths_of_sockets_are_short_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    for usual, expected in (("/var/tmp", "/var/tmp"), ("/" + 49 * "a", "/" + 49 * "a"), ("/" + 50 * "a", "/tmp")):
+        monkeypatch.setattr(tempfile, "tempdir", usual)
+        assert leftovers.parent() == Path(expected)
+    monkeypatch.undo()
+    folder = ProcessFolder()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder.path}/{uuid.uuid4()}")
+    folder.remove()
+    assert not folder.path.exists()

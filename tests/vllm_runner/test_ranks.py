@@ -182,7 +182,7 @@ def shared_memory() -> set[str]:
 def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder, with a short path, of the folders of vLLM's processes."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        monkeypatch.setattr(leftovers, "PARENT", Path(name))
+        monkeypatch.setattr(leftovers, "parent", lambda: Path(name))
         yield Path(name)
 
 
