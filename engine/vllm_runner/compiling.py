@@ -26,14 +26,13 @@ def problem(device: str) -> str:
     return ""
 
 
-def environment(device: str, *, eager: bool) -> dict[str, str]:
-    """Return the variables of a process that compiles: the model, or where that is `eager` some functions. What it
-    keeps is run by later ones, so it lies in a folder that is this user's alone. torch's own choice is below /tmp.
-    Raises FolderUntrusted and OSError."""
+def environment(device: str) -> dict[str, str]:
+    """Return the variables of a process that compiles. What it keeps is run by later ones, so it lies in a folder that
+    is this user's alone. torch's own choice is below /tmp. Raises FolderUntrusted and OSError."""
     folder = private_folder.cache_root() / "vllm"
     private_folder.make(folder)
     variables = {"VLLM_CACHE_ROOT": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    if eager or device != "cpu":
+    if device != "cpu":
         return variables
     # vLLM 0.32 compiles again what its "AOT" cache has kept for a CPU, which takes 20 s; torch's own cache is read.
     return variables | {"CXX": find_compiler()[0], "VLLM_USE_AOT_COMPILE": "0"}

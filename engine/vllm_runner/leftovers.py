@@ -20,9 +20,8 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the kernel keeps it
 _PREFIX = "baton-vllm-"
-_LONGEST = (
-    107 - len(f"/{_PREFIX}12345678/") - 36
-)  # bytes; the kernel takes 107 of a socket's path, vLLM 36 for the name
+_LONGEST = 107 - len(f"/{_PREFIX}12345678/") - 36
+"""Bytes of the parent's path: the kernel takes 107 of a socket's, and vLLM's names have 36."""
 _ATTEMPTS = 5
 _MEETING_PLACES = "vllm_dist_*"  # files in the folder
 _OPENMP = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_(\d+)")  # process and user

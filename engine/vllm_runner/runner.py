@@ -165,7 +165,7 @@ class VllmRunner:
         `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each; all stay in memory.
         `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost. vLLM
         compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. Raises
-        ModelError (UnsupportedModel where vLLM or this runner can't serve the model) and StartupError.
+        ModelError (UnsupportedModel where vLLM or this runner can't serve the model), StartupError and FolderUntrusted.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
         order = Load(
@@ -187,7 +187,8 @@ class VllmRunner:
         )
         fingerprint = _fingerprint(path)
         environment = child_environment(os.environ, device, threads, ranks)
-        environment |= compiling.environment(order.device, eager=eager)
+        if not eager:
+            environment |= compiling.environment(order.device)
         with contextlib.ExitStack() as undo:
             folder = _folder()
             undo.callback(folder.remove)
