@@ -18,14 +18,9 @@ from baton.config import Config
 from baton.errors import ConfigError, UnsupportedModel
 from engine.models.config import load_spec
 from engine.models.config_file import read_object
-from engine.vllm_runner.pages import FP8
-from engine.vllm_runner.requirements import Installation, problem
+from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
 
 Name = Literal["native", "vllm"]
-
-_NO_RANKS = "it has one rank, and tensor_parallel_size asks for several"
-_NO_FP8 = "it has no FP8 pages, and model.kv_cache_dtype asks for them; only vLLM's runner has them"
-_NO_ADAPTERS = "it computes no LoRA adapters, and model.lora_modules names some"
 
 
 @dataclass(frozen=True)
@@ -80,11 +75,8 @@ def engine_facts(config: Config, path: Path, device: str, found: Installation | 
 
 def _setting_lack(config: Config) -> str:
     """Return which setting our own engine can't honour; "" if there is none."""
-    if config.model.lora_modules:
-        return _NO_ADAPTERS
-    if config.model.kv_cache_dtype in FP8:
-        return _NO_FP8
-    return _NO_RANKS if _most_ranks(config) > 1 else ""
+    setting = setting_that_needs_vllm(config)
+    return f"{setting}, and only vLLM's runner has that" if setting else ""
 
 
 def native_lack(path: Path) -> str:

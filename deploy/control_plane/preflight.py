@@ -24,7 +24,7 @@ from engine.device.gpus import resolve_device, visible_gpus
 from engine.models.config_file import read_object
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engine.vllm_runner.pages import FP8
-from engine.vllm_runner.requirements import Installation, problem
+from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
 
 # Memory of processes besides KV pages and weights, about; measured with a tiny model.
 _PROCESS_BYTES = 300 * 2**20  # of a worker
@@ -149,20 +149,9 @@ def _asks_for_vllm(config: Config) -> str:
 
     It also serves models that our own engine does not know, which is not looked at here.
     """
-    model = config.model
-    if model.engine == "vllm":
+    if config.model.engine == "vllm":
         return "model.engine is vllm"
-    if model.engine == "native":
-        return ""
-    if model.kv_cache_dtype in FP8:
-        return f"model.kv_cache_dtype is {model.kv_cache_dtype}"
-    if model.lora_modules:
-        return "model.lora_modules names adapters"
-    roles: Sequence[WorkerRole] = ("prefill", "decode")
-    for role in roles:
-        if (ranks := config.ranks_of(role)) > 1:
-            return f"{role}.tensor_parallel_size is {ranks}"
-    return ""
+    return "" if config.model.engine == "native" else setting_that_needs_vllm(config)
 
 
 def runs_on_cpu(config: Config, role: WorkerRole) -> bool:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from baton.config import Config
 from baton.errors import ModelError
+from baton.messages import WorkerRole
 from engine.cpu.build import cpu_description
 from engine.models.config_file import ConfigFile
 from engine.vllm_runner import VLLM_VERSION, pages
@@ -52,6 +54,19 @@ class Installation:
     def is_wrong(self) -> bool:
         """Whether it is another release than the one that this runner was written for."""
         return self.version.split("+")[0] != VLLM_VERSION
+
+
+def setting_that_needs_vllm(config: Config) -> str:
+    """Return the setting that our own engine can't honour, and its value; "" if there is none."""
+    if config.model.lora_modules:
+        return f"model.lora_modules names LoRA adapters ({', '.join(sorted(config.model.lora_modules))})"
+    if config.model.kv_cache_dtype in pages.FP8:
+        return f"model.kv_cache_dtype is {config.model.kv_cache_dtype}"
+    roles: Sequence[WorkerRole] = ("prefill", "decode")
+    for role in roles:
+        if (ranks := config.ranks_of(role)) > 1:
+            return f"{role}.tensor_parallel_size is {ranks}"
+    return ""
 
 
 def install_command(device: str) -> str:

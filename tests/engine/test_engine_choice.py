@@ -160,8 +160,8 @@ def test_only_vllm_has_fp8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     preflight.check_engine(config)
     chosen = engine_of(config, tmp_path, "cpu")
     assert chosen.engine == "vllm"
-    assert "our own engine can't: it has no FP8 pages" in chosen.why
-    with pytest.raises(ConfigError, match=r"model\.engine is native.*only vLLM's runner has them"):
+    assert "our own engine can't: model.kv_cache_dtype is fp8" in chosen.why
+    with pytest.raises(ConfigError, match=r"model\.engine is native.*only vLLM's runner has that"):
         engine_of(native, tmp_path, "cpu")
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is fp8.*--engine vllm"):
         preflight.check_engine(native)

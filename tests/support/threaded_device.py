@@ -168,7 +168,7 @@ class ThreadedEngine(Engine):
         try:
             step, _ = self._step_launcher.launch(chunks, batch, masks)
             self._uncollected.append((step, future, time.perf_counter() - began))
-        except Exception as error:  # noqa: BLE001 - whoever waits for the step raises it
+        except Exception as error:  # noqa: BLE001 - `wait` of the step raises it
             future.set_exception(error)
         if not self.queued or random.random() < 0.5:
             self._collect()
