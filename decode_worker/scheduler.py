@@ -193,8 +193,9 @@ class DecodeScheduler:
             return [*commands, SendToRouter(AttemptFailed(*_named(name), error.reason, str(error)), router)]
         if old is not None:
             sequence.priority_time = old.priority_time
-        if most := self._pages.lack_for(sequence):
-            message = f"prompt and output take up to {most} pages and this worker has {self._pages.total}"
+        if not self._pages.can_hold(sequence):
+            wanted = f"prompt and output take up to {sequence.total_pages} pages"
+            message = f"{wanted} and this worker has {self._pages.total}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         waits = self._router_fairness.must_wait(router, self._held(), now)
         if waits or not self._make_room(sequence, commands):

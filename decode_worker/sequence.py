@@ -214,16 +214,17 @@ class Sequence:
     @property
     def exceeds_pool(self) -> bool:
         """Whether all its tokens may take more pages than there are; only its window's need be there."""
-        return self.window is not None and self._total_pages > self.window.num_pages
+        return self.window is not None and self.total_pages > self.window.num_pages
 
     @property
-    def _total_pages(self) -> int:
+    def total_pages(self) -> int:
+        """Pages that prompt and output may take in the end."""
         return -(-(self.prompt + self.max_tokens) // self.page_size)
 
     @property
     def must_be_in_parts(self) -> bool:
         """Whether pages for all known tokens would leave too few for what follows."""
-        return self.window is not None and self.window.in_parts(self.pages_needed, self._total_pages)
+        return self.window is not None and self.window.in_parts(self.pages_needed, self.total_pages)
 
     def reservation(self) -> tuple[Items[bytes], int]:
         """The keys of the cached pages that it begins with, and how many pages it needs in all to begin."""

@@ -20,10 +20,9 @@ class SequencePages:
         self.total = num_pages
         self._page_size, self._window = page_size, window
 
-    def lack_for(self, sequence: Sequence) -> int:
-        """How many pages the sequence may come to take if those are more than there are; else 0."""
-        most = -(-(sequence.prompt + sequence.max_tokens) // self._page_size)
-        return most if most > self.total and (self._window is None or not self._window.fits) else 0
+    def can_hold(self, sequence: Sequence) -> bool:
+        """Whether the sequence, or of it what its window looks at, has room if it is the only one."""
+        return sequence.total_pages <= self.total or (self._window is not None and self._window.fits)
 
     def reserve(self, sequence: Sequence) -> list[DuplicatePage] | None:
         """Lend pages for every known token, or for a part of them, the cached prefix among them; all or nothing. If the
