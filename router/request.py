@@ -6,8 +6,9 @@
                                                (the next attempt knows every token so far)
 
 It ends from any state: with its last token, an error, its deadline, a matched stop string, or its client's leaving. The
-budget bounds the accepted attempts in a row that brought no token. A request that kills its workers must stop, and one
-with workers that happen to die must not. The time in the queue bounds the attempts that no worker accepted.
+budget bounds the attempts in a row that a worker accepted or gave up and that brought no token. A request that kills
+its workers must stop, and one with workers that happen to die must not. All attempts in a row without a token have a
+bound of their own, and pauses between them.
 """
 
 # pyright: strict
@@ -87,7 +88,9 @@ class AttemptHistory:
     """What a request's attempts so far mean for the next one."""
 
     attempts: int = 0  # started
-    failures: int = 0  # accepted attempts since the last token that came to nothing
+    failures: int = 0  # attempts since the last token that count against the request's budget
+    fruitless: int = 0  # attempts since the last token, whatever ended them
+    paused_until: float = -inf  # the next attempt begins no sooner, seconds
     ever_accepted: bool = False  # a worker has accepted it once: it is never turned away for want of room
     is_retry: bool = False  # its next attempt repeats one that failed, which uses the common retry budget
     busy_refusals: int = 0  # times that a prefill worker had no room

@@ -34,7 +34,7 @@ _MAX_PENALTY = 2
 _MAX_LENGTH_PENALTY = 10  # an exponent of the output's length
 _MIN_REPETITION, _MAX_REPETITION = 1e-6, 1e6  # beyond these a logit of float32 may become infinite
 _MAX_BIAS, _MAX_BIASES = 100, 1_024
-_MAX_BAD_WORDS = 1_000
+_MAX_BAD_WORDS, _MAX_BAD_CHARACTERS = 1_000, 65_536
 _MAX_SEED = 2**63 - 1
 _MAX_ID = 80
 _MAX_SALT, _NOT_IN_SALT = 128, frozenset("@/\\\0")
@@ -362,16 +362,20 @@ def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...
         raise InvalidRequest(f"{model.name} has no tokenizer.json, so bad_words can't be tokenized; leave them out")
     if len(words) > _MAX_BAD_WORDS:
         raise InvalidRequest(f"bad_words has {len(words)} words; at most {_MAX_BAD_WORDS} are allowed")
-    found: dict[tuple[int, ...], None] = {}
     for word in words:
         if not word.strip() or len(word) > _MAX_STOP_LENGTH:
             raise InvalidRequest(f"bad_words has a word of {len(word)} characters; each needs 1 to {_MAX_STOP_LENGTH}")
-        plain = tuple(model.tokenizer.encode(word.lstrip(), special_tokens=False))
-        spaced = tuple(model.tokenizer.encode(" " + word.lstrip(), special_tokens=False))
-        found[plain] = None
+    if (characters := sum(map(len, words))) > _MAX_BAD_CHARACTERS:
+        raise InvalidRequest(f"bad_words has {characters} characters in all; at most {_MAX_BAD_CHARACTERS} are allowed")
+    bare = [word.lstrip() for word in words]
+    tokens = model.tokenizer.encode_all([*bare, *(" " + word for word in bare)], special_tokens=False)
+    found: dict[tuple[int, ...], None] = {}
+    for plain, spaced in zip(tokens[: len(bare)], tokens[len(bare) :], strict=True):
+        found[tuple(plain)] = None
         if len(spaced) == len(plain):  # else it begins with a token that is the space alone
-            found[spaced] = None
-    return tuple(word for word in found if word)
+            found[tuple(spaced)] = None
+    # A tokenizer may have more tokens than the model, which never draws them.
+    return tuple(word for word in found if word and max(word) < model.limits.vocab_size)
 
 
 def _stops(request: pb.GenerateRequest, model: ServedModel) -> tuple[str, ...]:

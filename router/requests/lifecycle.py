@@ -56,6 +56,11 @@ class PageCounts:
     on_device: int = 0
 
 
+MAX_FRUITLESS = 64
+"""Attempts in a row that brought no token, whatever ended them. With their pauses they take about a minute."""
+_FREE_OF_PAUSE = 2  # attempts: a fail-over is immediate
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds
+
 _PAGE_COUNTS = 1_024  # workers, by name; those that reported first are forgotten first
 
 
@@ -127,6 +132,7 @@ class RequestManager:
         self._admission, self._queue = admission, admission.queue
         self._scan = QueueScan(admission.queue, members.changes)
         self._held = False  # a request is held here that could as well wait at a worker
+        self._paused = False  # a request waits for the end of its pause
         self._next_expiry = -inf  # until then no request has waited for too long
         self._explanations, self._utilization, self._counts = explanations, utilization, counts
         self._attainment, self._reuse_ceiling = attainment, reuse_ceiling
@@ -205,10 +211,13 @@ class RequestManager:
         if not self._scan.due:
             return
         self._view.begin_scan(now)
-        self._held = False
+        self._held = self._paused = False
         for request in self._scan.scan(now):
             if not self._can_place():
                 return
+            if now < request.history.paused_until:
+                self._paused = True
+                continue
             if not self._policy.may_go(request.name, self._view) or self._admission.lacks_retry_budget(request, now):
                 continue
             if not self._place(request, now):
@@ -406,18 +415,26 @@ class RequestManager:
         return [(r.attempt.name, r.attempt) for r in self._requests.values() if r.attempt is not None]
 
     def retry(
-        self, request: Request, why: str, now: float, *, free: bool = False, blame: bool = False, death: bool = False
+        self,
+        request: Request,
+        why: str,
+        now: float,
+        *,
+        free: bool = False,
+        reported: bool = False,
+        blame: bool = False,
+        death: bool = False,
     ) -> None:
         """End the current attempt; the next one knows every token so far. `free`: it does not count against the
-        request's budget. `blame`: its decode worker is chosen again only if there is no other. `death`: a process
-        that it needed has gone. A failure on live workers also uses the common retry budget. A dead worker can't
-        fail the next attempt."""
+        request's budget. `reported`: its worker gave it up, which counts also before it accepted. `blame`: its decode
+        worker is chosen again only if there is no other. `death`: a process that it needed has gone. A failure on live
+        workers also uses the common retry budget. A dead worker can't fail the next attempt."""
         attempt = request.attempt
         assert attempt is not None, request.name
         self._out.log(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free, kind="attempt")
         if blame:
             request.history.excluded.add(attempt.decode)
-        failed = attempt.phase is not RequestPhase.PLACED and not free
+        failed = reported or (attempt.phase is not RequestPhase.PLACED and not free)
         request.history.failures += failed
         request.history.is_retry = failed and not death
         self._explanations.attempt_ended(request, why, now)
@@ -426,7 +443,7 @@ class RequestManager:
             message = f"{request.history.attempts} attempts failed; the last because {why}"
             self.end(request, Failed(AttemptsExhausted(message)), now)
             return
-        self.requeue(request, now)
+        self.requeue(request, why, now)
 
     def release_prefill(self, request: Request, attempt: Attempt) -> None:
         """The prefill worker forgets this attempt, done or not."""
@@ -436,8 +453,15 @@ class RequestManager:
         if member.unassign(attempt.name):
             self._out.send(prefill, Cancel(request.name, attempt.name.attempt))
 
-    def requeue(self, request: Request, now: float) -> None:
-        """Wait for a worker."""
+    def requeue(self, request: Request, why: str, now: float) -> None:
+        """Wait for a worker, after a pause if several attempts in a row brought no token. Whatever ended them, their
+        number is bounded."""
+        request.history.fruitless += 1
+        if request.history.fruitless >= MAX_FRUITLESS:
+            message = f"{request.history.fruitless} attempts in a row brought no token; the last because {why}"
+            self.end(request, Failed(AttemptsExhausted(message)), now)
+            return
+        request.history.paused_until = now + pause_before(request.history.fruitless)
         self._admission.enqueue(request, now)
         self._expires_with(request)
 
@@ -490,7 +514,7 @@ class RequestManager:
 
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
-        self._scan.tick(again=self._queue.begun or self._held)
+        self._scan.tick(again=self._queue.begun or self._held or self._paused)
         if now < self._next_expiry:
             return
         progress = self._config.router.attempt_timeout_ms / 1_000
@@ -560,6 +584,12 @@ class RequestManager:
             assert work == expected[member.incarnation], member.peer.name
             taken = {name for name in member.pending_prefills if not name.request.startswith(PIN)}
             assert taken == slots[member.incarnation], member.peer.name
+
+
+def pause_before(fruitless: int) -> float:
+    """Return the seconds between two attempts, after so many in a row that brought no token."""
+    doublings = fruitless - _FREE_OF_PAUSE - 1
+    return 0.0 if doublings < 0 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(doublings, 16))
 
 
 def _start_over(request: Request, now: float) -> None:

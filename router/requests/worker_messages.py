@@ -90,7 +90,7 @@ class WorkerMessageHandler:
         self._out.log(f"attempt {attempt.name.attempt}: {member.peer.name} is busy", request.name, detail=True)
         self._explanations.attempt_ended(request, f"{member.peer.name} is busy", now)
         self._manager.cancel_attempt(request)
-        self._manager.requeue(request, now)
+        self._manager.requeue(request, f"{member.peer.name} is busy", now)
 
     def started(self, request: Request, attempt: Attempt, event: messages.Started, now: float) -> None:
         attempt.progressed_at = now
@@ -173,7 +173,7 @@ class WorkerMessageHandler:
                 self._explanations.first_token(request, computed, now)
             request.extend(new)
             attempt.progressed_at = now
-            request.history.failures = 0
+            request.history.failures = request.history.fruitless = 0
             if request.timeline.first_token is None:
                 request.timeline.first_token = now
                 self._scores.add("ttft", attempt.placement.predicted.total, now - (request.timeline.placed or now))
@@ -343,4 +343,4 @@ class WorkerMessageHandler:
             # a decode worker that can't, or has no store, is not asked again for this prompt
             request.history.decode_only = True
         why = f"{member.peer.name} failed: {event.reason}: {event.message}"
-        self._manager.retry(request, why, now, blame=member.incarnation == attempt.decode)
+        self._manager.retry(request, why, now, reported=True, blame=member.incarnation == attempt.decode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,21 @@ def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
         load(ModelConfig(path=str(tmp_path)))
     with pytest.raises(ModelNotFound, match="empty"):
         load(ModelConfig())
+
+
+def test_bad_words_never_name_a_token_that_the_model_lacks() -> None:
+    """A tokenizer may have more tokens than the model. An order with one of these would be refused by every worker."""
+    small = replace(MODEL, limits=ModelLimits(300, 1_000))
+    assert small.tokenizer is not None
+    words = ["hello", "stop", "x", "the", "world"]
+    tokens = {token for word in words for token in small.tokenizer.encode(word, special_tokens=False)}
+    assert max(tokens) >= 300
+    rules = taken(pb.GenerateRequest(text="a", bad_words=words), small).sampling.rules
+    assert rules is not None
+    assert rules.bad_words
+    assert not rules.wrong(300)
+
+
+def test_bad_words_are_bounded_together() -> None:
+    with pytest.raises(InvalidRequest, match="100000 characters in all"):
+        taken(pb.GenerateRequest(text="a", bad_words=["x" * 1_000] * 100), MODEL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -38,6 +40,7 @@ from kvstore.keys import pack_tokens, unpack_tokens
 from router.events import Cancelled, ClientGone, Emit, Finished, Shutdown, StopMatched
 from router.events import Failed as Ended
 from router.frontend import responses
+from router.requests.lifecycle import MAX_FRUITLESS, pause_before
 from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, CONTEXT, EOS, PAGE, VOCAB, card, submit
 
@@ -437,8 +440,8 @@ def test_refusals_are_no_failures_and_waiting_ends() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit()
-    for attempt in range(1, 40):
-        lab.say(decode, Refused("r", attempt, "busy"))
+    for _ in range(40):
+        lab.say(decode, Refused("r", lab.decode.attempt, "busy"))
         lab.advance(0.25)
         if not lab.alive():
             break
@@ -614,6 +617,55 @@ def test_the_last_attempt_needs_neither_prefill_worker_nor_store() -> None:
     assert (lab.decode.attempt, lab.decode.fetch, lab.decode.prefilled_remotely) == (3, 0, False)
 
 
+def test_an_attempt_that_its_worker_gives_up_before_it_accepts_counts() -> None:
+    """An order that a worker can't read comes back at once. It must not be sent again for ever."""
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit()
+    for attempt in range(1, CONFIG.router.max_attempts + 1):
+        assert lab.decode.attempt == attempt
+        lab.say(decode, AttemptFailed("r", attempt, "malformed_message", "the rules name token 999"))
+    assert type(error(lab)) is AttemptsExhausted
+    assert len(lab.sent(Decode)) == CONFIG.router.max_attempts
+
+
+def test_attempts_without_a_token_are_paused_and_bounded_whatever_ends_them() -> None:
+    lab = with_router(queue_timeout_ms=3_600_000)
+    (decode,) = lab.colocated()
+    lab.submit()
+    starts = [lab.now]
+    while lab.alive():
+        lab.say(decode, Refused("r", lab.decode.attempt, "busy"))
+        sent = len(lab.sent(Decode))
+        while lab.alive() and len(lab.sent(Decode)) == sent:
+            lab.advance(0.005)
+            lab.beat(decode)
+        starts.append(lab.now)
+    assert type(error(lab)) is AttemptsExhausted
+    assert len(lab.sent(Decode)) == MAX_FRUITLESS
+    gaps = [later - earlier for earlier, later in pairwise(starts)]
+    assert gaps[1] < 0.01  # the second attempt is immediate
+    assert all(gap >= pause_before(number) for number, gap in enumerate(gaps[:-1], start=1))
+    assert gaps[-2] >= 1.0
+
+
+def test_a_token_ends_the_pauses() -> None:
+    lab = with_router(queue_timeout_ms=3_600_000)
+    (decode,) = lab.colocated()
+    lab.submit(prompt=10, max_tokens=20)
+    for _ in range(6):
+        sent = len(lab.sent(Decode))
+        lab.say(decode, Refused("r", lab.decode.attempt, "busy"))
+        while len(lab.sent(Decode)) == sent:
+            lab.advance(0.05)
+            lab.beat(decode)
+    sent, attempt = len(lab.sent(Decode)), lab.decode.attempt
+    lab.say(decode, Accepted("r", attempt))
+    lab.tokens(decode, "r", attempt, 10, 50)
+    lab.say(decode, AttemptFailed("r", attempt, "internal", "again"))
+    assert len(lab.sent(Decode)) == sent + 1
+
+
 def test_attempts_that_brought_tokens_do_not_count_against_the_budget() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
@@ -645,7 +697,7 @@ def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_waited_for() ->
 
 def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_is_decoded() -> None:
     lab = Lab()
-    decode, prefill, _ = lab.split()
+    decode, prefill, store = lab.split()
     lab.submit(prompt=14)
     refusals = 0
     while lab.decode.prefilled_remotely:
@@ -653,6 +705,10 @@ def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_
         lab.say(decode, Accepted("r", refusals))
         lab.say(prefill, Refused("r", refusals, "busy"))
         lab.beat(prefill)
+        while lab.decode.attempt == refusals:  # the router pauses between them
+            lab.advance(0.1)
+            for peer in (decode, prefill, store):
+                lab.beat(peer)
     assert refusals == 32
     assert lab.alive()  # and none of them was an attempt's failure
 
