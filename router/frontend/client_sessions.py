@@ -119,6 +119,7 @@ class RouterDriver:
         self._last_token: dict[str, float] = {}
         self._max_tokens: dict[str, int | None] = {}
         self._followers: dict[str, list[Submit]] = {}  # by their leader's name, until its first token
+        self._due_followers: deque[Submit] = deque()  # whose leader has one: each begins in a turn of the loop
         self._spans: dict[str, RequestSpans] = {}  # of requests that are traced
         self._load_due = float("-inf")
         self._heartbeat_age: Mapping[Labels, float] = {}
@@ -189,7 +190,7 @@ class RouterDriver:
 
     def _drop_follower(self, name: str) -> bool:
         """Forget a request whose leader has no token yet; whether it was one."""
-        for waiting in self._followers.values():
+        for waiting in (*self._followers.values(), self._due_followers):
             for order in waiting:
                 if order.request == name:
                     waiting.remove(order)
@@ -328,8 +329,10 @@ class RouterDriver:
             stream.prompt_scored(command.prompt_logprobs)
         if not command.tokens:
             return
-        for follower in self._followers.pop(name, ()):  # their objective for the first token is the leader's
-            self._events.append(replace(follower, cached_on=command.worker, ttft=None))
+        if followers := self._followers.pop(name, ()):  # their objective for the first token is the leader's
+            if not self._due_followers:
+                asyncio.get_running_loop().call_soon(self._begin_follower)
+            self._due_followers += [replace(follower, cached_on=command.worker, ttft=None) for follower in followers]
         if (last := self._last_token.get(name)) is not None:
             self.metrics.observe("inter_token_latency_seconds", now - last)
             self.vllm_metrics.gap(now - last)
@@ -342,6 +345,14 @@ class RouterDriver:
                 self._events.append(ClientGone(name, "the client does not read its tokens"))
             case StopVerdict.GOES_ON:
                 pass
+
+    def _begin_follower(self) -> None:
+        """Begin with one request whose prompt its leader has computed. Many with a long prompt take a while."""
+        if not self._due_followers:
+            return
+        self.handle(self._due_followers.popleft())
+        if self._due_followers:
+            asyncio.get_running_loop().call_soon(self._begin_follower)
 
     def _end(self, end: RequestEnded) -> None:
         stream = self._streams.pop(end.request, None)

@@ -6,6 +6,7 @@ answer. Nothing behind this module learns which door a request came through.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ from msgspec import structs
 
 from baton.clock import Clock
 from baton.errors import BatonError, ContextTooLong
-from baton.v1 import cache_pb2, generation_pb2
+from baton.v1 import generation_pb2
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.detokenizer import TextStream
 from router.frontend.grammars.grammar_checker import GrammarChecker
@@ -45,7 +46,7 @@ class Generation:
 
 
 class Apart(Protocol):
-    """Does work on so many bytes of text where it holds no other request up."""
+    """Does work in proportion to so many bytes where it holds no other request up."""
 
     async def __call__(self, size: int, work: Callable[[], T]) -> T: ...
 
@@ -88,7 +89,7 @@ class RequestChecker:
     ) -> ValidatedRequest:
         """Check a request of this task's caller. Raises BatonError."""
         check = partial(parse_generate_request, request, request_id, self._model, draw_seed)
-        validated: ValidatedRequest = await self._apart(text_bytes(request), check)
+        validated: ValidatedRequest = await self._apart(request.ByteSize(), check)
         who = caller.get()
         if who.max_prompt_tokens is not None and len(validated.prompt) > who.max_prompt_tokens:
             raise ContextTooLong(
@@ -166,9 +167,7 @@ class GenerationService:
         asked = validated.sampling.logprobs
         if validated.best_of > validated.n and asked is None:  # the choice needs them
             validated = replace(validated, sampling=structs.replace(validated.sampling, logprobs=0))
-        streams = [submit(validated.sample(0))]
-        for number in range(1, validated.best_of):
-            streams.append(submit(validated.sample(number), leader=streams[0]))
+        streams = await self._submitted(validated, submit)
         if complete is not None:
             complete()
         if validated.best_of > validated.n:
@@ -178,6 +177,20 @@ class GenerationService:
             Generation(validated.sample(number), stream, partial(self._close, stream))
             for number, stream in enumerate(streams)
         ]
+
+    async def _submitted(self, validated: ValidatedRequest, submit: Callable[..., OutputStream]) -> list[OutputStream]:
+        """Submit each sample in a turn of its own: many samples of a long prompt take a while."""
+        streams = [submit(validated.sample(0))]
+        try:
+            for number in range(1, validated.best_of):
+                await asyncio.sleep(0)
+                streams.append(submit(validated.sample(number), leader=streams[0]))
+            await asyncio.sleep(0)
+        except BaseException:
+            for stream in streams:
+                self._close(stream)
+            raise
+        return streams
 
     def _traced(self, request_id: str, received: float) -> RequestSpans | None:
         """What collects the spans of a request of this task's caller; None where tracing is off."""
@@ -203,17 +216,12 @@ class GenerationService:
         return text_of
 
     async def apart(self, size: int, work: Callable[[], T]) -> T:
-        """Do work on so many bytes of text: here if that is quick, else on a thread. Raises Overloaded."""
-        return await self._tokenizing.run(size, work)
+        """Do work on so many bytes: here if that is quick, else on a thread. Raises Overloaded."""
+        return await self._tokenizing.run(size, work, caller.get().tenant)
 
 
 def _chosen(validated: ValidatedRequest, results: ResultSet) -> list[Generation]:
     return [Generation(validated, stream, results.close) for stream in results.streams]
-
-
-def text_bytes(request: generation_pb2.GenerateRequest | cache_pb2.PinPrefixRequest) -> int:
-    """About how many bytes of text there are to tokenize, without a copy of that text."""
-    return request.ByteSize() if request.WhichOneof("prompt") == "text" else 0
 
 
 def _asked(validated: ValidatedRequest) -> dict[str, Value]:

@@ -9,24 +9,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import ContextTooLong, InvalidRequest
+from router.frontend.detokenizer import Tokenizer
 from router.frontend.served_model import ServedModel
 
 _BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
 
 
-def tokenized(text: str, model: ServedModel, *, special_tokens: bool = True, keep: int | None = None) -> Sequence[int]:
-    """Return the tokens of a text, the last `keep` of them if that is set. Special tokens that the tokenizer adds are
-    among these and stay, as with vLLM.
+def tokenized(
+    texts: Sequence[str], model: ServedModel, *, special_tokens: bool = True, keep: int | None = None
+) -> list[Sequence[int]]:
+    """Return the tokens of each text, the last `keep` of them if that is set. Special tokens that the tokenizer adds
+    are among these and stay, as with vLLM.
 
     Raises InvalidRequest without a tokenizer, and without `keep` ContextTooLong before it tokenizes a text that can't
     fit."""
-    if not text:
+    if not all(texts):
         raise InvalidRequest("the prompt's text is empty; send at least one character")
     if model.tokenizer is None:
         raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
-    tokenizer, most = model.tokenizer, model.limits.max_context
     if keep is not None:
-        return tokenizer.encode_end(text, keep, special_tokens=special_tokens)
+        return [model.tokenizer.encode_end(text, keep, special_tokens=special_tokens) for text in texts]
+    for text in texts:
+        _check_size(text, model.tokenizer, model.limits.max_context)
+    return [*model.tokenizer.encode_all(texts, special_tokens=special_tokens)]
+
+
+def _check_size(text: str, tokenizer: Tokenizer, most: int) -> None:
+    """Raise ContextTooLong for a text that certainly has more than `most` tokens."""
     bound = tokenizer.max_bytes(most)
     size = len(text.encode())
     if size > bound:
@@ -36,7 +45,6 @@ def tokenized(text: str, model: ServedModel, *, special_tokens: bool = True, kee
         )
     if size > most * _BYTES_PER_TOKEN and tokenizer.exceeds(text, most):
         raise ContextTooLong(f"a prompt of {size} bytes has more tokens than the model's context of {most}; shorten it")
-    return tokenizer.encode(text, special_tokens=special_tokens)
 
 
 def kept_tokens(asked: int | None, max_tokens: int | None, context: int) -> int | None:

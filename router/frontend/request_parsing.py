@@ -262,7 +262,7 @@ def _tokens(
         raise InvalidRequest("the request has no prompt; set text or token_ids")
     if kind == "token_ids":
         return request.token_ids.ids if keep is None else request.token_ids.ids[-keep:]
-    return tokenized(request.text, model, keep=keep)
+    return tokenized([request.text], model, keep=keep)[0]
 
 
 def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest) -> float | None:

@@ -9,14 +9,15 @@ import base64
 import json
 import os
 import sys
-from typing import Any
+
+from router.frontend.helpers.helper_main import READY
 
 NUMBER = b" " * 7 + b"#"
 
 
-def order(said: bytes, *, end: bool = False) -> dict[str, Any]:
+def order(said: bytes, *, end: bool = False) -> bytes:
     """Have exactly these bytes said."""
-    return {"say": base64.b64encode(said).decode(), "end": end}
+    return json.dumps({"say": base64.b64encode(said).decode(), "end": end}).encode()
 
 
 GOOD = b'{"number":' + NUMBER + b', "text": "x"}'
@@ -30,6 +31,8 @@ def answer(body: bytes) -> bytes:
 
 def main() -> None:
     given, taken = sys.stdin.buffer, sys.stdout.buffer
+    taken.write(READY)
+    taken.flush()
     while len(head := given.read(4)) == 4:
         said = json.loads(given.read(int.from_bytes(head, "big")))
         wanted = said["order"]

@@ -21,7 +21,7 @@ import msgspec
 
 from baton.errors import BatonError, InvalidGrammar, InvalidRequest, Overloaded
 from baton.messages import MAX_GRAMMAR, Grammar
-from router.frontend.chat.template import TemplateRenderer, normalized
+from router.frontend.chat.template import TemplateRenderer, normalized, rendering
 from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
 from tests.fuzz import false_helper, values
 from tests.fuzz.case import Case
@@ -104,7 +104,7 @@ class HelperPipes:
         case.sending(repr((template, variables)).encode())
         text, refusal = "", ""
         try:
-            text = await self._renderer.render(template, variables)
+            text = await self._renderer.render(rendering(template, variables))
         except InvalidRequest as error:
             refusal = str(error)
         except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError, RecursionError):
@@ -112,7 +112,7 @@ class HelperPipes:
         assert len(text) <= _MOST, f"a prompt of {len(text)} characters"
         assert len(refusal) < 1_000, f"an error of {len(refusal)} characters"
         user = {"messages": [{"role": "user"}]}
-        again = await _answered(lambda: self._renderer.render("{{ messages[0].role }}", user))
+        again = await _answered(lambda: self._renderer.render(rendering("{{ messages[0].role }}", user)))
         assert again == "user", f"a plain template gives {again!r}"
         return "template refused" if refusal else "template rendered"
 
@@ -137,13 +137,13 @@ class HelperPipes:
         case.sending(grammar.text.encode())
         made = f"{kind} refused"
         try:
-            said = await self._grammars.ask(grammar)
+            said = await self._grammars.ask(msgspec.json.encode(grammar))
             made = made if said.text is None else f"{kind} compiled"
             known = (InvalidGrammar.reason, InvalidRequest.reason, Overloaded.reason)
             assert said.text is not None or said.reason in known, f"it says {said.reason}: {said.error}"
         except (HelperLate, HelperDied):
             made = f"{kind} ended its process"
-        again = await _answered(lambda: self._grammars.ask(Grammar("regex", "a", 2)))
+        again = await _answered(lambda: self._grammars.ask(msgspec.json.encode(Grammar("regex", "a", 2))))
         assert again.text == "a", f"a plain grammar is not compiled: {again}"
         return made
 

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.errors import InvalidRequest, ModelError
 from router.frontend.chat import template as chat_template
-from router.frontend.chat.template import ChatTemplate, TemplateRenderer, cut_at_mark, mark_end, normalized
+from router.frontend.chat.template import ChatTemplate, TemplateRenderer, cut_at_mark, mark_end, normalized, rendering
 
 pytestmark = pytest.mark.slow
 
@@ -127,7 +127,7 @@ def test_a_template_renders_as_transformers_renders_it(shape: str) -> None:
                 (right,), _ = render_jinja_template(
                     [copy.deepcopy(messages)], tools=tools, chat_template=template, **rest
                 )
-                assert await renderer.render(template, want) == right
+                assert await renderer.render(rendering(template, want)) == right
 
     run(test)
 
@@ -137,8 +137,8 @@ def test_parts_stay_where_the_template_reads_parts() -> None:
 
     async def test(renderer: TemplateRenderer) -> None:
         parts = "{% for m in messages %}{% for p in m['content'] %}<{{ p.text }}>{% endfor %}{% endfor %}"
-        assert await renderer.render(parts, variables(messages)) == "<a><b>"
-        assert await renderer.render("{{ messages[0].content }}", variables(messages)) == "a\nb"
+        assert await renderer.render(rendering(parts, variables(messages))) == "<a><b>"
+        assert await renderer.render(rendering("{{ messages[0].content }}", variables(messages))) == "a\nb"
 
     run(test)
 
@@ -155,7 +155,7 @@ def test_a_final_message_is_continued_as_transformers_does(shape: str, content: 
 
     async def test(renderer: TemplateRenderer) -> None:
         mark_end(messages[-1])
-        text = await renderer.render(SHAPES[shape], variables(messages, add_generation_prompt=False))
+        text = await renderer.render(rendering(SHAPES[shape], variables(messages, add_generation_prompt=False)))
         assert cut_at_mark(text) == right
 
     run(test)
@@ -188,12 +188,12 @@ def test_a_final_message_is_continued_as_transformers_does(shape: str, content: 
 def test_a_hostile_or_broken_template_gets_nothing(template: str) -> None:
     async def test(renderer: TemplateRenderer) -> None:
         try:
-            assert await renderer.render(template, variables(USER)) == "", (
+            assert await renderer.render(rendering(template, variables(USER))) == "", (
                 "an undefined attribute may render as nothing"
             )
         except InvalidRequest as error:
             assert "chat template" in str(error)  # noqa: PT017 - either is right
-        assert await renderer.render("{{ messages[0].role }}", variables(USER)) == "user"
+        assert await renderer.render(rendering("{{ messages[0].role }}", variables(USER))) == "user"
 
     run(test)
 
@@ -210,10 +210,10 @@ def test_a_hostile_or_broken_template_gets_nothing(template: str) -> None:
 )
 def test_a_template_that_takes_too_much_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(renderer: TemplateRenderer) -> None:
-        assert await renderer.render("{{ messages[0].role }}", variables(USER)) == "user"
+        assert await renderer.render(rendering("{{ messages[0].role }}", variables(USER))) == "user"
         with pytest.raises(InvalidRequest, match="chat template"):
-            await renderer.render(template, variables(USER))
-        assert await renderer.render("{{ messages[0].role }}", variables(USER)) == "user"
+            await renderer.render(rendering(template, variables(USER)))
+        assert await renderer.render(rendering("{{ messages[0].role }}", variables(USER))) == "user"
 
     run(test)
 

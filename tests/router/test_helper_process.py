@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
-from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
+from baton.config import ModelConfig
+from baton.errors import InvalidRequest, Overloaded
+from baton.messages import Grammar
+from router.frontend.chat.template import TemplateRenderer, rendering
+from router.frontend.grammars.grammar_checker import GrammarChecker
+from router.frontend.helpers.helper_process import HelperDied, HelperProcess
+from router.frontend.served_model import load
 from tests.fuzz import false_helper
 from tests.fuzz.false_helper import NUMBER, answer, order
+from tests.router.model import EOS
+from tests.router.served import model_folder
 
 pytestmark = pytest.mark.slow
 
@@ -60,9 +72,11 @@ def test_a_helper_that_ends_in_the_middle(said: bytes) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\0", GOOD[:6]])
-def test_a_helper_that_stops_in_the_middle(said: bytes) -> None:
+def test_a_helper_that_says_nothing_more_and_computes_nothing(said: bytes) -> None:
+    """Its order is done again by another process, once."""
+
     async def test(helper: HelperProcess) -> None:
-        with pytest.raises(HelperLate):
+        with pytest.raises(Overloaded, match="interrupted twice"):
             await helper.ask(order(said))
 
     run(test, deadline=0.2)
@@ -83,3 +97,60 @@ def test_the_longest_text_is_taken_however_it_is_escaped() -> None:
         assert (await helper.ask(order(said))).text == "👍" * MOST
 
     run(test)
+
+
+def pid_of(helper: HelperProcess) -> int:
+    assert helper._started is not None
+    return helper._started.result().pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_helper_that_is_killed_or_stopped_from_outside_costs_no_order(number: signal.Signals) -> None:
+    async def test(helper: HelperProcess) -> None:
+        for _ in range(2):
+            os.kill(pid_of(helper), number)
+            assert (await helper.ask(order(GOOD))).text == "x"
+
+    run(test, deadline=1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_grammar_does_not_suffer_from_what_happens_to_its_process(tmp_path: Path, number: signal.Signals) -> None:
+    """`json_object` was refused for ever, since the refusal was remembered."""
+
+    async def test() -> None:
+        checker = GrammarChecker(load(ModelConfig(path=str(model_folder(tmp_path / "model")))))
+        try:
+            await checker.check(Grammar("regex", "a", EOS), "")
+            assert checker._helper is not None
+            os.kill(pid_of(checker._helper), number)
+            grammar = Grammar("json_schema", '{"type":"object"}', EOS)
+            assert await checker.check(grammar, "") == grammar
+        finally:
+            await checker.close()
+
+    asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_an_order_has_no_more_patience_after_a_kill_than_before(tmp_path: Path) -> None:
+    """A slow template behind a killed process took the start's 30 seconds instead of its own two."""
+
+    async def test() -> None:
+        renderer = TemplateRenderer(10_000)
+        slow = rendering(
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {"messages": []}
+        )
+        plain = rendering("{{ messages[0].role }}", {"messages": [{"role": "user"}]})
+        try:
+            assert await renderer.render(plain) == "user"
+            took = list[float]()
+            for _ in range(2):
+                began = time.monotonic()
+                with pytest.raises(InvalidRequest, match="takes longer than 2 s"):
+                    await renderer.render(slow)
+                took.append(time.monotonic() - began)
+            assert max(took) < 3 * min(took), took  # the machine's speed is in both
+        finally:
+            await renderer.close()
+
+    asyncio.run(asyncio.wait_for(test(), 120))

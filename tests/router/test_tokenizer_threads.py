@@ -221,18 +221,18 @@ def run(test: Callable[[], object]) -> None:
 def test_what_waits_for_a_thread_is_bounded() -> None:
     async def test() -> None:
         go = threading.Event()
-        lane = TokenizerLane("test", threads=1, max_prompts=3, max_bytes=100)
+        lane = TokenizerLane("test", threads=1, max_jobs=3, max_bytes=100)
         with contextlib.closing(lane):
             first = asyncio.create_task(lane.run(1_000, go.wait))  # nothing else is here, so it may be of any length
             await asyncio.sleep(0)
-            with pytest.raises(Overloaded, match="1 prompts with 1000 bytes"):
+            with pytest.raises(Overloaded, match="1 jobs with 1000 bytes"):
                 await lane.run(10, go.wait)
             go.set()
             assert await first
             go.clear()
             waiting = [asyncio.create_task(lane.run(10, go.wait)) for _ in range(3)]
             await asyncio.sleep(0)
-            with pytest.raises(Overloaded, match="3 prompts"):
+            with pytest.raises(Overloaded, match="3 jobs"):
                 await lane.run(10, go.wait)
             waiting[2].cancel()  # its client has gone before a thread began
             with pytest.raises(asyncio.CancelledError):
@@ -242,7 +242,7 @@ def test_what_waits_for_a_thread_is_bounded() -> None:
             waiting[0].cancel()  # a thread is at it, so it counts until that is done
             with pytest.raises(asyncio.CancelledError):
                 await waiting[0]
-            with pytest.raises(Overloaded, match="3 prompts"):
+            with pytest.raises(Overloaded, match="3 jobs"):
                 await lane.run(10, go.wait)
             go.set()
             assert await waiting[1]

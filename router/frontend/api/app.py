@@ -12,8 +12,9 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -31,6 +32,7 @@ from baton.errors import (
     shown,
 )
 from baton.logs import RequestLog
+from baton.messages import TOKEN_BYTES
 from baton.metrics import PAGE_TYPE
 from router.frontend.api import errors, openapi
 from router.frontend.api.answers import Answer, AnswerOptions, Completion, Sample
@@ -43,8 +45,8 @@ from router.frontend.api.http_responses import AnswerOrder, EventStream, WholeAn
 from router.frontend.api.messages import AnthropicMessage
 from router.frontend.api.messages_input import CountTokensRequest, MessagesRequest, chat_of_messages
 from router.frontend.api.model_cards import ModelCards, is_anthropic
-from router.frontend.api.parameters import affinity_of, generate_request, token_ids
-from router.frontend.api.prompts import MAX_SAMPLES, PromptBuilder
+from router.frontend.api.parameters import affinity_of, generate_request, rule_entries, token_ids
+from router.frontend.api.prompts import ChatOrder, PromptBuilder
 from router.frontend.api.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -57,19 +59,31 @@ from router.frontend.api.protocol import (
 from router.frontend.api.responses import ModelResponse
 from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
 from router.frontend.api.structured_outputs import name_field
-from router.frontend.api.tools import checked, planned
+from router.frontend.api.tools import ToolPlan, checked, planned
 from router.frontend.dashboard_feed import DashboardSource
 from router.frontend.generation import Generation, Generations
 from router.frontend.identity import Gatekeeper
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T", bound=msgspec.Struct)
+
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 LINGER = 15.0  # seconds after the end of a request in which its client must read something
 _DEFAULT_COMPLETION = 16  # tokens of a completion that sets no max_tokens, as OpenAI's API has it
 _MAX_ID = 80
+_MAX_RULES = 2**20  # entries of logit_bias, allowed_token_ids and bad_words, over all prompts of a request
 _JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class PlannedChat:
+    """A checked chat of any API."""
+
+    fields: ChatCompletionRequest
+    plan: ToolPlan
+    order: ChatOrder
 
 
 class HttpApi:
@@ -92,7 +106,7 @@ class HttpApi:
         self._linger = linger
         model = service.model
         text = model.tokenizer.max_bytes(model.limits.max_context) if model.tokenizer else 0
-        self._bodies = BodyReader(model)
+        self._bodies = BodyReader(service)
         self._prompts = PromptBuilder(service, max(text, 2**20), trust_templates=trust_templates)
         self._cards = ModelCards(model, int(time.time()))
         self._fingerprint = f"baton-{baton.__version__}"
@@ -128,19 +142,7 @@ class HttpApi:
 
     async def _completions(self, request: Request) -> Response:
         received = self._service.clock.now()
-        fields = await self._bodies.read(request, CompletionRequest)
-        refuse_unserved(fields)
-        self._service.model.check(fields.model)
-        if fields.prompt is None:
-            raise InvalidRequest("the request has no prompt; send a text, token ids, or a list of either")
-        most = fields.max_tokens if fields.max_tokens is not None else _DEFAULT_COMPLETION
-        prompts = await self._prompts.of_completion(fields, most)
-        echo = None
-        if fields.echo:
-            if len(prompts) > 1:
-                raise InvalidRequest("echo is true for several prompts; send them one by one")
-            echo = self._prompts.decode(prompts[0])
-        _check_prompt_logprobs(fields)
+        fields, most, prompts, echo = await self._bodies.read(request, CompletionRequest, self._completion_of)
         wanted = self._wanted("cmpl-", request, fields, logprobs=fields.logprobs is not None, echo=echo)
         answer = Completion(wanted, _samples_of(prompts, samples(fields)))
         scored = fields.prompt_logprobs
@@ -149,45 +151,63 @@ class HttpApi:
         order = AnswerOrder(answer, fields, max(most, 1) if wanted.prompt_only else most, fields.logprobs, scored)
         return await self._answered(request, order, received)
 
+    def _completion_of(
+        self, fields: CompletionRequest
+    ) -> tuple[CompletionRequest, int, list[Sequence[int]], str | None]:
+        """Check a completion. Return it with its max_tokens, the tokens of its prompts and the text to echo."""
+        refuse_unserved(fields)
+        self._service.model.check(fields.model)
+        if fields.prompt is None:
+            raise InvalidRequest("the request has no prompt; send a text, token ids, or a list of either")
+        most = fields.max_tokens if fields.max_tokens is not None else _DEFAULT_COMPLETION
+        prompts = self._prompts.of_completion(fields, most)
+        echo = None
+        if fields.echo:
+            if len(prompts) > 1:
+                raise InvalidRequest("echo is true for several prompts; send them one by one")
+            echo = self._prompts.decode(prompts[0])
+        _check_prompt_logprobs(fields)
+        return fields, most, prompts, echo
+
     async def _chat_completions(self, request: Request) -> Response:
-        received = self._service.clock.now()
-        fields = await self._bodies.read(request, ChatCompletionRequest)
-        return await self._chat(request, fields, received, "chatcmpl-", ChatCompletion)
+        return await self._chat(
+            request, ChatCompletionRequest, lambda fields: fields, "chatcmpl-", _plain(ChatCompletion)
+        )
 
     async def _messages(self, request: Request) -> Response:
-        received = self._service.clock.now()
-        asked = await self._bodies.read(request, MessagesRequest)
-        return await self._chat(request, chat_of_messages(asked), received, "msg_", AnthropicMessage)
+        return await self._chat(request, MessagesRequest, chat_of_messages, "msg_", _plain(AnthropicMessage))
 
     async def _count_tokens(self, request: Request) -> Response:
-        asked = chat_of_messages((await self._bodies.read(request, CountTokensRequest)).as_message())
-        refuse_unserved(asked)
-        self._service.model.check(asked.model)
-        fields, _ = planned(asked, self._service.model.chat_format)
-        return json_response({"input_tokens": len((await self._prompts.of_chat(fields)).tokens)})
+        def converted(asked: CountTokensRequest) -> ChatCompletionRequest:
+            return chat_of_messages(asked.as_message())
+
+        _, chat = await self._bodies.read(request, CountTokensRequest, partial(self._chat_of, converted))
+        return json_response({"input_tokens": len((await self._prompts.of_chat(chat.order)).tokens)})
 
     async def _responses(self, request: Request) -> Response:
-        received = self._service.clock.now()
-        asked = await self._bodies.read(request, ResponsesRequest)
-        answer = partial(ModelResponse, asked)
-        return await self._chat(request, chat_of_response(asked), received, "resp_", answer)
+        return await self._chat(request, ResponsesRequest, chat_of_response, "resp_", ModelResponse)
 
-    async def _chat(
-        self,
-        request: Request,
-        asked: ChatCompletionRequest,
-        received: float,
-        prefix: str,
-        kind: Callable[[AnswerOptions, list[Sample]], Answer],
-    ) -> Response:
-        refuse_unserved(asked)
+    def _chat_of(self, converted: Callable[[T], ChatCompletionRequest], asked: T) -> tuple[T, PlannedChat]:
+        """Check a chat of any API. Return the request as it came, and as a chat."""
+        fields = converted(asked)
+        refuse_unserved(fields)
         model = self._service.model
-        model.check(asked.model)
-        fields, plan = planned(asked, model.chat_format)
-        prompt = await self._prompts.of_chat(fields, constrained=plan.constrained)
-        logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+        model.check(fields.model)
+        fields, plan = planned(fields, model.chat_format)
         if fields.top_logprobs and not fields.logprobs:
             raise InvalidRequest("top_logprobs is set and logprobs is not true; set both")
+        _check_prompt_logprobs(fields)
+        return asked, PlannedChat(fields, plan, self._prompts.chat_order(fields, constrained=plan.constrained))
+
+    async def _chat(
+        self, request: Request, kind: type[T], converted: Callable[[T], ChatCompletionRequest], prefix: str,
+        answered: Callable[[T, AnswerOptions, list[Sample]], Answer],
+    ) -> Response:  # fmt: skip
+        received = self._service.clock.now()
+        asked, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted))
+        fields, plan, model = chat.fields, chat.plan, self._service.model
+        prompt = await self._prompts.of_chat(chat.order)
+        logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         echo = _last_text(fields) if fields.echo else None
         wanted = self._wanted(prefix, request, fields, logprobs=logprobs is not None, echo=echo)
         outputs = _samples_of([prompt.tokens], samples(fields))
@@ -196,9 +216,8 @@ class HttpApi:
                 plan.calls, plan.names, constrained=plan.constrained, prompt=prompt.end, continued=prompt.continued,
                 show_reasoning=fields.include_reasoning is not False, parallel_calls=plan.parallel,
             )  # fmt: skip
-        answer = kind(wanted, outputs)
+        answer = answered(asked, wanted, outputs)
         shown_tokens = model.special_tokens(model.chat_format.markers(plan.calls, constrained=plan.constrained))
-        _check_prompt_logprobs(fields)
         order = AnswerOrder(
             answer,
             fields,
@@ -235,13 +254,22 @@ class HttpApi:
         """Start the generations of a request. Raises BatonError if one of them is refused."""
         name, started = _name_of(request, order.fields), list[Generation]()
         answering = EventStream if order.fields.stream else WholeAnswer
-        affinity = affinity_of(order.fields.session_id, request.headers)
+        leaders = [sample for sample in order.answer.samples if sample.first_of_prompt]
+        rules = rule_entries(order.fields)
+        if len(leaders) * rules > _MAX_RULES:
+            raise InvalidRequest(
+                f"logit_bias, allowed_token_ids and bad_words have {rules} entries for each of {len(leaders)} prompts, "
+                f"more than {_MAX_RULES} in all; send fewer prompts"
+            )
+        convert = partial(
+            generate_request, order.fields, max_tokens=order.max_tokens, logprobs=order.logprobs,
+            prompt_logprobs=order.prompt_logprobs, affinity=affinity_of(order.fields.session_id, request.headers),
+            shown=order.shown_tokens,
+        )  # fmt: skip
         with contextlib.ExitStack() as undo:
-            for leader in (sample for sample in order.answer.samples if sample.first_of_prompt):
-                message = generate_request(
-                    order.fields, leader.prompt, max_tokens=order.max_tokens, logprobs=order.logprobs,
-                    prompt_logprobs=order.prompt_logprobs, affinity=affinity, shown=order.shown_tokens,
-                )  # fmt: skip
+            for leader in leaders:
+                size = TOKEN_BYTES * (len(leader.prompt) + rules)
+                message = await self._service.apart(size, partial(convert, leader.prompt))
                 try:
                     generations = await self._service.start(message, name, received)
                 except InvalidGrammar as error:
@@ -250,38 +278,44 @@ class HttpApi:
                 for generation in generations:
                     started.append(generation)
                     undo.callback(generation.close)
-                await asyncio.sleep(0)  # many samples of a long prompt take a while: others get their turns
             undo.pop_all()  # the answer closes them
-        return answering(order, started, self._linger, name)
+        return answering(order, started, self._linger, name, self._service.apart)
 
     # --- everything else ---------------------------------------------------------------------------------------------
 
     async def _tokenize(self, request: Request) -> Response:
-        fields = await self._bodies.read(request, TokenizeRequest)
-        self._service.model.check(fields.model)
-        if (fields.prompt is None) == (fields.messages is None):
-            raise InvalidRequest("send either prompt or messages")
-        if fields.prompt is not None:
-            tokens = await self._prompts.encode(fields.prompt, special=fields.add_special_tokens is not False)
-        else:
-            fields.tools = list(checked(fields.tools or ()).values())  # as a chat has them
-            tokens = (await self._prompts.of_chat(fields)).tokens
-        strings = [self._prompts.token_text(token) for token in tokens] if fields.return_token_strs else None
+        fields, prompt = await self._bodies.read(request, TokenizeRequest, self._prompt_of)
+        tokens = (await self._prompts.of_chat(prompt)).tokens if isinstance(prompt, ChatOrder) else prompt
+        strings = None
+        if fields.return_token_strs:
+            spell = partial(map, self._prompts.token_text, tokens)
+            strings = await self._service.apart(TOKEN_BYTES * len(tokens), lambda: [*spell()])
         limit = self._service.model.limits.max_context
         return json_response(
             {"count": len(tokens), "max_model_len": limit, "tokens": list(tokens), "token_strs": strings}
         )
 
-    async def _detokenize(self, request: Request) -> Response:
-        fields = await self._bodies.read(request, DetokenizeRequest)
+    def _prompt_of(self, fields: TokenizeRequest) -> tuple[TokenizeRequest, ChatOrder | Sequence[int]]:
+        """Check what is to be tokenized. Return it with its tokens, or with the chat that is to be rendered."""
         self._service.model.check(fields.model)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise InvalidRequest("send either prompt or messages")
+        if fields.prompt is not None:
+            return fields, self._prompts.encode([fields.prompt], special=fields.add_special_tokens is not False)[0]
+        fields.tools = list(checked(fields.tools or ()).values())  # as a chat has them
+        return fields, self._prompts.chat_order(fields)
+
+    async def _detokenize(self, request: Request) -> Response:
+        return json_response({"prompt": await self._bodies.read(request, DetokenizeRequest, self._text_of)})
+
+    def _text_of(self, fields: DetokenizeRequest) -> str:
         model = self._service.model
+        model.check(fields.model)
         if model.tokenizer is None:
             raise InvalidRequest(f"{model.name} has no tokenizer.json, so there is no text")
         limits = model.limits
         tokens = token_ids(fields.tokens, limits.vocab_size, limits.max_context) if fields.tokens else []
-        work = partial(model.tokenizer.decode, tokens, special_tokens=True)
-        return json_response({"prompt": await self._service.apart(4 * len(tokens), work)})
+        return model.tokenizer.decode(tokens, special_tokens=True)
 
     async def _models(self, request: Request) -> Response:
         return json_response(self._cards.all(request.headers))
@@ -335,9 +369,14 @@ class HttpApi:
         return guarded
 
 
+def _plain(
+    kind: Callable[[AnswerOptions, list[Sample]], Answer],
+) -> Callable[[object, AnswerOptions, list[Sample]], Answer]:
+    """Return what makes an answer of that kind, which does not depend on the request."""
+    return lambda asked, wanted, outputs: kind(wanted, outputs)
+
+
 def _samples_of(prompts: Sequence[Sequence[int]], n: int) -> list[Sample]:
-    if len(prompts) * n > MAX_SAMPLES:
-        raise InvalidRequest(f"{len(prompts)} prompts with n {n} are more than {MAX_SAMPLES} outputs; send fewer")
     made: list[Sample] = []
     for number, prompt in enumerate(prompts):
         leader = Sample(index=number * n, prompt=prompt)

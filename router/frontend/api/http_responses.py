@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,17 +19,20 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, RequestCancelled
 from baton.futures import looked_at
+from baton.messages import TOKEN_BYTES
 from router.events import Cancelled, Failed, Finished, RequestEnded
 from router.frontend.api import errors
 from router.frontend.api.answers import Answer, Sample
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.protocol import GenerationFields
-from router.frontend.generation import Generation
+from router.frontend.generation import Apart, Generation
 from router.frontend.output_stream import Output
 from router.frontend.parallel_sampling.merge import merged
 
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _JSON = "application/json"
+_ENCODED_AT_ONCE = 500  # members of a list
+_SCORED_BYTES = 64  # of an answer, for each log-probability
 
 
 class ConnectionClosed(Exception):
@@ -48,6 +52,32 @@ class AnswerOrder:
     grammar_of: str = ""  # the field that the output's grammar comes from, if it is not in the fields
 
 
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """Yield the JSON of a value in pieces. msgspec holds the GIL while it encodes one."""
+    if isinstance(value, dict):
+        for number, (name, member) in enumerate(value.items()):
+            yield (b"," if number else b"{") + msgspec.json.encode(name) + b":"
+            yield from json_pieces(member)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list) and len(value) > _ENCODED_AT_ONCE:
+        for start in range(0, len(value), _ENCODED_AT_ONCE):
+            yield (b"," if start else b"[") + msgspec.json.encode(value[start : start + _ENCODED_AT_ONCE])[1:-1]
+        yield b"]"
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        for number, member in enumerate(value):
+            yield b"," if number else b"["
+            yield from json_pieces(member)
+        yield b"]"
+    else:
+        yield msgspec.json.encode(value)
+
+
+def _size(sample: Sample) -> int:
+    """Return about how many bytes a sample's part of an answer has, by what takes time to build."""
+    scored = len(sample.logprobs) + sum(1 + len(one.top) for one in sample.prompt_logprobs)
+    return TOKEN_BYTES * len(sample.tokens) + _SCORED_BYTES * scored
+
+
 def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=_JSON)
 
@@ -59,8 +89,10 @@ def error_response(error: BatonError, failed: ErrorBody = errors.body_of) -> Res
 class _Generating(Response):
     """A response that runs generations to their end, or until the client has gone."""
 
-    def __init__(self, order: AnswerOrder, generations: Sequence[Generation], linger: float, name: str) -> None:
-        self.answer, self.generations, self._linger = order.answer, generations, linger
+    def __init__(
+        self, order: AnswerOrder, generations: Sequence[Generation], linger: float, name: str, apart: Apart
+    ) -> None:
+        self.answer, self.generations, self._linger, self._apart = order.answer, generations, linger, apart
         self._stops = frozenset(order.fields.stop_token_ids or ())
         self.raw_headers = [(b"x-request-id", name.encode())]
 
@@ -132,7 +164,9 @@ class WholeAnswer(_Generating):
                     self.answer.take(sample, news)
                 else:
                     self.answer.ended(sample)
-            response = json_response(self.answer.whole())
+            size = sum(map(_size, self.answer.samples))
+            body = await self._apart(size, lambda: b"".join(json_pieces(self.answer.whole())))
+            response = Response(body, media_type=_JSON)
         except BatonError as error:
             response = error_response(error, self.answer.failed)
         response.headers["x-request-id"] = self.headers["x-request-id"]
@@ -146,7 +180,10 @@ class EventStream(_Generating):
         answer, opened = self.answer, False
 
         async def event(value: dict[str, Any]) -> None:
-            await send({"type": "http.response.body", "body": answer.event(value), "more_body": True})
+            await emit(answer.event(value))
+
+        async def emit(body: bytes) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
         async def open_stream() -> None:
             headers = [
@@ -166,8 +203,11 @@ class EventStream(_Generating):
                     for chunk in answer.ending(sample):
                         await event(chunk)
                 else:
-                    for chunk in answer.chunks(sample, news):
-                        await event(chunk)
+                    # The first chunk of an echo has all of the prompt's log-probabilities.
+                    size = 0 if sample.characters else _SCORED_BYTES * len(sample.prompt_scores)
+                    made = partial(map, answer.event, answer.chunks(sample, news))
+                    for body in await self._apart(size, lambda made=made: [*made()]):
+                        await emit(body)
             for chunk in answer.closing():
                 await event(chunk)
         except BatonError as error:

@@ -27,6 +27,11 @@ _UINT32, _SINT32 = 2**32, 2**31
 SEEDS = 2**63  # clients send any 64-bit number, negative ones too
 
 
+def rule_entries(fields: GenerationFields) -> int:
+    """Return how many tokens and words the rules of a request name: the work for each of its prompts."""
+    return sum(len(given) for given in (fields.logit_bias, fields.allowed_token_ids, fields.bad_words) if given)
+
+
 def generate_request(
     fields: GenerationFields, prompt: Sequence[int], *, max_tokens: int | None, logprobs: int | None,
     prompt_logprobs: int | None, affinity: str, shown: Sequence[int] = (),

@@ -9,9 +9,10 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from router.frontend.api.parameters import token_ids
-from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
-from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, text_of
+from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, samples
+from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, rendering, text_of
 from router.frontend.generation import Generations
+from router.frontend.identity import caller
 from router.frontend.prompt_tokens import kept_tokens, tokenized
 
 MAX_SAMPLES = 2_048  # of one request: prompts times n
@@ -27,8 +28,21 @@ class ChatPrompt:
     continued: str | None  # the message that the output continues, if it does
 
 
+@dataclass(frozen=True)
+class ChatOrder:
+    """A checked chat, ready to be rendered and tokenized."""
+
+    rendering: bytes  # for the template's process
+    continued: str | None
+    constrained: bool  # the prompt leaves no reasoning open
+    special_tokens: bool  # are added
+    keep: int | None  # the prompt's last tokens; none: all
+
+
 class PromptBuilder:
-    """Makes prompts. It owns the process that renders chat templates."""
+    """Makes prompts. It owns the process that renders chat templates.
+
+    What takes time in proportion to a request is a plain function here: the doors run it by `apart`."""
 
     def __init__(self, service: Generations, max_text: int, *, trust_templates: bool) -> None:
         """`max_text`: characters of a rendered chat. `trust_templates`: requests may bring templates of their own."""
@@ -42,36 +56,30 @@ class PromptBuilder:
         """End the process that renders templates."""
         await self._templates.close()
 
-    async def of_completion(self, fields: CompletionRequest, max_tokens: int) -> list[Sequence[int]]:
+    def of_completion(self, fields: CompletionRequest, max_tokens: int) -> list[Sequence[int]]:
         """The tokens of each prompt, of which `max_tokens` are to be generated. Raises InvalidRequest."""
-        given = fields.prompt
+        value: Any = fields.prompt
         vocabulary = self._model.limits.vocab_size
-        if isinstance(given, str):
-            texts: list[Any] = [given]
-        elif given and isinstance(given[0], int):
-            texts = [given]
-        else:
-            texts = list(given or ())
-        if not texts:
+        if isinstance(value, str) or (value and isinstance(value[0], int)):
+            value = [value]
+        prompts: list[Any] = value or []
+        if not prompts:
             raise InvalidRequest("the prompt is an empty list; send at least one prompt")
-        if len(texts) > MAX_SAMPLES:
-            raise InvalidRequest(f"the request has {len(texts)} prompts; at most {MAX_SAMPLES} are allowed")
+        if len(prompts) * samples(fields) > MAX_SAMPLES:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with n {samples(fields)} are more than {MAX_SAMPLES} outputs; send fewer"
+            )
         context = self._model.limits.max_context
         keep = kept_tokens(fields.truncate_prompt_tokens, max_tokens, context)
-        prompts: list[Sequence[int]] = []
-        for text in texts:
-            if isinstance(text, str):
-                prompts.append(await self.encode(text, special=fields.add_special_tokens is not False, keep=keep))
-            elif isinstance(text, list):
-                prompts.append(token_ids(text if keep is None else text[-keep:], vocabulary, context))
-            else:
-                raise InvalidRequest("the prompt mixes texts and token ids; send a list of one kind")
-        return prompts
+        if all(isinstance(prompt, str) for prompt in prompts):
+            return self.encode(prompts, special=fields.add_special_tokens is not False, keep=keep)
+        if not all(isinstance(prompt, list) for prompt in prompts):
+            raise InvalidRequest("the prompt mixes texts and token ids; send a list of one kind")
+        kept: list[list[Any]] = prompts if keep is None else [prompt[-keep:] for prompt in prompts]
+        return [token_ids(prompt, vocabulary, context) for prompt in kept]
 
-    async def of_chat(
-        self, fields: ChatCompletionRequest | TokenizeRequest, *, constrained: bool = False
-    ) -> ChatPrompt:
-        """The prompt of a chat, by the checkpoint's template or the request's own. Raises InvalidRequest."""
+    def chat_order(self, fields: ChatCompletionRequest | TokenizeRequest, *, constrained: bool = False) -> ChatOrder:
+        """Check a chat that the checkpoint's template or the request's own is to render. Raises InvalidRequest."""
         model = self._model
         template = model.chat_template
         if fields.chat_template and not self._trust_templates:
@@ -103,21 +111,27 @@ class PromptBuilder:
         if continues:
             continued = text_of(messages[-1])
             mark_end(messages[-1])
-        text = await self._templates.render(source, variables)
-        if continues:
-            text = cut_at_mark(text)
-        elif constrained:
-            text = model.chat_format.without_reasoning(text)
         keep = None
         if isinstance(fields, ChatCompletionRequest):
             keep = kept_tokens(fields.truncate_prompt_tokens, fields.output_tokens, model.limits.max_context)
-        prompt = await self.encode(text, special=bool(fields.add_special_tokens), keep=keep)
-        return ChatPrompt(prompt, text[-_END:], continued)
+        return ChatOrder(rendering(source, variables), continued, constrained, bool(fields.add_special_tokens), keep)
 
-    async def encode(self, text: str, *, special: bool, keep: int | None = None) -> Sequence[int]:
-        """The tokens of a text, or the last `keep` of them."""
-        work = partial(tokenized, text, self._model, special_tokens=special, keep=keep)
-        return await self._service.apart(len(text), work)
+    async def of_chat(self, order: ChatOrder) -> ChatPrompt:
+        """The prompt of a chat of this task's caller. Raises InvalidRequest and Overloaded."""
+        text = await self._templates.render(order.rendering, caller.get().tenant)
+        return await self._service.apart(len(text), partial(self._chat_prompt, order, text))
+
+    def _chat_prompt(self, order: ChatOrder, text: str) -> ChatPrompt:
+        if order.continued is not None:
+            text = cut_at_mark(text)
+        elif order.constrained:
+            text = self._model.chat_format.without_reasoning(text)
+        (tokens,) = self.encode([text], special=order.special_tokens, keep=order.keep)
+        return ChatPrompt(tokens, text[-_END:], order.continued)
+
+    def encode(self, texts: Sequence[str], *, special: bool, keep: int | None = None) -> list[Sequence[int]]:
+        """The tokens of each text, or the last `keep` of them."""
+        return tokenized(texts, self._model, special_tokens=special, keep=keep)
 
     def decode(self, tokens: Sequence[int]) -> str:
         tokenizer = self._model.tokenizer

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from baton.errors import InvalidRequest, ModelError, shown
 from baton.logs import RateLimitedLog
 from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
+MAX_MESSAGES = 100_000
 _DEADLINE = 2.0  # seconds for one prompt; templates take less than a millisecond
 _MARK = f"<end-{secrets.token_hex(8)}>"
 _FILE = "chat_template.jinja"
@@ -50,6 +53,14 @@ class ChatTemplate:
         return cls(source, {name: text for name, text in found.items() if text is not None})
 
 
+def rendering(template: str, variables: Mapping[str, Any]) -> bytes:
+    """Return the order to render a template, as JSON. Raises InvalidRequest for variables that JSON can't hold."""
+    try:
+        return msgspec.json.encode({"template": template, "variables": variables})
+    except (OverflowError, RecursionError, UnicodeEncodeError, msgspec.MsgspecError) as error:
+        raise InvalidRequest(f"the chat can't be handed to its template: {shown(str(error), 300)}") from None
+
+
 class TemplateRenderer:
     """Renders templates in a process that is started when it is first needed. One event loop may use it."""
 
@@ -58,13 +69,16 @@ class TemplateRenderer:
             "router.frontend.chat.template_process", str(max_characters), deadline=_DEADLINE, most=max_characters
         )
 
-    async def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """Return the prompt. Raises InvalidRequest if the template fails, hangs or takes too much."""
+    async def render(self, order: bytes, tenant: str = "") -> str:
+        """Return the prompt that `rendering` asks for. Raises InvalidRequest if the template fails, hangs or takes too
+        much, and Overloaded where too much of the tenant waits."""
         try:
-            answer = await self._helper.ask({"template": template, "variables": variables})
+            answer = await self._helper.ask(order, tenant)
         except HelperLate:
             log.warning("a chat template took longer than %g s; its process was ended", _DEADLINE)
-            raise InvalidRequest(f"the chat template takes longer than {_DEADLINE:g} s; mend it") from None
+            raise InvalidRequest(
+                f"the chat template takes longer than {_DEADLINE:g} s for these messages; send fewer or shorter ones"
+            ) from None
         except HelperDied:
             log.warning("a chat template ended its process")
             raise InvalidRequest("the chat template ended its process, perhaps by its use of memory") from None
@@ -81,6 +95,8 @@ def normalized(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Check a chat's messages and bring them into the form that templates expect. Raises InvalidRequest."""
     if not messages:
         raise InvalidRequest("messages is empty; send at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"there are {len(messages)} messages; at most {MAX_MESSAGES} are allowed")
     return [_message(number, message) for number, message in enumerate(messages)]
 
 

@@ -111,8 +111,8 @@ class RemoteRouter:
         ]
 
     async def apart(self, size: int, work: Callable[[], T]) -> T:
-        """Do work on so many bytes of text: here if that is quick, else on a thread. Raises Overloaded."""
-        return await self._tokenizing.run(size, work)
+        """Do work on so many bytes: here if that is quick, else on a thread. Raises Overloaded."""
+        return await self._tokenizing.run(size, work, caller.get().tenant)
 
     async def unready(self) -> str | None:
         """Why no request can be served now; none: one can."""

@@ -1,7 +1,6 @@
 """Compiles grammars before their requests are queued, in a process of its own (`grammar_process`).
 
-A tenant has one grammar at a time there or waiting for it. So a tenant's many slow grammars delay those of another one
-by one of them.
+Tenants take turns there. So a tenant's many slow grammars delay those of another one by one of them.
 """
 
 from __future__ import annotations
@@ -9,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from functools import partial
 
+import msgspec
 from msgspec.structs import replace
 
-from baton.errors import BatonError, InvalidGrammar, Overloaded, from_reason
+from baton.errors import BatonError, InvalidGrammar, from_reason
+from baton.futures import looked_at
 from baton.logs import RateLimitedLog
 from baton.messages import MAX_GRAMMAR, Grammar
 from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
@@ -21,16 +23,7 @@ from router.frontend.served_model import ServedModel
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
 _DEADLINE = 3.0  # seconds for one grammar; most take less than a millisecond
-_WAITING = 64  # grammars of one tenant that wait
 _REMEMBERED = 4 * 2**20  # characters of grammars whose outcome is known
-
-
-class _Lane:
-    """A tenant's grammars that are checked or wait."""
-
-    def __init__(self) -> None:
-        self.users = 0
-        self.turn = asyncio.Lock()
 
 
 class GrammarChecker:
@@ -44,29 +37,20 @@ class GrammarChecker:
                 "router.frontend.grammars.grammar_process", str(file), str(model.limits.vocab_size), str(eos[0]),
                 deadline=_DEADLINE, most=MAX_GRAMMAR,
             )  # fmt: skip
-        self._lanes: dict[str, _Lane] = {}  # by tenant
+        self._checking: dict[Grammar, asyncio.Task[Grammar | BatonError]] = {}
         self._known: OrderedDict[Grammar, Grammar | BatonError] = OrderedDict()
         self._size = 0
 
     async def check(self, grammar: Grammar, tenant: str) -> Grammar:
         """Return the grammar as decode workers compile it. Raises InvalidGrammar with the reason, ModelError, and
-        Overloaded where too many of the tenant's wait."""
+        Overloaded where too many of the tenant's wait or the process was interrupted."""
         outcome = self._known.get(grammar)
         if outcome is None:
-            lane = self._lanes.setdefault(tenant, _Lane())
-            if lane.users >= _WAITING:
-                raise Overloaded(f"{lane.users} grammars wait to be checked; try again")
-            lane.users += 1
-            try:
-                async with lane.turn:
-                    outcome = self._known.get(grammar)  # the one before may have been the same
-                    if outcome is None:
-                        outcome = await self._checked(grammar)
-                        self._remember(grammar, outcome)
-            finally:
-                lane.users -= 1
-                if not lane.users:
-                    del self._lanes[tenant]
+            checking = self._checking.get(grammar)
+            if checking is None:
+                checking = self._checking[grammar] = asyncio.create_task(self._checked(grammar, tenant))
+                checking.add_done_callback(partial(self._ended, grammar))
+            outcome = await asyncio.shield(checking)
         if isinstance(outcome, BatonError):
             raise type(outcome)(str(outcome))
         return outcome
@@ -76,10 +60,16 @@ class GrammarChecker:
         if self._helper is not None:
             await self._helper.close()
 
-    async def _checked(self, grammar: Grammar) -> Grammar | BatonError:
+    def _ended(self, grammar: Grammar, checking: asyncio.Task[Grammar | BatonError]) -> None:
+        del self._checking[grammar]
+        looked_at(checking)
+        if not checking.cancelled() and checking.exception() is None:
+            self._remember(grammar, checking.result())
+
+    async def _checked(self, grammar: Grammar, tenant: str) -> Grammar | BatonError:
         assert self._helper is not None, "request_parsing refuses grammars for such a model"
         try:
-            answer = await self._helper.ask(grammar)
+            answer = await self._helper.ask(msgspec.json.encode(grammar), tenant)
         except HelperLate:
             log.warning("a grammar took longer than %g s to compile; its process was ended", _DEADLINE)
             return InvalidGrammar(f"the grammar takes longer than {_DEADLINE:g} s to compile; make it smaller")
@@ -91,8 +81,6 @@ class GrammarChecker:
         return from_reason(answer.reason, answer.error)
 
     def _remember(self, grammar: Grammar, outcome: Grammar | BatonError) -> None:
-        if grammar in self._known:
-            return
         self._known[grammar] = outcome
         self._size += len(grammar.text)
         while self._size > _REMEMBERED:

@@ -7,6 +7,7 @@ process and no worker.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,8 @@ def main() -> None:
     file, vocab_size, eos = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     threading.stack_size(_STACK)
     with ThreadPoolExecutor(1) as thread:
+        with contextlib.suppress(BatonError):  # each order then says so
+            thread.submit(_tokenizer, file, vocab_size, eos).result()
         serve(lambda order: thread.submit(_answer, order, file, vocab_size, eos).result(), _MEMORY)
 
 

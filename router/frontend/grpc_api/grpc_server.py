@@ -41,7 +41,7 @@ from router.events import Finished, Summary
 from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.dashboard_feed import DASHBOARD, DashboardAsk, DashboardSource
-from router.frontend.generation import Generation, GenerationService, text_bytes
+from router.frontend.generation import Generation, GenerationService
 from router.frontend.grpc_api.grpc_answers import LINGER, StreamedAnswer, abort, typed
 from router.frontend.grpc_api.message_guard import Admit, MessageGuard
 from router.frontend.identity import IDENTITY, THIS_USER, Gatekeeper, caller
@@ -142,9 +142,8 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         return cache_pb2.ListPinsResponse(pins=map(responses.pin, self._driver.pins()))
 
     async def _parse(self, request: cache_pb2.PinPrefixRequest, pin: str) -> ValidatedPin:
-        return await self._service.apart(
-            text_bytes(request), partial(parse_pin_request, request, pin, self._driver.model)
-        )
+        work = partial(parse_pin_request, request, pin, self._driver.model)
+        return await self._service.apart(request.ByteSize(), work)
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):

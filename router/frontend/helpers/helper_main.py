@@ -11,6 +11,8 @@ from ctypes import CDLL
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+READY = bytes(4)
+"""What a helper says once it has imported its libraries, before its first answer."""
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], memory: int) -> None:
@@ -19,9 +21,12 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], memory: int) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    given, taken = sys.stdin.buffer, sys.stdout.buffer
-    while len(head := given.read(4)) == 4:
-        order = json.loads(given.read(int.from_bytes(head, "big")))
-        said = json.dumps(answer(order["order"]) | {"number": order["number"]}).encode()
-        taken.write(len(said).to_bytes(4, "big") + said)
-        taken.flush()
+    orders, answers = sys.stdin.buffer, sys.stdout.buffer
+    answers.write(READY)
+    answers.flush()
+    while len(head := orders.read(4)) == 4:
+        order = json.loads(orders.read(int.from_bytes(head, "big")))
+        body = json.dumps(answer(order["order"]) | {"number": order["number"]}, ensure_ascii=False)
+        encoded = body.encode(errors="replace")
+        answers.write(len(encoded).to_bytes(4, "big") + encoded)
+        answers.flush()

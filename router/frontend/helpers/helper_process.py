@@ -2,35 +2,52 @@
 
     router ──order──▶ helper ──answer──▶ router        each is four bytes of length, and JSON
 
-An answer names its order's number, so no request ever gets the answer of another one.
-Work that hangs or takes too much memory costs its own request and a restart of the helper. `helper_main` is the
-helper's side.
+An answer names its order's number, so no request ever gets the answer of another one. Tenants take turns.
+Work that hangs or takes too much memory costs its own request and a restart of the helper. A helper that was killed or
+stopped from outside is replaced, and its order is done again once. `helper_main` is the helper's side.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
-from typing import Any
+import time
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
 
 import msgspec
 
+from baton.errors import Overloaded, StartupError
 from baton.futures import looked_at
 from baton.messages import UNREADABLE
+from router.frontend.fair_turns import FairTurns
+from router.frontend.helpers.helper_main import READY
 
-_START = 30.0  # seconds for the first order of a new process, which imports its libraries
+_START = 30.0  # seconds in which a new process must have imported its libraries
 _BESIDE = 2**16  # bytes of an answer beside its text
 _ESCAPED = 12  # bytes that a character takes in JSON at most
+_WAITING = 64  # orders of one tenant that wait, ...
+_WAITING_BYTES = 64 * 2**20  # ... and their bytes
+_SHARE = 0.5  # of an order's time that its process must have computed to be called late
+_EXTENSIONS = 4  # times the deadline that a busy machine may leave a process without its share
+
+
+_NOT_STARTED = (StartupError, asyncio.IncompleteReadError, OSError)
 
 
 class HelperLate(Exception):
-    """The answer did not come in time. The process was ended."""
+    """The order took too much of the process's time. The process was ended."""
 
 
 class HelperDied(Exception):
     """The process ended before it answered, perhaps by its use of memory; or it was ended, since it said what is no
     answer."""
+
+
+class _Interrupted(Exception):
+    """The process was killed, or stood still: nothing is known of the order."""
 
 
 class HelperAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,61 +63,137 @@ class HelperProcess:
     """A helper that is started when it is first needed, and does one order after another. One event loop may use it."""
 
     def __init__(self, module: str, *arguments: str, deadline: float, most: int) -> None:
-        """`deadline`: seconds for one order, once the process has answered the first one. `most`: characters of a
-        text."""
+        """`deadline`: seconds for one order. `most`: characters of a text."""
+        self._module = module
         self._command = (sys.executable, "-m", module, *arguments)
         self.deadline = deadline
         self._most_bytes = _ESCAPED * most + _BESIDE
         self._decoder = msgspec.json.Decoder(HelperAnswer)
-        self._process: asyncio.subprocess.Process | None = None
-        self._patience = _START
-        self._turn = asyncio.Lock()
+        self._started: asyncio.Task[Process] | None = None
+        self._turns = FairTurns("a helper process", 1, _WAITING, _WAITING_BYTES)
         self._number = 0
 
-    async def ask(self, order: Any) -> HelperAnswer:
-        """Return the answer to an order. Raises HelperLate and HelperDied."""
-        self._number += 1
-        number, said = self._number, msgspec.json.encode({"number": self._number, "order": order})
-        asking = asyncio.create_task(self._in_turn(number, said))
+    async def ask(self, order: bytes, tenant: str = "") -> HelperAnswer:
+        """Return the answer to a tenant's order, which is JSON. Raises HelperLate, HelperDied, and Overloaded where too
+        much of the tenant waits or the process was interrupted twice."""
+        asking = asyncio.create_task(self._in_turn(order, tenant))
         asking.add_done_callback(looked_at)
         return await asyncio.shield(asking)  # if the client goes, its answer must still be read
 
     async def close(self) -> None:
         """End the process."""
-        process, self._process, self._patience = self._process, None, _START
-        if process is None:
+        started, self._started = self._started, None
+        if started is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        started.cancel()  # which changes nothing once it is done
+        with contextlib.suppress(asyncio.CancelledError, *_NOT_STARTED):
+            await _killed(await started)
 
-    async def _in_turn(self, number: int, order: bytes) -> HelperAnswer:
-        async with self._turn:
-            try:
-                answer = await asyncio.wait_for(self._exchange(number, order), self._patience)
-                self._patience = self.deadline
-                return answer
-            except TimeoutError:
-                await self.close()
-                raise HelperLate from None
-            except (asyncio.IncompleteReadError, ConnectionError, *UNREADABLE):
-                await self.close()
-                raise HelperDied from None
+    async def _in_turn(self, order: bytes, tenant: str) -> HelperAnswer:
+        leave = await self._turns.enter(tenant, len(order))
+        try:
+            for _ in range(2):
+                with contextlib.suppress(_Interrupted):
+                    return await self._done(order)
+        finally:
+            leave()
+        raise Overloaded(f"{self._module} was interrupted twice; try again")
 
-    async def _exchange(self, number: int, order: bytes) -> HelperAnswer:
-        if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-            )
-        given, taken = self._process.stdin, self._process.stdout
-        assert given is not None
-        assert taken is not None
-        given.write(len(order).to_bytes(4, "big") + order)
-        await given.drain()
-        size = int.from_bytes(await taken.readexactly(4), "big")
+    async def _done(self, order: bytes) -> HelperAnswer:
+        """Have the process do an order. Whenever it gives no answer, another one is started in its place."""
+        if self._started is None:
+            self._begin()
+        started = self._started
+        assert started is not None
+        try:
+            process = await started
+        except _NOT_STARTED:
+            self._started = None
+            raise _Interrupted from None
+        try:
+            return await self._exchange(process, order)
+        except BaseException:
+            await _killed(process)
+            if self._started is started:  # else it was closed meanwhile
+                self._begin()  # the next order finds it ready
+            raise
+
+    def _begin(self) -> None:
+        self._started = asyncio.create_task(self._start())
+        self._started.add_done_callback(looked_at)
+
+    async def _start(self) -> Process:
+        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
+        assert process.stdout is not None
+        try:
+            if await asyncio.wait_for(process.stdout.readexactly(len(READY)), _START) == READY:
+                return process
+            raise StartupError(f"{self._module} said something else before it was ready")
+        except TimeoutError:
+            await _killed(process)
+            raise StartupError(f"{self._module} did not start within {_START:g} s") from None
+        except BaseException:
+            await _killed(process)
+            raise
+
+    async def _exchange(self, process: Process, order: bytes) -> HelperAnswer:
+        self._number += 1
+        reading = asyncio.create_task(self._answer(process, self._number, order))
+        reading.add_done_callback(looked_at)
+        try:
+            before = _computed(process)
+            for _ in range(_EXTENSIONS):
+                done, _ = await asyncio.wait([reading], timeout=self.deadline)
+                if done:
+                    return reading.result()
+                if _computed(process) - before >= _SHARE * self.deadline:
+                    raise HelperLate
+                if _is_stopped(process):
+                    break
+            raise _Interrupted
+        except (asyncio.IncompleteReadError, ConnectionError):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), self.deadline)
+            raise (_Interrupted if process.returncode == -signal.SIGKILL else HelperDied) from None
+        except UNREADABLE:
+            raise HelperDied from None
+        finally:
+            reading.cancel()
+
+    async def _answer(self, process: Process, number: int, order: bytes) -> HelperAnswer:
+        orders, answers = process.stdin, process.stdout
+        assert orders is not None
+        assert answers is not None
+        said = b'{"number":%d,"order":%b}' % (number, order)
+        orders.write(len(said).to_bytes(4, "big") + said)
+        await orders.drain()
+        size = int.from_bytes(await answers.readexactly(4), "big")
         if size > self._most_bytes:
             raise ValueError(f"an answer of {size} bytes; at most {self._most_bytes} are taken")
-        answer = self._decoder.decode(await taken.readexactly(size))
+        answer = self._decoder.decode(await answers.readexactly(size))
         if answer.number != number or (answer.text is None and not answer.error):
             raise ValueError("the answer to another order, or one with neither a text nor an error")
         return answer
+
+
+def _computed(process: Process) -> float:
+    """Return the seconds of processor time that a process has taken; 0 once it has ended."""
+    try:
+        return time.clock_gettime((~process.pid << 3) | 2)  # the clock that clock_getcpuclockid(3) names
+    except OSError:
+        return 0.0
+
+
+def _is_stopped(process: Process) -> bool:
+    """Return whether a signal has stopped a process."""
+    try:
+        status = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in "Tt"
+
+
+async def _killed(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

@@ -50,11 +50,11 @@ async def beam_search(
     workers: list[str] = [""]
     first: RequestEnded | None = None
     while search.running:
-        steps = [_step(validated, sampling, beam) for beam in search.running]
-        streams = [
-            submit(step, cached_on=workers[beam.parent]) for step, beam in zip(steps, search.running, strict=True)
-        ]
+        streams: list[OutputStream] = []
         try:
+            for beam in search.running:
+                streams.append(submit(_step(validated, sampling, beam), cached_on=workers[beam.parent]))
+                await asyncio.sleep(0)  # many beams of a long prompt take a while
             results = await asyncio.gather(*map(collect, streams))
         finally:
             for stream in streams:
