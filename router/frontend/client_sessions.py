@@ -178,8 +178,10 @@ class RouterDriver:
         )
         if leader is None:
             self.handle(order)
-        else:
+        elif leader.name in self._streams and leader.name not in self._last_token:
             self._followers.setdefault(leader.name, []).append(order)
+        else:  # it has its first token, or has ended
+            self.handle(replace(order, cached_on=leader.worker, ttft=None))
         return stream
 
     def abandon(self, stream: OutputStream) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 from collections.abc import Awaitable, Callable
@@ -242,3 +243,23 @@ def test_messages_that_are_none() -> None:
     with pytest.raises(InvalidRequest, match="tool_calls"):
         normalized([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}])
     assert chat_template.normalized(CALLS)[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": [1, "ü"]}
+
+
+def test_a_tenants_many_long_chats_delay_another_tenant_by_one_of_them() -> None:
+    ended = list[str]()
+    template = (
+        "{% set text = namespace(all='') %}{% for message in messages %}{% set text.all = text.all ~ message.role %}"
+    )
+    template += "{% endfor %}{{ text.all | length }}"
+
+    async def test(renderer: TemplateRenderer) -> None:
+        async def chat(tenant: str, messages: int) -> None:
+            order = rendering(template, variables([{"role": "user", "content": "x"}] * messages))
+            with contextlib.suppress(InvalidRequest):  # on a slow machine it takes too long
+                await renderer.render(order, tenant)
+            ended.append(tenant)
+
+        await asyncio.gather(*(chat("a", 30_000) for _ in range(5)), chat("b", 1))
+
+    run(test)
+    assert ended.index("b") <= 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from baton.config import ModelConfig
 from baton.errors import InvalidRequest
@@ -106,10 +108,9 @@ def test_forced_calls_are_a_schema_and_no_reasoning() -> None:
     schema = asked.structured_outputs["json"]
     first, second = schema["items"]["anyOf"]
     assert first["properties"] == {"name": {"const": "f"}, "parameters": {"$ref": "#/$defs/t0"}}
-    assert schema["$defs"]["t0"]["properties"] == {
-        "x": {"$ref": "#/$defs/t0/$defs/X"}, "self": {"$ref": "#/$defs/t0"}
-    }  # fmt: skip
-    assert second["properties"]["parameters"] == {"type": "object", "properties": {}}
+    # A resource of its own, within which its references stay right.
+    assert schema["$defs"]["t0"] == parameters | {"$id": "baton://tools/0/"}
+    assert second["properties"]["parameters"] == {"$ref": "#/$defs/t1"}
     assert "maxItems" not in schema
     asked, _ = planned(chat(tools=TWO, tool_choice="required", parallel_tool_calls=False), HERMES)
     assert asked.structured_outputs is not None
@@ -119,6 +120,40 @@ def test_forced_calls_are_a_schema_and_no_reasoning() -> None:
     assert asked.structured_outputs is not None
     assert (asked.structured_outputs["json"], plan.names) == ({"type": "object"}, ("f",))
     assert asked.chat_template_kwargs == {"enable_thinking": True}
+
+
+INTEGER = {"type": "integer"}
+REFERRING = {
+    "pointer": {"properties": {"x": {"$ref": "#/$defs/i"}}, "$defs": {"i": INTEGER}},
+    "anchor": {"properties": {"x": {"$ref": "#whole"}}, "$defs": {"i": {"$anchor": "whole", **INTEGER}}},
+    "identifier": {
+        "$id": "https://example.com/t", "properties": {"x": {"$ref": "/t#/$defs/i"}}, "$defs": {"i": INTEGER},
+    },
+    "identifier of a part": {"properties": {"x": {"$ref": "part"}}, "$defs": {"i": {"$id": "part", **INTEGER}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFERRING)
+def test_references_within_a_tool_mean_the_same_in_the_grammar_of_all_tools(name: str) -> None:
+    """Two tools with the same names within, of which the second one's are texts."""
+    closed = {"type": "object", "required": ["x"], "additionalProperties": False}
+    first = closed | REFERRING[name]
+    second = json.loads(json.dumps(first).replace("integer", "string").replace("/t", "/u"))
+    asked, _ = planned(chat(tools=[tool("f", first), tool("g", second)], tool_choice="required"), HERMES)
+    assert asked.structured_outputs is not None
+    grammar = LLMatcher.grammar_from_json_schema(
+        json.dumps(asked.structured_outputs["json"] | {"x-guidance": {"whitespace_flexible": False}})
+    )
+
+    def allows(text: str) -> bool:
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.consume_tokens(list(text.encode())) and not matcher.is_error()
+
+    assert allows('[{"name":"f","parameters":{"x":1}}]')
+    assert not allows('[{"name":"f","parameters":{"x":"1"}}]')
+    assert allows('[{"name":"g","parameters":{"x":"1"}}]')
+    assert not allows('[{"name":"g","parameters":{"x":1}}]')
 
 
 def test_a_prompt_that_begins_reasoning_ends_it_for_a_constrained_output() -> None:

@@ -187,42 +187,20 @@ def _constraint(plan: ToolPlan, tools: Mapping[str, Json]) -> Json:
         return {"json": schemas[0], "disable_any_whitespace": True}
     definitions: Json = {}
     for number, schema in enumerate(schemas):
-        if _has_references(schema):
-            definitions[f"t{number}"] = _moved(schema, f"#/$defs/t{number}")
-            schemas[number] = {"$ref": f"#/$defs/t{number}"}
+        # With an identifier it is a resource of its own, within which its references mean what they meant before.
+        own = schema.get("$id")
+        taken = any(own == other.get("$id") for other in definitions.values())
+        definitions[f"t{number}"] = schema if own and not taken else schema | {"$id": f"baton://tools/{number}/"}
     calls: list[Json] = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": schema},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/t{number}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, schema in zip(plan.names, schemas, strict=True)
+        for number, name in enumerate(plan.names)
     ]
-    whole: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    whole: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
     if not plan.parallel:
         whole["maxItems"] = 1
-    if definitions:
-        whole["$defs"] = definitions
     return {"json": whole, "disable_any_whitespace": True}
-
-
-def _has_references(schema: Json) -> bool:
-    return b'"$ref"' in msgspec.json.encode(schema)
-
-
-def _moved(value: Any, root: str) -> Any:
-    """A schema whose references are right where it is a definition of another one."""
-    match value:
-        case dict():
-            members = cast("Json", value)
-            return {
-                name: f"{root}{inner[1:]}"
-                if name == "$ref" and isinstance(inner, str) and inner.startswith("#")
-                else _moved(inner, root)
-                for name, inner in members.items()
-            }
-        case list():
-            return [_moved(inner, root) for inner in cast("list[Any]", value)]
-        case _:
-            return value

@@ -8,6 +8,7 @@ process and no worker.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from msgspec.structs import replace
 from baton import grammars
 from baton.errors import BatonError, InvalidGrammar
 from baton.messages import MAX_GRAMMAR, Grammar
+from router.frontend.grammars.schema_ends import check_ends
 from router.frontend.helpers.helper_main import serve
 
 _MEMORY = 2 << 30  # bytes of address space: a tokenizer of 256,000 tokens takes a quarter of it
@@ -43,9 +45,13 @@ def _answer(order: dict[str, Any], file: str, vocab_size: int, eos: int) -> dict
                     f"the grammar has {len(grammar.text)} characters in Lark; at most {MAX_GRAMMAR} may be"
                 )
         grammars.try_out(_tokenizer(file, vocab_size, eos), grammar)
+        if grammar.kind == "json_schema":
+            check_ends(json.loads(grammar.text))
         return {"text": grammar.text}
     except BatonError as error:
         return {"reason": error.reason, "error": str(error)}
+    except RecursionError:
+        return {"reason": "invalid_grammar", "error": "it is nested too deeply"}
     except MemoryError:
         return {"reason": "invalid_grammar", "error": "it takes too much memory"}
 

@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from pathlib import Path
 
 import msgspec
 
@@ -31,7 +30,8 @@ _ESCAPED = 12  # bytes that a character takes in JSON at most
 _WAITING = 64  # orders of one tenant that wait, ...
 _WAITING_BYTES = 64 * 2**20  # ... and their bytes
 _SHARE = 0.5  # of an order's time that its process must have computed to be called late
-_EXTENSIONS = 4  # times the deadline that a busy machine may leave a process without its share
+_STILL = 0.01  # of an order's time: a process that has computed less within all of it stands still
+_EXTENSIONS = 20  # times the deadline that a busy machine may leave a process without its share
 
 
 _NOT_STARTED = (StartupError, asyncio.IncompleteReadError, OSError)
@@ -141,16 +141,18 @@ class HelperProcess:
         reading = asyncio.create_task(self._answer(process, self._number, order))
         reading.add_done_callback(looked_at)
         try:
-            before = _computed(process)
+            before = last = _computed(process)
             for _ in range(_EXTENSIONS):
                 done, _ = await asyncio.wait([reading], timeout=self.deadline)
                 if done:
                     return reading.result()
-                if _computed(process) - before >= _SHARE * self.deadline:
-                    raise HelperLate
-                if _is_stopped(process):
+                now = _computed(process)
+                if now - before >= _SHARE * self.deadline:
                     break
-            raise _Interrupted
+                if now - last < _STILL * self.deadline:
+                    raise _Interrupted
+                last = now
+            raise HelperLate
         except (asyncio.IncompleteReadError, ConnectionError):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), self.deadline)
@@ -182,15 +184,6 @@ def _computed(process: Process) -> float:
         return time.clock_gettime((~process.pid << 3) | 2)  # the clock that clock_getcpuclockid(3) names
     except OSError:
         return 0.0
-
-
-def _is_stopped(process: Process) -> bool:
-    """Return whether a signal has stopped a process."""
-    try:
-        status = Path(f"/proc/{process.pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] in "Tt"
 
 
 async def _killed(process: Process) -> None:

@@ -1,0 +1,148 @@
+"""Finds parts of a JSON schema from which an output could never come to an end.
+
+llguidance refuses what can't be met at once, such as an empty range. Two kinds it does not see: a part that needs
+itself again and again, and a `patternProperties` whose names are all declared in `properties` (llguidance#265). There
+a comma is allowed and then nothing but white space. Pure, but for llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.errors import InvalidGrammar, shown
+
+Schema: TypeAlias = Any  # an object, or true or false
+
+_MEMBERS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
+_QUOTE = ord('"')
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An object of a schema that is a schema itself."""
+
+    path: str  # a JSON pointer behind "#"
+    base: str  # the path of the resource that it belongs to: the nearest part around it with an `$id`
+    schema: Mapping[str, Any]
+
+
+def check_ends(schema: Schema) -> None:
+    """Raise InvalidGrammar with the path of a part that no output can complete."""
+    parts = {part.path: part for part in _parts(schema)}
+    for part in parts.values():
+        patterns, declared = part.schema.get("patternProperties"), list(part.schema.get("properties") or {})
+        closed = part.schema.get("additionalProperties") is False
+        if patterns and declared and closed and not any(_names_more(pattern, declared) for pattern in patterns):
+            raise InvalidGrammar(
+                f"{part.path}: patternProperties {shown(repr(list(patterns)))} match declared properties alone, so "
+                "an output would wait for a name that can't come; put their schemas into these properties"
+            )
+    finite, possible = _inhabited(parts, start=False), _inhabited(parts, start=True)
+    for path in parts:
+        if possible[path] and not finite[path]:
+            raise InvalidGrammar(f"{path}: it needs itself again and again, so no output that follows it ends")
+
+
+def _parts(schema: Schema) -> Iterator[_Part]:
+    waiting = [("#", "#", schema)]
+    while waiting:
+        path, base, schema = waiting.pop()
+        if not isinstance(schema, dict):
+            continue
+        base = path if "$id" in schema else base
+        yield _Part(path, base, schema)
+        waiting += [(f"{path}/{step}", base, member) for step, member in _members(schema)]
+
+
+def _members(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
+    """Yield the schemas directly within one, each with its part of a JSON pointer."""
+    for name, members in schema.items():
+        if name in _MEMBERS and isinstance(members, dict):
+            for key, member in members.items():
+                yield f"{name}/{key.replace('~', '~0').replace('/', '~1')}", member
+        elif name in _LISTS and isinstance(members, list):
+            for number, member in enumerate(members):
+                yield f"{name}/{number}", member
+        elif name in _SINGLE:
+            yield name, members
+
+
+def _inhabited(parts: Mapping[str, _Part], *, start: bool) -> dict[str, bool]:
+    """Return which parts a value can meet, by path: the least solution from False, the greatest from True."""
+    known = dict.fromkeys(parts, start)
+    changed = True
+    while changed:
+        changed = False
+        for path, part in parts.items():
+            if known[path] == start and _is_met(part, known) != start:
+                known[path] = not start
+                changed = True
+    return known
+
+
+def _is_met(part: _Part, known: Mapping[str, bool]) -> bool:
+    """Return whether a value can meet a part, by what is known of the others. References that are not pointers count
+    as met."""
+    schema = part.schema
+
+    def holds(step: str, member: Schema = True) -> bool:
+        return known.get(f"{part.path}/{step}", member is not False)
+
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and not known.get(part.base + reference.removeprefix("#"), True):
+        return False
+    steps = dict(_members(schema))
+    for name in ("anyOf", "oneOf"):
+        chosen = [holds(step, member) for step, member in steps.items() if step.startswith(f"{name}/")]
+        if chosen and not any(chosen):
+            return False
+    if not all(holds(step, member) for step, member in steps.items() if step.startswith("allOf/")):
+        return False
+    kinds = schema.get("type")
+    match kinds if isinstance(kinds, str) else kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else None:
+        case "object":
+            declared = schema.get("properties") or {}
+            names = [name if name in declared else None for name in schema.get("required") or ()]
+            return all(_holds_property(name, schema, holds) for name in names)
+        case "array":
+            first = len(schema.get("prefixItems") or ())
+            needed = min(int(schema.get("minItems") or 0), first + 1)
+            return all(
+                holds(f"prefixItems/{number}") if number < first else holds("items", schema.get("items", True))
+                for number in range(needed)
+            )
+        case _:
+            return True
+
+
+def _holds_property(name: str | None, schema: Mapping[str, Any], holds: Callable[..., bool]) -> bool:
+    """Return whether a required property can be met; None: it is not declared."""
+    if name is None:
+        return holds("additionalProperties", schema.get("additionalProperties", True))
+    escaped = name.replace("~", "~0").replace("/", "~1")
+    return holds(f"properties/{escaped}", schema["properties"][name])
+
+
+def _names_more(pattern: str, declared: list[str]) -> bool:
+    """Return whether a pattern of names matches one that is not declared, by what llguidance lets follow the declared
+    ones."""
+    members: Any = {name: {"const": 0} for name in declared}
+    probe = {
+        "type": "object", "properties": members, "required": declared, "patternProperties": {pattern: {"const": 0}},
+        "additionalProperties": False, "x-guidance": {"whitespace_flexible": False},
+    }  # fmt: skip
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(probe)), log_level=0)
+    text = "{" + ",".join(f"{json.dumps(name, ensure_ascii=False)}:0" for name in declared) + ","
+    if matcher.is_error() or not matcher.consume_tokens(list(text.encode(errors="replace"))):
+        return True  # llguidance refuses or never allows a further name; the schema itself is judged elsewhere
+    mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    return bool(mask[_QUOTE])
