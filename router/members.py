@@ -307,9 +307,12 @@ class ClusterMembership:
         """Whether that incarnation went and has no successor yet: it may only have been silent."""
         return any(member.incarnation == incarnation for member in self._gone.values())
 
-    def stuck(self, incarnation: str) -> bool:
-        """Whether that incarnation went because it was stuck."""
-        return any(member.incarnation == incarnation and member.gone == "stuck" for member in self._gone.values())
+    def note_stuck(self, incarnation: str) -> None:
+        """An incarnation that went beats again, and says that it is stuck. It may have gone for its silence: its heart
+        was late on a busy machine, or the loop that hangs kept it from beating."""
+        for member in self._gone.values():
+            if member.incarnation == incarnation and member.gone == "silent":
+                member.gone = "stuck"
 
     @property
     def card(self) -> ModelCard | None:

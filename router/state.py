@@ -226,8 +226,9 @@ class RouterState:
             return
         member = self._members.get(sender)
         if member is None:
-            still_stuck = self._members.stuck(sender) and self._is_stuck(message)
-            if not still_stuck:  # it could not answer
+            if self._is_stuck(message):  # it could not answer
+                self._members.note_stuck(sender)
+            else:
                 self._out.send(sender, RequestHello())
             return
         if envelope.addressee != self._me.incarnation:

@@ -1,7 +1,9 @@
 """A process whose main thread stands still while its other threads go on: what a hung copy, disk or lock looks like.
 
 SIGSTOP stops every thread, so it shows a process that is gone. ptrace stops one thread: the thread that sends
-heartbeats goes on, and says that the process is live.
+heartbeats goes on, and says that the process is live. A thread of Python that is stopped while it computes holds the
+interpreter's lock, and then no other thread goes on: such a process falls silent. So `hung` stops a thread only while
+it waits in the kernel, unless told otherwise.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ _libc.ptrace.restype = ctypes.c_long
 
 
 @contextmanager
-def hung(pid: int) -> Iterator[None]:
+def hung(pid: int, *, anywhere: bool = False) -> Iterator[None]:
     """Stop the main thread of `pid` meanwhile. The thread goes on afterwards, unless the process has ended.
 
-    Raises ProcessLookupError if there is no such process, PermissionError where ptrace is not allowed, and TimeoutError
+    `anywhere`: also while it computes, so that it may keep its process's other threads from going on. Raises ProcessLookupError if there is no such process, PermissionError where ptrace is not allowed, and TimeoutError
     when the thread does not stop.
     """
     # The kernel takes ptrace requests only from the thread that attached, so one thread makes all of them.
     results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     go_on = threading.Event()
-    tracer = threading.Thread(target=_trace, args=(pid, results, go_on), name="tracer")
+    tracer = threading.Thread(target=_trace, args=(pid, anywhere, results, go_on), name="tracer")
     tracer.start()
     try:
         if (error := results.get()) is not None:
@@ -45,15 +47,18 @@ def hung(pid: int) -> Iterator[None]:
         tracer.join()
 
 
-def _trace(pid: int, results: queue.SimpleQueue[BaseException | None], go_on: threading.Event) -> None:
+def _trace(pid: int, anywhere: bool, results: queue.SimpleQueue[BaseException | None], go_on: threading.Event) -> None:
     try:
         _ptrace(_SEIZE, pid)
     except OSError as error:
         results.put(error)
         return
     try:
-        _ptrace(_INTERRUPT, pid)
-        _wait_stopped(pid)
+        until = time.monotonic() + _DEADLINE
+        while not _interrupted(pid, anywhere):
+            if time.monotonic() > until:
+                raise TimeoutError(f"the main thread of process {pid} did not wait for anything in {_DEADLINE:.0f} s")
+            time.sleep(0.001)
         results.put(None)
         go_on.wait()
     except (OSError, TimeoutError) as error:
@@ -67,6 +72,19 @@ def _ptrace(request: int, pid: int) -> None:
     if _libc.ptrace(request, pid, None, 0):
         number = ctypes.get_errno()
         raise OSError(number, f"ptrace {request:#x} of process {pid}: {os.strerror(number)}")
+
+
+def _interrupted(pid: int, anywhere: bool) -> bool:
+    """Stop the thread, and let it go on if it did not wait in the kernel. Return whether it is stopped."""
+    waits_in = _system_call(pid)
+    if not anywhere and not waits_in[:1].isdigit():  # "running", or "-1" outside a system call
+        return False
+    _ptrace(_INTERRUPT, pid)
+    _wait_stopped(pid)
+    if anywhere or _system_call(pid) == waits_in:
+        return True
+    _ptrace(_CONT, pid)
+    return False
 
 
 def _wait_stopped(pid: int) -> None:
@@ -88,3 +106,8 @@ def stopped(pid: int) -> bool:
     """Whether the main thread of `pid` stands in a ptrace stop."""
     stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
     return stat.rpartition(")")[2].split()[0] == "t"
+
+
+def _system_call(pid: int) -> str:
+    """Return the call in which the thread waits, with its arguments and the place it came from."""
+    return Path(f"/proc/{pid}/task/{pid}/syscall").read_text()

@@ -125,7 +125,7 @@ def hang_processes(cluster: LocalCluster, rng: random.Random, stop: threading.Ev
     """Stop the main thread of one process after another. One decode worker always runs."""
     while not stop.wait(rng.uniform(*BETWEEN_HANGS)):
         name = rng.choice(["decode-0", "decode-1", "prefill-0", "store-0"])
-        with hung(cluster.pids[name]):
+        with hung(cluster.pids[name], anywhere=True):
             stop.wait(rng.uniform(*HANG))
         counts[name] += 1
         cluster.wait_live([name])

@@ -43,6 +43,27 @@ def test_the_main_thread_stands_still_while_another_answers() -> None:
             child.kill()
 
 
+def test_a_thread_that_computes_is_stopped_where_it_waits() -> None:
+    """Stopped elsewhere it would hold the interpreter's lock, and no other thread would answer."""
+    busy = _CHILD.replace(
+        "threading.Event().wait()", "import time\nwhile True:\n    sum(range(30_000)); time.sleep(1e-4)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        try:
+            for turn in range(10):
+                with hung(child.pid):
+                    child.stdin.write(f"{turn}\n")
+                    child.stdin.flush()
+                    assert child.stdout.readline() == f"{turn}\n"
+        finally:
+            child.kill()
+
+
 def test_a_process_that_does_not_exist() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.clock import PauseDetector, Tick
 from baton.messages import (
     Accepted,
     Cancel,
@@ -21,6 +22,7 @@ from tests.router.lab import Lab, held
 
 UNREAD = 1_001  # milliseconds, above cluster.heartbeat_timeout_ms
 STUCK = 5_001  # above cluster.step_timeout_ms
+SILENCE = 1.001  # seconds, above cluster.heartbeat_timeout_ms
 
 
 def states(lab: Lab) -> dict[str, str | None]:
@@ -45,6 +47,29 @@ def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(role: Role)
     assert len(lab.sent(RequestHello, victim)) == 1
     lab.join(role, f"{role}-0")
     assert states(lab)[f"{role}-0"] is None
+
+
+def test_a_silent_process_whose_heart_beats_again_while_its_loop_hangs_is_stuck() -> None:
+    """A loop that hangs may keep its heart from beating for a while, and on a busy machine the heart may be late."""
+    lab = Lab()
+    lab.split()
+    lab.advance(SILENCE)
+    assert states(lab)["store-0"] == "silent"
+    assert lab.say("store-0.1", Heartbeat(0, LoadReport(), loop_age_ms=STUCK)) == []
+    assert states(lab)["store-0"] == "stuck"
+    lab.say("store-0.1", Heartbeat(0, LoadReport()))
+    assert len(lab.sent(RequestHello, "store-0.1")) == 1
+
+
+def test_a_router_whose_every_turn_is_late_still_notices_silence() -> None:
+    lab = Lab()
+    lab.split()
+    beat = lab.config.cluster.heartbeat_ms / 1_000
+    pauses = PauseDetector(tolerance=beat)
+    for _ in range(round(3 * SILENCE / beat)):
+        lab.now += 1.5 * beat
+        lab.tell(Tick(pauses.tick(lab.now)))
+    assert set(states(lab).values()) == {"silent"}
 
 
 def test_a_worker_that_was_stuck_and_joins_again_is_given_work() -> None:
