@@ -108,7 +108,7 @@ def test_a_killed_writers_slots_come_back_and_its_waiters_are_told(store: StoreP
         assert is_full(client, 1, "uvwxyz")
         client.leases.add(2)
         client.store.call(Acquire(2, packed("abc"), wait=True))
-        assert 2 in client.next(StoreHeartbeat).leases
+        eventually(lambda: 2 in client.next(StoreHeartbeat).leases, what="a heartbeat from after the call")
         started = time.monotonic()
         writer.kill()
         assert client.next(PagesUnavailable, 2).index == 0
