@@ -19,6 +19,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
+from baton import hosts
 from baton.errors import ConfigError
 from baton.hosts import is_loopback
 from baton.messages import MAX_NAME, MAX_TRACE_STEPS, WorkerRole
@@ -206,10 +207,12 @@ class RouterConfig(_Section, frozen=True):
 
     host: str = "127.0.0.1"  # where it listens for workers and Prometheus; not loopback: other nodes may join
     grpc_port: Port = 50_051  # for clients, at api.host; 0: any free port
-    internal_port: Port = 50_052  # where workers and stores connect
-    http_port: Port = 50_053  # /metrics and /discovery
+    internal_port: Port = 20_052  # where workers and stores connect
+    http_port: Port = 20_053  # /metrics and /discovery
     operator: str = ""  # Cluster and Cache: a Unix socket's path or a loopback host:port; "": a socket of this user
-    max_concurrent_rpcs: Positive = 4_096  # of more RPCs at a time, all but health checks are refused
+    max_concurrent_rpcs: Positive = (
+        4_096  # more RPCs at a time are refused; health and reflection have places of their own
+    )
     max_attempts: Positive = 4  # per request; the last is always decode-local
     max_queued: Natural = 1_024  # requests waiting for a worker; of more, the least urgent are refused
     max_queued_tokens: Positive = 16_777_216  # of their prompts together
@@ -415,8 +418,19 @@ def _converted(tree: dict[str, Any], path: Path | None) -> Config:
         config = msgspec.convert(tree, Config, dec_hook=decode_size)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path or 'configuration'}: {error}") from None
+    config = _with_normal_hosts(config)
     _check(config)
     return config
+
+
+def _with_normal_hosts(config: Config) -> Config:
+    """Return it with router.host and api.host as all code takes them; brackets are accepted. Raises ConfigError."""
+    for setting, host in (("router.host", config.router.host), ("api.host", config.api.host)):
+        if why := hosts.problem(host):
+            raise ConfigError(f"{setting}: {why}")
+    router = msgspec.structs.replace(config.router, host=hosts.normal(config.router.host))
+    api = msgspec.structs.replace(config.api, host=hosts.normal(config.api.host))
+    return msgspec.structs.replace(config, router=router, api=api)
 
 
 def dump(config: Config) -> str:

@@ -11,14 +11,39 @@ import ipaddress
 LOOPBACK = "127.0.0.1"
 
 
+def normal(host: str) -> str:
+    """Return the host as all of our code takes it: without brackets, and an IPv4 address in IPv6's clothes as such."""
+    address = _parsed(host)
+    return str(address.ipv4_mapped or address) if isinstance(address, ipaddress.IPv6Address) else host
+
+
+def problem(host: str) -> str:
+    """Return why other processes can't be told that address, or "" if they can."""
+    address = _parsed(host)
+    if address is None:
+        wrong = any(sign in host for sign in ":[]/ ")
+        return f"{host!r} is neither an address nor a name; write the host alone, without a port" if wrong else ""
+    if isinstance(address, ipaddress.IPv6Address) and address.is_link_local:
+        return f"{host} is a link-local address, which means another interface on every machine; take a global one"
+    return f"{host} is a multicast address, on which nothing can listen" if address.is_multicast else ""
+
+
+def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    if bracketed_alone := host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return None if bracketed_alone and address.version == 4 else address
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach it. A name other than "localhost" may mean any machine."""
     if host == "localhost":
         return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    address = _parsed(host)
+    return address is not None and address.is_loopback
 
 
 def is_wildcard(host: str) -> bool:
@@ -29,6 +54,11 @@ def is_wildcard(host: str) -> bool:
 def endpoint(host: str, port: int = 0) -> str:
     """The ZMQ endpoint of that host and port (0: any free one)."""
     return f"tcp://{bracketed(host)}:{port}"
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether it is an IPv6 address, of which sockets must be told."""
+    return ":" in host
 
 
 def host_of(endpoint: str) -> str:

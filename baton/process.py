@@ -16,7 +16,7 @@ from pathlib import Path
 from baton import config, logs
 from baton.config import Config
 from baton.errors import BatonError, ConfigError, KeysUnusable
-from baton.hosts import LOOPBACK, host_of, is_loopback, is_wildcard
+from baton.hosts import LOOPBACK, host_of, is_loopback, is_wildcard, normal, problem
 from baton.wire import ClusterKeys, use_keys
 
 _DESCRIPTORS = 65_536
@@ -45,12 +45,14 @@ def parse(program: str, argv: Sequence[str] | None, needs_router: bool) -> Argum
         text = "ZMQ endpoint of a router, tcp://host:port; may be given more than once"
         parser.add_argument("--router", action="append", required=True, help=text)
     given = parser.parse_args(argv)
-    settings = config.load(given.config)
+    settings, host = config.load(given.config), normal(given.host)
+    if why := problem(host):
+        raise ConfigError(f"--host: {why}")
     raise_descriptor_limit()
     logs.configure(given.name, settings.cluster)
     routers = tuple(given.router) if needs_router else ()
-    use_keys(cluster_keys(settings, given.host, routers))
-    return Arguments(settings, given.name, given.node, routers, given.host)
+    use_keys(cluster_keys(settings, host, routers))
+    return Arguments(settings, given.name, given.node, routers, host)
 
 
 def cluster_keys(settings: Config, host: str = LOOPBACK, routers: Sequence[str] = ()) -> ClusterKeys:

@@ -21,6 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from baton.api_keys import KeyRing
 from baton.config import ModelConfig
 from baton.monotonic_clock import MonotonicClock
+from baton.ports import FixedPort
 from baton.timeline import Timeline
 from baton.v1 import generation_pb2_grpc
 from bench.front_clients import PROMPT
@@ -144,7 +145,9 @@ async def _serve(door: str, model: str, given: list[int], answers: TextIO) -> No
         return b""
 
     if door == "http":
-        address = await ApiServer(HttpApi(service, page, Gatekeeper(KeyRing(None))), 4_096).start("127.0.0.1", 0)
+        listener = await FixedPort("api.port", "127.0.0.1", 0).listener()
+        await ApiServer(HttpApi(service, page, Gatekeeper(KeyRing(None))), 4_096).serve(listener)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
     else:
         server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(service), server)

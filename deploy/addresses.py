@@ -9,6 +9,7 @@ import msgspec
 
 from baton.config import Config
 from baton.errors import Unavailable
+from baton.hosts import bracketed
 
 
 class ServiceAddresses(msgspec.Struct, frozen=True):
@@ -39,7 +40,7 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
         wildcards = ("0.0.0.0", "[::]", "*")  # noqa: S104 - recognised here, not listened on
         fixed = {kind: getattr(self, kind) for kind in ("grpc", "internal", "http", "api")}
         for wildcard in wildcards:
-            fixed = {kind: address.replace(f"{wildcard}:", f"{ip}:") for kind, address in fixed.items()}
+            fixed = {kind: address.replace(f"{wildcard}:", f"{bracketed(ip)}:") for kind, address in fixed.items()}
         return ServiceAddresses(**fixed, operator=self.operator)
 
     @property

@@ -1,4 +1,4 @@
-"""`python -m kvstore --config FILE --name store-0 --node NODE --router tcp://127.0.0.1:50052`"""
+"""`python -m kvstore --config FILE --name store-0 --node NODE --router tcp://127.0.0.1:20052`"""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import secrets
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import baton
@@ -28,12 +29,13 @@ from baton.logs import RateLimitedLog
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
+from baton.ports import RouterPorts
 from baton.process import settle
 from baton.wire import Listener, ReplayClient, Subscriber, operator_key, refused
 from kvstore.events.wire_format import decode, publisher_of
 from router.events import KvEvents, KvSnapshot, MessageReceived
 from router.frontend.api.app import HttpApi
-from router.frontend.api.server import ApiServer, listen
+from router.frontend.api.server import ApiServer
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.dashboard_feed import DashboardFeed
 from router.frontend.front.fleet import FrontProcesses
@@ -77,13 +79,19 @@ async def serve(
 ) -> None:
     """Serve until `stop` is set; `ready` is called once every port listens, and again if the operator's has moved.
     Where router.host is every interface, the link to workers and stores, which is told to them by its address, takes
-    `host`, this node's own. Raises PortInUse, StartupError or ModelError when it can't start."""
+    `host`, this node's own. Raises PortInUse, StartupError or ModelError when it
+    can't start."""
     model = await asyncio.to_thread(load, config.model)
     router, clock = config.router, MonotonicClock()
     me = Peer("router", name, node, f"{name}.{secrets.token_hex(8)}", os.getpid())
     async with contextlib.AsyncExitStack() as cleanup:
         inner = host if hosts.is_wildcard(router.host) else router.host
-        listener = Listener(hosts.endpoint(inner, router.internal_port), me)
+        ports = RouterPorts.of(config, inner)
+
+        async def listen_inside() -> Listener:
+            return Listener(hosts.endpoint(inner, router.internal_port), me)
+
+        listener = await ports.internal.taken(listen_inside)
         cleanup.callback(listener.close)
         sockets = RouterSockets(listener)
         cleanup.push_async_callback(sockets.close)
@@ -94,17 +102,20 @@ async def serve(
         gate, tls = Gatekeeper(keys), server_tls(config.tls)
         http = HttpServer(driver, gate)
         cleanup.push_async_callback(http.stop)
-        http_address = await http.start(router.host, router.http_port)
+        http_address = await http.start(await ports.http.listener(), router.host)
         tokenizing = TokenizerThreads()
         cleanup.callback(tokenizing.close)
         service = GenerationService(driver, clock, tokenizing, tracer=tracer)
         cleanup.push_async_callback(service.close)
         client_server, operator = ClientServer(service, gate), OperatorServer(service, gate)
         cleanup.push_async_callback(_stop, client_server, operator)
-        grpc_address = await client_server.start(config.api.host, router.grpc_port, tls)
+        grpc_address = await ports.grpc.taken(partial(client_server.start, config.api.host, router.grpc_port, tls))
         operator_address = await operator.start(router.operator, config.cluster.name, name)
         feed = DashboardFeed(driver, clock)
-        api_address = await _start_api(cleanup, config, service, http, gate, tls, http_address, feed)
+        door = await ports.api.listener()
+        cleanup.callback(door.close)
+        api_address = f"{hosts.bracketed(config.api.host)}:{door.getsockname()[1]}"
+        await _start_api(cleanup, config, service, http, gate, tls, http_address, feed, door)
         cleanup.callback(driver.stop)  # before the front stops: its streams still say why they end
         driver.address = _reachable(http_address, router.host)
         settle()
@@ -157,24 +168,26 @@ async def _start_api(
     tls: ServerTls | None,
     http_address: str,
     feed: DashboardFeed,
-) -> str:
-    """Serve the HTTP APIs, here or in processes of their own. Returns "host:port". Raises PortInUse or StartupError."""
+    door: socket.socket,
+) -> None:
+    """Serve the HTTP APIs on the socket `door`, here or in processes of their own. Raises StartupError."""
     if config.api.processes:
         name = service.driver.me.name
         link = FrontLink(service, gate, feed)
         cleanup.push_async_callback(link.stop)
         target = await link.start(config.router.operator, config.cluster.name, name)
-        pages = f"{hosts.LOOPBACK}:{http_address.rpartition(':')[2]}"
+        pages = f"{hosts.LOOPBACK}:{http_address.rpartition(':')[2]}"  # "::" is every interface for IPv4, too
         pages = pages if hosts.is_wildcard(config.router.host) else http_address
         fronts = FrontProcesses(config, name, target, pages, operator_key())
         cleanup.push_async_callback(fronts.stop)
         http.fronts = lambda: [(name, _reachable(at, config.router.host)) for name, at in fronts.metrics]
-        return await fronts.start(listen(config.api.host, config.api.port))
+        await fronts.start(door)
+        return
     trust = config.api.trust_request_chat_template
     api = HttpApi(service, http.page, gate, feed, trust_templates=trust)
     server = ApiServer(api, config.router.max_concurrent_rpcs, tls)
     cleanup.push_async_callback(server.stop)
-    return await server.start(config.api.host, config.api.port)
+    await server.serve(door)
 
 
 async def _drained(driver: RouterDriver, stop: asyncio.Event) -> None:

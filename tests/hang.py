@@ -30,7 +30,9 @@ _libc.ptrace.restype = ctypes.c_long
 def hung(pid: int, *, anywhere: bool = False) -> Iterator[None]:
     """Stop the main thread of `pid` meanwhile. The thread goes on afterwards, unless the process has ended.
 
-    `anywhere`: also while it computes, so that it may keep its process's other threads from going on. Raises ProcessLookupError if there is no such process, PermissionError where ptrace is not allowed, and TimeoutError
+    `anywhere`: also while it computes, so that it may keep its process's other threads from going on.
+
+    Raises ProcessLookupError if there is no such process, PermissionError where ptrace is not allowed, and TimeoutError
     when the thread does not stop.
     """
     # The kernel takes ptrace requests only from the thread that attached, so one thread makes all of them.

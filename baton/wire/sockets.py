@@ -62,6 +62,7 @@ def bind(socket: Any, endpoint: str) -> str:
                 f"{endpoint} is every interface, which is no address to announce: name the one that the other nodes "
                 "reach (--host, or router.host)"
             )
+        _speak_ipv6(socket, endpoint)
         if not endpoint.startswith(_NO_NETWORK):
             keys = _needed(endpoint)
             # The guard first: the socket asks it about every peer from the moment that it listens.
@@ -91,6 +92,7 @@ def connect(socket: Any, endpoint: str) -> None:
     StartupError without the keys that a TCP socket needs."""
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+    _speak_ipv6(socket, endpoint)
     if not endpoint.startswith(_NO_NETWORK):
         try:
             keys = _needed(endpoint)
@@ -125,6 +127,11 @@ class Revival:
             with contextlib.suppress(zmq.ZMQError):  # ENOENT: ZMQ has forgotten the endpoint as well
                 self._socket.disconnect(self._endpoint)
             self._socket.connect(self._endpoint)
+
+
+def _speak_ipv6(socket: Any, endpoint: str) -> None:
+    # Only where the address is one: with this option ZMQ makes IPv6 addresses of all others.
+    socket.setsockopt(zmq.IPV6, int(hosts.is_ipv6(hosts.host_of(endpoint))))
 
 
 def _notice_silence(socket: Any, endpoint: str) -> None:

@@ -124,7 +124,7 @@ def _ports(config: Config) -> list[Finding]:
     try:
         preflight.check_ports(config)
     except BatonError as error:
-        return [Finding("bad", "ports", f"{ports}: not all free", str(error))]
+        return [Finding("bad", "ports", f"{ports}: can't all be had", str(error))]
     return [Finding("ok", "ports", f"{ports}: free")]
 
 

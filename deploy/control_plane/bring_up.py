@@ -40,7 +40,7 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
     if (stale := state_file.read(folder)) is not None:
         say("clearing away what a cluster that died left behind")
         tear_down(folder, stale, lambda _: None)
-    preflight.check(config)
+    preflight.check(config, say)
     named = bool(config.cluster.key_file)
     made_keys = not named and not config.cluster.key_path.exists()
     config = _settle(config, say)

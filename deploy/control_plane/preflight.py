@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from baton import doors
 from baton.api_keys import KeyRing
 from baton.config import Config, DecodeConfig, PrefillConfig
-from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, PortInUse, StartupError
+from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, StartupError
 from baton.hosts import is_loopback
 from baton.messages import WorkerRole
 from baton.operator_address import Loopback, parse_operator
+from baton.ports import FixedPort, Patience, RouterPorts
 from baton.system_memory import AvailableMemory, available_memory
 from baton.wire import ClusterKeys
 from deploy.control_plane import state_file
@@ -32,13 +33,13 @@ _VLLM_BYTES = 500 * 2**20  # of vLLM beside it
 _RANK_BYTES = 350 * 2**20  # of each rank beside that, where there are several
 
 
-def check(config: Config) -> None:
-    """Run all checks. Raises the first error."""
+def check(config: Config, say: Callable[[str], object]) -> None:
+    """Run all checks; `say` tells what takes long. Raises the first error."""
     check_model(config.model.path)
     check_adapters(config.model.lora_modules)
     check_keys(config)
     check_doors(config)
-    check_ports(config)
+    check_ports(config, say)
     check_device(config)
     check_engine(config)
     check_memory(config, available_memory())
@@ -84,28 +85,20 @@ def check_doors(config: Config) -> None:
     doors.check_keys(config, KeyRing(config.api_keys_path, required=config.api.require_keys))
 
 
-def check_ports(config: Config) -> None:
-    """Check that the router's ports are free. Raises PortInUse."""
-    router = config.router
-    ports = [
-        ("router.grpc_port=0", config.api.host, router.grpc_port),
-        ("router.internal_port=0", router.host, router.internal_port),
-        ("router.http_port=0", router.host, router.http_port),
-        ("api.port=0", config.api.host, config.api.port),
-    ]
-    if isinstance(operator := parse_operator(router.operator), Loopback):
-        ports.append((f"router.operator={operator._replace(port=0)}", operator.host, operator.port))
-    for setting, host, port in ports:
-        if port:
-            try:
-                with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind((host, port))
-            except OSError as error:
-                raise PortInUse(
-                    f"the router can't listen on {host}:{port} ({error.strerror}); end what listens there "
-                    f"(`ss -ltnp 'sport = :{port}'` shows it), or take another: --set {setting} takes any"
-                ) from None
+def check_ports(config: Config, say: Callable[[str], object] | None = None) -> None:
+    """Check that the router's ports can be had. With `say`, wait while a connection holds one, and tell that. Raises
+    PortInUse, and StartupError for a host that is no address of this machine."""
+    patience = Patience(listener=0.0, connection=5.0) if say else Patience(0.0, 0.0, 0.0, 0.0)
+    ports = RouterPorts.of(config, patience=patience)
+    doors = [ports.grpc, ports.internal, ports.http, ports.api]
+    if isinstance(operator := parse_operator(config.router.operator), Loopback):
+        any_port = f"router.operator={operator._replace(port=0)}"
+        doors.append(FixedPort("router.operator", operator.host, operator.port, "router.operator", any_port, patience))
+    for door in doors:
+        for turn, pause in enumerate(door.waits()):
+            if say is not None and not turn:
+                say(f"waiting for {door}: a connection holds it")
+            time.sleep(pause)
 
 
 def check_memory(config: Config, room: AvailableMemory) -> None:

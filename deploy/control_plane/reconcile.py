@@ -28,7 +28,7 @@ RESTART_PATIENCE = 30.0  # seconds, unless configured (cluster.restart_patience_
 JOIN_PATIENCE = 900.0  # seconds from start until the router lists it: large weights load slowly
 REJOIN_PATIENCE = 20.0  # seconds for which a process that was live may be missing from the router's list
 ROUTER_MISSES = 6  # probes in a row, of a second each, that a live router may leave unanswered
-ROUTER_PATIENCE = 60.0  # seconds from start until a router answers: a busy machine takes many to start a process
+ROUTER_PATIENCE = 90.0  # seconds from start until a router answers: it may wait a minute for a port (baton/ports.py)
 STEADY = 60.0  # seconds of being live after which earlier crashes no longer count
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds; the first crash is repaired at once
 

@@ -10,15 +10,15 @@ second at most.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
-from baton.errors import PermissionDenied, PortInUse, StartupError, Unauthenticated
-from baton.hosts import is_loopback
+from baton.errors import PermissionDenied, Unauthenticated
+from baton.hosts import bracketed, is_loopback
 from baton.metrics import PAGE_TYPE
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.identity import Gatekeeper, note_refusal
@@ -55,8 +55,8 @@ class HttpServer:
         self._runner: web.ServerRunner | None = None
         self._rendering: asyncio.Task[bytes] | None = None
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen; returns "host:port". Raises PortInUse or StartupError."""
+    async def start(self, listener: socket.socket, host: str) -> str:
+        """Serve on a socket that listens at `host`; returns "host:port"."""
         server = _HttpServer(
             self._answer,
             logger=_OF_STRANGERS,
@@ -69,18 +69,8 @@ class HttpServer:
         self._open = is_loopback(host)
         runner = self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
         await runner.setup()
-        site = web.TCPSite(runner, host, port, reuse_port=False, backlog=_BACKLOG)
-        try:
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUse(
-                    f"{host}:{port} is in use; stop what listens there or change router.http_port"
-                ) from None
-            raise StartupError(f"can't listen on {host}:{port}: {error.strerror}") from None
-        bound: int = runner.addresses[0][1]
-        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+        return f"{bracketed(host)}:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:
         if self._runner is not None:

@@ -46,7 +46,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("cluster:\n  name: Bad Name\n", "name"),
         ("cluster:\n  heartbeat_timeout_ms: 10\n", "four heartbeats"),
         ("router:\n  grpc_port: 70000\n", "65535"),
-        ("router:\n  grpc_port: 50052\n", "differ"),
+        ("router:\n  grpc_port: 20052\n", "differ"),
         ("store:\n  host_cache_bytes: 12 parsecs\n", "no size"),
         ("store:\n  host_cache_bytes: -1\n", "zero"),
         ("store:\n  host_cache_bytes: true\n", "no size"),

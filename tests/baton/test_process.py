@@ -83,7 +83,7 @@ def test_a_key_file_that_is_named_is_read_and_never_made(tmp_path: Path, home: P
     assert not home.exists()
 
 
-@pytest.mark.parametrize("arguments", [("--host", "192.0.2.1"), ("--router", "tcp://192.0.2.1:50052")])
+@pytest.mark.parametrize("arguments", [("--host", "192.0.2.1"), ("--router", "tcp://192.0.2.1:20052")])
 def test_processes_on_several_nodes_need_a_key_file(tmp_path: Path, home: Path, arguments: tuple[str, ...]) -> None:
     with pytest.raises(
         KeysUnusable, match=r"192\.0\.2\.1 is not on loopback.*`baton keys cluster FILE`.*cluster\.key_file"

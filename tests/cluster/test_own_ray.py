@@ -107,7 +107,7 @@ def test_an_up_that_fails_leaves_nothing(machine: Machine):
 
 
 def test_a_port_that_is_taken(machine: Machine):
-    script = "import socket; s = socket.create_server(('127.0.0.1', 50052)); print('on', flush=True); s.accept()"
+    script = "import socket; s = socket.create_server(('127.0.0.1', 20052)); print('on', flush=True); s.accept()"
     with machine.start("python", "-c", script) as listener:
         assert listener.stdout is not None
         assert listener.stdout.readline() == "on\n"
@@ -116,7 +116,7 @@ def test_a_port_that_is_taken(machine: Machine):
         machine.kill(pid)
     assert up.status == 1
     assert up.json["error"]["reason"] == "port_in_use"
-    assert "127.0.0.1:50052" in up.json["error"]["message"]
+    assert "127.0.0.1:20052" in up.json["error"]["message"]
     assert machine.left_behind() == []
 
 

@@ -51,6 +51,9 @@ def test_every_interface_means_nothing_elsewhere():
     there = ServiceAddresses("10.1.2.3:1", "tcp://10.1.2.3:2", "10.1.2.3:3", "unix:/run/router.sock")
     assert everywhere.reached_at("10.1.2.3") == there
     assert ADDRESSES.reached_at("10.1.2.3") == ADDRESSES
+    everywhere = ServiceAddresses("[::]:1", "tcp://[::]:2", "[::]:3", "unix:/run/router.sock")
+    there = ServiceAddresses("[fd00::2]:1", "tcp://[fd00::2]:2", "[fd00::2]:3", "unix:/run/router.sock")
+    assert everywhere.reached_at("fd00::2") == there
 
 
 def test_a_reason_ends_the_start_and_a_mere_death_does_not():

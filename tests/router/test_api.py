@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.frontend.api.server import listen
+from baton.ports import FixedPort
 from router.frontend.detokenizer import Tokenizer
 from tests.router import tokenizers
 from tests.router.model import EMPTY, EOS, expected
@@ -549,7 +549,7 @@ def test_small_segments_are_sent_at_once() -> None:
     of a second request on a connection took 20 ms longer."""
 
     async def test() -> None:
-        with listen("127.0.0.1", 0) as listener:
+        with await FixedPort("api.port", "127.0.0.1", 0).listener() as listener:
             made: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
             async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

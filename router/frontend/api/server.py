@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +16,12 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.doors import ServerTls
-from baton.errors import PortInUse, StartupError
-from baton.hosts import bracketed
+from baton.ports import BACKLOG
 from router.frontend.api.app import HttpApi
 
 KEEP_ALIVE = 75  # seconds that a connection may be idle between requests; load generators keep theirs that long
 HEAD_SECONDS = 15.0  # in which a new connection's first request, and each request's head, must have come
 _HEAD_BYTES = 64 * 2**10
-_BACKLOG = 1_024
 _GRACE = 1  # seconds that clients get to read how their streams ended
 
 
@@ -46,19 +43,12 @@ class ApiServer:
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=_GRACE,
             limit_concurrency=max_connections,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
         )
         config.load()
         config.ssl = tls.context if tls else None
         self._server = _UvicornServer(config)
         self._serving: asyncio.Task[None] | None = None
-
-    async def start(self, host: str, port: int) -> str:
-        """Listen, and return "host:port". Raises PortInUse or StartupError."""
-        listener = listen(host, port)
-        bound: int = listener.getsockname()[1]
-        await self.serve(listener)
-        return f"{bracketed(host)}:{bound}"
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections from a socket that listens."""
@@ -133,22 +123,3 @@ class _Protocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there. Raises PortInUse or StartupError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small segments at once only where it is told that this is TCP. Otherwise a token waits for the ACK
-    # of the one before.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(f"{host}:{port} is in use; stop what listens there or change api.port") from None
-        raise StartupError(f"can't listen on {host}:{port}: {error.strerror}; change api.host or api.port") from None
-    listener.setblocking(False)
-    return listener

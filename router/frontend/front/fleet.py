@@ -18,7 +18,6 @@ import msgspec
 
 from baton.config import Config, dump
 from baton.errors import StartupError
-from baton.hosts import bracketed
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +67,12 @@ class FrontProcesses:
         """Name and host:port of the metrics of each front that serves."""
         return [(self._name(number), address) for number, address in sorted(self._metrics.items())]
 
-    async def start(self, listener: socket.socket) -> str:
-        """Start all of them on that socket, and return "host:port" once they are ready. Raises StartupError."""
+    async def start(self, listener: socket.socket) -> None:
+        """Start all of them on that socket, and return once they are ready. Raises StartupError."""
         self._listener = listener
         count = self._config.api.processes
         await asyncio.gather(*(self._begin(number) for number in range(count)))
         self._keepers = [asyncio.create_task(self._keep(number)) for number in range(count)]
-        address = listener.getsockname()
-        return f"{bracketed(address[0])}:{address[1]}"
 
     async def stop(self) -> None:
         """End all of them."""
@@ -83,8 +80,6 @@ class FrontProcesses:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*map(_end, self._processes.values()))
-        if self._listener is not None:
-            self._listener.close()
 
     async def _begin(self, number: int) -> None:
         """Start one, and wait until it is ready. Raises StartupError."""
