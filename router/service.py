@@ -236,7 +236,7 @@ async def _watch(
         driver.metrics.loop_turned()
         driver.publish(listener.malformed + sum(client_server.undecodable for client_server in fronts), refused())
         for client_server in fronts:
-            await client_server.set_serving(driver.unready is None)
+            client_server.set_serving(driver.unready is None)
         await asyncio.sleep(beat / 5)
 
 

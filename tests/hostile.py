@@ -29,6 +29,7 @@ import grpc
 import zmq
 
 from baton.v1 import generation_pb2, generation_pb2_grpc
+from tests.hostile_grpc import held_streams, unspoken_connections
 
 STRANGER = 65_534
 _NICENESS = 10
@@ -229,6 +230,7 @@ ATTACKS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
         long_inputs, operator_calls, slow_readers, idle_connections, store_connects, zmq_strangers, scrapes,
+        held_streams, unspoken_connections,
     )
 }  # fmt: skip
 

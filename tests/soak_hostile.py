@@ -293,5 +293,7 @@ def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
         "store_connects": {"store_address": store_address(cluster.config.cluster.name, cluster.node)},
         "zmq_strangers": {"endpoints": endpoints},
         "scrapes": {"http_addresses": [*dict.fromkeys(metrics)]},
+        "held_streams": {"grpc_address": cluster.address, "connections": 20, "each": 20},
+        "unspoken_connections": {"grpc_address": cluster.address, "count": 1_000},
     }
     return attacks if os.getuid() == 0 else {name: told for name, told in attacks.items() if name not in STRANGERS}

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 import msgspec
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton import operator_port
@@ -44,6 +44,7 @@ from router.frontend.dashboard_feed import DASHBOARD, DashboardAsk, DashboardSou
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.grpc_api.grpc_answers import LINGER, StreamedAnswer, abort, typed
 from router.frontend.grpc_api.message_guard import Admit, MessageGuard
+from router.frontend.grpc_api.open_calls import PREFIXES, HealthServicer
 from router.frontend.identity import IDENTITY, THIS_USER, Gatekeeper, caller
 from router.frontend.output_stream import Output
 from router.frontend.request_parsing import (
@@ -63,9 +64,11 @@ _ID_BYTES = 6  # of one token id in a message: at most 5, and a tag where a clie
 _OTHER_BYTES = (
     640 * 2**10
 )  # of all other fields of a message together: a grammar has up to 512 KiB, stop strings 64,000
-_SPARE_RPCS = 1_024  # beyond router.max_concurrent_rpcs: health checks, refusals, and ends that clients do not read
+_SPARE_RPCS = 1_024  # beyond router.max_concurrent_rpcs: open calls, refusals, and ends that clients do not read
 _MAX_STREAMS = 1_024  # of one connection; gRPC's clients wait with more
 _KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 60_000, 20_000  # a client whose machine or process stands still is let go
+_HANDSHAKE_MS = 10_000  # in which a new connection's TLS and first HTTP/2 frame must have come
+_IDLE_MS = 120_000  # that a connection may have no call; gRPC's clients then connect anew without being told
 _TEXTS: Mapping[str, Sequence[int]] = {  # the fields that hold a prompt's text
     "/baton.v1.Generation/Generate": (2,),
     "/baton.v1.Cache/PinPrefix": (2,),
@@ -73,7 +76,6 @@ _TEXTS: Mapping[str, Sequence[int]] = {  # the fields that hold a prompt's text
 }
 _LISTED = 10  # requests, unless the client says how many
 _OPERATOR_RPCS = 256
-_OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")  # what a client without a key may call
 VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 GENERATION, CACHE, CLUSTER = "baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster"
 
@@ -225,12 +227,15 @@ class _GrpcServer:
             options=[
                 ("grpc.max_receive_message_length", max_bytes + max_text),
                 ("grpc.max_concurrent_streams", _MAX_STREAMS),
+                ("grpc.max_allowed_incoming_connections", max_rpcs + _SPARE_RPCS),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+                ("grpc.max_connection_idle_ms", _IDLE_MS),
                 ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
                 ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
                 ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
             ],
         )
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection((*own, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
         self._serving: bool | None = None
@@ -246,19 +251,17 @@ class _GrpcServer:
             bound = 0
         if not bound:
             raise PortInUse(f"can't listen on {address}; {remedy}")
-        await self.set_serving(False)
+        self.set_serving(False)
         await self.grpc.start()
         return bound
 
-    async def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool) -> None:
         """What health checks are told. The router itself answers, so `Cluster` always serves."""
         if serving == self._serving:
             return
         self._serving = serving
-        kinds = health_pb2.HealthCheckResponse  # pyright: ignore[reportAttributeAccessIssue] - no stubs
         for service in ("", *self._own):
-            serves = serving or service == CLUSTER
-            await self._health.set(service, kinds.SERVING if serves else kinds.NOT_SERVING)
+            self._health.set(service, serving=serving or service == CLUSTER)
 
     @property
     def undecodable(self) -> int:
@@ -266,7 +269,8 @@ class _GrpcServer:
         return self._guard.undecodable
 
     async def stop(self, grace: float) -> None:
-        await self._health.enter_graceful_shutdown()
+        for service in ("", *self._own):
+            self._health.set(service, serving=False)
         await self.grpc.stop(grace)
 
 
@@ -290,9 +294,9 @@ class ClientServer:
         bound = await self._server.start(f"{bracketed(host)}:{port}", remedy, tls)
         return f"{bracketed(host)}:{bound}"
 
-    async def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool) -> None:
         """What health checks are told."""
-        await self._server.set_serving(serving)
+        self._server.set_serving(serving)
 
     @property
     def undecodable(self) -> int:
@@ -385,10 +389,10 @@ class OperatorServer:
         """Whether the socket's file has been removed, so that no new connection finds it."""
         return self._path is not None and not os.path.lexists(self._path)
 
-    async def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool) -> None:
         """What health checks are told."""
         for server in self._servers:
-            await server.set_serving(serving)
+            server.set_serving(serving)
 
     @property
     def undecodable(self) -> int:
@@ -434,7 +438,7 @@ def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 def _admit(gate: Gatekeeper, operator: bool, method: str, metadata: Mapping[str, str]) -> Callable[[], None]:
     """Identify the client of an RPC and count the RPC until its end. Raises BatonError."""
-    if method.startswith(_OPEN):
+    if method.startswith(PREFIXES):
         caller.set(ANONYMOUS)
         return _nothing
     identity = gate.identify(metadata, operator=operator)
@@ -445,7 +449,7 @@ def _admit(gate: Gatekeeper, operator: bool, method: str, metadata: Mapping[str,
 
 def _admit_front(gate: Gatekeeper, method: str, metadata: Mapping[str, str]) -> Callable[[], None]:
     """Take a front's word for its client, and count the RPC until its end. Raises BatonError."""
-    if method.startswith(_OPEN):
+    if method.startswith(PREFIXES):
         caller.set(ANONYMOUS)
         return _nothing
     try:

@@ -19,9 +19,9 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import BatonError, DeadlineExpired, InvalidRequest, Overloaded, PayloadTooLarge
 from baton.futures import looked_at
+from router.frontend.grpc_api import open_calls
 from router.frontend.identity import caller, note_refusal
 
-_HEALTH = "/grpc.health.v1.Health/"
 _MESSAGE_S = 30.0  # seconds that a client has to send the message of an RPC that it has begun
 _LARGE = 2**20  # bytes; the event loop goes on before, between and after the copies that a larger message takes
 _MAX_FIELDS = 4_096  # at the top of a message that is large
@@ -49,7 +49,8 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         """`max_bytes`: of a message; of those in `texts`, by method, without the fields that are named there. `admit`
         raises BatonError for a call that may not come in, and returns what is to be called after its end."""
         self.undecodable = 0  # messages so far
-        self.rpcs = 0  # that are served, health checks aside
+        self.rpcs = 0  # that are served, open calls aside
+        self._places = open_calls.places()
         self._refuse = refuse
         self._max_rpcs = max_rpcs
         self._max_bytes = max_bytes
@@ -77,7 +78,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
             if handler is None:
                 return handler
             guarded = self._guarded[method] = self._guard(method, handler)
-        if method.startswith(_HEALTH):
+        if method.startswith(open_calls.PREFIXES):
             return guarded
         if self.rpcs >= self._max_rpcs:
             return grpc.stream_stream_rpc_method_handler(self._full)
@@ -123,39 +124,58 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         async def answer(messages: Any, context: Any) -> None:
             await _write(handler.unary_stream(await one(context), context), context)
 
-        async def parsed(messages: Any, context: Any) -> AsyncIterator[Any]:
-            async for data in messages:
-                try:
+        async def parsed(context: Any) -> AsyncIterator[Any]:
+            try:
+                while (data := await self._next(context)) is not None:
                     yield self._parsed(method, parse, data)
-                except BatonError as error:
-                    await self._refuse(context, error)
+            except BatonError as error:
+                await self._refuse(context, error)
 
         async def converse(messages: Any, context: Any) -> None:
-            await _write(handler.stream_stream(parsed(messages, context), context), context)
+            await _write(handler.stream_stream(parsed(context), context), context)
 
+        serve = answer if handler.response_streaming else answer_once
         if handler.request_streaming:
             assert handler.response_streaming, (
                 f"{method} takes a stream and gives one answer, which no service here does"
             )
-            return grpc.stream_stream_rpc_method_handler(converse, None, handler.response_serializer)
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
-        return grpc.stream_stream_rpc_method_handler(answer_once, None, handler.response_serializer)
+            serve = converse
+        places = next((places for places in self._places if method.startswith(places.kind)), None)
+        if places is not None:
+            serve = partial(self._in_place, places, serve)
+        return grpc.stream_stream_rpc_method_handler(serve, None, handler.response_serializer)
+
+    async def _in_place(
+        self, places: open_calls.Places, serve: Callable[[Any, Any], Awaitable[None]], messages: Any, context: Any
+    ) -> None:
+        """Serve an open call, if there is a place for it."""
+        with contextlib.ExitStack() as place:
+            try:
+                place.enter_context(places.take(context.peer()))
+            except BatonError as error:
+                await self._refuse(context, error)
+            await serve(messages, context)
 
     async def _received(self, context: Any) -> bytes:
+        if (data := await self._next(context)) is None:
+            raise InvalidRequest("the RPC has no message")
+        return data
+
+    async def _next(self, context: Any) -> bytes | None:
+        """Return the next message; none: the client sends no more."""
         # Not cancelled when time is up: gRPC's core still holds what it is to be read into.
         reading = asyncio.ensure_future(context.read())
         reading.add_done_callback(looked_at)
         done, _ = await asyncio.wait({reading}, timeout=self._message_s)
         if not done:
-            raise DeadlineExpired(f"no message came within {self._message_s:g} s of the RPC's beginning")
+            raise DeadlineExpired(f"no message came within {self._message_s:g} s")
         data = reading.result()
-        if data is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
-            raise InvalidRequest("the RPC has no message")
-        return data
+        return None if data is grpc.aio.EOF else data  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
 
     def _parsed(self, method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
         """The message. Raises InvalidRequest."""
+        if method.startswith(open_calls.PREFIXES) and len(data) > open_calls.MAX_BYTES:
+            raise InvalidRequest(f"the message has {len(data)} bytes; {method} takes at most {open_calls.MAX_BYTES}")
         allowed = caller.get().max_body_bytes
         if allowed is not None and len(data) > allowed:
             raise PayloadTooLarge(
