@@ -7,8 +7,11 @@ address that it bound; "every interface" is no such address.
 from __future__ import annotations
 
 import ipaddress
+import re
+import socket
 
 LOOPBACK = "127.0.0.1"
+_HOST = re.compile(r"(?P<host>\[[0-9a-f:.]+\]|[^\s:\[\]@/]*)(:\d*)?")
 
 
 def is_loopback(host: str) -> bool:
@@ -19,6 +22,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def host_of_header(header: str) -> str:
+    """The host in an HTTP Host header, in lower case, without port and brackets. What is none is returned as it is."""
+    found = _HOST.fullmatch(header.strip().lower())
+    return found["host"].strip("[]").rstrip(".") if found else header
+
+
+def names_this_machine(host: str) -> bool:
+    """Whether a host that a client wrote means this machine wherever it is read, so that no other site can own it."""
+    own = ("localhost", socket.gethostname().lower())
+    return host in own or host.endswith(".localhost") or is_wildcard(host) or is_loopback(host)
 
 
 def is_wildcard(host: str) -> bool:

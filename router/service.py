@@ -170,8 +170,7 @@ async def _start_api(
         cleanup.push_async_callback(fronts.stop)
         http.fronts = lambda: [(name, _reachable(at, config.router.host)) for name, at in fronts.metrics]
         return await fronts.start(listen(config.api.host, config.api.port))
-    trust = config.api.trust_request_chat_template
-    api = HttpApi(service, http.page, gate, feed, trust_templates=trust)
+    api = HttpApi(service, http.page, gate, feed, config.api)
     server = ApiServer(api, config.router.max_concurrent_rpcs, tls)
     cleanup.push_async_callback(server.stop)
     return await server.start(config.api.host, config.api.port)

@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from baton.errors import PermissionDenied, PortInUse, StartupError, Unauthenticated
-from baton.hosts import is_loopback
+from baton.hosts import host_of_header, is_loopback, names_this_machine
 from baton.metrics import PAGE_TYPE
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.identity import Gatekeeper, note_refusal
@@ -94,6 +94,9 @@ class HttpServer:
             response = web.Response(status=405, headers={"Allow": "GET, HEAD"})
         else:
             try:
+                if self._open and not names_this_machine(host_of_header(request.headers.get("Host", ""))):
+                    # a web page whose name points to loopback (DNS rebinding) could read the answer
+                    raise PermissionDenied("Host is no name of this machine; use localhost or 127.0.0.1")
                 if not self._open and request.path not in _FOR_ALL:
                     self._gate.identify({name.lower(): text for name, text in request.headers.items()}, operator=True)
                 response = await route()
