@@ -498,7 +498,7 @@ def _check(config: Config) -> None:
                 "without a path, such as https://chat.example or http://localhost:3000, or *"
             )
     for host in config.api.allowed_hosts:
-        if host != "*" and (not host or host != host_of_header(host)):
+        if host != "*" and (not host or "/" in host or host != host_of_header(host)):
             raise ConfigError(f"api.allowed_hosts has {host!r}; write a host in lower case without a port, or *")
     if config.tracing.endpoint and urlsplit(config.tracing.endpoint).scheme not in ("http", "https"):
         raise ConfigError(

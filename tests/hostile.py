@@ -216,7 +216,7 @@ def scrapes(http_addresses: Sequence[str]) -> Iterator[str]:
             host, _, port = address.rpartition(":")
             try:
                 with socket.create_connection((host, int(port)), timeout=5) as connection:
-                    connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                    connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                     while connection.recv(65_536):
                         pass
             except OSError:
