@@ -152,8 +152,8 @@ class HttpApi:
                 "/v1/models/" + "%2e%2e%2f" * 9, "http://x/y",
             ])  # fmt: skip
         with sockets.connect(self._address) as connection:
-            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n\r\n".encode()
-            if not sockets.send(case, connection, head + b"{}"):
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n\r\n"
+            if not sockets.send(case, connection, head.encode() + b"{}"):
                 return "route closed"
             answer = sockets.reply(connection, method)
         if answer is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import ssl
 from dataclasses import dataclass
 
 PATIENCE = 60.0
@@ -29,9 +30,9 @@ class Stranger:
         self.reader, self._writer = reader, writer
 
     @classmethod
-    async def connect(cls, address: str) -> Stranger:
+    async def connect(cls, address: str, tls: ssl.SSLContext | None = None) -> Stranger:
         host, _, port = address.rpartition(":")
-        return cls(*await asyncio.open_connection(host, int(port), limit=2**24))
+        return cls(*await asyncio.open_connection(host, int(port), limit=2**24, ssl=tls))
 
     async def send(self, data: bytes) -> bool:
         """Send, and return whether the other end still took it."""
@@ -49,7 +50,7 @@ class Stranger:
     async def rest(self) -> Reply:
         """Read until the other end closes."""
         read = bytearray()
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             while piece := await asyncio.wait_for(self.reader.read(2**16), PATIENCE):
                 read += piece
         self.close()

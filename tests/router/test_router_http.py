@@ -43,30 +43,18 @@ async def scrape(router: Served) -> str:
         return await answer.text()
 
 
-async def has_room(router: Served) -> None:
-    """Wait until a scraper is served."""
-    while True:
-        try:
-            await scrape(router)
-            return
-        except aiohttp.ClientError:
-            await asyncio.sleep(0.01)
-
-
-def test_connections_over_the_limit_are_closed_at_once(
+def test_the_oldest_connections_give_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_server, "DEADLINE", PATIENCE)
 
     async def test() -> None:
         async with served(settings_for(tmp_path)) as router:
-            idle = [await connect(router) for _ in range(http_server.MAX_CONNECTIONS)]
-            for _ in range(20):  # connections are taken in their order
-                reader, writer = await connect(router)
+            idle = [await connect(router) for _ in range(2 * http_server.MAX_CONNECTIONS)]
+            for reader, _ in idle[: http_server.MAX_CONNECTIONS]:
                 assert await ended(reader)
-                writer.close()
-            idle[0][1].close()
-            await has_room(router)
+            await scrape(router)
+            assert await ended(idle[http_server.MAX_CONNECTIONS][0])
             for _, writer in idle:
                 writer.close()
 
