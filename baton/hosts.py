@@ -12,6 +12,7 @@ import socket
 
 LOOPBACK = "127.0.0.1"
 _HOST = re.compile(r"(?P<host>\[[0-9a-f:.]+\]|[^\s:\[\]@/]*)(:\d*)?")
+_DOTLESS = re.compile(r"[a-z0-9_-]+")
 
 
 def is_loopback(host: str) -> bool:
@@ -31,9 +32,11 @@ def host_of_header(header: str) -> str:
 
 
 def names_this_machine(host: str) -> bool:
-    """Whether a host that a client wrote means this machine wherever it is read, so that no other site can own it."""
-    own = ("localhost", socket.gethostname().lower())
-    return host in own or host.endswith(".localhost") or is_wildcard(host) or is_loopback(host)
+    """Whether a host that a client wrote is no name that a site on the internet can let point to this machine.
+
+    A name without a dot comes from this machine or its own network: a hosts file, a container, a search domain."""
+    own = host.endswith(".localhost") or host == socket.gethostname().lower() or _DOTLESS.fullmatch(host) is not None
+    return own or is_wildcard(host) or is_loopback(host)
 
 
 def is_wildcard(host: str) -> bool:

@@ -4,8 +4,8 @@ A page in a browser on this machine can send requests to loopback, and a name of
 (DNS rebinding) lets it read the answers too. Neither works where clients need keys: a browser has none to send by
 itself. So these rules hold while no key is needed:
 
-- `Host` is a name of this machine, where the API listens on loopback. `api.allowed_hosts` names others. If it is set,
-  it holds always.
+- `Host` is a name that no site on the internet owns, where the API listens on loopback. `api.allowed_hosts` names
+  others. If it is set, it holds always.
 - A request that a browser marks as another site's has an origin of `api.allowed_origins`. `Sec-Fetch-Site` is the mark,
   and in browsers without that header `Origin`, which is then compared with `Host`. A link that is followed is no such
   request: the page with the link can't read what comes.
