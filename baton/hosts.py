@@ -7,8 +7,8 @@ address that it bound; "every interface" is no such address.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
-import socket
 
 LOOPBACK = "127.0.0.1"
 _HOST = re.compile(r"(?P<host>\[[0-9a-f:.]+\]|[^\s:\[\]@/]*)(:\d*)?")
@@ -35,7 +35,7 @@ def names_this_machine(host: str) -> bool:
     """Whether a host that a client wrote is no name that a site on the internet can let point to this machine.
 
     A name without a dot comes from this machine or its own network: a hosts file, a container, a search domain."""
-    own = host.endswith(".localhost") or host == socket.gethostname().lower() or _DOTLESS.fullmatch(host) is not None
+    own = host.endswith(".localhost") or host == os.uname().nodename.lower() or _DOTLESS.fullmatch(host) is not None
     return own or is_wildcard(host) or is_loopback(host)
 
 

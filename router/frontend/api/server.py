@@ -100,9 +100,11 @@ class ApiServer:
                     continue
                 begun = loop.create_task(self._begin(connection))
                 self._beginning[begun] = None
-                begun.add_done_callback(self._beginning.pop)
+                begun.add_done_callback(lambda task: self._beginning.pop(task, None))
                 if len(self._beginning) > HANDSHAKES:
-                    next(iter(self._beginning)).cancel()
+                    oldest = next(iter(self._beginning))
+                    del self._beginning[oldest]
+                    oldest.cancel()
             await asyncio.sleep(0)
 
     async def _begin(self, connection: socket.socket) -> None:
