@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from baton import hosts
 from baton.errors import ConfigError
-from baton.hosts import is_loopback
+from baton.hosts import host_of_header, is_loopback
 from baton.messages import MAX_NAME, MAX_TRACE_STEPS, WorkerRole
 from baton.operator_address import Loopback, parse_operator
 
@@ -243,6 +243,8 @@ class ApiConfig(_Section, frozen=True):
     require_keys: bool = False  # clients need a key even while there is no such file
     trust_request_chat_template: bool = False  # a request may bring its own template, which is a program
     processes: Natural = 0  # that serve the HTTP APIs beside the router; 0: the router's own process does
+    allowed_origins: list[str] = []  # of web pages that may use the HTTP APIs: https://chat.example; *: all
+    allowed_hosts: list[str] = []  # that clients may write in Host besides this machine's names; *: all
 
 
 class TlsConfig(_Section, frozen=True):
@@ -463,6 +465,12 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
+def _origin(text: str) -> str:
+    """The origin of a URL; "": it is none."""
+    parts = urlsplit(text)
+    return f"{parts.scheme}://{parts.netloc}".lower() if parts.scheme and parts.netloc and "@" not in text else ""
+
+
 def _refuse_renamed(tree: Mapping[str, Any], path: Path | None) -> None:
     """Raise ConfigError for a setting that has another name now, and say which."""
     for section, renamed in _RENAMED.items():
@@ -497,6 +505,15 @@ def _check(config: Config) -> None:
             f"api.host is {config.api.host}, which other machines reach, and there is no TLS; set tls.cert_file and "
             "tls.key_file, keep it on loopback behind your proxy, or say --insecure (api.insecure)"
         )
+    for origin in config.api.allowed_origins:
+        if origin not in ("*", "null") and (not origin or origin != _origin(origin)):
+            raise ConfigError(
+                f"api.allowed_origins has {origin!r}; write an origin as a browser does, in lower case and "
+                "without a path, such as https://chat.example or http://localhost:3000, or *"
+            )
+    for host in config.api.allowed_hosts:
+        if host != "*" and (not host or "/" in host or host != host_of_header(host)):
+            raise ConfigError(f"api.allowed_hosts has {host!r}; write a host in lower case without a port, or *")
     if config.tracing.endpoint and urlsplit(config.tracing.endpoint).scheme not in ("http", "https"):
         raise ConfigError(
             f"tracing.endpoint is {config.tracing.endpoint!r}; it must be a URL, such as http://localhost:4318"

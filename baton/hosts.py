@@ -7,8 +7,12 @@ address that it bound; "every interface" is no such address.
 from __future__ import annotations
 
 import ipaddress
+import os
+import re
 
 LOOPBACK = "127.0.0.1"
+_HOST = re.compile(r"(?P<host>\[[0-9a-f:.]+\]|[^\s:\[\]@/]*)(:\d*)?")
+_DOTLESS = re.compile(r"[a-z0-9_-]+")
 
 
 def normal(host: str) -> str:
@@ -44,6 +48,20 @@ def is_loopback(host: str) -> bool:
         return True
     address = _parsed(host)
     return address is not None and address.is_loopback
+
+
+def host_of_header(header: str) -> str:
+    """The host in an HTTP Host header, in lower case, without port and brackets. What is none is returned as it is."""
+    found = _HOST.fullmatch(header.strip().lower())
+    return found["host"].strip("[]").rstrip(".") if found else header
+
+
+def names_this_machine(host: str) -> bool:
+    """Whether a host that a client wrote is no name that a site on the internet can let point to this machine.
+
+    A name without a dot comes from this machine or its own network: a hosts file, a container, a search domain."""
+    own = host.endswith(".localhost") or host == os.uname().nodename.lower() or _DOTLESS.fullmatch(host) is not None
+    return own or is_wildcard(host) or is_loopback(host)
 
 
 def is_wildcard(host: str) -> bool:

@@ -183,8 +183,7 @@ async def _start_api(
         http.fronts = lambda: [(name, _reachable(at, config.router.host)) for name, at in fronts.metrics]
         await fronts.start(door)
         return
-    trust = config.api.trust_request_chat_template
-    api = HttpApi(service, http.page, gate, feed, trust_templates=trust)
+    api = HttpApi(service, http.page, gate, feed, config.api)
     server = ApiServer(api, config.router.max_concurrent_rpcs, tls)
     cleanup.push_async_callback(server.stop)
     await server.serve(door)

@@ -20,7 +20,7 @@ import select
 import socket
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -217,7 +217,7 @@ def scrapes(http_addresses: Sequence[str]) -> Iterator[str]:
             host, _, port = address.rpartition(":")
             try:
                 with socket.create_connection((host, int(port)), timeout=5) as connection:
-                    connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                    connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                     while connection.recv(65_536):
                         pass
             except OSError:
@@ -226,11 +226,77 @@ def scrapes(http_addresses: Sequence[str]) -> Iterator[str]:
                 yield "scrape"
 
 
+def http_requests(api_address: str) -> Iterator[str]:
+    """Send HTTP requests that must be refused: of other sites' pages, for other hosts, too large, without an end."""
+    get = b"GET /live HTTP/1.1\r\nHost: localhost\r\n"
+    post, chunked = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n", b"Transfer-Encoding: chunked\r\n\r\n"
+    once = {
+        "cross-site": (post + b"Origin: http://evil.example\r\nContent-Length: 2\r\n\r\n{}", b"403"),
+        "rebound name": (b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", b"403"),
+        "two hosts": (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", b"400"),
+        "tiny headers": (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 15_000, b"431"),
+        "large body": (post + b"Content-Length: 16777216\r\n\r\n" + b" " * 2**24, b"413"),
+        "large chunked body": (post + chunked + (b"100000\r\n" + b" " * 2**20 + b"\r\n") * 16, b"413"),
+        "pipelined": ((get + b"\r\n") * 10_000, b"200"),
+    }
+    endless = {
+        "trailers": (post + chunked + b"2\r\n{}\r\n0\r\n", b"a: b\r\n" * 10_000),
+        "trailers of a path that reads none": (get + chunked + b"0\r\na: ", b"b" * 2**16),
+        "chunk extensions": (post + chunked + b"2;", b"a" * 2**16),
+        "a body of a path that reads none": (get + chunked, b"1\r\n \r\n" * 2**13),
+    }
+    while True:
+        for name, (sent, status) in once.items():
+            answer = _said(api_address, sent)
+            assert answer[9:12] in (status, b""), f"{name} got {answer[:200]!r}"
+            yield name if answer else f"{name} gave way"
+        for name, (head, more) in endless.items():
+            _said(api_address, head, more)
+            yield f"endless {name}"
+
+
+def _said(address: str, sent: bytes, again: bytes = b"") -> bytes:
+    """Send bytes, then `again` without an end, and return the first part of the answer. Raises AssertionError if the
+    bytes are taken for longer than a minute."""
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + 60
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        with suppress(OSError):
+            connection.sendall(sent)
+            while again:
+                connection.sendall(again)
+                assert time.monotonic() < end, f"{len(again)} bytes are still taken again and again after {sent[:80]!r}"
+        with suppress(OSError):
+            return connection.recv(65_536)
+    return b""
+
+
+def held_connections(api_address: str, count: int) -> Iterator[str]:
+    """Hold connections that are new, idle, in the middle of a head, or whose answers are not read, more than there are
+    places. Health must be told meanwhile."""
+    live = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    starts = (b"", live, b"GET /live HTTP/1.1\r\nA: ", live.replace(b"/live", b"/openapi.json") * 30)
+    host, _, port = api_address.rpartition(":")
+    held: deque[socket.socket] = deque()
+    while True:
+        for start in starts:
+            with suppress(OSError):
+                held.append(socket.create_connection((host, int(port)), timeout=5))
+                held[-1].sendall(start)
+        while len(held) > count:
+            held.popleft().close()
+        yield "held"
+        answer = _said(api_address, live.replace(b"/live", b"/health"))
+        assert answer[9:12] in (b"200", b""), f"health is {answer[:200]!r}"
+        yield "healthy" if answer else "health was reset"
+
+
 ATTACKS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
         long_inputs, operator_calls, slow_readers, idle_connections, store_connects, zmq_strangers, scrapes,
         held_streams, unspoken_connections,
+        http_requests, held_connections,
     )
 }  # fmt: skip
 

@@ -50,6 +50,7 @@ BETWEEN_HANGS, HANG = (2.0, 5.0), (0.3, 6.0)  # seconds
 LIMITS = {"heartbeat": 100, "heartbeat_timeout": 400, "step_timeout": 400}
 STRANGERS = frozenset({"operator_calls", "store_connects", "zmq_strangers"})  # attacks of another user
 IDLE = 150  # connections to each port
+PLACES, HELD = 256, 800  # HTTP connections that the router serves at a time, and those that a stranger holds
 MEMORY = 96 * 2**20  # bytes that a process may have more than before, for its allocator
 DESCRIPTORS = 24  # that it may have more: connections that are just being closed
 
@@ -200,7 +201,7 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path) -> dict[str, ob
         1,
         2,
         **{f"cluster.{name}_ms": limit for name, limit in LIMITS.items()},
-        **{"decode.fetch_timeout_ms": 3_000},
+        **{"decode.fetch_timeout_ms": 3_000, "router.max_concurrent_rpcs": PLACES},
     )
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(settings, folder))
@@ -284,16 +285,22 @@ def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
     assert cluster.addresses is not None
     metrics = [found.metrics_address for name in cluster.pids if (found := process(cluster, name))]
     stores = [found for name in cluster.pids if name.startswith("store") and (found := process(cluster, name))]
+    api = cluster.addresses.api
     endpoints = [cluster.addresses.endpoint, *(store.events_endpoint for store in stores)]
     attacks: dict[str, dict[str, object]] = {
         "long_inputs": {"grpc_address": cluster.address},
         "operator_calls": {"grpc_address": cluster.address, "operator_path": cluster.operator.removeprefix("unix:")},
         "slow_readers": {"grpc_address": cluster.address, "count": 4},
-        "idle_connections": {"addresses": [*dict.fromkeys(metrics), cluster.addresses.http], "each": IDLE},
+        "idle_connections": {
+            "addresses": [*dict.fromkeys([*metrics, cluster.addresses.http, api])],
+            "each": IDLE,
+        },
         "store_connects": {"store_address": store_address(cluster.config.cluster.name, cluster.node)},
         "zmq_strangers": {"endpoints": endpoints},
         "scrapes": {"http_addresses": [*dict.fromkeys(metrics)]},
         "held_streams": {"grpc_address": cluster.address, "connections": 20, "each": 20},
         "unspoken_connections": {"grpc_address": cluster.address, "count": 1_000},
+        "http_requests": {"api_address": api},
+        "held_connections": {"api_address": api, "count": HELD},
     }
     return attacks if os.getuid() == 0 else {name: told for name, told in attacks.items() if name not in STRANGERS}

@@ -4,7 +4,7 @@ On loopback it is open. Elsewhere, once clients need API keys, `/metrics` and `/
 
 Any process that reaches the port may connect, and the loop that serves it also streams the tokens. So connections are
 bounded in number and lifetime, each carries one request, and the page of metrics is rendered on a thread, twice a
-second at most.
+second at most. Over their number the oldest gives way, first of those that have sent no request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from baton.errors import PermissionDenied, Unauthenticated
-from baton.hosts import bracketed, is_loopback
+from baton.hosts import bracketed, host_of_header, is_loopback, names_this_machine
 from baton.metrics import PAGE_TYPE
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.identity import Gatekeeper, note_refusal
@@ -52,12 +52,13 @@ class HttpServer:
             "/discovery": self._discovery,
             "/healthz": self._healthz,
         }
+        self._server: _HttpServer | None = None
         self._runner: web.ServerRunner | None = None
         self._rendering: asyncio.Task[bytes] | None = None
 
     async def start(self, listener: socket.socket, host: str) -> str:
         """Serve on a socket that listens at `host`; returns "host:port"."""
-        server = _HttpServer(
+        self._server = _HttpServer(
             self._answer,
             logger=_OF_STRANGERS,
             access_log=_ACCESS_LOG,
@@ -67,7 +68,7 @@ class HttpServer:
             max_field_size=_MAX_LINE,
         )
         self._open = is_loopback(host)
-        runner = self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
+        runner = self._runner = web.ServerRunner(self._server, handle_signals=False, shutdown_timeout=1.0)
         await runner.setup()
         await web.SockSite(runner, listener, backlog=_BACKLOG).start()
         return f"{bracketed(host)}:{listener.getsockname()[1]}"
@@ -77,6 +78,8 @@ class HttpServer:
             await self._runner.cleanup()
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
+        assert self._server is not None
+        self._server.answers(request)
         route = self._routes.get(request.path)
         if route is None:
             response = web.Response(status=404, text="there are /metrics, /discovery and /healthz\n")
@@ -84,6 +87,9 @@ class HttpServer:
             response = web.Response(status=405, headers={"Allow": "GET, HEAD"})
         else:
             try:
+                if self._open and not names_this_machine(host_of_header(request.headers.get("Host", ""))):
+                    # a web page whose name points to loopback (DNS rebinding) could read the answer
+                    raise PermissionDenied("Host is no name of this machine; use localhost or 127.0.0.1")
                 if not self._open and request.path not in _FOR_ALL:
                     self._gate.identify({name.lower(): text for name, text in request.headers.items()}, operator=True)
                 response = await route()
@@ -137,17 +143,25 @@ class _HttpServer(web.Server):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._deadlines: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self._open: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}  # the oldest first
+        self._answered: set[object] = set()  # those whose request has come
+
+    def answers(self, request: web.BaseRequest) -> None:
+        """Note that a connection has sent its request. Those that have not give way first."""
+        self._answered.add(request.protocol)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         loop = asyncio.get_running_loop()
-        if len(self.connections) >= MAX_CONNECTIONS:
-            loop.call_soon(transport.abort)  # not at once: aiohttp's task for it must have begun
-            return
-        self._deadlines[handler] = loop.call_later(DEADLINE, transport.abort)
+        if len(self._open) >= MAX_CONNECTIONS:
+            idle = (other for other in self._open if other not in self._answered)
+            oldest, deadline = self._open.pop(next(idle, next(iter(self._open))))
+            deadline.cancel()
+            loop.call_soon(oldest.abort)  # not at once: aiohttp's task for it must have begun
+        self._open[handler] = transport, loop.call_later(DEADLINE, transport.abort)
         super().connection_made(handler, transport)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        if (deadline := self._deadlines.pop(handler, None)) is not None:
-            deadline.cancel()
+        if (held := self._open.pop(handler, None)) is not None:
+            held[1].cancel()
+        self._answered.discard(handler)
         super().connection_lost(handler, exc)

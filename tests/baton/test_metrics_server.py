@@ -50,18 +50,25 @@ def threads() -> int:
     return sum("process_request" in thread.name for thread in threading.enumerate())
 
 
-def test_connections_over_the_limit_are_closed_at_once(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "DEADLINE", PATIENCE)  # so that the first ones stay for as long as they like
+def test_the_oldest_connections_give_way(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "DEADLINE", PATIENCE)  # so that all stay for as long as they may
     with ExitStack() as stack:
         idle = [stack.enter_context(connect(server)) for _ in range(MAX_CONNECTIONS)]
         eventually(lambda: server.connections == MAX_CONNECTIONS, "the limit is reached")
-        for _ in range(50):
-            assert ended(stack.enter_context(connect(server)))
-        assert server.connections == MAX_CONNECTIONS
-        assert threads() <= MAX_CONNECTIONS
-        idle[0].close()
-        eventually(lambda: server.connections < MAX_CONNECTIONS, "one place is free")
+        more = [stack.enter_context(connect(server)) for _ in range(MAX_CONNECTIONS // 2)]
+        for connection in idle[: len(more)]:
+            assert ended(connection)
         assert scrape(server) == b"page\n"
+        assert ended(idle[len(more)])
+        assert server.connections <= MAX_CONNECTIONS
+        eventually(lambda: threads() <= MAX_CONNECTIONS, "the threads of those that were closed have ended")
+
+
+def test_a_name_that_another_site_may_own_gets_no_page(server: MetricsServer) -> None:
+    for host, status in ((b"localhost:1", b"200"), (b"[::1]", b"200"), (b"evil.example:1", b"403")):
+        with connect(server) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: %s\r\n\r\n" % host)
+            assert connection.recv(65_536).split()[1] == status
 
 
 def test_idle_and_slow_connections_end_by_themselves(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,8 +152,8 @@ class HttpApi:
                 "/v1/models/" + "%2e%2e%2f" * 9, "http://x/y",
             ])  # fmt: skip
         with sockets.connect(self._address) as connection:
-            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n\r\n".encode()
-            if not sockets.send(case, connection, head + b"{}"):
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n\r\n"
+            if not sockets.send(case, connection, head.encode() + b"{}"):
                 return "route closed"
             answer = sockets.reply(connection, method)
         if answer is None:
@@ -215,7 +215,7 @@ class HttpApi:
         """A body whose length is told wrongly, in chunks that are none, or twice."""
         rng, path = case.rng, case.rng.choice(self._posts)
         body = encode(self._base(rng, path))
-        start = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+        start = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
         chunk = f"{len(body):x}".encode() + b"\r\n" + body + b"\r\n"
         length = f"Content-Length: {len(body)}\r\n".encode()
         chunked = b"Transfer-Encoding: chunked\r\n"
@@ -264,7 +264,7 @@ class HttpApi:
             if path in self._posts:
                 parts.append(_head(path, len(body), "pipelined") + body)
             else:
-                parts.append(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                parts.append(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         raw = b"".join(parts)
         if rng.random() < 0.2:
             raw = values.damaged(rng, raw)
@@ -358,7 +358,7 @@ class HttpApi:
 
 def _head(path: str, length: int, name: str) -> bytes:
     return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
         f"X-Request-Id: {name}\r\nConnection: close\r\n\r\n"
     ).encode()
 

@@ -24,7 +24,10 @@ from baton.config import ApiConfig, Config, TlsConfig, load
 from baton.doors import check_keys, server_tls
 from baton.errors import ConfigError, StartupError
 from baton.v1 import generation_pb2_grpc
+from bench.memory import Memory
+from router.frontend.api import closing, connection, server
 from tests.router.served import collect, served, settings_for
+from tests.router.strangers import HOST, Stranger
 from tests.router.test_identity import BODY, bearer, request
 from tests.support.eventually import eventually_async
 
@@ -105,6 +108,72 @@ def test_both_doors_speak_tls_and_nothing_else(tmp_path: Path, tls: TlsConfig) -
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await collect(stranger.Generate(request(), metadata=bearer(key), timeout=5))
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_handshakes_that_do_not_end_are_bounded_in_number_and_time(
+    tmp_path: Path, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs memory before its client has shown anything."""
+    trusted = (tmp_path / "ca.pem").read_text()
+    most = 16
+    monkeypatch.setattr(server, "HANDSHAKES", most)
+    hello = bytes.fromhex("16030100c8010000c40303")  # the beginning of a ClientHello
+
+    async def test() -> None:
+        context = ssl.create_default_context(cadata=trusted)
+        async with served(over_tls(tmp_path, tls)) as router, aiohttp.ClientSession() as http:
+
+            async def answered() -> bool:
+                async with http.get(f"https://{router.addresses.api}/live", ssl=context) as answer:
+                    return answer.status == 200
+
+            before = Memory.of(os.getpid()).anonymous
+            strangers = [await Stranger.connect(router.addresses.api) for _ in range(20 * most)]
+            for stranger in strangers[::2]:
+                await stranger.send(hello)
+            for stranger in strangers[:-most]:  # the oldest have been closed
+                assert not (await stranger.rest()).raw
+            assert Memory.of(os.getpid()).anonymous - before < 32 * 2**20
+            assert await answered()
+            monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.5)
+            late = [await Stranger.connect(router.addresses.api) for _ in range(most)]
+            for stranger in (*strangers[-most:], *late):
+                assert not (await stranger.rest()).raw
+            assert await answered()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_connections_over_tls_keep_to_the_same_bounds(
+    tmp_path: Path, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusted = (tmp_path / "ca.pem").read_text()
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(closing, "LINGER", 0.5)
+    endless = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
+    large = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Length: 8000000\r\n\r\n"
+
+    async def test() -> None:
+        context = ssl.create_default_context(cadata=trusted)
+        async with served(over_tls(tmp_path, tls)) as router:
+            api = router.addresses.api
+            before = Memory.of(os.getpid()).anonymous
+            many = [await Stranger.connect(api, context) for _ in range(100)]
+            assert Memory.of(os.getpid()).anonymous - before < 100 * 2 * 200 * 2**10  # both ends are in this process
+            for stranger in many:
+                assert not (await stranger.rest()).raw
+            stranger = await Stranger.connect(api, context)
+            await stranger.send(endless)
+            sent = 0
+            while await stranger.send(b"a: b\r\n" * 1_000) and sent < 10_000:
+                sent += 1
+            assert sent < 10_000
+            assert (await stranger.rest()).statuses in ([431], [])
+            stranger = await Stranger.connect(api, context)
+            await stranger.send(large + b" " * 8_000_000)
+            assert (await stranger.rest()).statuses == [413]
 
     asyncio.run(asyncio.wait_for(test(), 60))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import baton
+from baton.config import ApiConfig
 from baton.errors import (
     BatonError,
     InvalidGrammar,
@@ -41,7 +41,14 @@ from router.frontend.api.chat_answers import ChatCompletion
 from router.frontend.api.dashboard.routes import DashboardRoutes
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.gate import KeyGate
-from router.frontend.api.http_responses import AnswerOrder, EventStream, WholeAnswer, error_response, json_response
+from router.frontend.api.http_responses import (
+    AnswerOrder,
+    EventStream,
+    WholeAnswer,
+    error_response,
+    json_response,
+    request_name,
+)
 from router.frontend.api.messages import AnthropicMessage
 from router.frontend.api.messages_input import CountTokensRequest, MessagesRequest, chat_of_messages
 from router.frontend.api.model_cards import ModelCards, is_anthropic
@@ -58,6 +65,7 @@ from router.frontend.api.protocol import (
 )
 from router.frontend.api.responses import ModelResponse
 from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
+from router.frontend.api.sites import behind_site_gate
 from router.frontend.api.structured_outputs import name_field
 from router.frontend.api.tools import ToolPlan, checked, planned
 from router.frontend.dashboard_feed import DashboardSource
@@ -72,7 +80,6 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 LINGER = 15.0  # seconds after the end of a request in which its client must read something
 _DEFAULT_COMPLETION = 16  # tokens of a completion that sets no max_tokens, as OpenAI's API has it
-_MAX_ID = 80
 _MAX_RULES = 2**20  # entries of logit_bias, allowed_token_ids and bad_words, over all prompts of a request
 _JSON = "application/json"
 
@@ -95,19 +102,19 @@ class HttpApi:
         metrics_page: Callable[[], Awaitable[bytes]],
         gate: Gatekeeper,
         dashboard: DashboardSource | None = None,
+        config: ApiConfig | None = None,
         *,
-        trust_templates: bool = False,
         linger: float = LINGER,
     ) -> None:
-        """`dashboard`: the data of the page at /dashboard; none: there is no such page. `trust_templates`: requests may
-        bring chat templates of their own."""
+        """`dashboard`: the data of the page at /dashboard; none: there is no such page."""
+        config = config or ApiConfig()
         self._service = service
         self._metrics_page = metrics_page
         self._linger = linger
         model = service.model
         text = model.tokenizer.max_bytes(model.limits.max_context) if model.tokenizer else 0
         self._bodies = BodyReader(service)
-        self._prompts = PromptBuilder(service, max(text, 2**20), trust_templates=trust_templates)
+        self._prompts = PromptBuilder(service, max(text, 2**20), trust_templates=config.trust_request_chat_template)
         self._cards = ModelCards(model, int(time.time()))
         self._fingerprint = f"baton-{baton.__version__}"
         get = partial(Route, methods=["GET"])
@@ -132,7 +139,7 @@ class HttpApi:
             ],
             exception_handlers={HTTPException: _no_route},
         )
-        self.app = KeyGate(routes, gate)
+        self.app = behind_site_gate(KeyGate(routes, gate), gate, config)
 
     async def close(self) -> None:
         """End what runs beside the application."""
@@ -351,7 +358,7 @@ class HttpApi:
         """Turn errors into answers of the API's own shape."""
 
         async def guarded(request: Request) -> Response:
-            given = request.headers.get("x-request-id", "")
+            name = request_name(request.headers)
             try:
                 response = await endpoint(request)
             except BatonError as error:
@@ -361,9 +368,9 @@ class HttpApi:
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
-                RequestLog(log, shown(given)).exception("failed in the router")
+                RequestLog(log, name).exception("failed in the router")
                 response = error_response(BatonError("internal error; the router's log says more"), failed)
-            response.headers.setdefault("x-request-id", given or secrets.token_hex(8))
+            response.headers.setdefault("x-request-id", name)
             return response
 
         return guarded
@@ -400,11 +407,8 @@ def _name_of(request: Request, fields: GenerationFields) -> str:
     """What a request is called in logs and in its id. A name that can't be one is replaced."""
     if (known := getattr(request.state, "name", None)) is not None:
         return known
-    given = request.headers.get("x-request-id") or fields.request_id or ""
-    if not given or len(given) > _MAX_ID or not given.isascii() or not given.isprintable() or " " in given:
-        given = secrets.token_hex(8)
-    request.state.name = given
-    return given
+    request.state.name = name = request_name(request.headers, fields.request_id or "")
+    return name
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

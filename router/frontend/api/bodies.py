@@ -59,19 +59,27 @@ class BodyReader:
 
     async def _body(self, request: Request, count: Callable[[int], None]) -> bytes:
         parts: list[bytes] = []
-        size, who = 0, caller.get()
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and len(length) < 20:
+            self._check(int(length))  # before a client that expects a 100 sends anything
+        size = 0
         async for part in request.stream():
             size += len(part)
-            if size > self._max_body:
-                raise PayloadTooLarge(f"the request's body has more than {self._max_body} bytes; send less")
-            if who.max_body_bytes is not None and size > who.max_body_bytes:
-                raise PayloadTooLarge(
-                    f"the request's body has more than the {who.max_body_bytes} bytes that the API key {who.name!r} "
-                    "may send; send less"
-                )
+            self._check(size)
             count(len(part))
             parts.append(part)
         return b"".join(parts)
+
+    def _check(self, size: int) -> None:
+        """Raises PayloadTooLarge."""
+        if size > self._max_body:
+            raise PayloadTooLarge(f"the request's body has more than {self._max_body} bytes; send less")
+        who = caller.get()
+        if who.max_body_bytes is not None and size > who.max_body_bytes:
+            raise PayloadTooLarge(
+                f"the request's body has more than the {who.max_body_bytes} bytes that the API key {who.name!r} "
+                "may send; send less"
+            )
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Callable[[int], None]]:

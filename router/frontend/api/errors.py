@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
-from baton.errors import BatonError, BodyTimeout, InvalidRequest, Overloaded, PayloadTooLarge, Unauthenticated
+from baton.errors import BatonError, BodyTimeout, InvalidRequest, Overloaded, PayloadTooLarge, Unauthenticated, shown
 
 ErrorBody: TypeAlias = Callable[[BatonError], dict[str, Any]]
 
@@ -26,6 +27,9 @@ _STATUS = {
     "DEADLINE_EXCEEDED": 504,
 }
 
+
+_MOST = 2_000  # characters of an error
+_LONG_WORD = re.compile(r"\S{161,}")  # such as a number of 4,000 digits, which a client sent
 
 _STATUS_OF_CLASS: dict[type[BatonError], int] = {PayloadTooLarge: 413, BodyTimeout: 408}
 
@@ -73,11 +77,16 @@ def anthropic_body(error: BatonError) -> dict[str, Any]:
 
 def anthropic_described(status: int, message: str) -> dict[str, Any]:
     """The JSON of an error with that status, as Anthropic's API has it."""
-    return {"type": "error", "error": {"type": _ANTHROPIC.get(status, "api_error"), "message": message}}
+    return {"type": "error", "error": {"type": _ANTHROPIC.get(status, "api_error"), "message": _cut(message)}}
 
 
 def described(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """The JSON of an error with that status."""
     name = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
     kind = name.title().replace(" ", "") + ("" if name.endswith("Error") else "Error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": _cut(message), "type": kind, "param": param, "code": status}}
+
+
+def _cut(message: str) -> str:
+    """The message without most of what is too long to be read."""
+    return shown(_LONG_WORD.sub(lambda word: shown(word[0]), message), _MOST)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _JSON = "application/json"
 _ENCODED_AT_ONCE = 500  # members of a list
 _SCORED_BYTES = 64  # of an answer, for each log-probability
+_MAX_NAME = 80  # characters of a request's name
 
 
 class ConnectionClosed(Exception):
@@ -76,6 +78,15 @@ def _size(sample: Sample) -> int:
     """Return about how many bytes a sample's part of an answer has, by what takes time to build."""
     scored = len(sample.logprobs) + sum(1 + len(one.top) for one in sample.prompt_logprobs)
     return TOKEN_BYTES * len(sample.tokens) + _SCORED_BYTES * scored
+
+
+def request_name(headers: Mapping[str, str], wanted: str = "") -> str:
+    """What a request is called in logs and in its answer: its X-Request-Id, or `wanted`. What can't be a name is
+    replaced."""
+    name = headers.get("x-request-id") or wanted
+    if not name or len(name) > _MAX_NAME or not name.isascii() or not name.isprintable() or " " in name:
+        name = secrets.token_hex(8)
+    return name
 
 
 def json_response(value: Any, status: int = 200) -> Response:

@@ -1,27 +1,35 @@
-"""uvicorn within the router's event loop, with the bounds that it lacks.
+"""The listener of the HTTP APIs: uvicorn within the router's event loop, with bounds on what it accepts.
 
-uvicorn bounds neither the time in which a request's head and body come, nor the size of a head. Any process that
-reaches the port may connect, and the loop that serves it also streams all tokens.
+Any process that reaches the port may connect, and the loop that serves it also streams all tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import resource
 import socket
+from asyncio import sslproto
 from collections.abc import Iterator
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.doors import ServerTls
-from baton.ports import BACKLOG
+from baton.logs import RateLimitedLog
+from baton.unix import NO_DESCRIPTORS
 from router.frontend.api.app import HttpApi
+from router.frontend.api.connection import KEEP_ALIVE, Connection
+from router.frontend.api.places import Places
 
-KEEP_ALIVE = 75  # seconds that a connection may be idle between requests; load generators keep theirs that long
-HEAD_SECONDS = 15.0  # in which a new connection's first request, and each request's head, must have come
-_HEAD_BYTES = 64 * 2**10
+log = RateLimitedLog(logging.getLogger(__name__))
+
+HANDSHAKES = 256  # of TLS that are not finished, at a time
+HANDSHAKE_SECONDS = 10.0
+_TLS_END_SECONDS = 5.0  # in which a client must confirm the end of its TLS
+_TLS_BUFFER = 64 * 2**10  # bytes that asyncio takes for each TLS connection; its own 256 KiB would be 1 GiB for 4,096
+_ACCEPTED = 16  # connections accepted in one turn of the loop
+_PAUSE = 0.5  # seconds without accepting, after the process had no descriptor left
 _GRACE = 1  # seconds that clients get to read how their streams ended
 
 
@@ -30,9 +38,9 @@ class ApiServer:
 
     def __init__(self, api: HttpApi, max_connections: int, tls: ServerTls | None = None) -> None:
         self._api = api
-        config = uvicorn.Config(
+        self._config = uvicorn.Config(
             api.app,
-            http=_Protocol,
+            http=Connection,
             ws="none",
             lifespan="off",
             loop="none",
@@ -42,84 +50,72 @@ class ApiServer:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=_GRACE,
-            limit_concurrency=max_connections,
-            backlog=BACKLOG,
         )
-        config.load()
-        config.ssl = tls.context if tls else None
-        self._server = _UvicornServer(config)
-        self._serving: asyncio.Task[None] | None = None
+        self._config.load()
+        self._server = _UvicornServer(self._config)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._places: Places[Connection] = Places(min(max_connections, descriptors // 2))
+        self._tls = tls
+        if tls is not None:
+            sslproto.SSLProtocol.max_size = _TLS_BUFFER
+        self._beginning: dict[asyncio.Task[None], None] = {}  # connections, until TLS is agreed on; the oldest first
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections from a socket that listens."""
-        self._serving = asyncio.create_task(self._server.serve([listener]))
-        listening = asyncio.create_task(self._server.listening.wait())
-        await asyncio.wait({self._serving, listening}, return_when=asyncio.FIRST_COMPLETED)
-        listening.cancel()
-        if self._serving.done():
-            self._serving.result()
+        self._tasks = [asyncio.create_task(self._accept(listener)), asyncio.create_task(self._server.serve([listener]))]
 
     async def stop(self) -> None:
         """Stop listening, let clients read how their streams ended, and end."""
-        self._server.should_exit = True
-        if self._serving is not None:
-            await self._serving
+        if self._tasks:
+            accepting, serving = self._tasks
+            for task in (accepting, *self._beginning):
+                task.cancel()
+            await asyncio.gather(accepting, *self._beginning, return_exceptions=True)
+            self._server.should_exit = True
+            await serving
         await self._api.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            for _ in range(_ACCEPTED):
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError as error:
+                    if error.errno in NO_DESCRIPTORS:
+                        log.warning("no connection is accepted for %.1f s: %s", _PAUSE, error.strerror)
+                        await asyncio.sleep(_PAUSE)
+                    continue
+                begun = loop.create_task(self._begin(connection))
+                self._beginning[begun] = None
+                begun.add_done_callback(lambda task: self._beginning.pop(task, None))
+                if len(self._beginning) > HANDSHAKES:
+                    oldest = next(iter(self._beginning))
+                    del self._beginning[oldest]
+                    oldest.cancel()
+            await asyncio.sleep(0)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        """Give a connection to a protocol, once TLS is agreed on."""
+        more = {}
+        if self._tls is not None:
+            more = {"ssl": self._tls.context, "ssl_handshake_timeout": HANDSHAKE_SECONDS}
+            more |= {"ssl_shutdown_timeout": _TLS_END_SECONDS}
+        with contextlib.suppress(OSError):  # a handshake that failed, or came too late
+            await asyncio.get_running_loop().connect_accepted_socket(self._connection, connection, **more)
+
+    def _connection(self) -> Connection:
+        return Connection(self._config, self._server.server_state, self._places)
 
 
 class _UvicornServer(uvicorn.Server):
-    """A server whose process handles its own signals."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
+    """A server whose process handles its own signals, and accepts its connections itself."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
+        self.servers = []
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _Protocol(HttpToolsProtocol):
-    """One connection, whose heads must come in time and be small."""
-
-    _timer: asyncio.TimerHandle | None = None
-    _head = 0
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._got_head()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._timer is not None:
-            self._head += len(data)
-            if self._head > _HEAD_BYTES + len(data):  # the last part may hold the whole body
-                self.transport.abort()
-                return
-        super().data_received(data)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["state"] = {"abort": self.transport.abort}
-        if self._timer is None:
-            self._await_head()
-
-    def on_headers_complete(self) -> None:
-        self._got_head()
-        super().on_headers_complete()
-
-    def _await_head(self) -> None:
-        self._head = 0
-        self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
-
-    def _got_head(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

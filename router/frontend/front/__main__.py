@@ -62,8 +62,7 @@ async def _serve(order: FrontOrder, settings: config.Config) -> None:
     )
     keys = KeyRing(settings.api_keys_path, required=settings.api.require_keys)
     tls = server_tls(settings.tls)
-    trust = settings.api.trust_request_chat_template
-    api = HttpApi(router, router.metrics, Gatekeeper(keys), router.dashboard, trust_templates=trust)
+    api = HttpApi(router, router.metrics, Gatekeeper(keys), router.dashboard, settings.api)
     server = ApiServer(api, settings.router.max_concurrent_rpcs, tls)
     listener = socket.socket(fileno=order.listener)
     listener.setblocking(False)

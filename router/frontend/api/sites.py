@@ -1,0 +1,104 @@
+"""Keeps web pages of other sites out, wherever a client needs no key.
+
+A page in a browser on this machine can send requests to loopback, and a name of its own that it lets point to loopback
+(DNS rebinding) lets it read the answers too. Neither works where clients need keys: a browser has none to send by
+itself. So these rules hold while no key is needed:
+
+- `Host` is a name that no site on the internet owns, where the API listens on loopback. `api.allowed_hosts` names
+  others. If it is set, it holds always.
+- A request that a browser marks as another site's has an origin of `api.allowed_origins`. `Sec-Fetch-Site` is the mark,
+  and in browsers without that header `Origin`, which is then compared with `Host`. A link that is followed is no such
+  request: the page with the link can't read what comes.
+
+Clients that are no browser send neither mark.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.config import ApiConfig
+from baton.errors import BatonError, PermissionDenied, shown
+from baton.hosts import host_of_header, is_loopback, names_this_machine
+from router.frontend.api.gate import refusal
+from router.frontend.identity import Gatekeeper
+
+_PORTS = {"http": 80, "https": 443}
+_TOLD = ("x-request-id", "baton-reason", "retry-after", "retry-after-ms", "request-id")
+
+
+class SiteGate:
+    """An ASGI application around the others. It refuses what these rules refuse, with status 403."""
+
+    def __init__(self, app: ASGIApp, gate: Gatekeeper, config: ApiConfig) -> None:
+        self._app = app
+        self._gate = gate
+        self._config = config
+        self._loopback = is_loopback(config.host)
+        self._any = "*" in config.allowed_origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(scope["method"], Headers(scope=scope))
+        except BatonError as error:
+            await refusal(scope, error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, method: str, headers: Mapping[str, str]) -> None:
+        """Raises PermissionDenied."""
+        open_to_all = not self._gate.keys.required
+        host = headers.get("host", "")
+        if (self._config.allowed_hosts or (open_to_all and self._loopback)) and not self._is_ours(host_of_header(host)):
+            raise PermissionDenied(
+                f"the request is for the host {shown(host)!r}, which is no name of this machine; use localhost, or add "
+                "the host to api.allowed_hosts"
+            )
+        if open_to_all and not self._any and self._is_of_another_site(method, headers, host):
+            raise PermissionDenied(
+                f"the request comes from a web page of another site, {shown(headers.get('origin', 'unnamed'))}; if "
+                "that page may use this cluster, add its origin to api.allowed_origins"
+            )
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether a host may stand in `Host`. Only HTTP/1.0 has requests without one, and browsers don't speak that."""
+        allowed = self._config.allowed_hosts
+        return not host or names_this_machine(host) or host in (self._config.host, *allowed) or "*" in allowed
+
+    def _is_of_another_site(self, method: str, headers: Mapping[str, str], host: str) -> bool:
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if origin in self._config.allowed_origins or site in ("same-origin", "none"):
+            return False
+        if site is None:
+            return origin is not None and not _same(origin, host)
+        followed = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+        return not (followed and method in ("GET", "HEAD"))
+
+
+def _same(origin: str, host: str) -> bool:
+    """Whether an origin is the one that a request is sent to. A proxy may have ended its TLS."""
+    try:
+        page = urlsplit(origin)
+        here = urlsplit(f"{page.scheme}://{host}")
+        usual = _PORTS.get(page.scheme)
+        return page.hostname is not None and (page.hostname, page.port or usual) == (here.hostname, here.port or usual)
+    except ValueError:
+        return False
+
+
+def behind_site_gate(app: ASGIApp, gate: Gatekeeper, config: ApiConfig) -> ASGIApp:
+    """Return the application behind a `SiteGate`. With `api.allowed_origins`, CORS headers let pages of these origins
+    read every answer, and preflights need no key."""
+    behind = SiteGate(app, gate, config)
+    if not config.allowed_origins:
+        return behind
+    cors = partial(CORSMiddleware, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_TOLD)
+    return cors(behind, allow_origins=config.allowed_origins)
