@@ -74,6 +74,24 @@ FOOT = """
 
 {kinds}
 
+## Odd checkpoints
+
+`baton doctor MODEL` and `baton up` make one check of a checkpoint (`deploy/control_plane/checkpoint.py`), in the words
+of the process that would fail. Of the weights they read the heads of files. `tests/deploy/test_checkpoint.py` compares
+their verdicts with what the processes do. Transformers is the model of what is accepted:
+
+- **No tokenizer.json.** `pip install 'baton[convert]'`, and transformers makes one of `tokenizer.model`, `vocab.json`
+  with `merges.txt`, or `tekken.json`. It is made once and kept in `~/.cache/baton/tokenizers`. A checkpoint's own code
+  is never run. For a checkpoint without any tokenizer, `model.skip_tokenizer_init` serves token ids alone.
+- **The tokens that end an output** are those of all files: `eos_token` of the tokenizer, `eos_token_id` of
+  `generation_config.json` and of `config.json`. Grammars and `min_tokens` forbid all of them before the end, and
+  `ignore_eos` ignores all of them. A token that the model can't write is left out, with a warning.
+- **Embedding and output head.** If `tie_word_embeddings` is true and the checkpoint has two that differ, both are used,
+  with a warning. vLLM's runner would use one of them, so it is refused there. If one of the two is missing, the other
+  stands for both.
+- **Tensors too many** are left out, with a warning. A tensor that is missing or of another shape is refused. Which
+  tensors vLLM's runner misses is seen only when it loads them.
+
 ## Where this ends
 
 - LongRoPE has one list of factors for all sequences: the long one where a model takes more than its original context.

@@ -116,6 +116,7 @@ class ModelConfig(_Section, frozen=True):
     enforce_eager: bool = (
         False  # vLLM does not compile the model at a start: it starts sooner, and its steps take longer
     )
+    skip_tokenizer_init: bool = False  # prompts and outputs are token ids alone, and no tokenizer is read; vLLM's
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property

@@ -293,8 +293,8 @@ class LogitsRules(Struct, frozen=True, omit_defaults=True):
 
 class Grammar(Struct, frozen=True, omit_defaults=True):
     """A grammar that the output must match from its first token on: a JSON schema, a regular expression or a grammar in
-    llguidance's Lark. `eos` is the model's first end-of-sequence token. The tokens in `Decode.stop_token_ids` may come
-    where the grammar accepts an end; with `ignore_eos`, only where it accepts nothing else."""
+    llguidance's Lark. `eos` is an end-of-sequence token that the tokenizer has. The tokens in `Decode.stop_token_ids`
+    may come where the grammar accepts an end; with `ignore_eos`, only where it accepts nothing else."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)]

@@ -77,7 +77,6 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     tied_embeddings: bool
     dtype: str | None
-    eos_ids: tuple[int, ...]
     canonical: bytes
     """The config as canonical JSON, less what names its origin: the part of the fingerprint that is no weight."""
     weight_format: str = "plain"

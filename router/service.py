@@ -82,6 +82,8 @@ async def serve(
     `host`, this node's own. Raises PortInUse, StartupError or ModelError when it
     can't start."""
     model = await asyncio.to_thread(load, config.model)
+    for note in model.notes:
+        log.warning("%s", note)
     router, clock = config.router, MonotonicClock()
     me = Peer("router", name, node, f"{name}.{secrets.token_hex(8)}", os.getpid())
     async with contextlib.AsyncExitStack() as cleanup:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from baton.checkpoint_files import read_object
 from baton.config import Config
 from baton.errors import ConfigError, UnsupportedModel
 from engine.models.config import load_spec
-from engine.models.config_file import read_object
 from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
 
 Name = Literal["native", "vllm"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from baton.checkpoint_files import read_object
 from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import NotEnoughMemory
 from baton.messages import WorkerRole
@@ -14,7 +15,6 @@ from engine.device.gpu_memory import worker_bytes
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.engine import Engine, FittingPages, dtype_of, layout_of, linear_maker
 from engine.models.config import load_spec
-from engine.models.config_file import read_object
 from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.runner import Runner

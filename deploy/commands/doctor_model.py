@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from baton.checkpoint_files import read_object
 from baton.config import Config
 from baton.errors import ModelError, ModelNotFound
 from baton.messages import WorkerRole
 from baton.system_memory import available_memory
 from deploy.commands.collect_env import version_of
 from deploy.commands.terminal import size
-from deploy.control_plane import preflight
+from deploy.control_plane import checkpoint, preflight
 from engine.checkpoint import hub
 from engine.device.gpus import VisibleGpus, resolve_device, visible_gpus
-from engine.models.config_file import ConfigFile, read_object
+from engine.models.config_file import ConfigFile
 from engine.vllm_runner import TESTED_ARCHITECTURES
 from engine.vllm_runner.pages import largest_page
 from engine.vllm_runner.requirements import CPU_PAGE, CUDA_PAGE, Installation
@@ -56,21 +57,25 @@ def examine_model(config: Config, model: str) -> ModelReport:
     """
     from worker.engine_choice import choose, engine_facts  # imports torch
 
+    preflight.check_model(model)
     path = hub.cached(model)
-    if path is None or not (path / "config.json").is_file():
+    if path is None:
         raise ModelNotFound(
-            f"{model!r} is no directory with a config.json, nor in the cache of the hub; `baton up --model` and "
-            "`hf download` fetch a hub id"
+            f"{model!r} is no directory, nor in the hub's cache; `baton up --model` and `hf download` fetch a hub id"
         )
+    path = path.resolve()
     gpus = visible_gpus()
     device = resolve_device(config.device_of("decode"), gpus)
     raw, installed = read_object(path / "config.json"), Installation.find()
     facts = engine_facts(config, path, device, installed)
     choice = choose(facts)
     spec = _spec(path)
+    report = checkpoint.examine(config, path, [(choice.engine, device)] if choice.engine else [])
     findings = (
         _engine(choice, facts),
         *_checkpoint(raw, spec),
+        *(Finding("bad", "files", "can't be served", str(problem)) for problem in report.problems),
+        *(Finding("warn", "files", note) for note in report.notes),
         _device(config, device, gpus),
         _native(spec, facts, choice),
         _vllm(raw, installed, facts, choice),
@@ -182,7 +187,7 @@ def _memory(
     """Weights and pages of one decode worker beside the memory that there is."""
     role: WorkerRole = "decode"
     own = config.worker(role)
-    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    weights = preflight.weight_bytes(path)
     if spec is not None and choice.engine == "native":
         weights = _native_weights(config, spec, device)
     if not weights:

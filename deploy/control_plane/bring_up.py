@@ -15,7 +15,7 @@ from baton.config import Config
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses
-from deploy.control_plane import cluster, preflight, probe, state_file
+from deploy.control_plane import checkpoint, cluster, preflight, probe, state_file
 from deploy.control_plane.reconcile import JOIN_PATIENCE
 from deploy.control_plane.reports import ClusterOverview
 from deploy.control_plane.state_file import RayLink, State
@@ -44,6 +44,8 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
     named = bool(config.cluster.key_file)
     made_keys = not named and not config.cluster.key_path.exists()
     config = _settle(config, say)
+    for note in checkpoint.check(config):
+        say(f"note: {note}")
     _compile_kernels(config, say)
     try:
         state = _on_ray(config, folder, choice, dashboard, made_keys, say)

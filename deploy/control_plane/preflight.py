@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from baton import doors
 from baton.api_keys import KeyRing
+from baton.checkpoint_files import read_object
 from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, StartupError
 from baton.hosts import is_loopback
@@ -22,7 +24,6 @@ from deploy.control_plane.state_file import State
 from deploy.processes import session_members
 from engine.checkpoint import hub
 from engine.device.gpus import resolve_device, visible_gpus
-from engine.models.config_file import read_object
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
@@ -46,17 +47,15 @@ def check(config: Config, say: Callable[[str], object]) -> None:
 
 
 def check_model(model: str) -> None:
-    """Check that `model` looks like a checkpoint, without loading it. Raises ConfigError and ModelNotFound."""
+    """Check that `model` may be a checkpoint; `checkpoint` looks into it. Raises ConfigError and ModelNotFound."""
     if not model:
         raise ConfigError(
             "no model is given; say which: --model DIRECTORY, or a Hugging Face id such as Qwen/Qwen3-0.6B"
         )
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").exists():
+        if not os.path.lexists(path / "config.json"):
             raise ModelNotFound(f"{path} holds no config.json; give the directory of a Hugging Face checkpoint")
-        if not any(path.glob("*.safetensors")):
-            raise ModelNotFound(f"{path} holds no *.safetensors; Baton loads no other kind of weights")
     elif path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelNotFound(f"{model} is not a directory; give that of a checkpoint, or a Hugging Face id (owner/name)")
 
@@ -116,7 +115,7 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     ]
     on_cpu = [(own, count) for role, own, count in roles if count and runs_on_cpu(config, role)]
     pools = sum(count * own.kv_cache_bytes.on_cpu for own, count in on_cpu)
-    weights = _weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
+    weights = weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
     copies = sum(count for _, count in on_cpu)  # of the weights
     processes = sum(count * _process_bytes(config, role) for role, _, count in roles)
     needed = config.store.host_cache_bytes + pools + processes + copies * weights
@@ -222,8 +221,9 @@ def _alive(folder: Path, state: State) -> bool:
     )
 
 
-def _weight_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
+def weight_bytes(path: Path) -> int:
+    """Return the bytes of a checkpoint's weights; 0 if they are not on this machine."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors") if file.is_file())
 
 
 def _mib(size: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton.errors import ModelNotFound
 
-WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+WANTED = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja"]
 """What a checkpoint is served from. Never pickled weights, never code."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -21,6 +21,13 @@ from engine.checkpoint.formats.format import FLOATS
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_STORED_AS = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
+}
 
 
 class TensorFiles:
@@ -67,21 +74,25 @@ class TensorFiles:
         except (SafetensorError, OSError) as error:
             raise CorruptWeights(f"{path}: {name} can't be read: {error}; fetch the checkpoint again") from error
 
+    def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+        """Check what is said of the tensor `name`, without reading it. Raises as `read` does."""
+        if name not in self._files:
+            raise CorruptWeights(f"the checkpoint has no tensor {name}, which its config asks for; fetch it again")
+        path, file = self._files[name]
+        found = self.shape(name)
+        if found != shape:
+            raise CorruptWeights(f"{path.name}: {name} has shape {list(found)}, its config says {list(shape)}")
+        stored = file.get_slice(name).get_dtype()
+        if stored not in (known := [_STORED_AS[dtype] for dtype in dtypes]):
+            raise CorruptWeights(f"{path.name}: {name} is {stored}; known: {', '.join(known)}")
+
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
         """The tensor `name` on the CPU, in the dtype it was stored in.
 
         Raises CorruptWeights when it is absent, of another shape, or of none of `dtypes`.
         """
-        if name not in self._files:
-            raise CorruptWeights(f"the checkpoint has no tensor {name}, which its config asks for; fetch it again")
-        tensor = self._take(name)
-        path, _ = self._files[name]
-        if tuple(tensor.shape) != shape:
-            raise CorruptWeights(f"{path.name}: {name} has shape {list(tensor.shape)}, its config says {list(shape)}")
-        if tensor.dtype not in dtypes:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise CorruptWeights(f"{path.name}: {name} is {tensor.dtype}; known: {known}")
-        return tensor
+        self.expect(name, shape, dtypes)
+        return self._take(name)
 
     def fingerprint(self, config: bytes) -> bytes:
         """16 bytes that name the config and every tensor's name, dtype, shape and bytes; reads what `read` has not."""

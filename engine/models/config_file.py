@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ModelError, UnsupportedModel
@@ -22,11 +21,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The parsed config.json, and generation_config.json where there is one. Null counts as absent, as it does for
-    transformers."""
+    """The parsed config.json. Null counts as absent, as it does for transformers."""
 
     raw: Mapping[str, Any]
-    generation: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number above zero."""
@@ -155,7 +152,6 @@ class ConfigFile:
             layers=layers,
             tied_embeddings=self.flag("tie_word_embeddings", tied),
             dtype=self._dtype(),
-            eos_ids=_eos_ids(self.generation) or _eos_ids(self.raw),
             canonical=_canonical(self.raw),
             **features,
         )
@@ -227,26 +223,7 @@ def _longrope(own: ConfigFile, theta: float, original: int, rotated: int, pairs:
     )
 
 
-def _eos_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    ids: Any = raw.get("eos_token_id")
-    listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(isinstance(id_, int) and not isinstance(id_, bool) and id_ >= 0 for id_ in listed):
-        raise ModelError(f"eos_token_id {ids!r} is neither a token id nor a list of them")
-    return tuple(listed)
-
-
 def _canonical(raw: Mapping[str, Any]) -> bytes:
     """Two copies of one model must agree whatever path they were loaded from and whichever release wrote them."""
     told = {key: value for key, value in raw.items() if key not in ("_name_or_path", "transformers_version")}
     return json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelError when the file can't be read or holds anything else."""
-    try:
-        value: Any = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} can't be read: {error}; fetch the checkpoint again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__}, not an object; fetch the checkpoint again")
-    return value

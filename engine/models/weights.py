@@ -2,20 +2,20 @@
 
 Three parties say how: the family where each tensor is, the weight format how it is stored, and the device's
 `LinearMaker` how products are held. Owns what is fused: q, k and v into one product, gate and up into another. Loads
-all or nothing: a tensor that is missing, misshapen or not foreseen raises CorruptWeights.
+all or nothing: a tensor that is missing or misshapen raises CorruptWeights. `check` finds that without loading.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-from baton.errors import CorruptWeights
 from engine.checkpoint.formats import FORMATS
 from engine.checkpoint.formats.format import FLOATS, Shape, Take
 from engine.checkpoint.safetensors_reader import TensorFiles
@@ -23,9 +23,13 @@ from engine.models.families import registry
 from engine.models.linear import Dense, Linear, LinearMaker, stacked
 from engine.spec import ExpertsSpec, ModelSpec
 
+log = logging.getLogger(__name__)
+
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _STORED = (*FLOATS, torch.float8_e4m3fn)
+_UNUSED = ("rotary_emb.inv_freq", "position_ids")
+"""Ends of names of tensors that older releases saved and that are computed."""
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 _Products: TypeAlias = Callable[[str], Dense]
@@ -108,12 +112,27 @@ def load(
     Raises ModelNotFound or CorruptWeights.
     """
     with TensorFiles(path) as files:
-        expected = expected_tensors(spec)
-        _refuse_unforeseen(files.names, expected, spec)
-        weights = _Assembly(spec, maker, files.read, dtype, device).model(head)
-        for name in sorted(expected.keys() - files.seen):
-            files.read(name, expected[name], _STORED)
+        reading = as_stored(files, spec)
+        for note in reading.notes:
+            log.warning("%s", note)
+        weights = assembled(reading.spec, dtype, device, head, maker, reading.through(files.read))
+        for name in sorted(reading.expected.keys() - files.seen):
+            files.read(name, reading.expected[name], _STORED)
         return LoadedCheckpoint(weights, files.fingerprint(spec.canonical))
+
+
+def check(path: Path, spec: ModelSpec, dtype: torch.dtype, maker: LinearMaker) -> tuple[ModelSpec, tuple[str, ...]]:
+    """Check the checkpoint in `path` as `load` would, from the files' heads alone. Return the spec that the tensors
+    fit, and what of them is odd and does no harm. Raises ModelNotFound or CorruptWeights."""
+    with TensorFiles(path) as files:
+        reading = as_stored(files, spec)
+
+        def take(name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+            files.expect(name, shape, dtypes)
+            return torch.empty(shape, dtype=dtypes[0], device="meta")
+
+        assembled(reading.spec, dtype, torch.device("meta"), True, maker, reading.through(take))
+        return reading.spec, reading.notes
 
 
 def outline(spec: ModelSpec, dtype: torch.dtype, head: bool, maker: LinearMaker) -> ModelWeights:
@@ -143,13 +162,47 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     return tensors
 
 
-def _refuse_unforeseen(names: frozenset[str], expected: Mapping[str, Shape], spec: ModelSpec) -> None:
-    """Raise for a tensor that no layer uses (a bias, a scale): this is another model than its config says."""
-    unforeseen = {name for name in names - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
-    if spec.tied_embeddings:
-        unforeseen.discard(f"{_HEAD}.weight")  # some releases save the tied copy too
-    if unforeseen:
-        raise CorruptWeights(f"the checkpoint holds {min(unforeseen)}, which its config has no place for")
+@dataclass(frozen=True)
+class StoredModel:
+    """A spec as a checkpoint's tensors have it. `aliases`: under which name a tensor is stored, where not under its
+    own; `notes`: what is odd, and read as transformers reads it."""
+
+    spec: ModelSpec
+    expected: Mapping[str, Shape]
+    aliases: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def through(self, take: Take) -> Take:
+        """Return `take` for the names of the spec."""
+        return lambda name, shape, dtypes: take(self.aliases.get(name, name), shape, dtypes)
+
+
+def as_stored(files: TensorFiles, spec: ModelSpec) -> StoredModel:
+    """Compare a spec with the tensors that there are. Raises CorruptWeights.
+
+    As with transformers, embedding and head are one only if the checkpoint does not store two that differ, either of
+    them stands for both, and a tensor that no layer uses is left out.
+    """
+    embedding, head = f"{_EMBEDDING}.weight", f"{_HEAD}.weight"
+    notes: list[str] = []
+    aliases: dict[str, str] = {}
+    if spec.tied_embeddings and head in files.names:
+        shape = (spec.vocab_size, spec.hidden_size)
+        if embedding not in files.names:
+            aliases[embedding] = head
+        elif not torch.equal(files.read(embedding, shape), files.read(head, shape)):
+            spec = replace(spec, tied_embeddings=False)
+            notes.append(
+                f"tie_word_embeddings is true, and the checkpoint's {head} differs from {embedding}; both are used, as "
+                "by transformers: set it to false in config.json"
+            )
+    expected = {aliases.get(name, name): shape for name, shape in expected_tensors(spec).items()}
+    unused = sorted(name for name in files.names - expected.keys() - {head} if not name.endswith(_UNUSED))
+    if unused:
+        notes.append(
+            f"{len(unused)} tensors of the checkpoint have no place in its config and are not used, such as {unused[0]}"
+        )
+    return StoredModel(spec, expected, aliases, tuple(notes))
 
 
 @dataclass(frozen=True)

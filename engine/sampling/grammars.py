@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton import grammars
 from baton.errors import BatonError
 from baton.messages import Grammar
+from baton.tokenizer_files import tokenizer_folder
 from engine.step.batch import Bits
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class GrammarCompiler:
 
     def __init__(self, folder: Path, vocab_size: int, wake: Callable[[], None]) -> None:
         """`folder`: the checkpoint's. `wake` is called on the other thread when a grammar has become ready."""
-        self._file = folder / "tokenizer.json"
+        self._folder = folder
         self._vocab_size = vocab_size
         self._wake = wake
         self._thread = ThreadPoolExecutor(1, "grammar")
@@ -172,7 +173,8 @@ class GrammarCompiler:
             return known
         if self._tokenizer is None:
             began = time.monotonic()
-            self._tokenizer = grammars.load_tokenizer(self._file, self._vocab_size, grammar.eos)
+            file = tokenizer_folder(self._folder) / "tokenizer.json"
+            self._tokenizer = grammars.load_tokenizer(file, self._vocab_size, grammar.eos)
             log.info("read the tokenizer for grammars in %.2f s", time.monotonic() - began)
         made = self._compiled[key] = grammars.matcher_of(self._tokenizer, grammar)
         while len(self._compiled) > _KEPT:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.checkpoint_files import read_object
 from baton.errors import CorruptWeights, ModelError, ModelNotFound, UnsupportedModel
 from baton.messages import AdapterCard
 from engine.checkpoint.safetensors_reader import TensorFiles
-from engine.models.config_file import read_object
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")

@@ -19,11 +19,11 @@ from typing import ClassVar, Protocol, Self
 
 import msgspec
 
+from baton.checkpoint_files import read_object
 from baton.errors import ModelError, StartupError, UnsupportedModel
 from baton.messages import AdapterCard
 from baton.trace import Tracer
 from engine.checkpoint.safetensors_reader import TensorFiles
-from engine.models.config_file import read_object
 from engine.runner import Finished
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Chunk, Sampled, TokenDraw

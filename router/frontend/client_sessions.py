@@ -55,7 +55,6 @@ from router.events import (
     UnpinPrefix,
     Unsubscribe,
 )
-from router.frontend.detokenizer import TextStream
 from router.frontend.metrics.metric_samples import heartbeat_age, metric_samples
 from router.frontend.metrics.vllm_metrics import EngineLoad, VllmMetrics
 from router.frontend.output_stream import OutputStream, StopVerdict
@@ -152,8 +151,7 @@ class RouterDriver:
             raise Unavailable("the router is stopping; ask again, or ask another router")
         # A client may use a name twice, here and at another router; the cluster never does.
         name = f"{validated.request_id}-{self._number()}"
-        silent = frozenset(validated.stop_token_ids)
-        text = TextStream(self.model.tokenizer, validated.prompt, validated.stops, silent, validated.text)
+        text = validated.text_stream(self.model.tokenizer, validated.stops)
         stream = self._streams[name] = OutputStream(name, text)
         self._max_tokens[name] = validated.max_tokens
         if spans is not None:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from tokenizers import models
 
 from baton.errors import ModelError
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LOST = "\N{REPLACEMENT CHARACTER}"
+"""Stands for bytes that are no character."""
 _BYTES_OF_CHARACTER = 4  # at most
 _CONTEXT = 6  # prompt tokens that a detokenizer looks back on, so that the output continues the prompt's last word
 _SHRINKING = 4  # bytes of a prompt for a byte that is tokenized, where normalizing may shorten text: NFKC makes 1 of 4
@@ -30,6 +31,11 @@ _USUAL_BYTES_PER_TOKEN = 32  # ... or so many for each token of the context, whe
 _WINDOW = 64 * 2**10  # characters
 _USUAL_CHARACTERS = 8  # of a token, at most, in texts of words
 _NEAR = 1_000  # characters within which a word is looked for
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))  # bytes that GPT-2's vocabulary spells as such
+_BYTE_OF = {chr(byte): bytes([byte]) for byte in _PRINTED} | {
+    chr(0x100 + number): bytes([byte]) for number, byte in enumerate(sorted({*range(0x100)} - {*_PRINTED}))
+}
 _BEFORE_WORD = re.compile(r"(?<!\s)\s(?=[^\W\d_])")
 _KEEPS_LENGTH = frozenset({"Prepend", "ByteLevel"})  # normalizers
 _PATIENCE = 16  # tokens to wait for the end of a character; after that they are not going to be one
@@ -46,8 +52,12 @@ class Tokenizer:
         self._byte_level = any(
             part["type"] == "ByteLevel" for part in (*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer))
         )
-        added = tokenizer.get_added_tokens_decoder()
-        self.special_tokens = {token.content: index for index, token in added.items() if token.special}
+        self._added = tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token.content: index for index, token in self._added.items() if token.special}
+        decoders = {part["type"] for part in _parts(tokenizer.decoder)}
+        self._decodes_bytes, self._byte_fallback = "ByteLevel" in decoders, "ByteFallback" in decoders
+        self._anchor = self._anchor_token()
+        self.bytes_of = lru_cache(2**16)(self._bytes_of)
         self.longest = self._longest()  # bytes of text that the longest token stands for
         self._stretch = 1 if self._keeps_length() else _SHRINKING
 
@@ -133,13 +143,44 @@ class Tokenizer:
         """Text, without special tokens unless they are wanted."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
 
+    def has(self, token: int) -> bool:
+        """Whether the vocabulary has a token of this id."""
+        return self._tokenizer.id_to_token(token) is not None
+
     def token_of(self, text: str) -> int | None:
         """The token that stands for just this text, if there is one."""
         return self._tokenizer.token_to_id(text)
 
     def text_of(self, token: int) -> str:
-        """One token's text by itself."""
-        return self.decode([token], special_tokens=True)
+        """One token's text by itself; `bytes:\\xf0\\x9f` if it is no whole character."""
+        own = self.bytes_of(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+    def _bytes_of(self, token: int) -> bytes:
+        """The bytes that one token stands for. A space that begins a word is one of them."""
+        if (added := self._added.get(token)) is not None:
+            return added.content.encode()
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._decodes_bytes:
+            return b"".join(_BYTE_OF.get(one, one.encode()) for one in piece)
+        if self._byte_fallback and (byte := _BYTE.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        # Decoders strip the space before the first word, so a token is decoded behind another one.
+        before = [] if self._anchor is None else [self._anchor]
+        return self.decode([*before, token]).removeprefix(self.decode(before)).encode()
+
+    def _anchor_token(self) -> int | None:
+        """A token whose text is what the vocabulary spells, whatever stands behind it."""
+        for token in range(self._tokenizer.get_vocab_size()):
+            piece = self._tokenizer.id_to_token(token)
+            if piece and piece.isalnum() and token not in self._added and self.decode([token]) == piece:
+                return token
+        return None
 
 
 def _word_after(text: str, start: int) -> int:
@@ -153,12 +194,12 @@ def _utf8(text: str) -> int:
 
 
 def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """The settings of a tokenizer's normalizer or pre-tokenizer, one by one where it is a sequence of several."""
+    """The settings of a tokenizer's normalizer, pre-tokenizer or decoder, one by one where it is a sequence of them."""
     waiting = [json.loads(component.__getstate__())] if component is not None else []
     while waiting:
         part = waiting.pop()
         yield part
-        waiting += part.get("normalizers", ()) or part.get("pretokenizers", ())
+        waiting += part.get("normalizers", ()) or part.get("pretokenizers", ()) or part.get("decoders", ())
 
 
 class Detokenizer:
@@ -176,13 +217,13 @@ class Detokenizer:
         self._window, self._known = _end_of(prompt, self._decode)
         self._given = len(self._window)  # tokens of the window whose text has been given out
         # Whether the known part may end inside a character.
-        self._inside = self._decode(self._window).endswith(_REPLACEMENT)
+        self._inside = self._decode(self._window).endswith(LOST)
 
     def feed(self, token: int) -> str:
         """The text that this token completes; often its own, sometimes none yet."""
         self._window.append(token)
         text = self._decode(self._window)
-        unfinished = text.endswith(_REPLACEMENT) or not self._new(text)
+        unfinished = text.endswith(LOST) or not self._new(text)
         if not unfinished:
             return self._give(text)
         if len(self._window) - self._given < _PATIENCE:
@@ -196,17 +237,17 @@ class Detokenizer:
     def _new(self, text: str) -> str:
         """What of the window's text has not been given out."""
         known = self._known
-        while known.endswith(_REPLACEMENT) and not text.startswith(known):
+        while known.endswith(LOST) and not text.startswith(known):
             known = known[:-1]  # it stood for the beginning of a character that has been completed
         return text[len(known) :]
 
     def _give(self, text: str, keep: int = 0) -> str:
         """Give out what is new, but for up to `keep` U+FFFD at its end, which may be the beginning of a character."""
         new, kept = self._new(text), 0
-        while kept < keep and new.endswith(_REPLACEMENT):
+        while kept < keep and new.endswith(LOST):
             new, kept = new[:-1], kept + 1
         # The window may begin inside no character: where its known part ended in one that is now complete, it stays.
-        if not self._inside or text.endswith(_REPLACEMENT):
+        if not self._inside or text.endswith(LOST):
             self._window = self._window[self._given :]
         self._inside = kept > 0
         self._given = len(self._window)
@@ -226,7 +267,7 @@ def _end_of(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> tu
         known = decode(window)
         for cut in range(_BYTES_OF_CHARACTER):
             whole = decode(window[: len(window) - cut]) if cut else known
-            if not whole.startswith(_REPLACEMENT) and not whole.endswith(_REPLACEMENT):
+            if not whole.startswith(LOST) and not whole.endswith(LOST):
                 return window, known if known.startswith(whole) else whole
     window = list(prompt[-_CONTEXT:])
     return window, decode(window)

@@ -18,7 +18,6 @@ from baton.clock import Clock
 from baton.errors import BatonError, ContextTooLong
 from baton.v1 import generation_pb2
 from router.frontend.client_sessions import RouterDriver
-from router.frontend.detokenizer import TextStream
 from router.frontend.grammars.grammar_checker import GrammarChecker
 from router.frontend.identity import caller
 from router.frontend.output_stream import OutputStream
@@ -209,8 +208,7 @@ class GenerationService:
         """The text of a whole output."""
 
         def text_of(tokens: tuple[int, ...]) -> str:
-            silent = frozenset(validated.stop_token_ids)
-            text = TextStream(self.model.tokenizer, validated.prompt, (), silent, validated.text)
+            text = validated.text_stream(self.model.tokenizer)
             return text.feed(tokens).text + text.flush().text
 
         return text_of

@@ -18,7 +18,7 @@ from baton.messages import MAX_TRACE_STEPS, LogitsRules, SamplingParams, WorkerR
 from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
-from router.frontend.detokenizer import DEFAULT_TEXT, TextOptions
+from router.frontend.detokenizer import DEFAULT_TEXT, TextOptions, TextStream, Tokenizer
 from router.frontend.grammars.grammar_parsing import grammar_of
 from router.frontend.prompt_tokens import kept_tokens, tokenized
 from router.frontend.served_model import ServedModel
@@ -64,6 +64,10 @@ class ValidatedRequest:
     n: int = 1  # outputs for the client, ...
     best_of: int = 1  # ... the best of so many, which are also the beams of a search
     length_penalty: float | None = None  # of a beam search; none: tokens are drawn
+
+    def text_stream(self, tokenizer: Tokenizer | None, stops: Sequence[str] = ()) -> TextStream:
+        """Return what turns an output's tokens into text."""
+        return TextStream(tokenizer, self.prompt, stops, frozenset(self.stop_token_ids), self.text)
 
     def sample(self, number: int) -> ValidatedRequest:
         """The request for one of several samples."""

@@ -5,24 +5,26 @@ Never the weights: those are the workers' business, and so is whether the engine
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from baton.checkpoint_files import read_object, read_optional, text_settings
 from baton.config import ModelConfig
 from baton.errors import ModelError, ModelMismatch, ModelNotFound, shown
 from baton.messages import SamplingParams
+from baton.tokenizer_files import tokenizer_folder
 from router.frontend.chat.families import NO_FORMAT, ChatFormat, chosen
-from router.frontend.chat.template import ChatTemplate
+from router.frontend.chat.template import ChatTemplate, special_token
 from router.frontend.detokenizer import Tokenizer
+from router.frontend.end_tokens import end_tokens
 from router.queueing.admission import ModelLimits
 
 _MAX_TEMPERATURE = 3e38  # what a request can ask for, as a 32-bit float
 _MAX_TOP_K = 2**32 - 1
-_READ = ["config.json", "generation_config.json", "tokenizer*"]
+_READ = ["*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,19 @@ class ServedModel:
     adapters: Mapping[str, str] = field(default_factory=dict[str, str])  # LoRA adapters by name: their directories
     folder: Path | None = None  # of its files
     chat_format: ChatFormat = NO_FORMAT  # how it writes reasoning and tool calls
+    notes: tuple[str, ...] = ()  # what is odd in its files and does no harm
 
     @cached_property
     def reasoning_end(self) -> int | None:
         """The token that ends reasoning, if one does."""
         marker = self.chat_format.reasoning_end
         return self.tokenizer.token_of(marker) if self.tokenizer and marker else None
+
+    @cached_property
+    def grammar_end(self) -> int | None:
+        """The token that stands for the end of an output in grammars: one of `eos` that the tokenizer has."""
+        tokenizer = self.tokenizer
+        return next((token for token in self.eos if tokenizer is not None and tokenizer.has(token)), None)
 
     def special_tokens(self, texts: Sequence[str]) -> list[int]:
         """Those of some texts that are special tokens."""
@@ -69,23 +78,37 @@ class ServedModel:
 def load(config: ModelConfig) -> ServedModel:
     """Read the model's files. Raises ModelNotFound or ModelError."""
     folder = _folder(config.path)
-    settings = _object(folder / "config.json")
-    generation = _object(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    tokenizer = folder / "tokenizer.json"
+    settings = text_settings(read_object(folder / "config.json"))
+    limits = ModelLimits(_count(settings, "vocab_size"), _count(settings, "max_position_embeddings"))
+    generation = read_optional(folder / "generation_config.json")
+    of_tokenizer = None if config.skip_tokenizer_init else tokenizer_folder(folder)
+    tokenizer = Tokenizer.load(of_tokenizer / "tokenizer.json") if of_tokenizer else None
+    named = _eos_text(of_tokenizer) if of_tokenizer else None
+    token_of = tokenizer.token_of if tokenizer else lambda _: None
+    eos, notes = end_tokens(named, token_of, generation, settings, limits.vocab_size)
     template = ChatTemplate.load(folder)
     return ServedModel(
         name=config.served_name,
         aliases=config.served_names[1:],
         adapters=config.lora_modules,
-        tokenizer=Tokenizer.load(tokenizer) if tokenizer.is_file() else None,
-        limits=ModelLimits(_count(settings, "vocab_size"), _count(settings, "max_position_embeddings")),
-        eos=_ids(generation, "eos_token_id") or _ids(settings, "eos_token_id"),
+        tokenizer=tokenizer,
+        limits=limits,
+        eos=eos,
         defaults=_defaults(generation),
         chat_template=template,
         chat_format=chosen(template.source if template else None, config.tool_call_parser, config.reasoning_parser),
-        tokenizer_file=tokenizer if tokenizer.is_file() else None,
+        tokenizer_file=of_tokenizer / "tokenizer.json" if of_tokenizer else None,
         folder=folder,
+        notes=notes,
     )
+
+
+def _eos_text(folder: Path) -> str | None:
+    """Return the text of the tokenizer's own end-of-sequence token; None if it names none."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (text := special_token(read_optional(folder / name), "eos_token", name)) is not None:
+            return text
+    return None
 
 
 def _folder(path: str) -> Path:
@@ -104,31 +127,11 @@ def _folder(path: str) -> Path:
         raise ModelNotFound(f"{path!r} is no directory here, and could not be fetched from the hub: {reason}") from None
 
 
-def _object(file: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise ModelNotFound(f"{file} does not exist; is {file.parent} the directory of a checkpoint?") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} can't be read: {error}; fetch the checkpoint again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} holds a JSON {type(value).__name__}, not an object; fetch the checkpoint again")
-    return value
-
-
 def _count(settings: Mapping[str, Any], name: str) -> int:
     value = settings.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{name} is {value!r} in config.json; it must be a whole number above zero")
     return value
-
-
-def _ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    value = settings.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
-        raise ModelError(f"{name} is {value!r}; it must be a token id or a list of them")
-    return tuple(ids)
 
 
 def _defaults(generation: Mapping[str, Any]) -> SamplingParams:

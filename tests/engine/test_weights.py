@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from baton.errors import CorruptWeights, ModelError, ModelNotFound, NotEnoughMemory
 from engine.engine import Engine
+from engine.models import weights
 from engine.step.batch import Chunk, TokenDraw
+from tests import checkpoints
 
 Checkpoints = Callable[[str], Path]
 
@@ -130,11 +132,34 @@ def test_a_prefill_worker_keeps_no_head(checkpoint: Checkpoints):
     assert len(weights.layers) == 3
 
 
-def test_a_tied_copy_and_old_rotary_buffers_are_welcome(llama: Path):
-    rewrite(
-        llama, {"lm_head.weight": torch.zeros(1000, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    )
-    load(llama)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("kind", ["copy", "other head", "head alone", "left over"])
+def test_tensors_that_transformers_welcomes_are_read_as_it_reads_them(
+    kind: str, llama: Path, caplog: pytest.LogCaptureFixture
+):
+    """The checkpoint's config says that embedding and output head are one."""
+    embedding = load_file(llama / "model.safetensors")[EMBEDDING]
+    changes: Mapping[str, Mapping[str, torch.Tensor | None]] = {
+        "copy": {HEAD: embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+        "other head": {HEAD: embedding.flip(0).contiguous()},
+        "head alone": {HEAD: embedding, EMBEDDING: None},
+        "left over": {"model.layers.1.self_attn.q_proj.bias": torch.ones(64), "visual.x": torch.ones(2)},
+    }
+    rewrite(llama, changes[kind])
+    prompt = [5, 9, 2, 77, 41, 3]
+    engine = load(llama)
+    theirs = checkpoints.reference(llama).logits(prompt)[-1]
+    (chosen,) = engine.step([Chunk(prompt, 0, [0], TokenDraw(temperature=0, logprobs=20))])
+    assert chosen is not None
+    best = theirs.log_softmax(-1).topk(20)
+    assert chosen.token == int(best.indices[0])
+    assert [token for token, _ in chosen.top] == best.indices.tolist()
+    torch.testing.assert_close(torch.tensor([value for _, value in chosen.top]), best.values, atol=1e-3, rtol=1e-3)
+    says = {"other head": "tie_word_embeddings", "left over": "2 tensors"}.get(kind)
+    notes = [record.message for record in caplog.records if record.name == weights.__name__]
+    assert [says in note for note in notes] == ([True] if says else [])
 
 
 @pytest.mark.parametrize(
@@ -143,9 +168,10 @@ def test_a_tied_copy_and_old_rotary_buffers_are_welcome(llama: Path):
         ({"model.norm.weight": None}, "model.norm.weight"),
         ({"model.layers.3.self_attn.q_proj.weight": None}, "model.layers.3.self_attn.q_proj.weight"),
         ({"model.norm.weight": torch.ones(65)}, r"model.norm.weight has shape \[65\], its config says \[64\]"),
-        ({"model.layers.1.self_attn.q_proj.bias": torch.ones(64)}, "model.layers.1.self_attn.q_proj.bias"),
-        ({"model.norm.weight": torch.ones(64, dtype=torch.int32)}, "int32"),
-        ({"model.norm.weight": torch.ones(64, dtype=torch.float64)}, "float64"),
+        ({EMBEDDING: None}, EMBEDDING),
+        ({HEAD: torch.ones(999, 64)}, r"lm_head.weight has shape \[999, 64\]"),
+        ({"model.norm.weight": torch.ones(64, dtype=torch.int32)}, "is I32; known: F32, BF16, F16"),
+        ({"model.norm.weight": torch.ones(64, dtype=torch.float64)}, "is F64"),
     ],
 )
 @pytest.mark.parametrize("head", [True, False])

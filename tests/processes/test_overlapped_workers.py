@@ -15,6 +15,7 @@ from deploy.local import LocalCluster
 from engine.engine import Engine
 from engine.sampling.grammars import GrammarCompiler
 from engine.step.batch import Chunk, TokenDraw
+from tests.checkpoints import EOS
 from tests.support import workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
@@ -70,8 +71,8 @@ def _ask_in_words(address: str, prompt: list[int]) -> Generated:
 
 def _drawn_one_by_one(engine: Engine, compiler: GrammarCompiler, prompt: list[int], count: int) -> list[int]:
     """Each token drawn by a step of its own over all before it, which waits for its mask."""
-    eos, tokens = engine.config.eos_ids[0], list(prompt)
-    grammar = compiler.follow(Grammar("regex", WORDS, eos, ignore_eos=True), engine.config.eos_ids, prompt, len(prompt))
+    tokens = list(prompt)
+    grammar = compiler.follow(Grammar("regex", WORDS, EOS, ignore_eos=True), (EOS,), prompt, len(prompt))
     eventually(lambda: grammar.ready, what="the grammar")
     while len(tokens) < len(prompt) + count:
         mask = grammar.mask(tokens)

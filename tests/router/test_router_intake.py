@@ -149,12 +149,45 @@ def test_a_checkpoint_is_read(tmp_path: Path) -> None:
     assert model.tokenizer is not None
 
 
-def test_generation_settings_win_and_count_only_where_sampling_is_recommended(tmp_path: Path) -> None:
+def test_generation_settings_count_only_where_sampling_is_recommended(tmp_path: Path) -> None:
     recommended = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 3]}
     model = load(checkpoint(tmp_path, CONFIG, recommended))
     assert model.defaults == SamplingParams(temperature=0.6, top_k=20)
-    assert model.eos == (2, 3)
+    assert model.eos == (2, 3, 1)
     assert load(checkpoint(tmp_path, CONFIG, recommended | {"do_sample": False})).defaults == SamplingParams()
+
+
+@pytest.mark.parametrize("named", ["</s>", {"content": "</s>", "special": True}])
+def test_every_file_may_name_tokens_that_end_an_output(tmp_path: Path, named: object) -> None:
+    """Qwen's base models name <|endoftext|> in config.json, and their chat models <|im_end|> in the tokenizer alone."""
+    config = {**CONFIG, "eos_token_id": None, "text_config": {**CONFIG, "eos_token_id": 7}}
+    made = checkpoint(tmp_path, config, {"eos_token_id": [5, 7]})
+    assert load(made).eos == (5, 7)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "a"}))
+    assert load(made).eos[1:] == (5, 7)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    model = load(made)
+    assert (model.eos, model.notes) == ((1, 5, 7), ())
+    request = pb.GenerateRequest(text="fox", min_tokens=3)
+    assert parse_generate_request(request, "a", model, lambda: 1).stop_token_ids == (1, 5, 7)
+
+
+def test_grammars_end_with_a_token_that_the_tokenizer_has(tmp_path: Path) -> None:
+    """Others are rows that pad the vocabulary. llguidance takes no such end."""
+    model = load(checkpoint(tmp_path, CONFIG | {"vocab_size": 512, "eos_token_id": [500, 1]}))
+    assert (model.eos, model.grammar_end) == ((500, 1), 1)
+
+
+def test_ends_that_no_output_can_come_to_are_told(tmp_path: Path) -> None:
+    made = checkpoint(tmp_path, CONFIG | {"eos_token_id": 400})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    model = load(made)
+    assert (model.eos, model.grammar_end) == ((), None)
+    assert [note.split(";")[0] for note in model.notes] == [
+        "eos_token '<|im_end|>' of the tokenizer's settings is no token of it",
+        "end-of-sequence token 400 is beyond the vocabulary of 400",
+        "the checkpoint names no end-of-sequence token",
+    ]
 
 
 @pytest.mark.parametrize(

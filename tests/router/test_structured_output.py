@@ -8,6 +8,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_a_model_without_tokenizer_or_end_is_named(model: ServedModel) -> None:
     asked = pb.GenerateRequest(structured_output=pb.StructuredOutput(regex="a"))
     for change, says in (({"tokenizer_file": None}, "tokenizer.json"), ({"eos": ()}, "end-of-sequence")):
         with pytest.raises(UnsupportedField, match=says):
-            grammar_of(asked, ServedModel(**{**vars(model), **change}))
+            grammar_of(asked, replace(model, **change))
 
 
 def test_an_end_of_sequence_ends_every_grammar(model: ServedModel) -> None:

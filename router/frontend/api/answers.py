@@ -7,9 +7,8 @@ Pure: the doors read the outputs and send what stands here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -17,11 +16,10 @@ from baton.errors import BatonError
 from baton.messages import PromptTokenLogprob, TokenLogprob
 from router.events import Finished, RequestEnded
 from router.frontend.api import errors
+from router.frontend.api.token_logprobs import Json, TokenNames, added_texts, completion_logprobs
 from router.frontend.chat.chat_parser import ChatParser
+from router.frontend.detokenizer import TextStream
 from router.frontend.output_stream import Output
-
-Json: TypeAlias = dict[str, Any]
-TokenText: TypeAlias = Callable[[int], str]
 
 _HOPS = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token", "ended")
 
@@ -38,6 +36,9 @@ class Sample:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list[PromptTokenLogprob])  # the leader's alone
     characters: int = 0  # of the text so far
+    stream: TextStream | None = None  # tells what each token adds to the text
+    token_texts: list[str] = field(default_factory=list[str])  # of the tokens in `logprobs`
+    offset: int = 0  # of the next token's text
     end: RequestEnded | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     parser: ChatParser | None = None  # of a chat
@@ -54,7 +55,19 @@ class Sample:
         self.text.append(piece.text)
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
+        self.token_texts += self.added(piece.logprobs)
         self.prompt_logprobs += piece.prompt_logprobs
+
+    def added(self, logprobs: Sequence[TokenLogprob]) -> list[str]:
+        """Return what the next tokens add to the text."""
+        return added_texts(self.stream, (one.token for one in logprobs)) if self.stream is not None else []
+
+    def finish(self) -> None:
+        """The output is whole."""
+        if self.parser is not None:
+            self.parser.finish()
+        if self.stream is not None and self.token_texts:
+            self.token_texts[-1] += self.stream.flush().text  # bytes that have become no character
 
     @property
     def first_of_prompt(self) -> bool:
@@ -81,20 +94,15 @@ class AnswerOptions:
     model: str
     created: int  # seconds since the epoch
     fingerprint: str
-    text_of: TokenText
+    names: TokenNames
     logprobs: bool = False
     token_ids: bool = False
-    tokens_as_ids: bool = False
     usage_at_end: bool = False
     usage_always: bool = False
     echo: str | None = None  # text before the output
     prompt_logprobs: bool = False
     reasoning_end: int | None = None  # the token that ends reasoning
     prompt_only: bool = False  # the output is not shown: it was asked for no tokens
-
-    def token(self, token: int) -> str:
-        """A token's text in logprobs."""
-        return f"token_id:{token}" if self.tokens_as_ids else self.text_of(token)
 
 
 class Answer:
@@ -120,8 +128,7 @@ class Answer:
 
     def ended(self, sample: Sample) -> None:
         """A sample's output is whole."""
-        if sample.parser is not None:
-            sample.parser.finish()
+        sample.finish()
 
     def chunks(self, sample: Sample, piece: Output) -> Iterator[Json]:
         """Yield chunks with new output; none if there is nothing that the client would see."""
@@ -194,12 +201,13 @@ class Answer:
     def prompt_logprobs(self, sample: Sample) -> list[Json | None]:
         """Log-probabilities of the prompt's tokens as vLLM has them: the token itself, then the likeliest ones."""
         told: list[Json | None] = [None]
+        own = replace(self.wanted.names, as_ids=False).own
         for one in sample.prompt_scores:
             ranked = {token: (value, rank) for rank, (token, value) in enumerate(one.top, start=1)}
             ranked = {one.token: (one.logprob, one.rank)} | ranked
             told.append(
                 {
-                    str(token): {"logprob": value, "rank": rank, "decoded_token": self.wanted.text_of(token)}
+                    str(token): {"logprob": value, "rank": rank, "decoded_token": own(token)}
                     for token, (value, rank) in ranked.items()
                 }
             )
@@ -262,7 +270,7 @@ class Completion(Answer):
         for sample in self.samples:
             if self.wanted.echo is not None or self.wanted.token_ids:
                 choice = _completion_choice(sample.index, self.wanted.echo or "", None, None)
-                sample.characters = len(self.wanted.echo or "")
+                sample.characters = sample.offset = len(self.wanted.echo or "")
                 yield self._chunk([self._with_ids(choice, sample, [])])
 
     @property
@@ -273,12 +281,14 @@ class Completion(Answer):
     def _delta(self, sample: Sample, piece: Output) -> Json | None:
         if not piece.text and not self._shows_tokens(piece):
             return None
-        text, logprobs = piece.text, self._logprobs(piece.logprobs, sample.characters) if self.wanted.logprobs else None
+        text, texts = piece.text, sample.added(piece.logprobs)
+        logprobs = self._logprobs(piece.logprobs, texts, sample.offset) if self.wanted.logprobs else None
         if self._scored_echo and not sample.characters:
             echo = self.wanted.echo or ""
-            sample.characters = len(echo)
-            text, logprobs = echo + text, self._logprobs_with_prompt(sample, piece.logprobs)
+            sample.characters = sample.offset = len(echo)
+            text, logprobs = echo + text, self._logprobs_with_prompt(sample, piece.logprobs, texts)
         sample.characters += len(piece.text)
+        sample.offset += sum(map(len, texts))
         choice = _completion_choice(sample.index, text, logprobs, None)
         return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
 
@@ -287,9 +297,9 @@ class Completion(Answer):
 
     def _choice(self, sample: Sample) -> Json:
         echo = self.wanted.echo or ""
-        logprobs = self._logprobs(sample.logprobs, len(echo)) if self.wanted.logprobs else None
+        logprobs = self._logprobs(sample.logprobs, sample.token_texts, len(echo)) if self.wanted.logprobs else None
         if self._scored_echo:
-            logprobs = self._logprobs_with_prompt(sample, sample.logprobs)
+            logprobs = self._logprobs_with_prompt(sample, sample.logprobs, sample.token_texts)
         choice = _completion_choice(sample.index, echo + "".join(sample.text), logprobs, sample.finish_reason)
         if self.wanted.prompt_logprobs:
             choice["prompt_logprobs"] = self.prompt_logprobs(sample)
@@ -300,24 +310,18 @@ class Completion(Answer):
             return choice
         return choice | {"token_ids": list(tokens), "prompt_token_ids": list(sample.prompt)}
 
-    def _logprobs_with_prompt(self, sample: Sample, logprobs: Sequence[TokenLogprob]) -> Json:
+    def _logprobs_with_prompt(self, sample: Sample, logprobs: Sequence[TokenLogprob], texts: Sequence[str]) -> Json:
         """Those of the prompt, whose first token has none, and those of the output."""
-        found = self._logprobs([TokenLogprob(sample.prompt[0], 0.0), *sample.prompt_scores, *logprobs], 0)
+        stream = TextStream(self.wanted.names.tokenizer, (), (), frozenset())
+        prompt = added_texts(stream, sample.prompt)
+        prompt[-1] += stream.flush().text
+        scored = [TokenLogprob(sample.prompt[0], 0.0), *sample.prompt_scores, *logprobs]
+        found = completion_logprobs(self.wanted.names, scored, [*prompt, *texts], 0)
         found["token_logprobs"][0] = found["top_logprobs"][0] = None
         return found
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-        texts = [self.wanted.token(one.token) for one in logprobs]
-        offsets: list[int] = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [{self.wanted.token(token): value for token, value in one.top} for one in logprobs],
-            "text_offset": offsets,
-        }
+    def _logprobs(self, logprobs: Sequence[TokenLogprob], texts: Sequence[str], offset: int) -> Json:
+        return completion_logprobs(self.wanted.names, logprobs, texts, offset)
 
 
 def _completion_choice(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:

@@ -67,6 +67,7 @@ from router.frontend.api.responses import ModelResponse
 from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
 from router.frontend.api.sites import behind_site_gate
 from router.frontend.api.structured_outputs import name_field
+from router.frontend.api.token_logprobs import TokenNames
 from router.frontend.api.tools import ToolPlan, checked, planned
 from router.frontend.dashboard_feed import DashboardSource
 from router.frontend.generation import Generation, Generations
@@ -245,10 +246,9 @@ class HttpApi:
             model=self._service.model.answered_as(fields.model),
             created=int(time.time()),
             fingerprint=self._fingerprint,
-            text_of=self._prompts.token_text,
+            names=TokenNames(self._service.model.tokenizer, bool(fields.return_tokens_as_token_ids)),
             logprobs=logprobs,
             token_ids=bool(fields.return_token_ids),
-            tokens_as_ids=bool(fields.return_tokens_as_token_ids),
             usage_at_end=bool(options and options.include_usage),
             usage_always=bool(options and options.continuous_usage_stats),
             echo=echo,
@@ -295,7 +295,7 @@ class HttpApi:
         tokens = (await self._prompts.of_chat(prompt)).tokens if isinstance(prompt, ChatOrder) else prompt
         strings = None
         if fields.return_token_strs:
-            spell = partial(map, self._prompts.token_text, tokens)
+            spell = partial(map, TokenNames(self._service.model.tokenizer).own, tokens)
             strings = await self._service.apart(TOKEN_BYTES * len(tokens), lambda: [*spell()])
         limit = self._service.model.limits.max_context
         return json_response(

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from baton.messages import TokenLogprob
 from router.frontend.api.answers import Answer, Json, Sample
+from router.frontend.api.token_logprobs import chat_logprobs
 from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Content, Reasoning
 from router.frontend.output_stream import Output
 
@@ -30,7 +30,8 @@ class ChatCompletion(Answer):
         delta = _chat_delta(sample.chat.feed(piece.text))
         if not delta and not self._shows_tokens(piece):
             return None
-        logprobs = self._logprobs(piece.logprobs) if self.wanted.logprobs else None
+        texts = sample.added(piece.logprobs)
+        logprobs = chat_logprobs(self.wanted.names, piece.logprobs, texts) if self.wanted.logprobs else None
         choice = _chat_choice(sample.index, delta or {"content": ""}, logprobs, None)
         return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
 
@@ -51,10 +52,11 @@ class ChatCompletion(Answer):
         return answer
 
     def _choice(self, sample: Sample) -> Json:
+        logprobs = chat_logprobs(self.wanted.names, sample.logprobs, sample.token_texts)
         choice: Json = {
             "index": sample.index,
             "message": self._message(sample.chat.output),
-            "logprobs": self._logprobs(sample.logprobs) if self.wanted.logprobs else None,
+            "logprobs": logprobs if self.wanted.logprobs else None,
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
@@ -72,20 +74,6 @@ class ChatCompletion(Answer):
                 for call in output.calls
             ]
         return message
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json:
-        return {
-            "content": [
-                self._logprob(one.token, one.logprob)
-                | {"top_logprobs": [self._logprob(token, value) for token, value in one.top]}
-                for one in logprobs
-            ],
-            "refusal": None,
-        }
-
-    def _logprob(self, token: int, value: float) -> Json:
-        text = self.wanted.token(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace"))}
 
 
 def _chat_choice(index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:

@@ -104,6 +104,9 @@ class _Generating(Response):
         self, order: AnswerOrder, generations: Sequence[Generation], linger: float, name: str, apart: Apart
     ) -> None:
         self.answer, self.generations, self._linger, self._apart = order.answer, generations, linger, apart
+        if order.logprobs is not None:
+            for sample, generation in zip(order.answer.samples, generations, strict=True):
+                sample.stream = generation.validated.text_stream(order.answer.wanted.names.tokenizer)
         self._stops = frozenset(order.fields.stop_token_ids or ())
         self.raw_headers = [(b"x-request-id", name.encode())]
 

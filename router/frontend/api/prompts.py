@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -50,7 +50,6 @@ class PromptBuilder:
         self._model = service.model
         self._trust_templates = trust_templates
         self._templates = TemplateRenderer(max_text)
-        self.token_text = lru_cache(2**16)(self.text_of_token)
 
     async def close(self) -> None:
         """End the process that renders templates."""
@@ -136,7 +135,3 @@ class PromptBuilder:
     def decode(self, tokens: Sequence[int]) -> str:
         tokenizer = self._model.tokenizer
         return tokenizer.decode(tokens) if tokenizer else ""
-
-    def text_of_token(self, token: int) -> str:
-        tokenizer = self._model.tokenizer
-        return tokenizer.text_of(token) if tokenizer else f"token_id:{token}"

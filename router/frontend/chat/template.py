@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from baton.checkpoint_files import read_optional
 from baton.errors import InvalidRequest, ModelError, shown
 from baton.logs import RateLimitedLog
 from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
@@ -37,13 +39,13 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
         """Read a checkpoint's template; None if it has none. Raises ModelError."""
-        settings = _object(folder / "tokenizer_config.json")
+        settings = read_optional(folder / "tokenizer_config.json")
         source = settings.get("chat_template")
         if isinstance(source, list):  # several, by name
             named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
             source = named.get("default") or next(iter(named.values()), None)
-        if (folder / _FILE).is_file():
-            source = (folder / _FILE).read_text(encoding="utf-8")
+        if os.path.lexists(folder / _FILE):
+            source = _text(folder / _FILE)
         if not source:
             return None
         if not isinstance(source, str):
@@ -176,14 +178,18 @@ def cut_at_mark(text: str) -> str:
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _object(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        return {}
+def _text(file: Path) -> str:
     try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{file} can't be read: {error}; fetch the checkpoint again") from None
-    return value if isinstance(value, dict) else {}
+
+
+def special_token(settings: Mapping[str, Any], name: str, file: str) -> str | None:
+    """Return the text of a special token; None if the settings name none. Raises ModelError for anything else."""
+    if (token := settings.get(name)) is not None and _content(token) is None:
+        raise ModelError(f"{name} is {token!r} in {file}; it must be a text, or an object with its content")
+    return _content(token)
 
 
 def _content(token: Any) -> str | None:

@@ -30,11 +30,11 @@ class GrammarChecker:
     """Checks grammars, one after another, and remembers those that it has checked. One event loop may use it."""
 
     def __init__(self, model: ServedModel) -> None:
-        file, eos = model.tokenizer_file, model.eos
+        file, end = model.tokenizer_file, model.grammar_end
         self._helper = None
-        if file is not None and eos:
+        if file is not None and end is not None:
             self._helper = HelperProcess(
-                "router.frontend.grammars.grammar_process", str(file), str(model.limits.vocab_size), str(eos[0]),
+                "router.frontend.grammars.grammar_process", str(file), str(model.limits.vocab_size), str(end),
                 deadline=_DEADLINE, most=MAX_GRAMMAR,
             )  # fmt: skip
         self._checking: dict[Grammar, asyncio.Task[Grammar | BatonError]] = {}

@@ -25,27 +25,27 @@ def grammar_of(request: pb.GenerateRequest, model: ServedModel) -> Grammar | Non
     kind = asked.WhichOneof("kind")
     if not request.HasField("structured_output") or (kind == "json_object" and not asked.json_object):
         return None
-    if model.tokenizer_file is None or not model.eos:
+    if model.tokenizer_file is None or model.grammar_end is None:
         missing = "end-of-sequence token" if model.tokenizer_file else "tokenizer.json"
         raise UnsupportedField(f"{model.name} has no {missing}, so its output can't follow a grammar; leave it out")
     match kind:
         case "json_schema" | "json_object":
             text = _json(asked.json_schema if kind == "json_schema" else '{"type":"object"}', compact=asked.compact)
-            return _made("json_schema", text, request, model)
+            return _made("json_schema", text, request, model.grammar_end)
         case "regex":
-            return _made("regex", asked.regex, request, model)
+            return _made("regex", asked.regex, request, model.grammar_end)
         case "choice":
-            return _made("lark", _choice(list(asked.choice.texts)), request, model)
+            return _made("lark", _choice(list(asked.choice.texts)), request, model.grammar_end)
         case "grammar":
-            return _made("lark", asked.grammar, request, model)
+            return _made("lark", asked.grammar, request, model.grammar_end)
         case _:
             raise InvalidGrammar("structured_output is empty; it needs a schema, a regex, a choice or a grammar")
 
 
-def _made(kind: Any, text: str, request: pb.GenerateRequest, model: ServedModel) -> Grammar:
+def _made(kind: Any, text: str, request: pb.GenerateRequest, end: int) -> Grammar:
     if not 0 < len(text) <= MAX_GRAMMAR:
         raise InvalidGrammar(f"the grammar has {len(text)} characters; it must have 1 to {MAX_GRAMMAR}")
-    return Grammar(kind, text, model.eos[0], request.ignore_eos)
+    return Grammar(kind, text, end, request.ignore_eos)
 
 
 def _json(text: str, *, compact: bool) -> str:

@@ -28,6 +28,7 @@ from router.frontend.grpc_api.grpc_answers import LINGER, StreamedAnswer, typed
 from router.frontend.grpc_api.vllm_messages import EngineRendering, model_info
 from router.frontend.identity import caller
 from router.frontend.request_parsing import checked_name
+from router.frontend.served_model import ServedModel
 
 _TOKENIZER = (
     "tokenizer.json",
@@ -128,7 +129,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         async with typed(context):
             async with self._zipping:
                 if self._tokenizer is None:
-                    self._tokenizer = await asyncio.to_thread(_zipped, self._service.model.folder)
+                    self._tokenizer = await asyncio.to_thread(_zipped, self._service.model)
             data = self._tokenizer
             for start in range(0, len(data), _CHUNK):
                 last = start + _CHUNK >= len(data)
@@ -174,8 +175,9 @@ def _recommended(defaults: SamplingParams) -> str:
     return json.dumps(told) if told else ""
 
 
-def _zipped(folder: Path | None) -> bytes:
+def _zipped(model: ServedModel) -> bytes:
     """The tokenizer's files in a ZIP archive. Raises ModelError."""
+    folder, made = model.folder, model.tokenizer_file
     files = sorted({file for name in _TOKENIZER for file in folder.glob(name) if file.is_file()}) if folder else []
     if not any(file.name.startswith(("tokenizer", "vocab")) for file in files):
         raise ModelError("this model has no tokenizer; send token ids")
@@ -183,4 +185,6 @@ def _zipped(folder: Path | None) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in files:
             archive.write(file, file.name)
+        if made is not None and made.parent != folder:
+            archive.write(made, made.name)
     return buffer.getvalue()

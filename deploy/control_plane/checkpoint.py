@@ -1,0 +1,114 @@
+"""The one check of a checkpoint: `baton doctor MODEL` tells all of its findings, `baton up` ends at the first problem.
+
+It reads as routers and workers read, so that a checkpoint which passes starts. Of the weights it reads the heads of
+files, and two tensors where embedding and output head may be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import msgspec
+
+from baton.checkpoint_files import read_object, text_settings
+from baton.config import Config
+from baton.errors import BatonError, ModelError
+from baton.hosts import is_loopback
+from baton.messages import WorkerRole
+from engine.device.gpus import resolve_device, visible_gpus
+from router.frontend.chat.template import ChatTemplate
+from router.frontend.chat.template_process import environment
+from router.frontend.served_model import load
+
+
+@dataclass
+class CheckpointReport:
+    """Why processes would refuse a checkpoint, and what of it is odd and does no harm."""
+
+    problems: list[BatonError] = field(default_factory=list[BatonError])
+    notes: list[str] = field(default_factory=list[str])
+
+
+def examine(config: Config, path: Path, engines: Sequence[tuple[Literal["native", "vllm"], str]]) -> CheckpointReport:
+    """Look at the checkpoint in `path` as routers do, and as workers do with these engines on these devices."""
+    report = CheckpointReport()
+    try:
+        model = load(msgspec.structs.replace(config.model, path=str(path)))
+        report.notes += [*model.notes, *_template_notes(model.chat_template)]
+    except BatonError as error:
+        report.problems.append(error)
+    for engine, device in dict.fromkeys(engines):
+        try:
+            report.notes += _native(config, path, device) if engine == "native" else _vllm(path)
+        except BatonError as error:
+            report.problems.append(error)
+    report.notes = list(dict.fromkeys(report.notes))
+    return report
+
+
+def check(config: Config) -> Sequence[str]:
+    """Check the checkpoint in `model.path`, a directory, for all workers. Return what is odd. Raises the first problem.
+
+    Where workers may run on other machines, their engine is not known here. If it is not set, of the weights only the
+    files are looked at.
+    """
+    from worker.engine_choice import engine_of  # imports torch
+
+    path = Path(config.model.path)
+    roles: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
+    engines: list[tuple[Literal["native", "vllm"], str]] = []
+    for role, count in roles:
+        if not is_loopback(config.router.host):
+            engines.append(("native" if config.model.engine == "native" else "vllm", "cpu"))
+        elif count:
+            device = resolve_device(config.device_of(role), visible_gpus())
+            choice = engine_of(config, path, device)
+            assert choice.engine is not None
+            engines.append((choice.engine, device))
+    report = examine(config, path, engines)
+    if report.problems:
+        raise report.problems[0]
+    return report.notes
+
+
+def _template_notes(template: ChatTemplate | None) -> Sequence[str]:
+    try:
+        environment().parse(template.source if template is not None else "")
+    except (jinja2.TemplateError, RecursionError) as error:
+        return [f"the chat template is no template, so chats are refused until it is mended: {error}"]
+    return ()
+
+
+def _native(config: Config, path: Path, device: str) -> Sequence[str]:
+    from engine.engine import dtype_of, linear_maker
+    from engine.models import weights
+    from engine.models.config import load_spec
+
+    spec = load_spec(path)
+    _, notes = weights.check(path, spec, weights.TORCH_DTYPES[dtype_of(spec, config.model.dtype)], linear_maker(device))
+    return notes
+
+
+def _vllm(path: Path) -> Sequence[str]:
+    """vLLM reads the tensors its own way. Whether it finds all of them is seen when it loads them."""
+    import torch
+
+    from engine.checkpoint.safetensors_reader import TensorFiles
+
+    raw: Any = read_object(path / "config.json")
+    with TensorFiles(path) as files:
+        ends = ("embed_tokens.weight", "lm_head.weight")
+        names = [name for end in ends for name in files.names if name.endswith(end)]
+        if text_settings(raw).get("tie_word_embeddings") is not True or len(names) != 2:
+            return ()
+        shape = files.shape(names[0])
+        if not torch.equal(files.read(names[0], shape), files.read(names[1], shape)):
+            raise ModelError(
+                f"tie_word_embeddings is true, and the checkpoint's {names[1]} differs from {names[0]}, which vLLM's "
+                "runner would use for both; set it to false in config.json"
+            )
+    return ()

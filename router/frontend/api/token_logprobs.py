@@ -1,0 +1,104 @@
+"""Log-probabilities of tokens, as the HTTP APIs show them.
+
+A token of the output is shown by the text that it adds to it: joined, they are the output's text. Most tokens add their
+own text. A token that ends inside a character adds none, the one that completes the character adds all of it, and a
+special token that is hidden adds none. `bytes` are those that the token itself stands for.
+
+An alternative to it was never part of a text. It is shown by its own text, or as `bytes:\\xf0\\x9f` if that is no whole
+character.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from baton.messages import PromptTokenLogprob, TokenLogprob
+from router.frontend.detokenizer import LOST, TextStream, Tokenizer
+
+Json: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenNames:
+    """How tokens are called: by their texts, or all as `token_id:N`."""
+
+    tokenizer: Tokenizer | None
+    as_ids: bool = False
+
+    def own(self, token: int) -> str:
+        """A token's name by itself."""
+        if self.as_ids or self.tokenizer is None:
+            return f"token_id:{token}"
+        return self.tokenizer.text_of(token)
+
+    def in_text(self, token: int, added: str) -> str:
+        """The name of a token that has added `added` to a text."""
+        return self.own(token) if self.as_ids or self.tokenizer is None else added
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for."""
+        return self.tokenizer.bytes_of(token) if self.tokenizer is not None else self.own(token).encode()
+
+    def bytes_in_text(self, token: int, added: str) -> bytes:
+        """The bytes of a token in the text to which it has added `added`: a space that begins a text, and a special
+        token that is hidden, are not in it."""
+        own = self.bytes_of(token)
+        try:
+            whole = own.decode()
+        except UnicodeDecodeError:
+            return own  # parts of a character
+        return added.encode() if whole.endswith(added) and not whole.endswith(LOST) else own
+
+
+def added_texts(stream: TextStream, tokens: Iterable[int]) -> list[str]:
+    """Return what each of some tokens adds to a text without stop strings."""
+    return [stream.feed([token]).text for token in tokens]
+
+
+def completion_logprobs(
+    names: TokenNames, logprobs: Sequence[TokenLogprob | PromptTokenLogprob], texts: Sequence[str], offset: int
+) -> Json:
+    """Return the object of OpenAI's completions. `texts`: what each token adds to the text, from `offset` on."""
+    offsets: list[int] = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    told = list(zip(logprobs, texts, strict=True))
+    return {
+        "tokens": [names.in_text(one.token, text) for one, text in told],
+        "token_logprobs": [one.logprob for one, _ in told],
+        "top_logprobs": [_by_name(names, one, text) for one, text in told],
+        "text_offset": offsets,
+    }
+
+
+def _by_name(names: TokenNames, one: TokenLogprob | PromptTokenLogprob, text: str) -> Mapping[str, float]:
+    """The likeliest tokens by their names. Of those with one name, the chosen or likeliest one has it, and the others
+    are called `token_id:N`."""
+    chosen = names.in_text(one.token, text)
+    found: dict[str, float] = {}
+    for token, value in one.top:
+        name = chosen if token == one.token else names.own(token)
+        taken = name in found or (name == chosen and token != one.token)
+        found[f"token_id:{token}" if taken else name] = value
+    return found
+
+
+def chat_logprobs(names: TokenNames, logprobs: Sequence[TokenLogprob], texts: Sequence[str]) -> Json:
+    """Return the object of OpenAI's chat completions."""
+    return {"content": list(_chat_tokens(names, logprobs, texts)), "refusal": None}
+
+
+def _chat_tokens(names: TokenNames, logprobs: Sequence[TokenLogprob], texts: Sequence[str]) -> Iterator[Json]:
+    for one, text in zip(logprobs, texts, strict=True):
+        chosen: Json = {"token": names.in_text(one.token, text), "bytes": list(names.bytes_in_text(one.token, text))}
+        top = [
+            (chosen if token == one.token else {"token": names.own(token), "bytes": list(names.bytes_of(token))})
+            | {"logprob": value}
+            for token, value in one.top
+        ]
+        yield chosen | {"logprob": one.logprob, "top_logprobs": top}
