@@ -28,8 +28,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,otel]'
 	touch $@
 
+# Signals wait until Python can take down what it starts: before that, Ctrl-C would only make it print a traceback.
 demo: setup
-	$(BIN)/python -m deploy.commands.demo
+	env --block-signal=INT,TERM,HUP $(BIN)/python -m deploy.demo
 
 # Tests of processes wait more than they compute, so there are more test workers than cores. Tests of a whole Ray and of
 # the gaps in a stream then run one by one. Pure tests take the time that these leave idle.

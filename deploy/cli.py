@@ -11,6 +11,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 from deploy.commands.terminal import EXIT_STATUSES, as_epilog, new_app
+from deploy.interrupts import quiet_at_the_edges
 
 _COMMANDS = (
     "up", "status", "top", "chat", "generate", "bench", "logs", "explain", "scale", "drain", "role", "down", "pin",
@@ -44,4 +45,7 @@ def main_help() -> None:
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    finally:
+        quiet_at_the_edges(running=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import msgspec
@@ -13,7 +12,17 @@ from typer.main import get_command
 from baton import config as configuration
 from baton.config import Config
 from baton.errors import ConfigError
-from deploy.commands.terminal import ConfigFile, Json, Settings, as_examples, load, new_app, print_json, reported
+from deploy.commands.terminal import (
+    ConfigFile,
+    Json,
+    Settings,
+    as_examples,
+    load,
+    new_app,
+    out_text,
+    print_json,
+    reported,
+)
 
 app = new_app(name="config", help="The settings that a cluster would start with.")
 
@@ -42,7 +51,7 @@ def config_show(
     if as_json:
         print_json(shown)
     else:
-        sys.stdout.write(yaml.safe_dump(shown, sort_keys=False) if shown else "")
+        out_text(yaml.safe_dump(shown, sort_keys=False) if shown else "")
 
 
 def tree(config: Config, changed: bool, section: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from baton import config as configuration
 from baton.api_keys import Identity
 from baton.errors import ConfigError
 from baton.wire import ClusterKeys
-from deploy.commands.terminal import Json, Name, as_examples, err, new_app, out, print_json, reported
+from deploy.commands.terminal import Json, Name, as_examples, err, new_app, out, out_text, print_json, reported
 from deploy.control_plane import state_file
 
 _LIMITS = {"max_body_bytes": "bytes", "max_prompt_tokens": "prompt tokens", "max_streams": "requests at a time"}
@@ -61,7 +60,7 @@ def keys_add(
         print_json({"name": key, "tenant": tenant, "operator": operator, "key": secret, "file": str(path)})
     else:
         err.print(f"[dim]{escape(key)} is in {escape(str(path))}; the key is not shown again[/]")
-        sys.stdout.write(secret + "\n")
+        out_text(secret + "\n")
 
 
 @app.command("list", epilog=as_examples(["baton keys list"]))
