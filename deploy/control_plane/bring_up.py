@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from baton import hub
 from baton.client import Client
 from baton.config import Config
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
@@ -88,10 +89,8 @@ def _settle(config: Config, say: Say) -> Config:
     """
     path = Path(config.model.path).expanduser()
     if not path.is_dir():
-        from engine.checkpoint.hub import resolve
-
         say(f"fetching {config.model.path} from the Hugging Face hub")
-        path = resolve(config.model.path)
+        path = hub.resolve(config.model.path)
     model = msgspec.structs.replace(
         config.model,
         path=str(path.resolve()),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from baton import doors
+from baton import doors, hub
 from baton.api_keys import KeyRing
 from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, StartupError
@@ -20,7 +20,6 @@ from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
 from deploy.processes import session_members
-from engine.checkpoint import hub
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.models.config_file import read_object
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
