@@ -13,6 +13,7 @@ from baton import config as configuration
 from baton.config import Config
 from baton.errors import ConfigError
 from deploy.commands.terminal import (
+    HELP,
     ConfigFile,
     Json,
     Settings,
@@ -34,6 +35,7 @@ def group() -> None:
 
 @app.command(
     "show",
+    context_settings=HELP,
     epilog=as_examples(
         ["baton config show", "baton config show --config cluster.yaml --changed", "baton config show router --json"]
     ),

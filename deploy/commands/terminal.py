@@ -60,7 +60,12 @@ Operator = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML configuration; flags override it.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="One setting.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="One setting, such as decode.threads=2.")
+]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+"""The context settings of every command."""
 
 EXIT_STATUSES: Mapping[int, str] = {
     0: "Done.",
@@ -76,6 +81,7 @@ _COLOURS = {"live": "green", "ok": "green", "warn": "yellow", "bad": "red"}
 def new_app(**options: Any) -> typer.Typer:
     """Return a Typer application that shows Baton's errors itself. `options` are those of Typer."""
     settings: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "no_args_is_help": True}
+    settings |= {"context_settings": HELP}
     return typer.Typer(rich_markup_mode="rich", **settings | options)
 
 
@@ -87,7 +93,7 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Any]:
 
     def turn(function: Callable[..., None]) -> Any:
         app = new_app(no_args_is_help=False)
-        app.command(epilog=as_examples(examples))(reported(function))
+        app.command(epilog=as_examples(examples), context_settings=HELP)(reported(function))
         return get_command(app)
 
     return turn

@@ -55,9 +55,12 @@ def up(
         str, typer.Option(help="Directory of a Hugging Face checkpoint, or a hub id; by default Baton's demo model.")
     ] = "",
     engine: Annotated[
-        EngineOption | None, typer.Option(help="native, vllm, or auto: `baton doctor MODEL` says which and why.")
+        EngineOption | None,
+        typer.Option(metavar="ENGINE", help="native, vllm, or auto: `baton doctor MODEL` says which and why."),
     ] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Number format; auto is the checkpoint's own.")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16, or auto: the checkpoint's own.")
+    ] = None,
     tool_call_parser: Annotated[str, typer.Option(help="Format of tool calls; by default as the template tells.")] = "",
     reasoning_parser: Annotated[str, typer.Option(help="Format of reasoning; by default as the template tells.")] = "",
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 is the colocated mode.")] = None,
@@ -73,9 +76,9 @@ def up(
     config: ConfigFile = None,
     settings: Settings = None,
     ray: Annotated[
-        RayOption, typer.Option(help="join a running Ray, start our own, or auto: join one if it runs.")
+        RayOption, typer.Option(metavar="RAY", help="join a running Ray, start our own, or auto: join one if it runs.")
     ] = RayOption.AUTO,
-    dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard with our own Ray.")] = False,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Start Ray's dashboard with our own Ray.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds within which the cluster must serve.")] = 900.0,
     as_json: Json = False,
 ) -> None:
