@@ -45,8 +45,11 @@ _QUESTIONS = (
     ("What is the pet of Tira?", "golden parrot"),
     ("Where is the blue lamp?", "attic"),
 )
-_LONG_STREAM = 400  # tokens: after its story the model goes on with a chat of its own
+_TEMPERATURE = 0.6  # of stories: at 0 the model tells the same story of every animal
+_CHAT_SEED, _TALE_SEED = 5, 3
+_LONG_STREAM = 380  # tokens: four stories, and the beginning of one more
 _TALE = "Tell me many stories about an owl."
+_BEGINNING = "Once upon a time"
 _KILL_AFTER = 30  # tokens
 _KILLS = 3  # where the demo is slower than the worker, a kill may come too late
 _REPAIR_PATIENCE = 60.0  # seconds
@@ -69,7 +72,8 @@ def _show_chat(client: Client) -> bool:
         messages.append({"role": "user", "content": question})
         console.print(f"[bold]you[/]    {escape(question)}")
         console.print("[bold green]model[/]  ", end="")
-        stream = client.chat(messages, temperature=0.0, max_completion_tokens=300, timeout=30)
+        temperature = 0.0 if value else _TEMPERATURE
+        stream = client.chat(messages, temperature=temperature, seed=_CHAT_SEED, max_completion_tokens=300, timeout=30)
         for delta in stream:
             console.print(delta.content, end="", markup=False)
         answer = stream.result()
@@ -120,6 +124,7 @@ def _show_failover(client: Client) -> bool:
 def _disturb(client: Client, request: str) -> tuple[_Assassin, Generated]:
     """Stream a request whose decode worker is killed on the way."""
     assassin = _Assassin(client, request)
+    console.print(_BEGINNING, end="")
     made = _generate(client, _TALE, assassin, request)
     console.print()
     return assassin, made
@@ -165,9 +170,14 @@ def _generate(
     client: Client, question: str, on_delta: Callable[[OutputDelta], None] = lambda _: None, request_id: str = ""
 ) -> Generated:
     """Ask over gRPC, which reports the workers of a stream; the prompt is what the chat template makes."""
-    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{_BEGINNING}"
     stream = client.generate(
-        prompt, max_tokens=_LONG_STREAM, temperature=0.7, seed=7, ignore_eos=True, request_id=request_id
+        prompt,
+        max_tokens=_LONG_STREAM,
+        temperature=_TEMPERATURE,
+        seed=_TALE_SEED,
+        ignore_eos=True,
+        request_id=request_id,
     )
     for delta in stream:
         on_delta(delta)
