@@ -51,7 +51,7 @@ class Dashboard {
       new Chart($("chart-rate"), {
         title: "Requests per second",
         format: rate,
-        now: (samples) => `${rate(mean(samples, "finished"))}, mean of ${WINDOW} s`,
+        now: (samples) => rate(mean(samples, "finished")),
         empty: "no request in the last five minutes",
         series: [
           { column: "finished", title: "finished", className: "finished", area: true, least: 1 },
