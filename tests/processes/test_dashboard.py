@@ -256,7 +256,10 @@ def test_figures_are_whole_and_rates_agree(browser: Any, loaded: Loaded, width: 
         watched.until("document.querySelectorAll('#rows tr').length >= 12")
         page.locator("#filter label", has_text="Slowest").click()  # rows with every column
         page.evaluate("document.querySelector('#rows .prompt').textContent = '9,999 (100% cached)'")  # the longest
-        cut = "[...document.querySelectorAll('.requests .num, .chart .now')].filter((one) => one.scrollWidth > one.clientWidth)"
+        cut = (
+            "[...document.querySelectorAll('.requests .num, .chart .now')]"
+            ".filter((one) => one.scrollWidth > one.clientWidth)"
+        )
         assert page.evaluate(f"{cut}.map((one) => one.textContent)") == []
         # One reading of all three, between two samples.
         rates = page.evaluate(
