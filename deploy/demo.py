@@ -89,8 +89,9 @@ def run(cluster: DemoCluster) -> int:
     except OutputClosed:
         forget_stdout()
         status = _PIPE_CLOSED
-    except (BatonError, OSError) as error:
-        _say(f"[bold red]the demo failed:[/] {escape(str(error))}")
+    except Exception as error:  # noqa: BLE001 - whatever it is, the line is enough, and the cluster ends
+        kind = "" if isinstance(error, BatonError) else f"{type(error).__name__}: "
+        _say(f"[bold red]the demo failed:[/] {kind}{escape(str(error))}")
     finally:
         _say("\n[bold cyan]baton down[/]")
         left = cluster.down()

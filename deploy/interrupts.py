@@ -58,19 +58,20 @@ def held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    before = [signal.signal(number, handler) for number in SIGNALS]
+    # One that is ignored stays so: SIGHUP under `nohup`, SIGINT in a script's background jobs.
+    numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
     finally:
-        for number, previous in zip(SIGNALS, before, strict=True):
+        for number, previous in zip(numbers, before, strict=True):
             signal.signal(number, previous)
 
 
 def quiet_at_the_edges(running: bool) -> None:
     """Let Ctrl-C raise KeyboardInterrupt while a command is `running`. Before and after, it ends Python at once.
 
-    While modules are imported, and while the interpreter ends, a KeyboardInterrupt would only print a traceback. An
-    ignored SIGINT stays ignored, as in `nohup` and in a script's background jobs.
+    While modules are imported, and while the interpreter ends, a KeyboardInterrupt would only print a traceback.
     """
     edge, inside = signal.SIG_DFL, signal.default_int_handler
     if signal.getsignal(signal.SIGINT) is (edge if running else inside):

@@ -76,7 +76,7 @@ _TEN = [
     End("ctrl-c", ("baton up:",)),
     End("ctrl-c", ("no --model",)),
     End("ctrl-c", ("starting a Ray",)),
-    End("ctrl-c", ("starting a Ray", "taking down")),
+    End("ctrl-c", ("starting a Ray", "taking down|interrupted")),
     End("ctrl-c", ("starting the cluster", "interrupted")),
     End("ctrl-c", ("router is live",)),
     End("ctrl-c", ("kill -9",)),
@@ -96,7 +96,7 @@ _MORE = [
     End("pipe", ("baton down",)),
 ]
 _ALONE = [
-    End("ctrl-c", ("starting a Ray", "taking down"), tuple(_UP)),
+    End("ctrl-c", ("starting a Ray", "taking down|interrupted"), tuple(_UP)),
     End("close", ("starting the cluster",), tuple(_UP)),
     End("pipe", ("router is live",), tuple(_UP)),
 ]
