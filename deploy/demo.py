@@ -7,7 +7,6 @@ this module has imported what it needs, and `run` lets them in. `deploy/commands
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -133,8 +132,10 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 def _say(text: str) -> None:
     """Print, unless nothing reads it: what comes next must be done in any case."""
-    with contextlib.suppress(OutputClosed, OSError):
+    try:
         out.print(text)
+    except (OutputClosed, OSError):
+        forget_stdout()
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ _TEN = [
     End("ctrl-c", ("router is live",)),
     End("ctrl-c", ("kill -9",)),
     End("pipe", ("starting a Ray",)),
-    End("pipe", ("you ",)),
+    End("pipe", ("facts first",)),
 ]
 _MORE = [
     End("ctrl-c", ("decode-0 is live",)),
@@ -94,7 +94,7 @@ _MORE = [
     End("term", ("store-0 is live",)),
     End("term", ("kill -9",)),
     End("close", ("starting a Ray",)),
-    End("close", ("you ",)),
+    End("close", ("facts first",)),
     End("pipe", ("baton down",)),
 ]
 _ALONE = [
@@ -120,7 +120,7 @@ def test_no_end_of_the_demo_or_of_a_start_leaves_anything(machine: Machine, end:
     assert done.status == 0, done
     shown, status = done.json["shown"], done.json["status"]
     assert done.json["moments_missed"] == [], shown
-    assert status != 0, shown
+    assert status != 0 or end.moments == ("baton down",), shown  # by then everything has been shown
     assert "Traceback" not in shown + done.err, f"{shown}{done.err}"
     assert "left behind" not in shown, shown
     assert machine.left_behind() == [], shown
