@@ -16,7 +16,7 @@ PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator te
 # Tests of clusters of real processes that hold for every engine.
 EITHER := exact sampling failures preemption corruption parallel_sampling pinned_prefixes roles rolling_restart tiers hung \
 	two_routers prefill_scheduling nodes soak disconnects
-VLLM_TEST = BATON_TEST_ENGINE=vllm $(VLLM_VENV)/bin/python -m pytest -W default -o cache_dir=$(VLLM_VENV)/.pytest_cache
+VLLM_TEST = BATON_TEST_ENGINE=vllm PYTEST_ADDOPTS='-W default' $(VLLM_VENV)/bin/python .ci/test.py --jobs 0
 
 .PHONY: setup demo test test-fast setup-vllm test-vllm test-vllm-quick soak-vllm check soak interop interop-quick prometheus stubs
 
@@ -28,19 +28,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,otel]'
 	touch $@
 
+# Signals wait until Python can take down what it starts: before that, Ctrl-C would only make it print a traceback.
 demo: setup
-	$(BIN)/python -m deploy.commands.demo
+	env --block-signal=INT,TERM,HUP $(BIN)/python -m deploy.demo
 
-# Tests of processes wait more than they compute, so there are more test workers than cores. Tests of a whole Ray and of
-# the gaps in a stream then run one by one. Pure tests take the time that these leave idle.
+# All tests, or those of one folder: make test P=tests/kvstore
 test: setup
-	mkdir -p .pytest_cache
-	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not alone' $(PURE:%=--ignore=%); processes=$$?; \
-	nice -n 19 $(PYTEST) -n 2 --dist worksteal -o cache_dir=.pytest_cache/pure $(PURE) > .pytest_cache/pure.log 2>&1 & pure=$$!; \
-	$(PYTEST) -m alone; alone=$$?; \
-	wait $$pure; pure=$$?; \
-	cat .pytest_cache/pure.log; \
-	exit $$((processes + alone + pure))
+	$(BIN)/python .ci/test.py --jobs $(JOBS) --pure $(PURE) -- $(P)
 
 test-fast: setup
 	$(PYTEST) -n 2 --dist worksteal --hypothesis-profile fast -m 'not slow' $(PURE)
@@ -51,9 +45,9 @@ setup-vllm: $(VLLM_VENV)/.ready
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_TEST) tests/vllm_runner tests/cluster/test_ray_ranks.py $(EITHER:%=tests/processes/test_%.py)
 
-# What CI runs of it. FLAGS=--last-failed gives the failed ones a second run.
+# What CI runs of it.
 test-vllm-quick: $(VLLM_VENV)/.ready
-	$(VLLM_TEST) $(FLAGS) tests/vllm_runner/test_runner.py tests/processes/test_failures.py tests/processes/test_corruption.py \
+	$(VLLM_TEST) tests/vllm_runner/test_runner.py tests/processes/test_failures.py tests/processes/test_corruption.py \
 	'tests/vllm_runner/test_cluster.py::test_a_worker_without_work_ends_with_its_vllm' \
 	'tests/vllm_runner/test_second_runner.py::test_draws' \
 	'tests/vllm_runner/test_second_runner.py::test_more_sequences_than_rows_take_turns' \
@@ -91,7 +85,7 @@ interop-quick: setup
 	$(BIN)/python -m tests.interop --quick
 
 # Prometheus and promtool for the tests of metrics, dashboards and alerts: Debian's, unpacked and not installed. Needs the
-# network once. Tests that need them are skipped without.
+# network once. `make test` tries this first, and skips the tests that need them where it fails.
 prometheus: $(PROMETHEUS)/usr/bin/prometheus
 
 $(PROMETHEUS)/usr/bin/prometheus:

@@ -6,11 +6,14 @@ So `baton status` does not wait until the simulator of `baton advise` is importe
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from typer.core import TyperGroup
 
-from deploy.commands.terminal import EXIT_STATUSES, as_epilog, new_app
+from baton import __version__
+from deploy.commands.terminal import EXIT_STATUSES, as_epilog, new_app, out
+from deploy.interrupts import quiet_at_the_edges
 
 _COMMANDS = (
     "up", "status", "top", "chat", "generate", "bench", "logs", "explain", "scale", "drain", "role", "down", "pin",
@@ -38,10 +41,21 @@ _EPILOG = as_epilog("Exit status", (f"{status:>3}  {meaning}" for status, meanin
 app = new_app(name="baton", cls=_Subcommands, add_completion=True, epilog=_EPILOG)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"baton {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main_help() -> None:
+def main_help(
+    _: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")] = False,
+) -> None:
     """Serve a large language model with prefill and decode in separate workers."""
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    finally:
+        quiet_at_the_edges(running=False)

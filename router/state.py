@@ -331,9 +331,9 @@ class RouterState:
         if new:
             if hello.model is not None:
                 self._costs.join(sender, peer.role, hello.model.steps)
-            self._out.log(
-                f"{peer.role} {peer.name} of node {peer.node} joins as {sender}, pid {peer.pid}", kind="joins"
-            )
+            what = "store" if peer.role == "store" else f"{peer.role} worker"
+            text = f"{peer.name} joins as a {what} on node {peer.node}, pid {peer.pid}, incarnation {sender}"
+            self._out.log(text, kind="joins")
             if hello.events:
                 self._out.put(Subscribe(sender, hello.events, hello.replay))
                 self._request_snapshots(self._kv_index.follow(sender, now))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 
+from baton import hub
 from baton.checkpoint_files import read_object
 from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import NotEnoughMemory
 from baton.messages import WorkerRole
 from baton.system_memory import available_memory
-from engine.checkpoint import hub
 from engine.device.gpu_memory import worker_bytes
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.engine import Engine, FittingPages, dtype_of, layout_of, linear_maker

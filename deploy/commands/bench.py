@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deploy.load.figures import Figure, Outcome
     from deploy.load.presets import Preset
 
-_TITLES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "whole request"}
+_TITLES = {"ttft": "TTFT", "itl": "ITL, between messages", "tpot": "TPOT", "e2e": "whole request"}
 
 
 @command(
@@ -78,7 +78,7 @@ def bench(
         "preset": f"{chosen.name}: {chosen.about}",
         "scale": f"lengths × {lengths:.3g}, pauses × {time_scale or lengths:.3g}, context {context} tokens",
         "users": str(users),
-        "requests": f"{len(flat)}, {errors(flat).total()} failed",
+        "requests": f"{_sent(len(flat), requests, duration)}, {errors(flat).total()} failed",
         "cluster": f"{status.model_name}, {_shape(status.processes)}",
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -116,6 +116,11 @@ async def _send(
             return await Users(client, talks, timeout, lambda _: progress.advance(task)).run(*amount)
 
 
+def _sent(sent: int, requests: int, duration: float) -> str:
+    """Return the number of requests sent, and why they are fewer than `requests` if they are."""
+    return str(sent) if sent == requests else f"{sent} of {requests}: none is sent after --duration, {duration:g} s"
+
+
 def _shape(processes: Sequence[cluster_pb2.Process]) -> str:
     roles = [process.role for process in processes if process.state == cluster_pb2.PROCESS_STATE_LIVE]
     return f"{roles.count(cluster_pb2.ROLE_PREFILL)} prefill, {roles.count(cluster_pb2.ROLE_DECODE)} decode"
@@ -136,8 +141,7 @@ def _show(facts: dict[str, str], found: Sequence[Figure], load: Preset) -> None:
     out.print(table)
     rest = [figure for figure in found if figure.name.split()[0] not in _TITLES]
     for figure in rest:
-        shown = f"{figure.value:.1%}" if figure.unit == "share" else f"{figure.value:,.4g} {figure.unit}"
-        out.print(f"{figure.name:<26} {shown}")
+        out.print(f"{figure.name:<26} {figure}")
     objectives = load.objectives
     if objectives.ttft is not None:
         tokens = f", {objectives.tpot * 1_000:.0f} ms per token" if objectives.tpot else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import msgspec
@@ -13,7 +12,18 @@ from typer.main import get_command
 from baton import config as configuration
 from baton.config import Config
 from baton.errors import ConfigError
-from deploy.commands.terminal import ConfigFile, Json, Settings, as_examples, load, new_app, print_json, reported
+from deploy.commands.terminal import (
+    HELP,
+    ConfigFile,
+    Json,
+    Settings,
+    as_examples,
+    load,
+    new_app,
+    out_text,
+    print_json,
+    reported,
+)
 
 app = new_app(name="config", help="The settings that a cluster would start with.")
 
@@ -25,6 +35,7 @@ def group() -> None:
 
 @app.command(
     "show",
+    context_settings=HELP,
     epilog=as_examples(
         ["baton config show", "baton config show --config cluster.yaml --changed", "baton config show router --json"]
     ),
@@ -42,7 +53,7 @@ def config_show(
     if as_json:
         print_json(shown)
     else:
-        sys.stdout.write(yaml.safe_dump(shown, sort_keys=False) if shown else "")
+        out_text(yaml.safe_dump(shown, sort_keys=False) if shown else "")
 
 
 def tree(config: Config, changed: bool, section: str) -> dict[str, Any]:

@@ -1,34 +1,27 @@
-"""`make demo`: a whole cluster on this machine, a chat, one killed worker, and nothing left behind.
+"""What `make demo` shows of a cluster on this machine: a chat, and one killed worker.
 
-The demo works as a user would: `baton up`, a chat over HTTP, a stream over gRPC, `baton down`. The model is the one
-that comes with Baton (docs/demo-model.md). Each turn of the chat finds the KV pages of the turns before it. The last
-questions ask for facts of the first message: if a page were lost or wrong, the answer would be wrong, too.
+The demo works as a user would: a chat over HTTP, a stream over gRPC. `deploy/demo.py` starts and ends the cluster. The
+model is the one that comes with Baton (docs/demo-model.md). Each turn of the chat finds the KV pages of the turns
+before it. The last questions ask for facts of the first message: if a page were lost or wrong, the answer would be
+wrong, too.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from baton.client import ChatAnswer, Client, Generated, OutputDelta
-from baton.errors import BatonError, StartupError
 from baton.v1 import cluster_pb2
-from deploy.control_plane import state_file
-from deploy.control_plane.reports import read_overview
+from deploy.commands.terminal import out as console
 from deploy.control_plane.state_file import State
-from deploy.processes import ProcessIdentity, session_members
 
-NAME = "demo"
 _SETTINGS = [
     *(f"router.{port}_port=0" for port in ("grpc", "internal", "http")),
     "api.port=0",
@@ -39,6 +32,8 @@ _SETTINGS = [
     "decode.threads=1",
     "cluster.heartbeat_timeout_ms=1500",
 ]
+UP = ["--prefill", "1", "--decode", "2", "--ray", "own", *(f"--set={setting}" for setting in _SETTINGS)]
+"""The flags of its `baton up`."""
 _LETTER = (
     "Please remember these notes. Mara lives in Ashford. The code of Mara's locker is 4072. Tira works as a baker. "
     "Tira has a golden parrot. Alwin plays the cello. The blue lamp is in the attic."
@@ -50,41 +45,26 @@ _QUESTIONS = (
     ("What is the pet of Tira?", "golden parrot"),
     ("Where is the blue lamp?", "attic"),
 )
-_LONG_STREAM = 400  # tokens: after its story the model goes on with a chat of its own
+_TEMPERATURE = 0.6  # of stories: at 0 the model tells the same story of every animal
+_CHAT_SEED, _TALE_SEED = 5, 3
+_LONG_STREAM = 380  # tokens: four stories, and the beginning of one more
 _TALE = "Tell me many stories about an owl."
+_BEGINNING = "Once upon a time"
 _KILL_AFTER = 30  # tokens
 _KILLS = 3  # where the demo is slower than the worker, a kill may come too late
 _REPAIR_PATIENCE = 60.0  # seconds
 
-console = Console(highlight=False, soft_wrap=True)
 
-
-def main() -> int:
-    """Run the demo and return 0 if every answer was right, the stream survived and nothing is left."""
-    begin = time.monotonic()
-    _title("baton up: one prefill worker, two decode workers, and the model that comes with Baton")
-    settings = [part for setting in _SETTINGS for part in ("--set", setting)]
-    _baton("up", "--name", NAME, "--prefill", "1", "--decode", "2", "--ray", "own", *settings)
-    try:
-        state = _state()
-        console.print(f"\nwatch all of this at [bold]http://{state.first.api}/dashboard[/] until the demo ends")
-        with Client(state.target, state.operator, http=f"http://{state.first.api}") as client:
-            remembered = _show_chat(client)
-            survived = _show_failover(client)
-        processes = _processes(state)
-    finally:
-        _title("baton down")
-        _baton("down", "--name", NAME)
-    left = _left(state, processes)
-    console.print("nothing is left of the cluster but its logs" if not left else f"[red]left behind: {left}[/]")
-    console.print(f"\n[bold]{time.monotonic() - begin:.0f} s[/] in all")
-    console.print("`baton up` starts such a cluster and leaves it up, with the page at http://127.0.0.1:8000/dashboard")
-    return 0 if remembered and survived and not left else 1
+def show(state: State) -> bool:
+    """Show a chat and a killed worker. Return whether every answer was right and the stream survived."""
+    console.print(f"\nwatch all of this at [bold]http://{state.first.api}/dashboard[/] until the demo ends")
+    with Client(state.target, state.operator, http=f"http://{state.first.api}") as client:
+        return _show_chat(client) & _show_failover(client)
 
 
 def _show_chat(client: Client) -> bool:
     """Whether the model answers questions about the first message at the end of a long chat."""
-    _title("a chat: facts first, stories next, questions at the end")
+    title("a chat: facts first, stories next, questions at the end")
     messages: list[dict[str, str]] = []
     turns: list[tuple[str, ChatAnswer]] = []
     right = True
@@ -92,7 +72,8 @@ def _show_chat(client: Client) -> bool:
         messages.append({"role": "user", "content": question})
         console.print(f"[bold]you[/]    {escape(question)}")
         console.print("[bold green]model[/]  ", end="")
-        stream = client.chat(messages, temperature=0.0, max_completion_tokens=300, timeout=30)
+        temperature = 0.0 if value else _TEMPERATURE
+        stream = client.chat(messages, temperature=temperature, seed=_CHAT_SEED, max_completion_tokens=300, timeout=30)
         for delta in stream:
             console.print(delta.content, end="", markup=False)
         answer = stream.result()
@@ -115,7 +96,7 @@ def _show_chat(client: Client) -> bool:
 
 
 def _show_failover(client: Client) -> bool:
-    _title("kill -9 in the middle of a stream")
+    title("kill -9 in the middle of a stream")
     undisturbed = _generate(client, _TALE)
     console.print(f"undisturbed, on {_workers(undisturbed)}: {len(undisturbed.token_ids)} tokens")
     assassin, disturbed = _disturb(client, "disturbed")
@@ -143,6 +124,7 @@ def _show_failover(client: Client) -> bool:
 def _disturb(client: Client, request: str) -> tuple[_Assassin, Generated]:
     """Stream a request whose decode worker is killed on the way."""
     assassin = _Assassin(client, request)
+    console.print(_BEGINNING, end="")
     made = _generate(client, _TALE, assassin, request)
     console.print()
     return assassin, made
@@ -188,9 +170,14 @@ def _generate(
     client: Client, question: str, on_delta: Callable[[OutputDelta], None] = lambda _: None, request_id: str = ""
 ) -> Generated:
     """Ask over gRPC, which reports the workers of a stream; the prompt is what the chat template makes."""
-    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{_BEGINNING}"
     stream = client.generate(
-        prompt, max_tokens=_LONG_STREAM, temperature=0.7, seed=7, ignore_eos=True, request_id=request_id
+        prompt,
+        max_tokens=_LONG_STREAM,
+        temperature=_TEMPERATURE,
+        seed=_TALE_SEED,
+        ignore_eos=True,
+        request_id=request_id,
     )
     for delta in stream:
         on_delta(delta)
@@ -212,46 +199,5 @@ def _wait_whole(client: Client, victim: cluster_pb2.Process) -> bool:
     return False
 
 
-def _state() -> State:
-    state = state_file.read(_folder())
-    if state is None:
-        raise StartupError("`baton up` has left no state file")
-    return state
-
-
-def _folder() -> Path:
-    return Path.home() / ".local" / "state" / "baton" / NAME
-
-
-def _processes(state: State) -> list[ProcessIdentity]:
-    """Return every process of the cluster and of its Ray."""
-    overview = read_overview(_folder())
-    views = overview.processes if overview is not None else ()
-    mine = [view.identity for view in views if view.identity is not None]
-    return mine + (session_members(state.ray.own.leader) if state.ray.own is not None else [])
-
-
-def _left(state: State, processes: list[ProcessIdentity]) -> list[str]:
-    left = [f"process {identity.pid}" for identity in processes if not identity.gone()]
-    if state.ray.own is not None:
-        left += [f"process {identity.pid}" for identity in session_members(state.ray.own.leader)]
-        left += [state.ray.own.directory] if Path(state.ray.own.directory).exists() else []
-    return left + [str(path) for path in (state_file.path(_folder()),) if path.exists()]
-
-
-def _baton(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "deploy", *arguments], check=False)  # noqa: S603 - our own command
-    if done.returncode != 0:
-        raise StartupError(f"baton {arguments[0]} has failed with status {done.returncode}")
-
-
-def _title(text: str) -> None:
+def title(text: str) -> None:
     console.print(f"\n[bold cyan]{text}[/]")
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BatonError as error:
-        console.print(f"[bold red]the demo failed:[/] {escape(str(error))}")
-        sys.exit(1)

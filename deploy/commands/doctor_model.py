@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from baton import hub
 from baton.checkpoint_files import read_object
 from baton.config import Config
 from baton.errors import ModelError, ModelNotFound
@@ -15,7 +16,6 @@ from baton.system_memory import available_memory
 from deploy.commands.collect_env import version_of
 from deploy.commands.terminal import size
 from deploy.control_plane import checkpoint, preflight
-from engine.checkpoint import hub
 from engine.device.gpus import VisibleGpus, resolve_device, visible_gpus
 from engine.models.config_file import ConfigFile
 from engine.vllm_runner import TESTED_ARCHITECTURES

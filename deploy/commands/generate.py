@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 from baton.client import Client, ClientTls, Generated
 from baton.errors import InvalidRequest
 from deploy.commands.running_cluster import find
-from deploy.commands.terminal import Json, Name, command, err, print_json, state_folder
+from deploy.commands.terminal import Json, Name, command, err, out_text, print_json, state_folder
 
 
 @command(
@@ -62,22 +61,17 @@ def generate(
         )
         for delta in stream:
             if not as_json:
-                _stream(delta.text)
+                out_text(delta.text)
         made = stream.result()
     if as_json:
         print_json(generated_as_json(made))
         return
-    _stream("\n")
+    out_text("\n")
     usage = made.usage
     err.print(
         f"[dim]{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} generated"
         f", ended by {made.finish_reason}[/]"
     )
-
-
-def _stream(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def parse_token_ids(text: str) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from baton import config as configuration
 from baton.api_keys import Identity
 from baton.errors import ConfigError
 from baton.wire import ClusterKeys
-from deploy.commands.terminal import Json, Name, as_examples, err, new_app, out, print_json, reported
+from deploy.commands.terminal import HELP, Json, Name, as_examples, err, new_app, out, out_text, print_json, reported
 from deploy.control_plane import state_file
 
 _LIMITS = {"max_body_bytes": "bytes", "max_prompt_tokens": "prompt tokens", "max_streams": "requests at a time"}
@@ -33,6 +32,7 @@ KeysFile = Annotated[
 
 @app.command(
     "add",
+    context_settings=HELP,
     epilog=as_examples(
         [
             "baton keys add alice --tenant research",
@@ -61,10 +61,10 @@ def keys_add(
         print_json({"name": key, "tenant": tenant, "operator": operator, "key": secret, "file": str(path)})
     else:
         err.print(f"[dim]{escape(key)} is in {escape(str(path))}; the key is not shown again[/]")
-        sys.stdout.write(secret + "\n")
+        out_text(secret + "\n")
 
 
-@app.command("list", epilog=as_examples(["baton keys list"]))
+@app.command("list", epilog=as_examples(["baton keys list"]), context_settings=HELP)
 @reported
 def keys_list(file: KeysFile = None, name: Name = "baton", as_json: Json = False) -> None:
     """Show the names, tenants and limits of all API keys."""
@@ -76,7 +76,7 @@ def keys_list(file: KeysFile = None, name: Name = "baton", as_json: Json = False
         show(out, path, found)
 
 
-@app.command("remove", epilog=as_examples(["baton keys remove alice"]))
+@app.command("remove", epilog=as_examples(["baton keys remove alice"]), context_settings=HELP)
 @reported
 def keys_remove(
     key: Annotated[str, typer.Argument(metavar="NAME", help="The key's name.")],
@@ -95,7 +95,7 @@ def keys_remove(
         out.print(escape(f"every client is refused now; to serve clients without keys, remove {path} and restart"))
 
 
-@app.command("cluster", epilog=as_examples(["baton keys cluster ./cluster.key"]))
+@app.command("cluster", epilog=as_examples(["baton keys cluster ./cluster.key"]), context_settings=HELP)
 @reported
 def keys_cluster(
     file: Annotated[Path, typer.Argument(help="The file to make; an existing file is never overwritten.")],

@@ -28,7 +28,7 @@ def render(title: str, facts: Mapping[str, str], figures: Sequence[Figure], user
     finished = [one for own in users for one in own if not one.failed]
     latencies = {
         "TTFT": [one.ttft for one in finished if one.ttft is not None],
-        "time between tokens": [gap for one in finished for gap in one.gaps],
+        "time between messages with tokens": [gap for one in finished for gap in one.gaps],
         "whole request": [one.e2e for one in finished],
     }
     plots = (f"<h2>{escape(name)}</h2>{_distribution(name, values)}" for name, values in latencies.items() if values)
@@ -37,7 +37,7 @@ def render(title: str, facts: Mapping[str, str], figures: Sequence[Figure], user
         f"<h1>{escape(title)}</h1>",
         _table((name, value) for name, value in facts.items()),
         "<h2>Figures</h2>",
-        _table(((figure.name, f"{figure.value:,.4g} {figure.unit}") for figure in figures), number=True),
+        _table(((figure.name, str(figure)) for figure in figures), number=True),
         *plots,
         "<h2>Requests by user</h2>",
         "<p>Grey: until the first token. Blue: tokens. Red: failed.</p>",

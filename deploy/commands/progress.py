@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import TracebackType
 from typing import Self
@@ -15,7 +16,10 @@ _HAPPENED = {"live": "is live", "failed": "has failed", "silent": "has gone sile
 
 
 class Progress:
-    """Shows the progress of a command. Without a terminal it prints plain lines."""
+    """Shows the progress of a command. Without a terminal it prints plain lines.
+
+    The command goes on if the terminal or the pipe has gone.
+    """
 
     def __init__(self, console: Console, tell_first: bool = True) -> None:
         """Without `tell_first`, the first overview is the state before the command and is not printed."""
@@ -26,15 +30,21 @@ class Progress:
         self._told: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        self._status.start()
+        with contextlib.suppress(OSError):
+            self._status.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._status.stop()
+        self.stop()
+
+    def stop(self) -> None:
+        """Remove the line that changes."""
+        with contextlib.suppress(OSError):
+            self._status.stop()
 
     def say(self, text: str) -> None:
         """Print the beginning of a new stage."""
-        self._status.update(escape(text))
+        self._update(text)
         self._console.print(f"[dim]{time.monotonic() - self._begin:5.1f} s[/]  {escape(text)}")
 
     def watch(self, overview: ClusterOverview) -> None:
@@ -51,4 +61,8 @@ class Progress:
         self._tell = True
         waiting = [view.name for view in overview.processes if view.condition != "live"]
         awaited = ", ".join(waiting) or "the router to serve"
-        self._status.update(f"waiting for {awaited}, {time.monotonic() - self._begin:.0f} s so far")
+        self._update(f"waiting for {awaited}, {time.monotonic() - self._begin:.0f} s so far")
+
+    def _update(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._status.update(escape(text))

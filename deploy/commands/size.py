@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +12,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from baton import hub
 from baton.config import MAX_RANKS, Bytes, Config
-from baton.errors import ConfigError, InvalidRequest, ModelNotFound
+from baton.errors import ConfigError, InvalidRequest
 from baton.system_memory import available_memory
 from deploy.commands.terminal import Json, command, out, print_json
 from deploy.commands.terminal import size as shown
@@ -205,18 +204,9 @@ def _parameters(spec: ModelSpec) -> int:
 
 def _spec(model: str) -> ModelSpec:
     """Read the config of a checkpoint; of one on the hub, only that file is fetched. Raises ModelError."""
-    from engine.models.config import load_spec, parse_spec
+    from engine.models.config import load_spec
 
-    path = Path(model).expanduser()
-    if path.is_dir() or "/" not in model or model.startswith((".", "/", "~")):
-        return load_spec(path)
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return parse_spec(json.loads(Path(hf_hub_download(model, "config.json")).read_bytes()))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelNotFound(f"{model!r} is no directory here, and its config can't be fetched: {reason}") from error
+    return load_spec(hub.resolve(model, ["config.json"]))
 
 
 def _show(model: str, found: Sizes, settings: Mapping[str, object]) -> None:
@@ -242,8 +232,10 @@ def _show(model: str, found: Sizes, settings: Mapping[str, object]) -> None:
         )
     else:
         pool = -(-found.decode.pages * found.ranks // 2**20)
+        room = "all of it"
         if found.device == "cpu":
+            room = f"{found.concurrency} sequences of {found.context} tokens"
             settings = {**settings, "decode.kv_cache_bytes": f"{pool}MiB"}
         engine = " --engine vllm" if found.ranks > 1 or found.kv_dtype in FP8.values() else ""
         given = "".join(f" --set {name}={value}" for name, value in settings.items())
-        out.print(f"to have that: baton up --model {escape(model)}{engine}{given}")
+        out.print(f"for {room}: baton up --model {escape(model)}{engine}{given}")

@@ -6,9 +6,11 @@ Results go to stdout, progress and errors go to stderr. With --json, stdout hold
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,12 +24,35 @@ from typer.main import get_command
 from baton import config as configuration
 from baton.config import Config
 from baton.errors import BatonError
+from deploy.interrupts import exit_status, quiet_at_the_edges
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class OutputClosed(Exception):
+    """Nothing reads stdout any more, as in `baton logs | head`."""
+
+
+class _Out(Console):
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise OutputClosed
+
+
+class _Err(Console):
+    """Drops its text once nothing reads it, or the terminal has gone: a teardown goes on without it."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+out = _Out(highlight=False, soft_wrap=True)
+err = _Err(stderr=True, highlight=False, soft_wrap=True)
 
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.", metavar="NAME")]
 Operator = Annotated[
@@ -35,13 +60,19 @@ Operator = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML configuration; flags override it.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="One setting.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="One setting, such as decode.threads=2.")
+]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+"""The context settings of every command."""
 
 EXIT_STATUSES: Mapping[int, str] = {
     0: "Done.",
     1: "An error, with its reason on stderr; or the answer is no (not serving, not healthy, not within --wait).",
     2: "Wrong flags or arguments.",
-    130: "Interrupted by Ctrl-C.",
+    130: "Interrupted by Ctrl-C; 129 and 143 by SIGHUP and SIGTERM.",
+    141: "Nothing reads stdout any more.",
 }
 
 _COLOURS = {"live": "green", "ok": "green", "warn": "yellow", "bad": "red"}
@@ -50,6 +81,7 @@ _COLOURS = {"live": "green", "ok": "green", "warn": "yellow", "bad": "red"}
 def new_app(**options: Any) -> typer.Typer:
     """Return a Typer application that shows Baton's errors itself. `options` are those of Typer."""
     settings: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "no_args_is_help": True}
+    settings |= {"context_settings": HELP}
     return typer.Typer(rich_markup_mode="rich", **settings | options)
 
 
@@ -61,7 +93,7 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Any]:
 
     def turn(function: Callable[..., None]) -> Any:
         app = new_app(no_args_is_help=False)
-        app.command(epilog=as_examples(examples))(reported(function))
+        app.command(epilog=as_examples(examples), context_settings=HELP)(reported(function))
         return get_command(app)
 
     return turn
@@ -83,13 +115,17 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         as_json = bool(kwargs.get("as_json"))
+        quiet_at_the_edges(running=True)
         try:
             return command(*args, **kwargs)
         except BatonError as error:
             _say_error(error.reason, str(error), as_json)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             err.print("interrupted")
-            raise typer.Exit(130) from None
+            raise typer.Exit(exit_status(interrupt)) from None
+        except OutputClosed:
+            forget_stdout()
+            raise typer.Exit(128 + signal.SIGPIPE) from None
         except (typer.Exit, typer.Abort, SystemExit):
             raise
         except Exception as error:
@@ -110,13 +146,27 @@ def _say_error(reason: str, message: str, as_json: bool) -> None:
 
 
 def print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    out_text(json.dumps(value, ensure_ascii=False) + "\n")
 
 
 def out_line(text: str) -> None:
     """Write a line to stdout at once; without control characters if that is a terminal."""
-    sys.stdout.write((printable(text) if sys.stdout.isatty() else text) + "\n")
-    sys.stdout.flush()
+    out_text((printable(text) if sys.stdout.isatty() else text) + "\n")
+
+
+def out_text(text: str) -> None:
+    """Write to stdout at once. Raises OutputClosed."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise OutputClosed from None
+
+
+def forget_stdout() -> None:
+    """Let the interpreter's last flush of stdout succeed, after `OutputClosed`."""
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a device
+        os.dup2(nowhere.fileno(), 1)
 
 
 def printable(text: str) -> str:

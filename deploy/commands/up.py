@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 from collections.abc import Iterator
 from enum import StrEnum
-from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -17,7 +14,8 @@ from deploy.commands.progress import Progress
 from deploy.commands.terminal import ConfigFile, Json, Settings, command, err, load, out, print_json
 from deploy.control_plane import state_file
 from deploy.control_plane.bring_up import bring_up
-from deploy.control_plane.reports import read_overview
+from deploy.control_plane.reports import ClusterOverview, read_overview
+from deploy.control_plane.state_file import State
 from deploy.models import with_demo_model
 
 
@@ -57,9 +55,12 @@ def up(
         str, typer.Option(help="Directory of a Hugging Face checkpoint, or a hub id; by default Baton's demo model.")
     ] = "",
     engine: Annotated[
-        EngineOption | None, typer.Option(help="native, vllm, or auto: `baton doctor MODEL` says which and why.")
+        EngineOption | None,
+        typer.Option(metavar="ENGINE", help="native, vllm, or auto: `baton doctor MODEL` says which and why."),
     ] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Number format; auto is the checkpoint's own.")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16, or auto: the checkpoint's own.")
+    ] = None,
     tool_call_parser: Annotated[str, typer.Option(help="Format of tool calls; by default as the template tells.")] = "",
     reasoning_parser: Annotated[str, typer.Option(help="Format of reasoning; by default as the template tells.")] = "",
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 is the colocated mode.")] = None,
@@ -75,13 +76,13 @@ def up(
     config: ConfigFile = None,
     settings: Settings = None,
     ray: Annotated[
-        RayOption, typer.Option(help="join a running Ray, start our own, or auto: join one if it runs.")
+        RayOption, typer.Option(metavar="RAY", help="join a running Ray, start our own, or auto: join one if it runs.")
     ] = RayOption.AUTO,
-    dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard with our own Ray.")] = False,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Start Ray's dashboard with our own Ray.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds within which the cluster must serve.")] = 900.0,
     as_json: Json = False,
 ) -> None:
-    """Start a cluster and return once it serves. On a failure, print the cause and leave nothing behind."""
+    """Start a cluster and return once it serves. On a failure or Ctrl-C, print the cause and leave nothing behind."""
     flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
     flags |= {"model.engine": engine and engine.value}
     flags |= {"model.tool_call_parser": tool_call_parser, "model.reasoning_parser": reasoning_parser}
@@ -89,50 +90,37 @@ def up(
     flags |= {"api.host": host, "api.port": port, "api.insecure": insecure or None}
     flags |= {"tls.cert_file": ssl_certfile, "tls.key_file": ssl_keyfile, "tls.client_ca_file": ssl_ca_certs}
     chosen = load(config, settings, flags)
-    with _interruptible(), state_file.locked(chosen.cluster.state_dir), Progress(err) as progress:
+    with state_file.locked(chosen.cluster.state_dir), Progress(err) as progress:
         if not chosen.model.path:
             progress.say("no --model is given: serving the demo model that comes with Baton")
             chosen = with_demo_model(chosen)
-        state = bring_up(chosen, ray.value, dashboard, timeout, progress.say, progress.watch)
-    if as_json:
-        found = {"name": state.name, "model": state.model, "grpc": state.first.grpc, "http": state.first.http}
-        found["api"] = state.first.api
-        doors = {router: msgspec.structs.asdict(addresses) for router, addresses in state.routers.items()}
-        print_json(found | {"routers": doors, "log_dir": state.log_dir})
-        return
-    flag = "" if state.name == "baton" else f" --name {state.name}"
-    out.print(f"[bold green]{state.name} serves {escape(state.model)}[/]")
+        with bring_up(chosen, ray.value, dashboard, timeout, progress.say, progress.watch) as state:
+            progress.stop()
+            if as_json:
+                print_json(_as_json(state))
+            else:
+                out.print("\n".join(_shown(state, read_overview(chosen.cluster.state_dir))))
+
+
+def _as_json(state: State) -> dict[str, Any]:
+    doors = {router: msgspec.structs.asdict(addresses) for router, addresses in state.routers.items()}
+    found = {"name": state.name, "model": state.model, "grpc": state.first.grpc, "http": state.first.http}
+    return found | {"api": state.first.api, "routers": doors, "log_dir": state.log_dir}
+
+
+def _shown(state: State, overview: ClusterOverview | None) -> Iterator[str]:
+    """Yield the lines that say where the cluster is."""
+    yield f"[bold green]{state.name} serves {escape(state.model)}[/]"
     for router in state.routers.values():
         api = f"{'https' if state.tls else 'http'}://{router.api}"
-        out.print(escape(f"  HTTP API {api}/v1"))
-        out.print(escape(f"  watch    {api}/dashboard"))
-        out.print(escape(f"  gRPC     {router.grpc}"))
-        out.print(escape(f"  operator {router.operator}"))
-        out.print(escape(f"  metrics  http://{router.http.removeprefix('http://')}/metrics"))
-    overview = read_overview(chosen.cluster.state_dir)
+        yield escape(f"  HTTP API {api}/v1")
+        yield escape(f"  watch    {api}/dashboard")
+        yield escape(f"  gRPC     {router.grpc}")
+        yield escape(f"  operator {router.operator}")
+        yield escape(f"  metrics  http://{router.http.removeprefix('http://')}/metrics")
     for process in overview.processes if overview is not None else ():
         if process.gpu:
-            out.print(escape(f"  {process.name:<8} GPU {process.gpu} of {process.node}"))
-    out.print(f"  logs     {escape(state.log_dir)}")
-    out.print(f'  try      baton generate{flag} "Once upon a time" --max-tokens 32')
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP as Ctrl-C within this context: `up` then takes down the processes it has started.
-
-    After the first signal, later ones are ignored. A second Ctrl-C thus cannot leave half of the cluster running.
-    """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+            yield escape(f"  {process.name:<8} GPU {process.gpu} of {process.node}")
+    yield f"  logs     {escape(state.log_dir)}"
+    flag = "" if state.name == "baton" else f" --name {state.name}"
+    yield f'  try      baton generate{flag} "Once upon a time" --max-tokens 32'

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from baton import hub
 from baton.client import Client
 from baton.config import Config
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
@@ -20,6 +22,7 @@ from deploy.control_plane.reconcile import JOIN_PATIENCE
 from deploy.control_plane.reports import ClusterOverview
 from deploy.control_plane.state_file import RayLink, State
 from deploy.control_plane.teardown import Say, namespace_of, tear_down
+from deploy.interrupts import held, interruptible
 from deploy.placement.desired import scale_of
 
 RayChoice: TypeAlias = Literal["auto", "own", "join"]
@@ -30,42 +33,55 @@ _SUPERVISOR_PATIENCE = 60.0  # seconds until its first answer
 _REPAIRS = 2  # unexplained crashes of a process during the start; one more and `up` fails
 
 
-def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float, say: Say, watch: Watch) -> State:
-    """Start the cluster and return once it serves. The caller holds the cluster's lock.
+@contextlib.contextmanager
+def bring_up(
+    config: Config, choice: RayChoice, dashboard: bool, patience: float, say: Say, watch: Watch
+) -> Iterator[State]:
+    """Start the cluster and yield once it serves. The caller holds the cluster's lock.
 
-    Raises BatonError, after everything that was started has been taken down.
+    If this fails, or the context's body does, or a signal ends either, all that was started is taken down. Raises
+    BatonError, and Interrupted after a signal.
     """
     folder = config.cluster.state_dir
-    preflight.check_name_free(folder)
-    if (stale := state_file.read(folder)) is not None:
-        say("clearing away what a cluster that died left behind")
-        tear_down(folder, stale, lambda _: None)
-    preflight.check(config, say)
-    named = bool(config.cluster.key_file)
-    made_keys = not named and not config.cluster.key_path.exists()
-    config = _settle(config, say)
-    for note in checkpoint.check(config):
-        say(f"note: {note}")
-    _compile_kernels(config, say)
+    with held():
+        preflight.check_name_free(folder)
+        if (stale := state_file.read(folder)) is not None:
+            say("clearing away what a cluster that died left behind")
+            tear_down(folder, stale, lambda _: None)
+        named = bool(config.cluster.key_file)
+        with interruptible():
+            preflight.check(config, say)
+            made_keys = not named and not config.cluster.key_path.exists()
+            config = _settle(config, say)
+            for note in checkpoint.check(config):
+                say(f"note: {note}")
+            _compile_kernels(config, say)
+        try:
+            with interruptible():
+                state = _on_ray(config, folder, choice, dashboard, made_keys, say)
+                # The processes get the keys from memory: their nodes need no copy of the file.
+                keys = (ClusterKeys.read if named else ClusterKeys.read_or_make)(Path(config.cluster.key_file))
+                _start_supervisor(config, folder, keys, patience)
+                say("starting the cluster's processes")
+                overview = _wait_serving(state.name, patience, watch)
+                state = _complete(state, overview)
+                state_file.write(folder, state)
+                yield state
+        except BaseException:
+            _give_up(folder, say)
+            raise
+
+
+def _give_up(folder: Path, say: Say) -> None:
+    """Take down what was started. The error that led here is raised, and not one of this."""
+    if (written := state_file.read(folder)) is None:
+        return
+    say("taking down what was started")
+    cluster.disconnect()
     try:
-        state = _on_ray(config, folder, choice, dashboard, made_keys, say)
-        # The processes get the keys from memory: their nodes need no copy of the file.
-        keys = (ClusterKeys.read if named else ClusterKeys.read_or_make)(Path(config.cluster.key_file))
-        _start_supervisor(config, folder, keys, patience)
-        say("starting the cluster's processes")
-        overview = _wait_serving(state.name, patience, watch)
-        state = _complete(state, overview)
-        state_file.write(folder, state)
-    except BaseException:
-        if (written := state_file.read(folder)) is not None:
-            say("taking down what was started")
-            cluster.disconnect()
-            try:
-                tear_down(folder, written, lambda _: None)
-            except BatonError as left:  # the original error is raised
-                say(f"not all of it could be taken down; `baton down` ends it: {left}")
-        raise
-    return state
+        tear_down(folder, written, lambda _: None)
+    except BatonError as left:
+        say(f"not all of it could be taken down; `baton down` ends it: {left}")
 
 
 def _settle(config: Config, say: Say) -> Config:
@@ -75,10 +91,8 @@ def _settle(config: Config, say: Say) -> Config:
     """
     path = Path(config.model.path).expanduser()
     if not path.is_dir():
-        from engine.checkpoint.hub import resolve
-
         say(f"fetching {config.model.path} from the Hugging Face hub")
-        path = resolve(config.model.path)
+        path = hub.resolve(config.model.path)
     model = msgspec.structs.replace(
         config.model,
         path=str(path.resolve()),
@@ -147,8 +161,13 @@ def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, ma
     else:
         say("starting a Ray of our own")
         log = Path(config.cluster.log_dir) / "ray.log"
-        own = cluster.launch(log, dashboard)
-        state_file.write(folder, msgspec.structs.replace(state, ray=RayLink("", "token", own=own)))
+        with held():  # a Ray that no state file names would stay
+            own = cluster.launch(log, dashboard)
+            try:
+                state_file.write(folder, msgspec.structs.replace(state, ray=RayLink("", "token", own=own)))
+            except StartupError:
+                cluster.stop(own)
+                raise
         link = cluster.wait_ready(own, log)
         cluster.connect(link, namespace)
     state = msgspec.structs.replace(state, ray=link)

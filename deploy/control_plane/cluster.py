@@ -27,7 +27,7 @@ from deploy.control_plane.probe import OWN_PREFIX, RayAnswer, ask
 from deploy.control_plane.state_file import OwnRay, RayLink
 from deploy.processes import ProcessIdentity, end, session_members
 
-START_PATIENCE = 60.0  # seconds; about 4 on an idle machine
+START_PATIENCE = 180.0  # seconds; about 4 on an idle machine, and 56 where seven others computed on two cores
 _DRIVER_PATIENCE = 20.0  # seconds until a Ray that answers accepts a driver; about 1 on an idle machine
 _ROUNDS = 5  # of searches for remaining processes of our Ray
 # Ray takes 127.0.0.1 for "find my real address" and then listens on every interface. With this variable, meant for

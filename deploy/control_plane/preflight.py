@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from baton import doors
+from baton import doors, hub
 from baton.api_keys import KeyRing
 from baton.checkpoint_files import read_object
 from baton.config import Config, DecodeConfig, PrefillConfig
@@ -22,7 +22,6 @@ from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
 from deploy.processes import session_members
-from engine.checkpoint import hub
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engine.vllm_runner.pages import FP8

@@ -1,7 +1,7 @@
 """Compute the figures that judge a load from the outcomes of its requests. Pure.
 
 TTFT   sent → first token received
-ITL    between two tokens; tokens that come in one message have a gap of zero between them
+ITL    between two messages with tokens; a message has several where the stream's reader is slower than the model
 TPOT   (end − first token) / (tokens − 1); none for a single token
 E2E    sent → end
 Goodput: finished requests a second that meet every objective given.
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def gaps(self) -> list[float]:
-        return [later - earlier for earlier, later in pairwise(self.tokens)]
+        return [later - earlier for earlier, later in pairwise(self.tokens) if later > earlier]
 
     @property
     def e2e(self) -> float:
@@ -73,6 +73,16 @@ class Figure:
     name: str
     value: float
     unit: str
+
+    def __str__(self) -> str:
+        """Return the value as a person reads it."""
+        match self.unit:
+            case "share":
+                return f"{self.value:.1%}"
+            case "count":
+                return f"{self.value:,.0f}"
+            case unit:
+                return f"{self.value:,.4g} {unit}"
 
 
 def percentile(values: Sequence[float], quantile: float) -> float:
@@ -109,11 +119,11 @@ def _rates(outcomes: Sequence[Outcome], finished: Sequence[Outcome], objectives:
     span = max(one.ended for one in outcomes) - min(one.sent for one in outcomes)
     if span <= 0:
         return
-    yield Figure("requests", len(finished) / span, "1/s")
-    yield Figure("output tokens", sum(len(one.tokens) for one in finished) / span, "1/s")
-    yield Figure("prompt tokens", sum(one.prompt_tokens for one in finished) / span, "1/s")
+    yield Figure("requests", len(finished) / span, "requests/s")
+    yield Figure("output tokens", sum(len(one.tokens) for one in finished) / span, "tokens/s")
+    yield Figure("prompt tokens", sum(one.prompt_tokens for one in finished) / span, "tokens/s")
     if objectives != Objectives():
-        yield Figure("goodput", sum(map(objectives.met, outcomes)) / span, "1/s")
+        yield Figure("goodput", sum(map(objectives.met, outcomes)) / span, "requests/s")
 
 
 def _shares(outcomes: Sequence[Outcome], finished: Sequence[Outcome]) -> Iterator[Figure]:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from baton import hub
 from baton.checkpoint_files import read_object, read_optional, text_settings
 from baton.config import ModelConfig
 from baton.errors import ModelError, ModelMismatch, ModelNotFound, shown
@@ -115,16 +116,7 @@ def _folder(path: str) -> Path:
     """The checkpoint's directory; a hub id is fetched, without its weights."""
     if not path:
         raise ModelNotFound("model.path is empty; give the directory of a checkpoint, or a hub id")
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download  # imported late: it takes a second, and is seldom needed
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=_READ))
-    except Exception as error:  # noqa: BLE001 whose HTTP errors come through depends on the library's release
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelNotFound(f"{path!r} is no directory here, and could not be fetched from the hub: {reason}") from None
+    return hub.resolve(path, _READ)
 
 
 def _count(settings: Mapping[str, Any], name: str) -> int:

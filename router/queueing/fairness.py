@@ -1,6 +1,6 @@
 """Fairness between tenants: each has a virtual counter of its service, and the lowest counter is served next.
 
-The virtual token counter of Sheng et al., "Fairness in FetchStatus Large Language Models" (OSDI 2024). Service is
+The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Service is
 counted in tokens: those of prompts when a request is placed, those of the output, which cost more, as they come. A
 prompt token that was found in a cache costs little (Cao et al., "Locality-aware Fair Scheduling in LLM Serving", 2025,
 count only what was computed). A tenant of weight 2 may have twice as much as one of weight 1.

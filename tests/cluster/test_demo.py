@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 
 def test_the_demo(machine: Machine):
-    with machine.start(sys.executable, "-m", "deploy.commands.demo") as demo:
+    with machine.start(sys.executable, "-m", "deploy.demo") as demo:
         assert demo.stdout is not None
         told = ""
         while (watch := re.search(r"watch all of this at (\S+)", told)) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shlex
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from baton import __version__
 from deploy.cli import app
 from deploy.commands.terminal import EXIT_STATUSES
 
@@ -31,6 +33,26 @@ def test_the_help_has_a_table_of_exit_statuses():
     shown = CliRunner().invoke(app, ["--help"]).output
     for status in EXIT_STATUSES:
         assert f" {status} " in shown
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("name", ["", *(name.removeprefix("baton ") for name, _ in REFERENCE["commands"]())])
+def test_help_fits_into_80_columns(name: str, flag: str):
+    shown = CliRunner().invoke(app, [*name.split(), flag], env={"COLUMNS": "80", "TERM": "dumb"})
+    assert shown.exit_code == 0, shown.output
+    assert "Usage: baton" in shown.output
+    options = [line for line in shown.output.splitlines() if re.match(r"│ \*? *-", line)]
+    assert options
+    for line in options:
+        assert len(line) == 80
+        assert "…" not in line, "a flag's name is cut"
+        assert not re.search(r"<[\w|]+ *(│|  )", line), "the type of a flag is cut"
+        assert not line.split("│")[1].rstrip().endswith("="), "the form of a flag's value is cut"
+
+
+def test_the_version_is_shown_by_a_flag_and_by_a_command():
+    by_flag, by_command = (CliRunner().invoke(app, [word]) for word in ("--version", "version"))
+    assert by_flag.output == by_command.output == f"baton {__version__}\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+from pathlib import Path
 
 import pytest
 
+from baton.config import Config
 from tests.support import documents
 from tests.support.documents import ROOT, Command, Page
 
 READ = documents.pages()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REFERENCE = runpy.run_path(str(ROOT / ".ci" / "cli_reference.py"))
 
 
@@ -37,6 +40,16 @@ def test_baton_commands_that_are_not_run_parse(page: Page):
             words = shlex.split(command.text, comments=True)
             name = max((name for name in known if words[: len(name.split())] == name.split()), key=len)
             known[name].make_context(name, words[len(name.split()) :])
+
+
+_FILES = ("cpp", "key", "json", "log", "md", "py", "yaml")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_setting_that_a_page_names_exists(page: Path):
+    for section, setting in re.findall(r"(?:`|--set[= ])([a-z_]+)\.([a-z_]+)(?=[`:=])", page.read_text()):
+        if hasattr(Config(), section) and setting not in _FILES:
+            assert hasattr(getattr(Config(), section), setting), f"{section}.{setting} is no setting"
 
 
 def test_every_reason_of_an_example_is_used():

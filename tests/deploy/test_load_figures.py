@@ -34,7 +34,7 @@ def test_percentiles_lie_between_values() -> None:
 def test_latencies_are_as_defined() -> None:
     one = outcome(1.0, 1.5, 1.6, 1.6, 2.1)
     assert one.ttft == 0.5
-    assert one.gaps == pytest.approx([0.1, 0.0, 0.5])  # two tokens came in one message
+    assert one.gaps == pytest.approx([0.1, 0.5])  # two tokens came in one message
     assert one.tpot == pytest.approx(0.2)
     assert one.e2e == pytest.approx(1.1)
 
@@ -62,6 +62,18 @@ def test_rates_and_shares() -> None:
     assert told["cached prompt tokens"] == pytest.approx(5 / 20)
     assert told["errors"] == 1
     assert told["ttft p50"] == pytest.approx(500)
+
+
+def test_figures_are_shown_with_units_that_a_person_reads() -> None:
+    shown = {
+        figure.name: str(figure)
+        for figure in figures([outcome(0.0, 0.5, 1.0, cached=5), outcome(1.0, 1.5, 2.0)], Objectives(ttft=1.0))
+    }
+    assert shown["requests"] == shown["goodput"] == "1 requests/s"
+    assert shown["output tokens"] == "2 tokens/s"
+    assert shown["cached prompt tokens"] == "25.0%"
+    assert shown["errors"] == "0"
+    assert shown["ttft p50"] == "500 ms"
 
 
 def test_what_can_not_be_computed_is_left_out() -> None:

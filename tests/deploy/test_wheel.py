@@ -18,7 +18,7 @@ def test_the_wheel_is_the_tree(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "baton = deploy.cli:main" in archive.read(entry_points).decode()
+        assert "baton = deploy.__main__:main" in archive.read(entry_points).decode()
     listed = subprocess.run(
         ["git", "ls-files", *sorted(PACKAGES)], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
     )

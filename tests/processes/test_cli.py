@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -104,6 +105,14 @@ def test_bench_prints_a_table() -> None:
     result = call("bench", "batch-synthetic-data", "-n", "2", "-u", "1")
     assert "TTFT" in result.output
     assert all(len(line) <= 100 for line in result.output.splitlines())
+
+
+def test_bench_says_why_it_sent_fewer_requests() -> None:
+    result = call("bench", "batch-synthetic-data", "-n", "100000", "-u", "2", "--duration", "1")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"requests +\d+ of 100000: none is sent after --duration, 1 s, 0 failed", result.output)
+    assert re.search(r"output tokens +[\d.,]+ tokens/s", result.output)
+    assert re.search(r"errors +0\n", result.output)
 
 
 def test_top_shows_processes_and_requests() -> None:

@@ -249,6 +249,53 @@ def test_nothing_sticks_out_and_colours_follow_the_reader(browser: Any, loaded: 
         assert page.evaluate(ground) == dark
 
 
+@pytest.mark.parametrize("width", [1280, 1920])
+def test_figures_are_whole_and_rates_agree(browser: Any, loaded: Loaded, width: int) -> None:
+    with opened(browser, loaded, viewport={"width": width, "height": 900}) as watched:
+        page = watched.page
+        watched.until("document.querySelectorAll('#rows tr').length >= 12")
+        page.locator("#filter label", has_text="Slowest").click()  # rows with every column
+        page.evaluate("document.querySelector('#rows .prompt').textContent = '9,999 (100% cached)'")  # the longest
+        cut = (
+            "[...document.querySelectorAll('.requests .num, .chart .now')]"
+            ".filter((one) => one.scrollWidth > one.clientWidth)"
+        )
+        assert page.evaluate(f"{cut}.map((one) => one.textContent)") == []
+        # One reading of all three, between two samples.
+        rates = page.evaluate(
+            "[document.querySelector('#tiles .number'), document.querySelector('#col-router .flow'),"
+            " document.querySelector('#chart-rate .now')].map((one) => parseFloat(one.textContent))"
+        )
+        assert len(set(rates)) == 1
+        assert page.locator("#events li", has_text="decode-1 joins as a decode worker on node").count() >= 1
+
+
+def test_the_numbers_of_an_axis_have_equally_many_digits(browser: Any, loaded: Loaded) -> None:
+    with opened(browser, loaded) as watched:
+        found = watched.page.evaluate(
+            "import('/dashboard/static/format.js').then(({ ticksText }) =>"
+            " [[0, 5, 10], [0, 2.5, 5], [0, 0.125, 0.25], [0, 10_000, 20_000]].map(ticksText))"
+        )
+    assert found == [["0", "5", "10"], ["0.0", "2.5", "5.0"], ["0.000", "0.125", "0.250"], ["0", "10K", "20K"]]
+
+
+def test_dots_stay_on_their_ways_when_these_move(browser: Any, loaded: Loaded) -> None:
+    script = """import('/dashboard/static/topology.js').then(({ Particles }) => {
+        const particles = new Particles(document.createElement('canvas'));
+        const way = (title, y) => {
+            const path = document.createElementNS('http://www.w3.org/2000/svg', 'path');
+            path.setAttribute('d', `M0 ${y}L100 ${y}`);
+            return { title, kind: 'prefill', flow: 5, path };
+        };
+        particles.follow([way('a', 10), way('b', 20)], { width: 200, height: 100 });
+        particles.dots = particles.ways.map((one) => ({ way: one, since: 0 }));
+        particles.follow([way('a', 30)], { width: 300, height: 100 });
+        return particles.dots.map((dot) => dot.way.points[0].y);
+    })"""
+    with opened(browser, loaded) as watched:
+        assert watched.page.evaluate(script) == [30]
+
+
 def test_the_death_of_a_worker_is_seen_as_it_happens(browser: Any, loaded: Loaded) -> None:
     with opened(browser, loaded) as watched:
         page = watched.page

@@ -1,7 +1,7 @@
 // Line charts of the last five minutes, and the small ones of the tiles.
 
 import { h, s, showTip, hideTip, text } from "./dom.js";
-import { clock, niceCeiling } from "./format.js";
+import { clock, niceCeiling, ticksText } from "./format.js";
 
 const SPAN = 300_000; // milliseconds
 const LEFT = 44;
@@ -25,12 +25,16 @@ function line(points) {
 }
 
 export class Chart {
-  /** `series`: [{column, title, className, area}]; `format(value)` says a value with its unit. */
-  constructor(section, { title, series, format, axis, empty, log = false }) {
+  /**
+   * `series`: [{column, title, className, area}]; `format(value)` says a value with its unit, and `axis` one of the axis.
+   * `now(samples)` is what stands beside the title: the last value of the first series, unless it says otherwise.
+   */
+  constructor(section, { title, series, format, axis, empty, now, log = false }) {
+    this.told = now ?? ((samples) => format(samples.at(-1)[series[0].column]));
     this.series = series;
     this.log = log; // a scale by powers of ten, for what varies that much
     this.format = format;
-    this.axis = axis ?? format;
+    this.axis = axis;
     this.empty = empty;
     this.samples = [];
     this.faults = [];
@@ -69,10 +73,11 @@ export class Chart {
     const y = (value) => TOP + (1 - share(value)) * (height - TOP - BOTTOM);
     this.x = x;
     const parts = [];
-    for (const tick of ticks) {
+    const words = this.axis ? ticks.map(this.axis) : ticksText(ticks);
+    for (const [index, tick] of ticks.entries()) {
       const at = y(tick);
       parts.push(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: at, y2: at }));
-      parts.push(s("text", { class: "tick", x: LEFT - 7, y: at + 4, "text-anchor": "end" }, this.axis(tick)));
+      parts.push(s("text", { class: "tick", x: LEFT - 7, y: at + 4, "text-anchor": "end" }, words[index]));
     }
     for (const minutes of width > 420 ? [5, 4, 3, 2, 1, 0] : [4, 2, 0]) {
       const at = x(this.at - minutes * 60_000);
@@ -106,7 +111,7 @@ export class Chart {
     const last = shown.at(-1);
     const told = last ? this.series.map((one) => `${one.title} ${this.format(last[one.column])}`).join(", ") : this.empty;
     this.svg.setAttribute("aria-label", `The last five minutes; now ${told}`);
-    text(this.now, last ? this.format(last[this.series[0].column]) : "");
+    text(this.now, last ? this.told(shown) : "");
   }
 
   /** Where the grid's lines are, and which share of the height a value has. */

@@ -64,6 +64,12 @@ export function niceCeiling(value) {
   return step * power;
 }
 
+/** The numbers of an axis, all with as many digits after the point as the finest of them needs. */
+export function ticksText(ticks) {
+  const digits = [0, 1, 2, 3].find((many) => ticks.every((one) => Math.abs(one - Number(one.toFixed(many))) < 1e-9)) ?? 3;
+  return ticks.map((one) => (digits ? one.toFixed(digits) : count(one)));
+}
+
 /** The hops of a request up to its first token, in order: [{hop, from, to, title}], milliseconds from its receipt. */
 export function hops(times) {
   const found = [];

@@ -12,6 +12,7 @@ import { Topology } from "./topology.js";
 
 const PERIOD = 1_000;
 const KEPT = 300; // samples
+const WINDOW = 10; // samples, of which every rate that stands as a number is the mean
 const WAITS = [1_000, 2_000, 4_000, 5_000]; // after an error, milliseconds
 
 const latency = (title, prefix) => ({
@@ -26,6 +27,11 @@ const latency = (title, prefix) => ({
     { column: `${prefix}_p99`, title: "p99", className: "p99" },
   ],
 });
+
+const mean = (samples, column) => {
+  const last = samples.slice(-WINDOW);
+  return last.reduce((all, sample) => all + (sample[column] ?? 0), 0) / Math.max(1, last.length);
+};
 
 class Dashboard {
   constructor() {
@@ -45,6 +51,7 @@ class Dashboard {
       new Chart($("chart-rate"), {
         title: "Requests per second",
         format: rate,
+        now: (samples) => rate(mean(samples, "finished")),
         empty: "no request in the last five minutes",
         series: [
           { column: "finished", title: "finished", className: "finished", area: true, least: 1 },
@@ -55,7 +62,6 @@ class Dashboard {
       new Chart($("chart-queue"), {
         title: "In the router",
         format: count,
-        axis: (value) => (Number.isInteger(value) ? count(value) : value.toFixed(1)),
         empty: "nothing ran or waited",
         series: [
           { column: "running", title: "running", className: "running", area: true, least: 4 },
@@ -98,9 +104,9 @@ class Dashboard {
     const now = samples.at(-1);
     const column = (name) => samples.slice(-120).map((sample) => sample[name]);
     const sum = (name, seconds) => samples.slice(-seconds).reduce((all, sample) => all + (sample[name] ?? 0), 0);
-    const mean = (name, seconds) => sum(name, seconds) / Math.max(1, Math.min(seconds, samples.length));
-    tiles.rate.show(rate(mean("finished", 5)), "/s", `${count(queue.running)} running · ${count(queue.queued)} queued`, column("finished"));
-    tiles.tokens.show(count(Math.round(mean("generated_tokens", 5))), "/s", `${count(totals.generated_tokens)} since the start`, column("generated_tokens"));
+    const finished = mean(samples, "finished");
+    tiles.rate.show(rate(finished), "/s", `${count(queue.running)} running · ${count(queue.queued)} queued`, column("finished"));
+    tiles.tokens.show(count(Math.round(mean(samples, "generated_tokens"))), "/s", `${count(totals.generated_tokens)} since the start`, column("generated_tokens"));
     for (const [tile, name] of [[tiles.ttft, "ttft"], [tiles.itl, "itl"]])
       tile.show(...duration(now?.[`${name}_p50`]), now?.[`${name}_p95`] == null ? "p50" : `p50 · p95 ${durationText(now[`${name}_p95`])}`, column(`${name}_p50`));
     const asked = sum("prompt_tokens", 60);
@@ -115,7 +121,7 @@ class Dashboard {
     document.title = `${router.cluster} · Baton`;
     const faults = notices.filter((one) => one.level === "error" && one.kind === "gone").map((one) => snapshot.at_ms - one.age_ms);
     for (const chart of this.charts) chart.show(samples, snapshot.at_ms, faults);
-    this.topology.show(snapshot, now);
+    this.topology.show(snapshot, now, finished);
     this.events.show(notices, snapshot.at_ms);
     this.prefixes.show(snapshot.prefixes, router.page_size, totals.pages_known);
     this.tiers.show(snapshot, samples);

@@ -21,7 +21,8 @@ export class Topology {
     new ResizeObserver(() => this.connect()).observe($("stage"));
   }
 
-  show(snapshot, sample) {
+  /** `finished`: requests per second. */
+  show(snapshot, sample, finished) {
     this.measure(snapshot);
     this.snapshot = snapshot; // before the cards: their tooltips read it
     this.sample = sample;
@@ -29,7 +30,7 @@ export class Topology {
     for (const process of snapshot.processes) columns[process.role]?.push(process);
     const nodes = new Set(snapshot.processes.map((process) => process.node));
     $("stage").classList.toggle("one-node", nodes.size < 2);
-    this.showRouter(snapshot, sample);
+    this.showRouter(snapshot, finished);
     for (const [role, found] of Object.entries(columns)) {
       const column = $(`col-${role}`);
       const gone = (process) => !["live", "draining"].includes(process.state);
@@ -68,13 +69,13 @@ export class Topology {
     if (seconds > 0 || !same) this.before = snapshot;
   }
 
-  showRouter(snapshot, sample) {
+  showRouter(snapshot, finished) {
     const { router, queue, unready } = snapshot;
     const process = {
       name: router.name, role: "router", node: router.node, state: unready ? "idle" : "live",
       running: queue.running, waiting: queue.queued,
     };
-    const note = `${rate(sample?.finished ?? 0)} requests/s`;
+    const note = `${rate(finished)} requests/s`;
     keyed($("col-router"), [process], (one) => one.name, (one) => this.card(one), (element, one) => this.update(element, one, note));
   }
 
@@ -239,7 +240,7 @@ const POINTS = 32;
 const HUES = { prefill: "--prefill", decode: "--decode", across: "--store", tokens: "--muted" };
 
 /** Dots that move along the ways, more of them where more pages flow. Nothing is drawn where nothing flows. */
-class Particles {
+export class Particles {
   constructor(canvas) {
     this.canvas = canvas;
     this.ways = [];
@@ -253,7 +254,8 @@ class Particles {
   follow(ways, box) {
     const ratio = Math.min(2, devicePixelRatio || 1);
     const [width, height] = [Math.round(box.width * ratio), Math.round(box.height * ratio)];
-    if (this.canvas.width !== width || this.canvas.height !== height) [this.canvas.width, this.canvas.height] = [width, height];
+    const resized = this.canvas.width !== width || this.canvas.height !== height;
+    if (resized) [this.canvas.width, this.canvas.height] = [width, height];
     this.ratio = ratio;
     const due = new Map(this.ways.map((way) => [way.name, way.due]));
     const most = Math.max(...ways.map((way) => (way.kind === "tokens" ? 0 : way.flow)), 1);
@@ -266,6 +268,9 @@ class Particles {
         const name = `${way.kind} ${way.title ?? ""}`;
         return { name, points, every: 1_000 / perSecond, due: due.get(name) ?? 0, hue: colour(HUES[way.kind]), size: way.kind === "tokens" ? 1.6 : 2.6, travel: Math.max(TRAVEL, length * 3) };
       });
+    // Dots go on along the way as it lies now. Where nothing flows any more they end theirs, unless that has moved.
+    const found = new Map(this.ways.map((way) => [way.name, way]));
+    this.dots = this.dots.map((dot) => ({ ...dot, way: found.get(dot.way.name) ?? dot.way })).filter(({ way }) => !resized || found.has(way.name));
     this.start();
   }
 

@@ -1,0 +1,86 @@
+"""Find a checkpoint's files: a directory given by path, or one fetched once from the Hugging Face hub by its id."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.errors import ModelNotFound
+
+WANTED = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")
+"""What a checkpoint is served from. Never pickled weights, never code."""
+
+PATIENCE = 3.0
+"""Seconds within which the hub must answer. Its own library would try for 25 s, and show each try."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve(model: str, wanted: Sequence[str] = WANTED) -> Path:
+    """Return the directory of `model`, which is a path, or a hub id such as "Qwen/Qwen3-0.6B".
+
+    An existing directory wins over a hub id. What was fetched before is used if the hub does not answer. `wanted` are
+    the patterns of the files to fetch. Raises ModelNotFound, which says which of the two was tried.
+    """
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return path
+    if not _HUB_ID.fullmatch(model):
+        raise ModelNotFound(f"{model!r} is not a directory, and no hub id either (owner/name)")
+    if problem := _why_silent():
+        if (found := cached(model)) is not None:
+            return found
+        raise ModelNotFound(
+            f"{model!r} is no directory here, was not fetched before, and the hub does not answer: {problem}"
+        )
+    from huggingface_hub import snapshot_download  # imported late: it takes a moment, and is seldom needed
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=[*wanted]))
+    # Everything: which HTTP library's errors come through depends on the release of huggingface_hub.
+    except Exception as error:
+        raise ModelNotFound(
+            f"{model!r} is no directory here, and could not be fetched from the hub: {_reason(error)}"
+        ) from error
+
+
+def cached(model: str) -> Path | None:
+    """Return the directory of `model` as `resolve` would without a network; None if its config is not here."""
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return path
+    if not _HUB_ID.fullmatch(model):
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = Path(snapshot_download(model, allow_patterns=[*WANTED], local_files_only=True))
+    except Exception:  # noqa: BLE001 - as above; here they all mean that it was not fetched yet
+        return None
+    return found if (found / "config.json").is_file() else None
+
+
+def _why_silent() -> str:
+    """Return why the hub does not answer within PATIENCE; nothing if it does. Any answer will do."""
+    from huggingface_hub import constants, get_session
+
+    answer: list[str] = []
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+            answer.append("")
+        except Exception as error:  # noqa: BLE001 - as above
+            answer.append(_reason(error))
+
+    # On a thread, since no timeout ends a look-up of the hub's name.
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
+    asker.join(PATIENCE)
+    return answer[0] if answer else f"nothing came from {constants.ENDPOINT} within {PATIENCE:.0f} s"
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
