@@ -11,7 +11,8 @@ when they are due:
 All are of the last seconds and relative to the (lower) median of the role, so at most half of the workers are outliers.
 A lone worker is none, and a busy machine slows all. Placement multiplies a worker's predicted times by `pace` and adds
 `delay`. A factor below 2 counts as 1, and so does one that no token has confirmed for 5 s: then the worker gets a few
-requests again, which tell. Heartbeats tell of delays also without requests.
+requests again, which tell. Where they tell the same, it holds for 10 s and then for 20 s. Heartbeats tell of delays
+also without requests.
 
 Pure.
 """
@@ -31,7 +32,7 @@ _WINDOW = 3.0  # seconds of heartbeats; tokens that are older by so much count a
 _JITTER = 0.02  # seconds by which heartbeats of a healthy process are late
 _TURN = 0.25  # seconds that a main loop spends outside steps without a turn
 _OUTLIER = 2.0  # times the median
-_TRUSTED = 5.0  # seconds for which a factor holds without another token
+_TRUSTED, _LONGEST = 5.0, 20.0  # seconds for which a factor holds without another token, at first and at most
 _ENOUGH = 0.25  # seconds of waiting for tokens that a factor is taken from
 
 
@@ -46,6 +47,7 @@ class _Observed:
     owed: tuple[str, int] | None = None  # an attempt whose next token is due
     owed_since: float = 0.0
     told_at: float = -inf  # when tokens that were owed last came
+    hold: float = _TRUSTED  # seconds for which a factor holds without another token
     took: float = 0.0  # decaying sum of the times for which tokens were owed, seconds
     by_fit: float = 0.0  # and of what their steps take by the fit,
     by_calibration: float = 0.0  # and by the calibration
@@ -90,7 +92,11 @@ class Slowness:
         owed = worker.owed and next((each for each in deltas if (each.request, each.attempt) == worker.owed), None)
         if owed and owed.tokens and fit > 0 and calibration > 0:
             since = now - worker.told_at
-            kept = exp(-since / _WINDOW) if since <= _TRUSTED else 0.0
+            if since <= worker.hold:
+                kept = exp(-since / _WINDOW)
+            else:
+                slow = worker.took > _OUTLIER * worker.by_calibration
+                kept, worker.hold = 0.0, min(2 * worker.hold, _LONGEST) if slow else _TRUSTED
             worker.took = kept * worker.took + max(0.0, now - worker.owed_since)
             worker.by_fit = kept * worker.by_fit + len(owed.tokens) * fit
             worker.by_calibration = kept * worker.by_calibration + len(owed.tokens) * calibration
@@ -118,7 +124,7 @@ class Slowness:
 
     def _factor(self, incarnation: str, ratio: Callable[[_Observed], float], now: float) -> float:
         worker = self._workers[incarnation]
-        if worker.took < _ENOUGH or now - worker.told_at > _TRUSTED or (factor := ratio(worker)) < _OUTLIER:
+        if worker.took < _ENOUGH or now - worker.told_at > worker.hold or (factor := ratio(worker)) < _OUTLIER:
             return 1.0
         factor /= max(1.0, _median([ratio(each) for each in self._alike(incarnation) if each.took >= _ENOUGH]))
         return factor if factor >= _OUTLIER else 1.0

@@ -421,8 +421,9 @@ class RequestManager:
 
     def move_slow_work(self, member: MemberRecord, now: float) -> None:
         """Place requests of a decode worker that is an outlier anew, where that ends them sooner by far. If its steps
-        are slow these are the sequences that run, and if it is late now the orders that it has not answered. No attempt
-        is counted. Moves use the common retry budget. While requests wait there is no room to move to."""
+        are slow these are the sequences that run, and if it is late now the orders that it has not answered. A request
+        leaves a worker once. No attempt is counted. Moves use the common retry budget. While requests wait there is no
+        room to move to."""
         slow = {
             RequestPhase.RUNNING: max(member.pace, member.slowdown) > 1,
             RequestPhase.PLACED: member.delay > _LATE,
@@ -446,6 +447,7 @@ class RequestManager:
             if (gain := self._gain_of_move(request, attempt, member, now)) is not None:
                 self._admission.moved(now)
                 self._counts.moved += 1
+                request.history.excluded.add(member.incarnation)
                 self.retry(request, f"{member.peer.name} is slow: {gain}", now, free=True)
 
     def _gain_of_move(self, request: Request, attempt: Attempt, member: MemberRecord, now: float) -> str | None:

@@ -87,6 +87,22 @@ def test_a_worker_whose_tokens_come_later_than_its_steps_take_is_slow() -> None:
     assert slowness.pace("c", end) == 1.0, "what was before that is forgotten"
 
 
+def test_a_worker_that_stays_slow_is_tried_less_and_less() -> None:
+    slowness, held, now = workers("a", "b"), list[float](), 0.0
+    decodes(slowness, "a", STEP, 0.0, 100)
+    for trial in range(5):
+        now = end = decodes(slowness, "b", 10 * STEP, now, 10, request=f"r{trial}")
+        while slowness.pace("b", now) > 1:
+            now += 0.5
+        held.append(now - end)
+    assert held == pytest.approx([5.5, 10.5, 20.5, 20.5, 20.5])
+    decodes(slowness, "b", STEP, now, 100, request="well")
+    decodes(slowness, "b", STEP, now + 60, 100, request="again")
+    end = decodes(slowness, "b", 10 * STEP, now + 120, 10, request="ill")
+    assert slowness.pace("b", end + 5) > 1
+    assert slowness.pace("b", end + 5.5) == 1
+
+
 def test_a_worker_whose_steps_have_become_slow_has_the_pace_it_tells_of() -> None:
     slowness = workers("a", "b")
     decodes(slowness, "a", STEP, 0.0, 100)
@@ -205,6 +221,7 @@ def test_a_request_moves_from_a_slow_worker_with_its_tokens_and_counts_no_failur
     record = lab.state.explain("r", None)
     assert record.request is not None
     assert record.request.history.failures == 0
+    assert record.request.history.excluded == {victim}, "it moves no more often than there are workers"
     assert f"{victim[:-2]} is slow" in record.attempts[0].end_reason
     assert "elsewhere" in record.attempts[0].end_reason
     candidates, _ = record.attempts[1].candidates()
