@@ -85,6 +85,12 @@ TABLE: Mapping[str, MetricSpec] = {
     "pins": MetricSpec("gauge", "Prefixes that are kept pinned, or are on their way to it.", ("phase",)),
     "peers": MetricSpec("gauge", "Live processes.", ("peer_role",)),
     "spans": MetricSpec("counter", "OpenTelemetry spans, by what became of them.", ("outcome",)),
+    "worker_slowdown": MetricSpec(
+        "gauge",
+        "Times as long as it should that a decode worker takes for its steps; 1 where it is no outlier.",
+        ("worker",),
+    ),
+    "attempts_moved": MetricSpec("counter", "Attempts that were moved away from a decode worker that is slow."),
     "peers_lost": MetricSpec("counter", "Processes that went, by why.", ("peer_role", "reason")),
     "heartbeat_age_seconds": MetricSpec("gauge", "Age of the oldest last heartbeat of live processes.", ("peer_role",)),
     # every process

@@ -91,6 +91,9 @@ class MemberRecord:
     gone: GoneReason | None = None
     draining: bool = False  # it is given nothing new
     unresponsive: bool = False  # by its last heartbeat its main loop reads nothing, in a long step or because it hangs
+    delay: float = 0.0  # seconds for which orders wait there, and factors: see `router.placement.slowness`
+    pace: float = 1.0
+    slowdown: float = 1.0
     changes: ClusterChanges = field(default_factory=ClusterChanges, repr=False)  # shared by all members
     prefill_busy_since: float = 0.0  # its prompts are being computed as from then, seconds
     context: float = 0.0  # of all its work
@@ -131,6 +134,11 @@ class MemberRecord:
         """Give it nothing new, or work again."""
         self.draining = draining
         self.mark_changed(room=not draining)
+
+    def rate_slowness(self, delay: float, pace: float, slowdown: float) -> None:
+        """Take how slow it is in the router's eyes."""
+        self.delay, self.pace, self.slowdown = delay, pace, slowdown
+        self.mark_changed()
 
     # --- work --------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from baton.messages import (
     AttemptHeld,
     AttemptName,
     Cancel,
+    Delta,
     Envelope,
     Heartbeat,
     Hello,
@@ -67,6 +68,7 @@ from router.placement.kv_index import KvIndex, KvIndexStats
 from router.placement.policy import LowestTtft, PlacementPolicy
 from router.placement.prediction_error import PredictionError, PredictionErrors, PredictionKind
 from router.placement.reuse_ceiling import ReuseCeiling
+from router.placement.slowness import Slowness
 from router.placement.step_costs import FittedCosts
 from router.placement.utilization import PoolUtilization, RoleAdvice, UtilizationMonitor
 from router.prefix_pinning.pin import PinPhase as PinPhase
@@ -115,6 +117,8 @@ class RouterStats:
     placed_split: int
     placed_local: int
     resends: int
+    moved: int  # attempts taken from live workers that are slow
+    slowdowns: Mapping[str, float]  # of live workers, by name: see `router.placement.slowness`
     prompt_tokens: int  # of finished requests
     cached_tokens: int  # of finished requests
     generated_tokens: int
@@ -144,7 +148,7 @@ class RouterState:
         self._kv_index = KvIndex()
         self._out = Outbox(self._members)
         self._prediction_errors = PredictionErrors()
-        self._costs = FittedCosts(self._prediction_errors)
+        self._costs, self._slowness = FittedCosts(self._prediction_errors), Slowness()
         placer = placer or LowestTtft()
         self._admission = AdmissionControl(config.router)
         self._explanations = Explanations(config.router.explain_requests)
@@ -249,6 +253,7 @@ class RouterState:
             ):
                 self._pin_messages.answer(member, message, now)
             case messages.Tokens(deltas=deltas):
+                self._time_tokens(member, deltas, now)
                 for delta in deltas:
                     if found := self._current(member, delta.request, delta.attempt, "decode"):
                         self._worker_messages.delta(*found, delta, now)
@@ -331,6 +336,7 @@ class RouterState:
         if new:
             if hello.model is not None:
                 self._costs.join(sender, peer.role, hello.model.steps)
+                self._slowness.join(sender, peer.role)
             what = "store" if peer.role == "store" else f"{peer.role} worker"
             text = f"{peer.name} joins as a {what} on node {peer.node}, pid {peer.pid}, incarnation {sender}"
             self._out.log(text, kind="joins")
@@ -346,6 +352,7 @@ class RouterState:
         self._members.leave(member, why)
         self._kv_index.forget(member.incarnation)
         self._costs.forget(member.incarnation)
+        self._slowness.forget(member.incarnation)
         if member.hello.events:
             self._out.put(Unsubscribe(member.incarnation))
         self._pinner.member_gone(member, now)
@@ -371,6 +378,9 @@ class RouterState:
             self._pin_messages.listed_pins(member, beat, now)
             return
         self._costs.observe(member.incarnation, beat.step, member.load)
+        self._costs.forgive(member.incarnation, now)
+        loop_age = 0 if beat.step_age_ms else beat.loop_age_ms
+        self._slowness.beat(member.incarnation, self._config.cluster.heartbeat_ms / 1_000, loop_age / 1_000, now)
         listed = {AttemptName(held.request, held.attempt): held for held in beat.attempts}
         for name in listed:
             if name not in member.assigned:
@@ -392,6 +402,25 @@ class RouterState:
                 self._order_unread(member, name, now, hangs=not beat.step_age_ms)
         if member.busy_since is not None and member.busy_since <= beat.heard:
             member.clear_busy()
+        self._rate_slowness(member, now)
+
+    def _time_tokens(self, member: MemberRecord, deltas: Sequence[Delta], now: float) -> None:
+        """Compare the time since the last tokens with that of a step. A step that computes prompts as well tells
+        nothing."""
+        if member.peer.role != "decode":
+            return
+        fit = calibrated = 0.0
+        if not (member.pending_prefills or member.other_routers_tokens):
+            rows = len(member.assigned) + member.other_routers_requests
+            context = int(member.context + member.other_routers_context)
+            fit = self._costs.step(member.incarnation).seconds(rows, context)
+            calibrated = self._costs.calibrated_step(member.incarnation).seconds(rows, context)
+        self._slowness.tokens(member.incarnation, deltas, fit, calibrated, now)
+
+    def _rate_slowness(self, member: MemberRecord, now: float) -> None:
+        slow, name = self._slowness, member.incarnation
+        member.rate_slowness(slow.delay(name, now), slow.pace(name, now), slow.slowdown(name, now))
+        self._manager.move_slow_work(member, now)
 
     def _attempt_listed(self, member: MemberRecord, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""
@@ -528,6 +557,7 @@ class RouterState:
     def _tick(self, paused: float, now: float) -> None:
         if paused > 0:  # a process judges only after it has read
             self._members.extend(paused)
+            self._slowness.extend(paused)
             self._manager.extend(paused)
             self._pinner.extend(paused)
             self._out.log(f"this router stood still for {paused:.3f} s", warning=True, kind="stood still")
@@ -535,6 +565,8 @@ class RouterState:
         for member in self._members:
             if now - member.heard_at > silence:
                 self._gone(member, "silent", now)
+            elif member.hello.model is not None and self._slowness.silent(member.incarnation, now):
+                self._rate_slowness(member, now)
         self._manager.expire(now)
         self._pinner.expire(now)
         self._role_changes.tick(now)
@@ -631,6 +663,8 @@ class RouterState:
             placed_split=counts.split,
             placed_local=counts.local,
             resends=counts.resends,
+            moved=counts.moved,
+            slowdowns={m.peer.name: max(m.slowdown, m.pace) for m in self._members if m.peer.role == "decode"},
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             generated_tokens=counts.generated_tokens,

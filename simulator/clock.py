@@ -8,12 +8,15 @@ Events of one instant run in the order in which they were planned, so a seed alw
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from typing import Any, TypeAlias
 
 Body: TypeAlias = Generator[float, None, None]
 """The body of a process. It yields the time at which it continues, or `inf` to sleep until another process wakes it."""
+
+_LITTLE = 1e-9  # seconds: past any rounding
 
 
 class Agenda:
@@ -49,6 +52,29 @@ class Agenda:
             self.now = when
             self.happened += 1
             do(*args)
+
+
+@dataclass(frozen=True)
+class Stops:
+    """When a process stands still: the first `stopped` seconds of each `period`."""
+
+    stopped: float = 0.0
+    period: float = 1.0
+
+    def over(self, now: float) -> float:
+        """Return when a process goes on that would do so now."""
+        phase = now % self.period
+        return now + max(0.0, self.stopped - phase)
+
+    def delayed(self, now: float, until: float) -> float:
+        """Return when work ends that begins now, and would end at `until` without stops."""
+        left = until - now
+        while left < inf and self.stopped:
+            now = self.over(now)
+            if left <= (rest := self.period - now % self.period):
+                return now + left
+            now, left = now + rest + _LITTLE, left - rest
+        return until
 
 
 class VirtualProcess:

@@ -19,7 +19,7 @@ from router.events import RequestEnded, Submit
 from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from simulator.adversary import AdversarialAgenda, AdversarialNetwork, Adversary
-from simulator.clock import Agenda
+from simulator.clock import Agenda, Stops
 from simulator.device import CheckingDevice, PageMemory
 from simulator.disk import SimulatedDisk
 from simulator.measure import Measures
@@ -241,6 +241,11 @@ class SimulatedCluster:
         self._slowness[name] = factor
         if (worker := self.workers.get(name)) is not None:
             worker.slow_down(factor)
+
+    def stop_repeatedly(self, name: str, stopped: float, period: float) -> None:
+        """Stop this worker's process, heartbeats included, for the first `stopped` seconds of each period from now on.
+        Its steps must not be simulated as runs."""
+        self.workers[name].stops = Stops(stopped, period)
 
     def _peer(self, role: Role, name: str, node: str) -> Peer:
         number = next(self._numbers)

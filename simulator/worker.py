@@ -33,7 +33,7 @@ from engine.step.outcome import ScheduledBatch, StepDone
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost
 from kvstore.events.changes import page_runs
-from simulator.clock import Agenda, Body, VirtualProcess
+from simulator.clock import Agenda, Body, Stops, VirtualProcess
 from simulator.device import CheckingDevice
 from simulator.feed import Feed
 from simulator.network import SimulatedNetwork
@@ -112,7 +112,8 @@ class SimulatedWorker(WorkerShell):
         self._listens = ""  # senders that wake the sleeping body: "" (none), "store" or "all"
         self._run: StepRun | None = None
         self.busy = 0.0  # seconds spent in steps
-        self._process = VirtualProcess(agenda, self._body())
+        self.stops = Stops()
+        self._process = VirtualProcess(agenda, self._stopped_body())
 
     # --- called by others ---------------------------------------------------------------------------------------------
 
@@ -146,6 +147,8 @@ class SimulatedWorker(WorkerShell):
     def beat(self) -> float:
         """Send heartbeats, which have a thread of their own; return the seconds until the next."""
         now = self._agenda.now
+        if (over := self.stops.over(now)) > now:
+            return over - now
         self._routers.beat(self._heartbeat)
         self.call_store(LeaseHeartbeat(self.state.leases))
         if self._listens == "all":
@@ -173,6 +176,13 @@ class SimulatedWorker(WorkerShell):
         return self.feed.snapshot(page_runs(((page.key, page.parent) for page in self.state.blocks.pages()), "GPU"))
 
     # --- its loop -----------------------------------------------------------------------------------------------------
+
+    def _stopped_body(self) -> Body:
+        """Yield what the body does, later where the process is stopped."""
+        for until in self._body():
+            yield self.stops.delayed(self._agenda.now, until)
+            while (over := self.stops.over(self._agenda.now)) > self._agenda.now:
+                yield over
 
     def _body(self) -> Body:
         while True:

@@ -4,6 +4,7 @@ SIGSTOP stops every thread, so it shows a process that is gone. ptrace stops one
 heartbeats goes on, and says that the process is live. A thread of Python that is stopped while it computes holds the
 interpreter's lock, and then no other thread goes on: such a process falls silent. So `hung` stops a thread only while
 it waits in the kernel, unless told otherwise.
+SIGSTOP for a part of every period makes a process slow.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -47,6 +49,28 @@ def hung(pid: int, *, anywhere: bool = False) -> Iterator[None]:
     finally:
         go_on.set()
         tracer.join()
+
+
+@contextmanager
+def stuttering(pid: int, stopped: float, period: float) -> Iterator[None]:
+    """Stop `pid` for the first `stopped` seconds of each period meanwhile. It goes on afterwards."""
+    over = threading.Event()
+
+    def stutter() -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            while not over.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                over.wait(stopped)
+                os.kill(pid, signal.SIGCONT)
+                over.wait(period - stopped)
+
+    thread = threading.Thread(target=stutter, name="stutter")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _trace(pid: int, anywhere: bool, results: queue.SimpleQueue[BaseException | None], go_on: threading.Event) -> None:

@@ -147,7 +147,7 @@ class Outlook(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., start_ms: _Optional[float] = ...) -> None: ...
 
 class CostTerms(_message.Message):
-    __slots__ = ("total_ms", "queue_ms", "load_ms", "compute_ms", "transfer_ms", "wait_ms", "step_ms")
+    __slots__ = ("total_ms", "queue_ms", "load_ms", "compute_ms", "transfer_ms", "wait_ms", "step_ms", "delay_ms")
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     LOAD_MS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class CostTerms(_message.Message):
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    DELAY_MS_FIELD_NUMBER: _ClassVar[int]
     total_ms: float
     queue_ms: float
     load_ms: float
@@ -162,7 +163,8 @@ class CostTerms(_message.Message):
     transfer_ms: float
     wait_ms: float
     step_ms: float
-    def __init__(self, total_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., wait_ms: _Optional[float] = ..., step_ms: _Optional[float] = ...) -> None: ...
+    delay_ms: float
+    def __init__(self, total_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., wait_ms: _Optional[float] = ..., step_ms: _Optional[float] = ..., delay_ms: _Optional[float] = ...) -> None: ...
 
 class Hops(_message.Message):
     __slots__ = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token", "ended")

@@ -274,6 +274,7 @@ def _cost(predicted: PredictedTtft) -> explain_pb2.CostTerms:
         transfer_ms=predicted.transfer * 1_000,
         wait_ms=predicted.wait * 1_000,
         step_ms=predicted.step * 1_000,
+        delay_ms=predicted.delay * 1_000,
     )
 
 

@@ -4,7 +4,9 @@
     transfer   what the way between two nodes adds: pages travel while later ones are being computed, so that is the
                latency of the link, or what the link takes longer than loading and computing
     taking     wait until a decode worker has room and keeps everybody's objective, in the end a step with this one
-    a pair     max(queue, wait) + making + transfer + step
+    delay      how much later than others a worker reads its orders, and each of its times is longer by its pace where
+               it is slower than it says (`router.placement.slowness`)
+    a pair     max(queue, wait) + making + transfer + step + delay
     alone      the same of a decode worker that computes the prompt itself: nothing begins before it has room
 
 Prefilling on a decode worker delays every sequence that decodes there. That delay is charged to the placement: (running
@@ -63,6 +65,7 @@ class PlacementCosts:
         self.new_tokens = new
         self.open = _open(ask, table)
         self.opened = self.open == OPEN
+        self.delay = table.delay.copy()
         self.used = table.last_used * (_TURN / max(1, table.use_count))
         self._price_decode(ask, table, device, output)
         self.local_seconds = (
@@ -70,6 +73,7 @@ class PlacementCosts:
             + self.prefill_seconds[:d]
             + self.step
             + self.last_tokens_seconds
+            + self.delay[:d]
         )
         self.local_seconds[self.open[:d] == NEVER] = inf
         self.interference_seconds = np.zeros(
@@ -152,7 +156,8 @@ class PlacementCosts:
         self.pair_seconds = np.maximum(self.queue[prefill_rows][:, None], self.wait[decode_rows])
         self.pair_seconds += transfer
         self.pair_seconds += made
-        self.pair_seconds += self.step[decode_rows]
+        self.pair_seconds += self.step[decode_rows] + self.delay[decode_rows]
+        self.pair_seconds += self.delay[prefill_rows][:, None]
         if self.serves[:-1].min() <= 0:
             self.pair_seconds[apart & (self.serves[node[prefill_rows]] <= 0)[:, None]] = inf
         self.best_pair_seconds = float(self.pair_seconds.min())
@@ -162,8 +167,8 @@ class PlacementCosts:
     def _shortlist(self, table: WorkerTable, able: Flags) -> tuple[Indices, Indices]:
         """Those of each side that seem best, and the best of the same nodes."""
         d = self.num_decode
-        prefill_seconds = np.where(able, self.queue + self.prefill_seconds + self.used, inf)
-        decode_seconds = np.where(able[:d], self.wait + self.step + self.used[:d], inf)
+        prefill_seconds = np.where(able, self.queue + self.prefill_seconds + self.delay + self.used, inf)
+        decode_seconds = np.where(able[:d], self.wait + self.step + self.delay[:d] + self.used[:d], inf)
         prefill_rows = _best(prefill_seconds[d:], self.opened[d:]) + d
         decode_rows = _best(decode_seconds, self.opened[:d] & (self.wait <= 0))
         near = table.nearest(prefill_rows, decode_rows, prefill_seconds, decode_seconds)
@@ -261,6 +266,7 @@ class PlacementCosts:
             transfer=transfer,
             wait=max(0.0, float(wait - self.queue[row])),
             step=float(step),
+            delay=float(self.delay[decode_row] + (0.0 if prefill_row is None else self.delay[prefill_row])),
         )
 
     def candidates(self) -> list[Candidate]:

@@ -72,7 +72,7 @@ class LowestTtft:
     """The placement with the lowest predicted time to first token."""
 
     def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
-        if ask.shares_with and view.refreshed_table().index.get(ask.shares_with, inf) < view.table.num_decode:
+        if ask.shares_with and _is_quick(view, ask.shares_with):
             decision = place_on(ask, view, ask.shares_with)
             if isinstance(decision.choice, Placement):
                 return decision
@@ -106,6 +106,13 @@ class LowestTtft:
 
     def ended(self, request: str) -> None:
         """Nothing is kept of any."""
+
+
+def _is_quick(view: ClusterView, decode: str) -> bool:
+    """Whether that is a live decode worker, and no slower than others."""
+    table = view.refreshed_table()
+    row = table.index.get(decode, table.num_decode)
+    return row < table.num_decode and table.delay[row] == 0 and table.workers[row].pace == 1
 
 
 def place_on(ask: PlacementRequest, view: ClusterView, decode: str, prefill: str | None = None) -> PlacementDecision:

@@ -20,7 +20,8 @@ heartbeats: see `kvstore.load_or_recompute`. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 
 from msgspec import Struct
 
@@ -28,6 +29,9 @@ from baton.messages import LoadReport, Role, StepSample
 from baton.step_cost_model import StepCoefficients, StepCostModel, pairs
 from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE
 from router.placement.prediction_error import PredictionErrors
+
+_FORGIVEN = 5.0  # seconds without a step
+_SLOWER = 2.0  # times the others' drift
 
 
 class PrefillCost(Struct, frozen=True):
@@ -64,11 +68,22 @@ class _Worker:
     model: StepCostModel
     step: int = 0  # the last that was learned from
     rated: bool = False  # it has told how fast it computes prompts
+    calibration: Sequence[StepSample] = ()
+    calibrated: StepCoefficients = field(default_factory=StepCoefficients)  # what was known when it joined
+    idle_step: int = 0  # its last step when that was last looked at,
+    idle_since: float = inf  # and since when it has run no other, seconds
 
     @property
     def known(self) -> bool:
         """Whether there is any evidence of what prompts cost on it."""
         return self.rated or self.model.knows_prompts
+
+    @property
+    def drift(self) -> float:
+        """How many times as long its steps take as when it joined."""
+        work = {"rows": 1} if self.role == "decode" else {"tokens": 1}
+        before = self.calibrated.of(**work)
+        return self.model.cost.of(**work) / before if before else 1.0
 
 
 class FittedCosts:
@@ -84,7 +99,7 @@ class FittedCosts:
         elders = [pace for pace in alike if pace.knows_anything]
         pace = StepCostModel.from_peers(elders) if elders else StepCostModel(_rated(DEFAULT_PREFILL_RATE))
         pace.calibrate(calibration)
-        self._workers[incarnation] = _Worker(role, pace)
+        self._workers[incarnation] = _Worker(role, pace, calibration=calibration, calibrated=pace.cost)
 
     def observe(self, incarnation: str, step: int, load: LoadReport) -> None:
         """A heartbeat: the worker has run so many steps, of which it tells the last. Those known are skipped. Until
@@ -99,6 +114,18 @@ class FittedCosts:
             worker.model.observe(*new)
         elif load.prefill_rate and not worker.model.knows_anything:
             worker.model, worker.rated = StepCostModel(_rated(load.prefill_rate)), True
+
+    def forgive(self, incarnation: str, now: float) -> None:
+        """Take a worker that has become much slower than others for as fast as it was when it joined, once it has run
+        no step for a while: the next request tells. Call with each heartbeat, after `observe`."""
+        worker = self._workers[incarnation]
+        if worker.idle_step != worker.step or worker.idle_since == inf:
+            worker.idle_step, worker.idle_since = worker.step, now
+        elif now - worker.idle_since > _FORGIVEN and worker.calibration:
+            drifts = sorted(each.drift for each in self._workers.values() if each.role == worker.role)
+            if worker.drift > _SLOWER * drifts[(len(drifts) - 1) // 2]:
+                worker.model = StepCostModel(worker.calibrated)
+                worker.model.calibrate(worker.calibration)
 
     def forget(self, incarnation: str) -> None:
         """A worker has gone."""
@@ -116,8 +143,15 @@ class FittedCosts:
 
     def step(self, incarnation: str) -> DecodeCost:
         """Of a live worker."""
-        cost = self._workers[incarnation].model.cost
-        return DecodeCost(cost.fixed, cost.row, cost.context)
+        return _decoding(self._workers[incarnation].model.cost)
+
+    def calibrated_step(self, incarnation: str) -> DecodeCost:
+        """Of a live worker, as it was when it joined."""
+        return _decoding(self._workers[incarnation].calibrated)
+
+
+def _decoding(cost: StepCoefficients) -> DecodeCost:
+    return DecodeCost(cost.fixed, cost.row, cost.context)
 
 
 def _rated(rate: float) -> StepCoefficients:

@@ -25,15 +25,16 @@ class PredictedTtft(Struct, frozen=True):
     transfer: float = 0.0  # what the way from one node to another adds
     wait: float = 0.0  # for a decode worker that has no room earlier, or could not keep an objective
     step: float = 0.0  # the decode step that brings the first token
+    delay: float = 0.0  # by which these workers answer later than others of their role
 
     @property
     def total(self) -> float:
-        return self.queue + self.load + self.compute + self.transfer + self.wait + self.step
+        return self.queue + self.load + self.compute + self.transfer + self.wait + self.step + self.delay
 
     def __str__(self) -> str:
         return (
             f"{self.total:.3f} s: queue {self.queue:.3f}, load {self.load:.3f}, compute {self.compute:.3f}, "
-            f"transfer {self.transfer:.3f}, wait {self.wait:.3f}, step {self.step:.3f}"
+            f"transfer {self.transfer:.3f}, wait {self.wait:.3f}, step {self.step:.3f}, delay {self.delay:.3f}"
         )
 
 

@@ -29,7 +29,7 @@ NEVER, FULL, OPEN = -1.0, 0.0, 1.0  # may a worker be given work: not any more, 
 
 _MIXED = 8.0  # times a step without prompts: what one with prompts may take, unless decode.itl_ms says
 _COLUMNS = (
-    "open", "until", "rate", "fixed", "token", "pair", "chunk", "stretch",
+    "open", "until", "rate", "fixed", "token", "pair", "chunk", "stretch", "delay",
     "rows", "step", "crowd", "per_context", "turnover", "room", "context_pages", "tpot", "slack",
 )  # fmt: skip
 _NODE_COLUMNS = ("stored", "serves", "disk_latency", "disk_rate", "latency", "rate", "measured")
@@ -88,6 +88,7 @@ class WorkerTable:
         self.pair: Floats = c["pair"]
         self.chunk: Floats = c["chunk"]  # tokens of a prompt in a step
         self.slowdown: Floats = c["stretch"]  # by which computing beside decoding sequences takes longer
+        self.delay: Floats = c["delay"]  # seconds for which an order waits there longer than elsewhere
         self.num_sequences: Floats = c["rows"]  # sequences
         self.step: Floats = c["step"]  # seconds of a step with one more, but for that one's context
         self.others_step_seconds: Floats = c["crowd"]  # seconds of that step that are due to the others
@@ -195,13 +196,14 @@ class WorkerTable:
             full = member.free_prefill_slots(self._config.prefill.max_num_seqs) <= 0
             open_ = NEVER if member.draining or member.unresponsive else FULL if full else OPEN
             until = member.prefill_busy_since + seconds
-            return (open_, until, rate, cost.fixed, cost.token, cost.pair, chunk, 1.0, *_NO_DECODING)
+            return (open_, until, rate, cost.fixed, cost.token, cost.pair, chunk, 1.0, member.delay, *_NO_DECODING)
         step = self._costs.step(member.incarnation)
         rows = len(member.assigned) + member.other_routers_requests
         context = member.context + member.other_routers_context
-        plain = step.seconds(rows + 1, 0) + context * step.context
+        plain = member.pace * (step.seconds(rows + 1, 0) + context * step.context)
         longest = self._config.decode.itl_ms / 1_000 or _MIXED * plain
         stretch = 1.0 if not rows or not plain else longest / max(longest - plain, longest / _MIXED)
+        stretch *= member.pace
         pool = member.hello.model.pool_pages if member.hello.model else 0
         room = member.free_pages - member.growth
         return (
@@ -213,10 +215,11 @@ class WorkerTable:
             cost.pair,
             chunk,
             stretch,
+            member.delay,
             rows,
             plain,
-            plain - step.seconds(1, 0),
-            step.context,
+            plain - member.pace * step.seconds(1, 0),
+            member.pace * step.context,
             output * plain / max(1, rows),
             room if rows else pool,
             member.hello.model.context_pages if member.hello.model else 0,

@@ -187,6 +187,14 @@ class AdmissionControl:
         """It would repeat a failed attempt, and too many have been repeated lately."""
         return request.history.is_retry and not self._retry_budget.allow(now)
 
+    def may_move(self, now: float) -> bool:
+        """Whether a live worker's attempt may be moved to another: that uses the common retry budget."""
+        return self._retry_budget.allow(now)
+
+    def moved(self, now: float) -> None:
+        """It was."""
+        self._retry_budget.take(now)
+
     def placed(self, request: Request, cached: int, now: float) -> None:
         """It begins an attempt, with so many of its prompt's tokens cached. A tenant pays for the first only."""
         self.queue.remove(request, now, placed=True)

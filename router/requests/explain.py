@@ -27,6 +27,7 @@ _TERMS = {
     "transfer": "the way between nodes",
     "wait": "waiting for a decode worker",
     "step": "the first step",
+    "delay": "late answers",
 }
 _ATTEMPTS = 16  # of one request, the last; a request that waits for a full cluster may be refused hundreds of times
 _ROWS = 100_000  # workers in all that was weighed: some 20 MB; with 64 of them, 1,500 attempts

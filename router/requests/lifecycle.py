@@ -23,7 +23,7 @@ from baton.errors import (
     InvalidRequest,
     Unavailable,
 )
-from baton.messages import AttemptName, Cancel, Decode
+from baton.messages import AttemptName, Cancel, Decode, ModelCard
 from kvstore.prefix_map.prefix_map import PrefixMatch
 from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome, Submit
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
@@ -61,6 +61,10 @@ MAX_FRUITLESS = 64
 _FREE_OF_PAUSE = 2  # attempts: a fail-over is immediate
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds
 
+_LATE = 0.1  # seconds: of a shorter delay nothing is moved, nor for a smaller gain
+_SETTLED = 0.5  # seconds for which an attempt that runs stays where it was placed
+_MOVES = 4  # requests that are moved at a time
+_WORTH = 1.5  # times what a request takes elsewhere
 _PAGE_COUNTS = 1_024  # workers, by name; those that reported first are forgotten first
 
 
@@ -75,6 +79,7 @@ class RequestCounts:
     split: int = 0
     local: int = 0
     resends: int = 0
+    moved: int = 0  # attempts that were taken from a slow worker
     prompt_tokens: int = 0  # of requests that finished
     cached_tokens: int = 0  # of requests that finished
     generated_tokens: int = 0
@@ -241,10 +246,29 @@ class RequestManager:
             except BatonError as error:
                 self.end(request, Failed(error), now)
                 return True
+        ask = self._placement_request(request, card, now)
+        decision = self._policy.place(ask, self._view)
+        choice, considered = decision.choice, _considered(decision.considered)
+        if decision.reservation is not None:
+            self._view.reserve(decision.reservation)
+        if isinstance(choice, Placement):
+            self._view.mark_used(choice)
+            if self._should_hold(request, choice, considered):
+                return False
+            self._begin(request, ask, choice, considered, now)
+            return True
+        self._explanations.kept_waiting(request, choice.why, considered)
+        if isinstance(choice, Reject) and not request.history.ever_accepted:
+            error = self._admission.unreachable(request, choice.why, choice.retry_after, now)
+            self.end(request, Failed(error), now)
+            return True
+        return False
+
+    def _placement_request(self, request: Request, card: ModelCard, now: float) -> PlacementRequest:
         request.derive_keys(card)
         final = request.history.failures >= self._config.router.max_attempts - 1
         assert request.max_tokens is not None, request.name
-        ask = PlacementRequest(
+        return PlacementRequest(
             request=request.name,
             prefix=CacheablePrefix(len(request.keys), self._config.pages.page_size, card.page_bytes),
             keys=request.keys,
@@ -264,22 +288,6 @@ class RequestManager:
             affinity=request.affinity,
             shares_with=self._shares_with(request),
         )
-        decision = self._policy.place(ask, self._view)
-        choice, considered = decision.choice, _considered(decision.considered)
-        if decision.reservation is not None:
-            self._view.reserve(decision.reservation)
-        if isinstance(choice, Placement):
-            self._view.mark_used(choice)
-            if self._should_hold(request, choice, considered):
-                return False
-            self._begin(request, ask, choice, considered, now)
-            return True
-        self._explanations.kept_waiting(request, choice.why, considered)
-        if isinstance(choice, Reject) and not request.history.ever_accepted:
-            error = self._admission.unreachable(request, choice.why, choice.retry_after, now)
-            self.end(request, Failed(error), now)
-            return True
-        return False
 
     def _held_prefix(self, request: Request) -> Mapping[str, PrefixMatch]:
         """How much of the request's prefix each holder has, as far as it may be used."""
@@ -410,6 +418,55 @@ class RequestManager:
                 continue
             if request.attempt.decode == member.incarnation or request.attempt.needs_prefill:
                 self.retry(request, f"{member.peer.name} drains", now, free=True)
+
+    def move_slow_work(self, member: MemberRecord, now: float) -> None:
+        """Place requests of a decode worker that is an outlier anew, where that ends them sooner by far. If its steps
+        are slow these are the sequences that run, and if it is late now the orders that it has not answered. A request
+        leaves a worker once. No attempt is counted. Moves use the common retry budget. While requests wait there is no
+        room to move to."""
+        slow = {
+            RequestPhase.RUNNING: max(member.pace, member.slowdown) > 1,
+            RequestPhase.PLACED: member.delay > _LATE,
+            RequestPhase.PREPARING: False,  # for long only where pages are late
+        }
+        if not any(slow.values()) or member.peer.role != "decode" or self._queue:
+            return
+        self._view.now = now
+        before = self._counts.moved
+        for name in sorted(member.assigned):
+            request = self._requests.get(name.request)
+            if (
+                request is None
+                or (attempt := request.attempt) is None
+                or attempt.name != name
+                or not slow[attempt.phase]
+            ):
+                continue
+            if self._counts.moved - before >= _MOVES or not self._admission.may_move(now):
+                return
+            if (gain := self._gain_of_move(request, attempt, member, now)) is not None:
+                self._admission.moved(now)
+                self._counts.moved += 1
+                request.history.excluded.add(member.incarnation)
+                self.retry(request, f"{member.peer.name} is slow: {gain}", now, free=True)
+
+    def _gain_of_move(self, request: Request, attempt: Attempt, member: MemberRecord, now: float) -> str | None:
+        """Say what a move is worth; none: too little, or the attempt is too new."""
+        placed, card = request.timeline.placed, self._members.card
+        assert request.max_tokens is not None, request.name
+        settled = _SETTLED if attempt.phase is RequestPhase.RUNNING else _LATE
+        if card is None or placed is None or now - placed < settled:
+            return None
+        if not (ask := self._placement_request(request, card, now)).output_left:
+            return None
+        ask = replace(ask, excluded={*ask.excluded, member.incarnation}, shares_with="")
+        choice = self._policy.place(ask, self._view).choice
+        if not isinstance(choice, Placement) or choice.decode == member.incarnation:
+            return None
+        tokens = self._view.expected_output(ask.output_left)
+        step = member.pace * self._costs.step(member.incarnation).seconds(len(member.assigned), int(member.context))
+        here, there = member.delay + tokens * step, choice.predicted.total + tokens * choice.tpot
+        return f"{here:.2f} s to the end, {there:.2f} s elsewhere" if here > _WORTH * there + _LATE else None
 
     def _attempts(self) -> list[tuple[AttemptName, Attempt]]:
         return [(r.attempt.name, r.attempt) for r in self._requests.values() if r.attempt is not None]

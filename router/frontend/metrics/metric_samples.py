@@ -74,6 +74,8 @@ def metric_samples(stats: RouterStats) -> Mapping[str, Sample]:
         "tenant_tokens": stats.tenant_tokens,
         "pins": _by(stats.pins),
         "peers": {(role,): count for role, count in stats.live.items()},
+        "worker_slowdown": _by(stats.slowdowns),
+        "attempts_moved": stats.moved,
         "peers_lost": {**_LOST, **stats.lost},
         "predicted_utilization": {}
         if utilization is None

@@ -104,7 +104,7 @@ function track(parts, scale, predicted) {
   return found;
 }
 
-const TERMS = [["queue_ms", "queue"], ["load_ms", "load"], ["compute_ms", "compute"], ["transfer_ms", "transfer"], ["wait_ms", "wait"], ["step_ms", "step"]];
+const TERMS = [["queue_ms", "queue"], ["load_ms", "load"], ["compute_ms", "compute"], ["transfer_ms", "transfer"], ["wait_ms", "wait"], ["step_ms", "step"], ["delay_ms", "delay"]];
 const OUTLOOK = [["cached_tokens", "Cached tokens", count], ["ttft_ms", "Time to first token", durationText], ["start_ms", "Placed to first token", durationText], ["tpot_ms", "Per further token", durationText]];
 
 class Drawer {
