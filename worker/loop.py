@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 import msgspec
 import torch
 
+from baton.checkpoints import hub
 from baton.clock import PauseDetector, Tick
 from baton.config import Config
 from baton.errors import DeviceLost, StoreError
@@ -47,7 +48,6 @@ from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
 from decode_worker.sliding_window import SlidingWindow
-from engine.checkpoint import hub
 from engine.runner import Moving, Runner, Running
 from engine.sampling.grammars import GrammarCompiler
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton import doors
 from baton.api_keys import KeyRing
+from baton.checkpoints import hub
 from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, StartupError
 from baton.hosts import is_loopback
@@ -20,7 +21,6 @@ from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
 from deploy.processes import session_members
-from engine.checkpoint import hub
 from engine.device.gpus import resolve_device, visible_gpus
 from engine.models.config_file import read_object
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -116,7 +116,7 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     ]
     on_cpu = [(own, count) for role, own, count in roles if count and runs_on_cpu(config, role)]
     pools = sum(count * own.kv_cache_bytes.on_cpu for own, count in on_cpu)
-    weights = _weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
+    weights = _weight_bytes(hub.cached(config.model.path)) if on_cpu else 0
     copies = sum(count for _, count in on_cpu)  # of the weights
     processes = sum(count * _process_bytes(config, role) for role, _, count in roles)
     needed = config.store.host_cache_bytes + pools + processes + copies * weights
@@ -222,8 +222,9 @@ def _alive(folder: Path, state: State) -> bool:
     )
 
 
-def _weight_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
+def _weight_bytes(path: Path | None) -> int:
+    """Return the size of a checkpoint's weights, 0 for one that was not fetched yet."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors")) if path else 0
 
 
 def _mib(size: int) -> str:

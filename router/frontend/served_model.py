@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from baton.checkpoints import hub
 from baton.config import ModelConfig
 from baton.errors import ModelError, ModelMismatch, ModelNotFound, shown
 from baton.messages import SamplingParams
@@ -22,7 +23,7 @@ from router.queueing.admission import ModelLimits
 
 _MAX_TEMPERATURE = 3e38  # what a request can ask for, as a 32-bit float
 _MAX_TOP_K = 2**32 - 1
-_READ = ["config.json", "generation_config.json", "tokenizer*"]
+_READ = ("config.json", "generation_config.json", "tokenizer*")  # of the hub: no weights
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class ServedModel:
 
 def load(config: ModelConfig) -> ServedModel:
     """Read the model's files. Raises ModelNotFound or ModelError."""
-    folder = _folder(config.path)
+    if not config.path:
+        raise ModelNotFound("model.path is empty; give the directory of a checkpoint, or a hub id")
+    folder = hub.resolve(config.path, _READ)
     settings = _object(folder / "config.json")
     generation = _object(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     tokenizer = folder / "tokenizer.json"
@@ -86,22 +89,6 @@ def load(config: ModelConfig) -> ServedModel:
         tokenizer_file=tokenizer if tokenizer.is_file() else None,
         folder=folder,
     )
-
-
-def _folder(path: str) -> Path:
-    """The checkpoint's directory; a hub id is fetched, without its weights."""
-    if not path:
-        raise ModelNotFound("model.path is empty; give the directory of a checkpoint, or a hub id")
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download  # imported late: it takes a second, and is seldom needed
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=_READ))
-    except Exception as error:  # noqa: BLE001 whose HTTP errors come through depends on the library's release
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelNotFound(f"{path!r} is no directory here, and could not be fetched from the hub: {reason}") from None
 
 
 def _object(file: Path) -> Mapping[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoints import hub
 from baton.errors import ModelNotFound
-from engine.checkpoint import hub
 
 
 def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
