@@ -45,7 +45,7 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
     preflight.check(config, say)
     named = bool(config.cluster.key_file)
     made_keys = not named and not config.cluster.key_path.exists()
-    config = settle(config, say)
+    config = _settle(config, say)
     _compile_kernels(config, say)
     try:
         state = _on_ray(config, folder, choice, dashboard, made_keys, say)
@@ -68,7 +68,7 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
     return state
 
 
-def settle(config: Config, say: Say) -> Config:
+def _settle(config: Config, say: Say) -> Config:
     """Return the configuration with absolute paths, and with a hub model or a named one downloaded.
 
     Ray's processes have another working directory and may have another home. If other nodes may join, a named model

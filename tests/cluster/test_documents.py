@@ -12,8 +12,8 @@ into starting clusters, so no more are started than the pages need:
 Beside a cluster, a reader has more than an empty folder:
 
 - `_FILES`: the files that commands name, such as a model's directory. A file that the page shows with `cat` holds that.
-- SmolLM2, which `make smollm2` has fetched. Without it the model that comes with Baton stands in, and what the pages show
-  of answers is not compared.
+- SmolLM2, if `make smollm2` has fetched it. Otherwise the model that comes with Baton stands in, and outputs that come
+  from a cluster are not compared.
 - `_PLACEHOLDERS`: ids and keys that differ each time. Some commands are ended as their page says, by Ctrl-C.
 
 An output of one line must be what the page shows, but for its numbers.

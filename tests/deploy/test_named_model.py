@@ -12,7 +12,7 @@ import pytest
 
 from baton.checkpoints import named
 from baton.config import load
-from deploy.control_plane.bring_up import settle
+from deploy.control_plane.bring_up import _settle
 from router.frontend import served_model
 from tests.support.real_weights import needs_smollm2, smollm2
 
@@ -33,7 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_other_nodes_are_passed_the_name(host: str, name_stays: bool, here: Path):
     """A node that joins has its own home: there the folder of this one says nothing."""
     told: list[str] = []
-    made = settle(load(None, {"model.path": "smollm2", "router.host": host}), told.append)
+    made = _settle(load(None, {"model.path": "smollm2", "router.host": host}), told.append)
     assert made.model.path == ("smollm2" if name_stays else str(here))
     assert made.model.served_name == "smollm2"
     assert told == []
@@ -42,7 +42,7 @@ def test_other_nodes_are_passed_the_name(host: str, name_stays: bool, here: Path
 def test_a_directory_of_that_name_is_passed_by_its_path(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
-    made = settle(load(None, {"model.path": "smollm2", "router.host": "10.0.0.1"}), pytest.fail)
+    made = _settle(load(None, {"model.path": "smollm2", "router.host": "10.0.0.1"}), pytest.fail)
     assert made.model.path == str(tmp_path / "smollm2")
 
 
