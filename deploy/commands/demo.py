@@ -147,7 +147,13 @@ def _generate(
     """Ask over gRPC, which reports the workers of a stream; the prompt is what the chat template makes."""
     prompt = f"<|im_start|>user\n{show.tale}<|im_end|>\n<|im_start|>assistant\n"
     stream = client.generate(
-        prompt, max_tokens=show.tale_tokens, temperature=0.7, top_p=0.9, seed=7, ignore_eos=True, request_id=request_id
+        prompt,
+        max_tokens=show.tale_tokens,
+        temperature=0.7,
+        top_p=show.top_p,
+        seed=7,
+        ignore_eos=True,
+        request_id=request_id,
     )
     for delta in stream:
         on_delta(delta)

@@ -34,6 +34,7 @@ class Show:
     longest: int  # tokens of an answer
     tale: str  # asks for the stream in whose middle a worker is killed
     tale_tokens: int
+    top_p: float  # of the tale, which is drawn at temperature 0.7
 
 
 BUNDLED = Show(
@@ -46,7 +47,7 @@ BUNDLED = Show(
             "",
         ),
         ("Tell me a story about a fox.", ""),
-        ("Tell me a story about a turtle.", ""),
+        ("What can you do?", ""),
         ("Thank you!", ""),
         ("What is the code of Mara's locker?", "4072"),
         ("Where does Mara live?", "Ashford"),
@@ -56,6 +57,7 @@ BUNDLED = Show(
     longest=300,
     tale="Tell me many stories about an owl.",
     tale_tokens=400,  # after its story the model goes on with a chat of its own
+    top_p=1.0,
 )
 
 SMOLLM2 = Show(
@@ -79,6 +81,7 @@ SMOLLM2 = Show(
     longest=80,
     tale="Tell me a bedtime story about a little boat.",
     tale_tokens=160,
+    top_p=0.9,
 )
 
 
