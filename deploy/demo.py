@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from baton.errors import BatonError, StartupError
 from deploy.commands import demo
+from deploy.commands.demo_chat import choose
 from deploy.commands.terminal import OutputClosed, forget_stdout, out
 from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
@@ -80,8 +81,10 @@ def run(cluster: DemoCluster) -> int:
     try:
         with interruptible():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            demo.title("baton up: one prefill worker, two decode workers, and the model that comes with Baton")
-            status = 0 if demo.show(cluster.up(*demo.UP)) else 1
+            demo.title("a model")
+            chosen = choose(lambda text: out.print(escape(text)))
+            demo.title(f"baton up: one prefill worker, two decode workers, and {chosen.title}")
+            status = 0 if demo.show(cluster.up(*chosen.flags, *demo.UP), chosen) else 1
     except KeyboardInterrupt as interrupt:
         status = exit_status(interrupt)
         _say("interrupted")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
-from baton import hub
 from baton.checkpoint_files import read_object
+from baton.checkpoints import hub
 from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import NotEnoughMemory
 from baton.messages import WorkerRole
@@ -33,7 +33,7 @@ _PROMPT_TOKENS = 256  # that a step has beside as many rows as it may have; or t
 def load(config: Config, role: WorkerRole) -> Runner:
     """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError, NotEnoughMemory, or
     StartupError for a CUDA device that is not here or a process that ends too early."""
-    path = hub.resolve(config.model.path)
+    path = hub.resolve(config.model.path, say=log.info)
     device = resolve_device(config.device_of(role), visible_gpus())
     choice = engine_of(config, path, device)
     log.info("the engine is %s: %s", choice.engine, choice.why)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 import msgspec
 import torch
 
-from baton import hub
+from baton.checkpoints import hub
 from baton.clock import PauseDetector, Tick
 from baton.config import Config
 from baton.errors import DeviceLost, StoreError

@@ -1,9 +1,8 @@
 """What `make demo` shows of a cluster on this machine: a chat, and one killed worker.
 
-The demo works as a user would: a chat over HTTP, a stream over gRPC. `deploy/demo.py` starts and ends the cluster. The
-model is the one that comes with Baton (docs/demo-model.md). Each turn of the chat finds the KV pages of the turns
-before it. The last questions ask for facts of the first message: if a page were lost or wrong, the answer would be
-wrong, too.
+The demo works as a user would: a chat over HTTP, a stream over gRPC. `deploy/demo.py` starts and ends the cluster, and
+`demo_chat.py` chooses the model. Each turn of the chat finds the KV pages of the turns before it. The last questions
+ask for facts of the first message: if a page were lost or wrong, the answer would be wrong, too.
 """
 
 from __future__ import annotations
@@ -13,12 +12,9 @@ import signal
 import time
 from collections.abc import Callable
 
-from rich import box
-from rich.markup import escape
-from rich.table import Table
-
-from baton.client import ChatAnswer, Client, Generated, OutputDelta
+from baton.client import Client, Generated, OutputDelta
 from baton.v1 import cluster_pb2
+from deploy.commands.demo_chat import Show, show_chat
 from deploy.commands.terminal import out as console
 from deploy.control_plane.state_file import State
 
@@ -33,79 +29,31 @@ _SETTINGS = [
     "cluster.heartbeat_timeout_ms=1500",
 ]
 UP = ["--prefill", "1", "--decode", "2", "--ray", "own", *(f"--set={setting}" for setting in _SETTINGS)]
-"""The flags of its `baton up`."""
-_LETTER = (
-    "Please remember these notes. Mara lives in Ashford. The code of Mara's locker is 4072. Tira works as a baker. "
-    "Tira has a golden parrot. Alwin plays the cello. The blue lamp is in the attic."
-)
-_ASIDES = ("Tell me a story about a fox.", "Tell me a story about a turtle.", "Thank you!")
-_QUESTIONS = (
-    ("What is the code of Mara's locker?", "4072"),
-    ("Where does Mara live?", "Ashford"),
-    ("What is the pet of Tira?", "golden parrot"),
-    ("Where is the blue lamp?", "attic"),
-)
-_TEMPERATURE = 0.6  # of stories: at 0 the model tells the same story of every animal
-_CHAT_SEED, _TALE_SEED = 5, 3
-_LONG_STREAM = 380  # tokens: four stories, and the beginning of one more
-_TALE = "Tell me many stories about an owl."
-_BEGINNING = "Once upon a time"
+"""The flags of its `baton up`, besides the model's."""
 _KILL_AFTER = 30  # tokens
 _KILLS = 3  # where the demo is slower than the worker, a kill may come too late
 _REPAIR_PATIENCE = 60.0  # seconds
 
 
-def show(state: State) -> bool:
+def show(state: State, chosen: Show) -> bool:
     """Show a chat and a killed worker. Return whether every answer was right and the stream survived."""
     console.print(f"\nwatch all of this at [bold]http://{state.first.api}/dashboard[/] until the demo ends")
     with Client(state.target, state.operator, http=f"http://{state.first.api}") as client:
-        return _show_chat(client) & _show_failover(client)
+        title("a chat: facts first, other matters next, questions about the facts at the end")
+        return show_chat(client, chosen, console) & _show_failover(client, chosen)
 
 
-def _show_chat(client: Client) -> bool:
-    """Whether the model answers questions about the first message at the end of a long chat."""
-    title("a chat: facts first, stories next, questions at the end")
-    messages: list[dict[str, str]] = []
-    turns: list[tuple[str, ChatAnswer]] = []
-    right = True
-    for question, value in ((_LETTER, ""), *((aside, "") for aside in _ASIDES), *_QUESTIONS):
-        messages.append({"role": "user", "content": question})
-        console.print(f"[bold]you[/]    {escape(question)}")
-        console.print("[bold green]model[/]  ", end="")
-        temperature = 0.0 if value else _TEMPERATURE
-        stream = client.chat(messages, temperature=temperature, seed=_CHAT_SEED, max_completion_tokens=300, timeout=30)
-        for delta in stream:
-            console.print(delta.content, end="", markup=False)
-        answer = stream.result()
-        console.print("" if value in answer.content else f"  [bold red](it should say {value})[/]")
-        right = right and value in answer.content
-        messages.append({"role": "assistant", "content": answer.content})
-        turns.append((question, answer))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("turn", no_wrap=True)
-    for name in ("prompt tokens", "cached", "first token"):
-        table.add_column(name, justify="right")
-    for question, answer in turns:
-        first = answer.metrics["time_to_first_token_ms"]
-        short = question if len(question) <= 34 else f"{question[:33]}…"
-        table.add_row(
-            escape(short), str(answer.usage.prompt_tokens), str(answer.usage.cached_tokens), f"{first:.1f} ms"
-        )
-    console.print(table)
-    return right
-
-
-def _show_failover(client: Client) -> bool:
+def _show_failover(client: Client, show: Show) -> bool:
     title("kill -9 in the middle of a stream")
-    undisturbed = _generate(client, _TALE)
+    undisturbed = _generate(client, show)
     console.print(f"undisturbed, on {_workers(undisturbed)}: {len(undisturbed.token_ids)} tokens")
-    assassin, disturbed = _disturb(client, "disturbed")
+    assassin, disturbed = _disturb(client, show, "disturbed")
     for number in range(1, _KILLS):
         if assassin.victim is None or disturbed.work.attempts > 1:
             break
         console.print("its worker had made every token before it was killed: once more")
         _wait_whole(client, assassin.victim)
-        assassin, disturbed = _disturb(client, f"disturbed-{number}")
+        assassin, disturbed = _disturb(client, show, f"disturbed-{number}")
     if assassin.victim is None:
         console.print("[red]the stream ended before its worker could be killed[/]")
         return False
@@ -121,11 +69,11 @@ def _show_failover(client: Client) -> bool:
     return same and whole and disturbed.work.attempts > 1
 
 
-def _disturb(client: Client, request: str) -> tuple[_Assassin, Generated]:
+def _disturb(client: Client, show: Show, request: str) -> tuple[_Assassin, Generated]:
     """Stream a request whose decode worker is killed on the way."""
     assassin = _Assassin(client, request)
-    console.print(_BEGINNING, end="")
-    made = _generate(client, _TALE, assassin, request)
+    console.print(show.tale_beginning, end="")
+    made = _generate(client, show, assassin, request)
     console.print()
     return assassin, made
 
@@ -167,15 +115,16 @@ class _Assassin:
 
 
 def _generate(
-    client: Client, question: str, on_delta: Callable[[OutputDelta], None] = lambda _: None, request_id: str = ""
+    client: Client, show: Show, on_delta: Callable[[OutputDelta], None] = lambda _: None, request_id: str = ""
 ) -> Generated:
     """Ask over gRPC, which reports the workers of a stream; the prompt is what the chat template makes."""
-    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{_BEGINNING}"
+    prompt = f"<|im_start|>user\n{show.tale}<|im_end|>\n<|im_start|>assistant\n{show.tale_beginning}"
     stream = client.generate(
         prompt,
-        max_tokens=_LONG_STREAM,
-        temperature=_TEMPERATURE,
-        seed=_TALE_SEED,
+        max_tokens=show.tale_tokens,
+        temperature=show.tale_temperature,
+        top_p=show.top_p,
+        seed=show.tale_seed,
         ignore_eos=True,
         request_id=request_id,
     )

@@ -30,7 +30,8 @@ _FEW_FILES = 4_096
 @command("baton doctor", "baton doctor --config cluster.yaml --json", "baton doctor ./model")
 def doctor(
     model: Annotated[
-        str, typer.Argument(help="Say which engine would serve this checkpoint here, and why: a directory or a hub id.")
+        str,
+        typer.Argument(help="Say which engine would serve this here, and why: a directory, a hub id or smollm2."),
     ] = "",
     config: ConfigFile = None,
     settings: Settings = None,
@@ -38,7 +39,7 @@ def doctor(
 ) -> None:
     """Check Ray, memory, ports, torch and cores, or a MODEL, and advise on each problem.
 
-    With a MODEL nothing is fetched: one of the hub must be in its cache. The exit status is 1 if it can't be served.
+    A MODEL of the hub must be in its cache: nothing is fetched but smollm2. The exit status is 1 if it can't be served.
     """
     if model:
         found = examine_model(load(config, settings, {"model.path": model}), model)

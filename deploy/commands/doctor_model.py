@@ -1,4 +1,4 @@
-"""What `baton doctor MODEL` finds: the engine that would serve a checkpoint on this machine, and why. Offline."""
+"""What `baton doctor MODEL` finds: the engine that would serve a checkpoint on this machine, and why."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from baton import hub
 from baton.checkpoint_files import read_object
+from baton.checkpoints import hub, named
 from baton.config import Config
 from baton.errors import ModelError, ModelNotFound
 from baton.messages import WorkerRole
 from baton.system_memory import available_memory
 from deploy.commands.collect_env import version_of
-from deploy.commands.terminal import size
+from deploy.commands.terminal import err, size
 from deploy.control_plane import checkpoint, preflight
 from engine.device.gpus import VisibleGpus, resolve_device, visible_gpus
 from engine.models.config_file import ConfigFile
@@ -51,6 +51,7 @@ class ModelReport:
 
 def examine_model(config: Config, model: str) -> ModelReport:
     """Look at the checkpoint `model`, a directory or a hub id in the cache, for a decode worker of this configuration.
+    A named model is fetched.
 
     Raises ModelNotFound if it is not on this machine, ModelError for a config that can't be read, and StartupError for
     a device that is not here.
@@ -58,7 +59,7 @@ def examine_model(config: Config, model: str) -> ModelReport:
     from worker.engine_choice import choose, engine_facts  # imports torch
 
     preflight.check_model(model)
-    path = hub.cached(model)
+    path = hub.resolve(model, say=err.print) if model in named.MODELS else hub.cached(model)
     if path is None:
         raise ModelNotFound(
             f"{model!r} is no directory, nor in the hub's cache; `baton up --model` and `hf download` fetch a hub id"

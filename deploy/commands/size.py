@@ -12,11 +12,11 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from baton import hub
+from baton.checkpoints import hub
 from baton.config import MAX_RANKS, Bytes, Config
 from baton.errors import ConfigError, InvalidRequest
 from baton.system_memory import available_memory
-from deploy.commands.terminal import Json, command, out, print_json
+from deploy.commands.terminal import Json, command, err, out, print_json
 from deploy.commands.terminal import size as shown
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.device.gpus import visible_gpus
@@ -49,7 +49,9 @@ class Device(StrEnum):
     "baton size ./model --context 4096 --concurrency 64 --device cuda --memory 80GiB",
 )
 def size(
-    model: Annotated[str, typer.Argument(help="Directory of a checkpoint, or a hub id: only its config is read.")],
+    model: Annotated[
+        str, typer.Argument(help="Directory of a checkpoint, a hub id or smollm2: only the config is read.")
+    ],
     context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, prompt and output together.")] = 2_048,
     concurrency: Annotated[int, typer.Option(min=1, help="Sequences on one decode worker at a time.")] = 8,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
@@ -206,7 +208,7 @@ def _spec(model: str) -> ModelSpec:
     """Read the config of a checkpoint; of one on the hub, only that file is fetched. Raises ModelError."""
     from engine.models.config import load_spec
 
-    return load_spec(hub.resolve(model, ["config.json"]))
+    return load_spec(hub.resolve(model, ["config.json"], err.print))
 
 
 def _show(model: str, found: Sizes, settings: Mapping[str, object]) -> None:

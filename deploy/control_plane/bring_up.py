@@ -11,10 +11,11 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from baton import hub
+from baton.checkpoints import hub, named
 from baton.client import Client
 from baton.config import Config
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
+from baton.hosts import is_loopback
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses
 from deploy.control_plane import checkpoint, cluster, preflight, probe, state_file
@@ -85,17 +86,16 @@ def _give_up(folder: Path, say: Say) -> None:
 
 
 def _settle(config: Config, say: Say) -> Config:
-    """Return the configuration with absolute paths, and with a hub model downloaded.
+    """Return the configuration with absolute paths, and with a hub model or a named one downloaded.
 
-    Ray's processes have another working directory and may have another home.
+    Ray's processes have another working directory and may have another home. If other nodes may join, a named model
+    keeps its name, by which each node finds or fetches it at a place of its own.
     """
-    path = Path(config.model.path).expanduser()
-    if not path.is_dir():
-        say(f"fetching {config.model.path} from the Hugging Face hub")
-        path = hub.resolve(config.model.path)
+    path, known = hub.resolve(config.model.path, say=say), named.MODELS.get(config.model.path)
+    by_name = known is not None and path == known.folder and not is_loopback(config.router.host)
     model = msgspec.structs.replace(
         config.model,
-        path=str(path.resolve()),
+        path=config.model.path if by_name else str(path.resolve()),
         served_model_name=config.model.served_model_name or Path(config.model.path).resolve().name,
     )
     cluster = msgspec.structs.replace(

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from baton import doors, hub
+from baton import doors
 from baton.api_keys import KeyRing
 from baton.checkpoint_files import read_object
+from baton.checkpoints import hub
 from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, StartupError
 from baton.hosts import is_loopback
@@ -114,7 +115,8 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     ]
     on_cpu = [(own, count) for role, own, count in roles if count and runs_on_cpu(config, role)]
     pools = sum(count * own.kv_cache_bytes.on_cpu for own, count in on_cpu)
-    weights = weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
+    found = hub.cached(config.model.path) if on_cpu else None
+    weights = weight_bytes(found) if found else 0
     copies = sum(count for _, count in on_cpu)  # of the weights
     processes = sum(count * _process_bytes(config, role) for role, _, count in roles)
     needed = config.store.host_cache_bytes + pools + processes + copies * weights

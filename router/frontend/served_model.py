@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from baton import hub
 from baton.checkpoint_files import read_object, read_optional, text_settings
+from baton.checkpoints import hub
 from baton.config import ModelConfig
 from baton.errors import ModelError, ModelMismatch, ModelNotFound, shown
 from baton.messages import SamplingParams
@@ -25,7 +25,7 @@ from router.queueing.admission import ModelLimits
 
 _MAX_TEMPERATURE = 3e38  # what a request can ask for, as a 32-bit float
 _MAX_TOP_K = 2**32 - 1
-_READ = ["*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja"]
+_READ = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")  # of the hub: no weights
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton import hub
+from baton.checkpoints import hub
 from baton.errors import ModelNotFound
 
 

@@ -6,12 +6,16 @@ import sys
 import pytest
 
 from tests.cluster.machine import Machine
+from tests.support.real_weights import needs_smollm2
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 
-def test_the_demo(machine: Machine):
-    with machine.start(sys.executable, "-m", "deploy.demo") as demo:
+@pytest.mark.parametrize("model", [pytest.param("smollm2", marks=needs_smollm2), "baton-demo"])
+def test_the_demo(model: str, machine: Machine):
+    """The machine has no network, so an empty cache leaves the model that comes with Baton."""
+    environment = machine.without_models() if model == "baton-demo" else {}
+    with machine.start(sys.executable, "-m", "deploy.demo", **environment) as demo:
         assert demo.stdout is not None
         told = ""
         while (watch := re.search(r"watch all of this at (\S+)", told)) is None:
@@ -19,10 +23,12 @@ def test_the_demo(machine: Machine):
             assert line, f"the demo has ended: {told}"
             told += line
         page = machine.run("curl", "-sS", "--max-time", "20", "-w", "%{http_code}", watch[1])
-        rest, _ = demo.communicate(timeout=120)
+        rest, _ = demo.communicate(timeout=200)
     told += rest
     assert page.out.endswith("200"), page
     assert "<html" in page.out
+    assert f"demo serves {model}" in told
+    assert ("can't be fetched" in told) == (model == "baton-demo")
     assert demo.returncode == 0, told
     assert "it should say" not in told
     assert "the same tokens to the end" in told

@@ -12,6 +12,8 @@ into starting clusters, so no more are started than the pages need:
 Beside a cluster, a reader has more than an empty folder:
 
 - `_FILES`: the files that commands name, such as a model's directory. A file that the page shows with `cat` holds that.
+- SmolLM2, if `make smollm2` has fetched it. Otherwise the model that comes with Baton stands in, and outputs that come
+  from a cluster are not compared.
 - `_PLACEHOLDERS`: ids and keys that differ each time. Some commands are ended as their page says, by Ctrl-C.
 
 An output of one line must be what the page shows, but for its numbers.
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from baton.checkpoints import named
 from engine.cpu import build
 from tests.cluster.machine import HOME, ROOT, Done, Machine, unavailable
 from tests.support import documents
@@ -41,6 +44,7 @@ def _starts(page: Page) -> bool:
 PAGES = {page.name: page for page in sorted(documents.pages(), key=lambda page: not _starts(page)) if page.run}
 """Those that start a cluster come first. They leave one to the others."""
 _DEMO = ROOT / "deploy" / "models" / "baton-demo"
+_STAND_IN = named.MODELS["smollm2"].cached() is None
 _OPENSSL = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
 _REQUEST = '{"timestamp": %d000, "input_length": 64, "output_length": 16, "hash_ids": [1]}'
 _FILES = {
@@ -104,6 +108,8 @@ class Run:
             # There is a request to explain, and a log of it.
             self._bash(f"BATON_API_KEY={self._key} baton generate 'Hello!' --max-tokens 8")
         text = command.text
+        if _STAND_IN:
+            text = text.replace("smollm2", _DEMO.name if command.language == "python" else str(_DEMO))
         for placeholder, value in _PLACEHOLDERS.items():
             text = text.replace(placeholder, value(self)) if placeholder in text else text
         if command.language == "python":
@@ -207,6 +213,8 @@ def test_the_commands_of_a_page_run_as_written(page: str, run: Run):
             done = run(command)
             expected = 130 if command.text in _ENDLESS else command.status
             assert done.status == expected, f"{page}:{command.line}: {command.text}\n{done.out}\n{done.err}"
+            if _STAND_IN and _needs_a_cluster(command):
+                continue
             assert re.search(_pattern(command.output), done.out), f"{page}:{command.line}: {command.text}\n{done.out}"
     except BaseException:
         run.give_up()

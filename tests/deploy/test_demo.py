@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.errors import StartupError
+from deploy.commands.demo_chat import BUNDLED
 from deploy.commands.terminal import OutputClosed
 from deploy.control_plane.state_file import State
 from deploy.demo import DemoCluster, run
@@ -60,6 +61,7 @@ def test_every_end_takes_the_cluster_down_and_has_a_status(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("deploy.demo.forget_stdout", lambda: None)
+    monkeypatch.setattr("deploy.demo.choose", lambda say: BUNDLED)
     cluster = Fake(end)
     with pytest.raises(KeyboardInterrupt), held():  # the Ctrl-C during the teardown comes after it
         assert run(cluster) == status

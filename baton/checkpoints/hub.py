@@ -1,12 +1,13 @@
-"""Find a checkpoint's files: a directory given by path, or one fetched once from the Hugging Face hub by its id."""
+"""The directory of a checkpoint: given by path, made once for a named model, or fetched once from the hub by id."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from baton.checkpoints import named
 from baton.errors import ModelNotFound
 
 WANTED = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")
@@ -18,15 +19,18 @@ PATIENCE = 3.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve(model: str, wanted: Sequence[str] = WANTED) -> Path:
-    """Return the directory of `model`, which is a path, or a hub id such as "Qwen/Qwen3-0.6B".
+def resolve(model: str, wanted: Sequence[str] = WANTED, say: Callable[[str], None] = lambda _: None) -> Path:
+    """Return the directory of `model`: a path, a name of `named.MODELS`, or a hub id such as "Qwen/Qwen3-0.6B".
 
-    An existing directory wins over a hub id. What was fetched before is used if the hub does not answer. `wanted` are
-    the patterns of the files to fetch. Raises ModelNotFound, which says which of the two was tried.
+    An existing directory wins over a name, and a name over a hub id. What was fetched before is used if the hub does
+    not answer. `wanted` are the patterns of the files to fetch; `say` is told of what takes long. Raises ModelNotFound,
+    which says what was tried, and StartupError for a named model that can't be had.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
+    if known := named.MODELS.get(model):
+        return known.fetch(say)
     if not _HUB_ID.fullmatch(model):
         raise ModelNotFound(f"{model!r} is not a directory, and no hub id either (owner/name)")
     if problem := _why_silent():
@@ -37,6 +41,7 @@ def resolve(model: str, wanted: Sequence[str] = WANTED) -> Path:
         )
     from huggingface_hub import snapshot_download  # imported late: it takes a moment, and is seldom needed
 
+    say(f"fetching {model} from the Hugging Face hub")
     try:
         return Path(snapshot_download(model, allow_patterns=[*wanted]))
     # Everything: which HTTP library's errors come through depends on the release of huggingface_hub.
@@ -51,6 +56,8 @@ def cached(model: str) -> Path | None:
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
+    if known := named.MODELS.get(model):
+        return known.cached()
     if not _HUB_ID.fullmatch(model):
         return None
     from huggingface_hub import snapshot_download

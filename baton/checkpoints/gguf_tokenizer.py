@@ -1,0 +1,55 @@
+"""The tokenizer and chat template in a GGUF file, as the files that a checkpoint has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from baton.errors import UnsupportedModel
+
+_CONTROL = 3  # GGUF's type of a special token
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def write(fields: Mapping[str, Any], out: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises UnsupportedModel."""
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    settings: dict[str, Any] = {
+        name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]]
+        for name, key in _SPECIAL.items()
+        if f"tokenizer.ggml.{key}_token_id" in fields
+    }
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": fields["llama.context_length"],
+        "clean_up_tokenization_spaces": False,
+    }
+    read(fields).save(str(out / "tokenizer.json"))
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    if template := fields.get("tokenizer.chat_template"):
+        (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def read(fields: Mapping[str, Any]) -> Tokenizer:
+    """Return the byte-level BPE of the fields. Raises UnsupportedModel for another kind.
+
+    llama.cpp's "smollm" is SmolLM2's own rule: each digit is a word, and then GPT-2's words are found between them.
+    """
+    kind = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    if kind != ("gpt2", "smollm"):
+        raise UnsupportedModel(f"the tokenizer is of the kind {kind}; only ('gpt2', 'smollm') is converted")
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    made = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+    made.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    return made

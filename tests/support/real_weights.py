@@ -1,0 +1,17 @@
+"""SmolLM2 for tests that need a model that speaks English, and the reason to skip them where it is not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.checkpoints import named
+
+_FOUND = named.MODELS["smollm2"].cached()
+needs_smollm2 = pytest.mark.skipif(_FOUND is None, reason="SmolLM2 is not in the cache: `make smollm2` fetches it")
+
+
+def smollm2() -> Path:
+    assert _FOUND is not None, "marked with needs_smollm2"
+    return _FOUND
