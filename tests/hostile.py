@@ -13,6 +13,7 @@ error, which fails the soak.
 from __future__ import annotations
 
 import encodings.idna  # noqa: F401 - another user may not be able to read the library it is loaded from
+import http.client
 import json
 import os
 import random
@@ -291,12 +292,44 @@ def held_connections(api_address: str, count: int) -> Iterator[str]:
         yield "healthy" if answer else "health was reset"
 
 
+def large_bodies(api_address: str) -> Iterator[str]:
+    """Send bodies that take as much work as a body can."""
+    word, ids, allowed = "abcdefghij" * 96, list(range(20, 320)), [number % 99 for number in range(2**18)]
+    bodies = {
+        "bad words": {"prompt": "x", "max_tokens": 1, "bad_words": [f"{word}{number}" for number in range(1_000)]},
+        "samples": {"prompt": ids, "max_tokens": 1, "n": 128},
+        "prompts": {"prompt": ["hello world"] * 2_048, "max_tokens": 1},
+        "lists": {"prompt": "x", "max_tokens": 1, "unknown": [[] for _ in range(100_000)]},
+        "messages": {"messages": [{"role": "user", "content": "a"} for _ in range(100_000)], "max_tokens": 1},
+        "allowed tokens": {
+            "prompt": "x",
+            "max_tokens": 1,
+            "allowed_token_ids": [number % 99 for number in range(2**18)],
+        },
+    }
+    encoded = {name: json.dumps(body).encode() for name, body in bodies.items()}
+    host, _, port = api_address.rpartition(":")
+    while True:
+        for name, body in encoded.items():
+            path = "chat/completions" if name == "messages" else "completions"
+            connection = http.client.HTTPConnection(host, int(port), timeout=60)
+            try:
+                connection.request("POST", f"/v1/{path}", body)
+                status = connection.getresponse().status
+            except (OSError, http.client.HTTPException):
+                status = 0  # its connection gave way to others
+            finally:
+                connection.close()
+            assert status in (0, 200, 400, 413, 429, 503), f"{name} got {status}"
+            yield f"{name} {status}"
+
+
 ATTACKS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
         long_inputs, operator_calls, slow_readers, idle_connections, store_connects, zmq_strangers, scrapes,
         held_streams, unspoken_connections,
-        http_requests, held_connections,
+        http_requests, held_connections, large_bodies,
     )
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import grpc.aio
 
@@ -52,6 +53,9 @@ STRANGERS = frozenset({"operator_calls", "store_connects", "zmq_strangers"})  # 
 IDLE = 150  # connections to each port
 PLACES, HELD = 256, 800  # HTTP connections that the router serves at a time, and those that a stranger holds
 MEMORY = 96 * 2**20  # bytes that a process may have more than before, for its allocator
+LONG = 300.0  # seconds of attacks after which memory must have stayed as it was after a minute, ...
+GROWTH = 1.05  # ... but for so much
+WINDOW = 30.0  # seconds whose median counts
 DESCRIPTORS = 24  # that it may have more: connections that are just being closed
 
 
@@ -173,6 +177,20 @@ def grown(before: Mapping[str, Size], after: Mapping[str, Size], threads: int = 
     ]
 
 
+def growth(memory: Sequence[tuple[float, Mapping[str, Size]]]) -> dict[str, float]:
+    """Return the memory of each process at the end of the attacks, divided by that after a minute: medians of half a
+    minute, since a large body comes and goes."""
+    end = memory[-1][0]
+
+    def middle(name: str, since: float, until: float) -> float:
+        return median(found[name].anonymous for at, found in memory if since <= at <= until)
+
+    return {
+        name: middle(name, end - WINDOW, end) / middle(name, min(60.0, end) - WINDOW, min(60.0, end))
+        for name in memory[-1][1]
+    }
+
+
 def judged(gaps: Sequence[Gap], machine: Sequence[Gap]) -> list[tuple[float, Gap]]:
     """Each gap with its length besides what the machine stood still in it, the longest first."""
     found = [(gap.seconds - sum(gap.overlap(other) for other in machine), gap) for gap in gaps]
@@ -222,15 +240,18 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path) -> dict[str, ob
             hanging.start()
             attacks.callback(hanging.join)
             attacks.callback(stop.set)
-            until = time.monotonic() + seconds
-            while time.monotonic() < until and not failures:
-                time.sleep(0.2)
+            began, memory = time.monotonic(), list[tuple[float, dict[str, Size]]]()
+            while (elapsed := time.monotonic() - began) < seconds and not failures:
+                memory.append((elapsed, sizes(cluster)))
+                time.sleep(1)
         streams.stop = True
         running.join()
         if failures:
             raise failures[0]
         eventually(lambda: at_rest(cluster), what="everything freed")
         eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")
+        ratios = growth(memory)
+        assert seconds < LONG or max(ratios.values()) <= GROWTH, f"memory at the end, of that after a minute: {ratios}"
         stood_still = machine.gaps()
         long = judged(streams.gaps, stood_still)
         assert not long or long[0][0] <= LONGEST, (
@@ -256,6 +277,7 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path) -> dict[str, ob
                 name: round((size.anonymous - before[name].anonymous) / 2**20, 1)
                 for name, size in sizes(cluster).items()
             },
+            "memory_at_the_end_of_that_after_a_minute": {name: round(ratio, 3) for name, ratio in ratios.items()},
             "log_kib": {name: round(size / 1_024) for name, size in sorted(logs.items())},
         }
 
@@ -302,5 +324,6 @@ def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
         "unspoken_connections": {"grpc_address": cluster.address, "count": 1_000},
         "http_requests": {"api_address": api},
         "held_connections": {"api_address": api, "count": HELD},
+        "large_bodies": {"api_address": api},
     }
     return attacks if os.getuid() == 0 else {name: told for name, told in attacks.items() if name not in STRANGERS}
