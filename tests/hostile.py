@@ -301,11 +301,7 @@ def large_bodies(api_address: str) -> Iterator[str]:
         "prompts": {"prompt": ["hello world"] * 2_048, "max_tokens": 1},
         "lists": {"prompt": "x", "max_tokens": 1, "unknown": [[] for _ in range(100_000)]},
         "messages": {"messages": [{"role": "user", "content": "a"} for _ in range(100_000)], "max_tokens": 1},
-        "allowed tokens": {
-            "prompt": "x",
-            "max_tokens": 1,
-            "allowed_token_ids": [number % 99 for number in range(2**18)],
-        },
+        "allowed tokens": {"prompt": "x", "max_tokens": 1, "allowed_token_ids": allowed},
     }
     encoded = {name: json.dumps(body).encode() for name, body in bodies.items()}
     host, _, port = api_address.rpartition(":")
