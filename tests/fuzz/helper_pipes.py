@@ -105,7 +105,7 @@ class HelperPipes:
         text, refusal = "", ""
         try:
             text = await self._renderer.render(rendering(template, variables))
-        except InvalidRequest as error:
+        except (InvalidRequest, Overloaded) as error:
             refusal = str(error)
         except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError, RecursionError):
             return "no JSON"  # the HTTP API takes no such body
@@ -141,7 +141,7 @@ class HelperPipes:
             made = made if said.text is None else f"{kind} compiled"
             known = (InvalidGrammar.reason, InvalidRequest.reason, Overloaded.reason)
             assert said.text is not None or said.reason in known, f"it says {said.reason}: {said.error}"
-        except (HelperLate, HelperDied):
+        except (HelperLate, HelperDied, Overloaded):
             made = f"{kind} ended its process"
         again = await _answered(lambda: self._grammars.ask(msgspec.json.encode(Grammar("regex", "a", 2))))
         assert again.text == "a", f"a plain grammar is not compiled: {again}"
@@ -169,11 +169,11 @@ class HelperPipes:
         try:
             await self._false.ask(order(case.sending(said), end=rng.random() < 0.2))
             kind = "false answer taken"
-        except (HelperLate, HelperDied):
+        except (HelperLate, HelperDied, Overloaded):
             kind = "false answer refused"
         except BatonError as error:
             raise AssertionError(f"a helper's answer leads to {error!r}") from None
-        with suppress(HelperLate, HelperDied):  # what it said too much is no answer to this
+        with suppress(HelperLate, HelperDied, Overloaded):  # what it said too much is no answer to this
             await self._false.ask(order(answer(false_helper.GOOD)))
         await self._false.close()
         again = await _answered(lambda: self._false.ask(order(answer(false_helper.GOOD))))
@@ -185,6 +185,6 @@ async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
     """Return the answer to a good order. On a busy machine it may come too late, and is asked for again."""
     until = time.monotonic() + _BUSY
     while time.monotonic() < until:
-        with suppress(HelperLate, InvalidRequest):
+        with suppress(HelperLate, InvalidRequest, Overloaded):
             return await ask()
     return await ask()

@@ -34,6 +34,7 @@ _STILL = 0.01  # of an order's time: a process that has computed less within all
 _EXTENSIONS = 20  # times the deadline that a busy machine may leave a process without its share
 
 
+_FROM_OUTSIDE = (-signal.SIGKILL, 255)  # 255: asyncio does not know, since something else has reaped the process
 _NOT_STARTED = (StartupError, asyncio.IncompleteReadError, OSError)
 
 
@@ -156,7 +157,7 @@ class HelperProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), self.deadline)
-            raise (_Interrupted if process.returncode == -signal.SIGKILL else HelperDied) from None
+            raise (_Interrupted if process.returncode in _FROM_OUTSIDE else HelperDied) from None
         except UNREADABLE:
             raise HelperDied from None
         finally:
