@@ -8,7 +8,7 @@
 It ends from any state: with its last token, an error, its deadline, a matched stop string, or its client's leaving. The
 budget bounds the attempts in a row that a worker accepted or gave up and that brought no token. A request that kills
 its workers must stop, and one with workers that happen to die must not. All attempts in a row without a token have a
-bound of their own, and pauses between them.
+bound of their own, and pauses between them. The time in the queue bounds those that a worker without room refused.
 """
 
 # pyright: strict
@@ -89,7 +89,7 @@ class AttemptHistory:
 
     attempts: int = 0  # started
     failures: int = 0  # attempts since the last token that count against the request's budget
-    fruitless: int = 0  # attempts since the last token, whatever ended them
+    fruitless: int = 0  # attempts since the last token, whatever ended them but a worker without room
     paused_until: float = -inf  # the next attempt begins no sooner, seconds
     ever_accepted: bool = False  # a worker has accepted it once: it is never turned away for want of room
     is_retry: bool = False  # its next attempt repeats one that failed, which uses the common retry budget

@@ -500,7 +500,7 @@ class RequestManager:
             message = f"{request.history.attempts} attempts failed; the last because {why}"
             self.end(request, Failed(AttemptsExhausted(message)), now)
             return
-        self.requeue(request, why, now)
+        self._try_again(request, why, now)
 
     def release_prefill(self, request: Request, attempt: Attempt) -> None:
         """The prefill worker forgets this attempt, done or not."""
@@ -510,7 +510,12 @@ class RequestManager:
         if member.unassign(attempt.name):
             self._out.send(prefill, Cancel(request.name, attempt.name.attempt))
 
-    def requeue(self, request: Request, why: str, now: float) -> None:
+    def requeue(self, request: Request, now: float) -> None:
+        """Wait for a worker, within the limits of the queue."""
+        self._admission.enqueue(request, now)
+        self._expires_with(request)
+
+    def _try_again(self, request: Request, why: str, now: float) -> None:
         """Wait for a worker, after a pause if several attempts in a row brought no token. Whatever ended them, their
         number is bounded."""
         request.history.fruitless += 1
@@ -519,8 +524,7 @@ class RequestManager:
             self.end(request, Failed(AttemptsExhausted(message)), now)
             return
         request.history.paused_until = now + pause_before(request.history.fruitless)
-        self._admission.enqueue(request, now)
-        self._expires_with(request)
+        self.requeue(request, now)
 
     def cancel_attempt(self, request: Request) -> None:
         """Withdraw the current attempt from every process involved."""

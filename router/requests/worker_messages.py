@@ -90,7 +90,7 @@ class WorkerMessageHandler:
         self._out.log(f"attempt {attempt.name.attempt}: {member.peer.name} is busy", request.name, detail=True)
         self._explanations.attempt_ended(request, f"{member.peer.name} is busy", now)
         self._manager.cancel_attempt(request)
-        self._manager.requeue(request, f"{member.peer.name} is busy", now)
+        self._manager.requeue(request, now)
 
     def started(self, request: Request, attempt: Attempt, event: messages.Started, now: float) -> None:
         attempt.progressed_at = now

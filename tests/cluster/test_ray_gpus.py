@@ -72,8 +72,7 @@ def test_ranks_see_the_gpus_that_ray_has_lent(machine: Machine) -> None:
     pairs = json.loads(lent.out)
     assert all(given == seen for given, seen in pairs), pairs
     assert sorted(",".join(seen for _, seen in pairs).split(",")) == ["0", "1", "2", "3"]
-    # Our own engine has no ranks, but the worker asks for GPUs first. vLLM need not be installed here.
-    up = machine.up("--prefill", 0, "--engine", "native", "--set", "decode.tensor_parallel_size=3")
+    up = machine.up("--prefill", 0, "--set", "decode.tensor_parallel_size=3")
     assert up.status == 1
     said = up.json["error"]["message"]
     assert "decode-0: Ray has not lent it 3 GPUs of " in said

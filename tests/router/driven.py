@@ -89,6 +89,11 @@ class Bench:
         delta = Delta(decode.request, decode.attempt, at, tokens, logprobs, finish=finish)
         self.say(to, Tokens(1, (delta,)))
 
+    async def settle(self) -> None:
+        """Let the other samples of a prompt begin, each in a turn of the loop."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
     def beat(self, worker: str) -> None:
         """A worker lives and has nothing."""
         peer = Peer("decode", worker, "a", f"{worker}.1", 7)

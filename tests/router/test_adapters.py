@@ -90,7 +90,9 @@ def test_a_pinned_prefix_is_that_of_its_adapter() -> None:
 def model(folder: Path) -> served_model.ServedModel:
     (folder / "config.json").write_text(json.dumps({"vocab_size": 400, "max_position_embeddings": 1_000}))
     names = ("small", "tiny")
-    return served_model.load(ModelConfig(path=str(folder), served_model_name=names, lora_modules={"one": "/1"}))
+    return served_model.load(
+        ModelConfig(path=str(folder), served_model_name=names, lora_modules={"one": "/1"}, skip_tokenizer_init=True)
+    )
 
 
 def test_the_model_field_names_the_adapter(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ def test_the_others_begin_at_the_first_token_of_the_first_and_where_it_runs() ->
         (first,) = bench.orders
         assert first[1].sampling.seed == 5
         bench.answer(first, 9)
+        await bench.settle()
         assert [to for to, _ in bench.orders] == [first[0]] * 3
         assert [order.sampling.seed for _, order in bench.orders] == [5, 6, 7]
         for order, token in zip(bench.orders[1:], (10, 11), strict=True):
@@ -37,6 +38,7 @@ def test_a_worker_without_room_for_a_sample_sends_it_elsewhere() -> None:
         await bench.start(n=2)
         (first,) = bench.orders
         bench.answer(first, 9)
+        await bench.settle()
         to, second = bench.orders[1]
         assert to == first[0]
         bench.say(to, Refused(second.request, second.attempt, "busy"))

@@ -226,6 +226,7 @@ def test_samples_hang_below_one_request_and_the_prompt_counts_once() -> None:
     async def test(bench: Bench, spans: Traced) -> None:
         outputs = await bench.start(n=3)
         bench.answer(bench.orders[0], 9)
+        await bench.settle()
         for order in bench.orders[1:]:
             bench.answer(order, 10, 3, finish="length")
         assert not spans.spans()
