@@ -166,8 +166,9 @@ def sizes(cluster: LocalCluster) -> dict[str, Size]:
     return {name: Size.of(pid) for name, pid in sorted(cluster.pids.items())}
 
 
-def grown(before: Mapping[str, Size], after: Mapping[str, Size], threads: int = 4) -> list[str]:
-    """Processes that take more than before; `threads` more of these are allowed."""
+def grown(before: Mapping[str, Size], after: Mapping[str, Size], threads: int = 8) -> list[str]:
+    """Processes that take more than before; `threads` more of these are allowed: pools of threads are bounded, and a
+    thread of theirs begins with its first work."""
     return [
         f"{name}: {size} before, {after[name]} after"
         for name, size in before.items()

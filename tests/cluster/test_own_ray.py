@@ -94,14 +94,11 @@ def test_two_routers_of_which_one_dies(machine: Machine):
 
 
 def test_an_up_that_fails_leaves_nothing(machine: Machine):
-    """The weights are cut short, which only a worker finds out: by then Ray, router and store run."""
-    weights = f"{MODEL}/model.safetensors"
-    machine.run("truncate", "--size=1000000", weights)
-    up = machine.up()
+    """The pool has no room for a page, which only a worker finds out: by then Ray, router and store run."""
+    up = machine.up("--set", "decode.kv_cache_bytes=1KiB")
     assert up.status == 1
     error = up.json["error"]
-    assert error["reason"] == "corrupt_weights"
-    assert "model.safetensors" in error["message"]
+    assert "kv_cache_bytes" in error["message"]
     assert f"{HOME}/.local/state/baton/baton/logs/" in error["message"]
     assert machine.left_behind() == []
 

@@ -65,15 +65,9 @@ def test_a_worker_has_all_gpus_of_its_ranks_on_one_node_or_a_reason(machine: Mac
 
 
 def test_ranks_see_the_gpus_that_ray_has_lent(machine: Machine) -> None:
-    """A worker whose GPUs others hold is given up, with the reason."""
     assert machine.run(*START, "--num-gpus=4").status == 0
     lent = machine.run(sys.executable, "-c", LEND, timeout=90)
     assert lent.status == 0, lent
     pairs = json.loads(lent.out)
     assert all(given == seen for given, seen in pairs), pairs
     assert sorted(",".join(seen for _, seen in pairs).split(",")) == ["0", "1", "2", "3"]
-    up = machine.up("--prefill", 0, "--set", "decode.tensor_parallel_size=3")
-    assert up.status == 1
-    said = up.json["error"]["message"]
-    assert "decode-0: Ray has not lent it 3 GPUs of " in said
-    assert "2 are free, and others hold the rest" in said

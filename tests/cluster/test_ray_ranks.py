@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.cluster import test_ray_gpus
 from tests.cluster.machine import MODEL, Machine
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
@@ -50,3 +51,20 @@ def test_a_worker_whose_rank_is_lost_is_replaced(machine: Machine) -> None:
     assert not {before, vllm, *ranks} & set(machine.processes())
     assert machine.generate("--token-ids", "5,6,7", *GREEDY)["token_ids"] == expected
     assert machine.baton("down").status == 0
+
+
+def test_a_worker_whose_gpus_others_hold_is_given_up_with_the_reason(machine: Machine) -> None:
+    """Two others hold two GPUs each; one of them goes."""
+    assert machine.run(*test_ray_gpus.START, "--num-gpus=4").status == 0
+    lent = machine.run(sys.executable, "-c", test_ray_gpus.LEND, timeout=90)
+    assert lent.status == 0, lent
+    assert machine.run("sh", "-c", f"rm -r {MODEL}").status == 0
+    make = MAKE.replace("head_dim=32", "head_dim=32, num_key_value_heads=4")
+    made = machine.run(sys.executable, "-c", make, timeout=120)
+    assert made.status == 0, made
+    settings = [part for setting in (*RANKS[:-1], "decode.tensor_parallel_size=4") for part in ("--set", setting)]
+    up = machine.up("--prefill", 0, *settings, timeout=120)
+    assert up.status == 1
+    said = up.json["error"]["message"]
+    assert "decode-0: Ray has not lent it 4 GPUs of " in said
+    assert "2 are free, and others hold the rest" in said

@@ -247,7 +247,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 async def _write(answers: Any, context: Any) -> None:
     """Have a handler answer: it writes itself, or yields what is to be written."""
     if not inspect.isasyncgen(answers):
-        await answers
+        with connected():
+            await answers
         return
     async for message in answers:
         with connected():
