@@ -320,7 +320,7 @@ def large_bodies(api_address: str) -> Iterator[str]:
             yield f"{name} {status}"
 
 
-PACED, PACE = frozenset({"http_requests", "held_connections", "large_bodies"}), 0.1  # seconds between two of its steps
+PACED, PACE = frozenset({"http_requests", "held_connections", "large_bodies"}), 0.25  # seconds between two of its steps
 
 ATTACKS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function

@@ -50,7 +50,7 @@ def held_streams(grpc_address: str, connections: int, each: int) -> Iterator[str
                 reflection[here].ServerReflectionInfo(iter([question])) if talk else health[here].Watch(asked)
             )
             yield "begun"
-        time.sleep(0.2)
+        time.sleep(1.0)
         yield ""
 
 
@@ -64,13 +64,13 @@ def unspoken_connections(grpc_address: str, count: int) -> Iterator[str]:
             one.close()
             sockets.remove(one)
             yield "closed by the router"
-        for _ in range(min(50, count - len(sockets))):
+        for _ in range(min(20, count - len(sockets))):
             with suppress(OSError):
                 sockets.append(socket.create_connection((host.strip("[]"), int(port)), timeout=1))
                 sockets[-1].sendall(next(beginnings))
                 sockets[-1].setblocking(False)
                 yield "opened"
-        time.sleep(0.05)
+        time.sleep(0.1)
         yield ""
 
 

@@ -7,6 +7,7 @@ server first says that it will send no more, and then drops what still comes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,8 @@ class ClosingTransport:
         transport = self._transport
         if self._still_sends() and not transport.is_closing():
             if transport.can_write_eof():
-                transport.write_eof()
+                with contextlib.suppress(OSError):  # the client has gone
+                    transport.write_eof()
             transport.resume_reading()
             self._timer = asyncio.get_running_loop().call_later(LINGER, transport.abort)
         else:
