@@ -30,7 +30,7 @@ import grpc
 import zmq
 
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from tests.hostile_grpc import held_streams, unspoken_connections
+from tests.hostile_grpc import closed, held_streams, unspoken_connections
 
 STRANGER = 65_534
 _NICENESS = 10
@@ -155,7 +155,7 @@ def idle_connections(addresses: Sequence[str], each: int) -> Iterator[str]:
     while True:
         for address, sockets in open_ones.items():
             host, _, port = address.rpartition(":")
-            for one in [one for one in sockets if _closed(one)]:
+            for one in [one for one in sockets if closed(one)]:
                 one.close()
                 sockets.remove(one)
                 yield "closed by the server"
@@ -165,15 +165,6 @@ def idle_connections(addresses: Sequence[str], each: int) -> Iterator[str]:
                     sockets[-1].setblocking(False)
                     yield "opened"
         yield ""
-
-
-def _closed(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(4_096) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def store_connects(store_address: str) -> Iterator[str]:

@@ -60,7 +60,7 @@ def unspoken_connections(grpc_address: str, count: int) -> Iterator[str]:
     sockets: list[socket.socket] = []
     beginnings = cycle(_BEGINNINGS)
     while True:
-        for one in [one for one in sockets if _closed(one)]:
+        for one in [one for one in sockets if closed(one)]:
             one.close()
             sockets.remove(one)
             yield "closed by the router"
@@ -74,7 +74,8 @@ def unspoken_connections(grpc_address: str, count: int) -> Iterator[str]:
         yield ""
 
 
-def _closed(connection: socket.socket) -> bool:
+def closed(connection: socket.socket) -> bool:
+    """Whether the other side has closed a connection; what it has sent is dropped."""
     try:
         return connection.recv(4_096) == b""
     except BlockingIOError:

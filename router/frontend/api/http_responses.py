@@ -219,8 +219,7 @@ class EventStream(_Generating):
                 else:
                     # The first chunk of an echo has all of the prompt's log-probabilities.
                     size = 0 if sample.characters else _SCORED_BYTES * len(sample.prompt_scores)
-                    made = partial(map, answer.event, answer.chunks(sample, news))
-                    for body in await self._apart(size, lambda made=made: [*made()]):
+                    for body in await self._apart(size, partial(_events, answer, sample, news)):
                         await emit(body)
             for chunk in answer.closing():
                 await event(chunk)
@@ -232,6 +231,11 @@ class EventStream(_Generating):
                 return
             await event(answer.failed(error))
         await send({"type": "http.response.body", "body": answer.end_of_stream, "more_body": False})
+
+
+def _events(answer: Answer, sample: Sample, piece: Output) -> list[bytes]:
+    """Return the server-sent events of a piece of output."""
+    return [answer.event(chunk) for chunk in answer.chunks(sample, piece)]
 
 
 async def _disconnected(receive: Receive) -> None:
