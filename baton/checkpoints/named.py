@@ -7,7 +7,6 @@ of it is ever run.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -17,18 +16,17 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton import private_folder
 from baton.errors import StartupError
+from baton.file_lock import locked
 
 PATIENCE = 600.0
 """Seconds for a download, and for another process that makes the same model."""
 _CONVERSION = 1  # counts changes of what `from_gguf` writes: a folder of an older one is not taken
-_POLL = 0.2  # seconds
 
 Say = Callable[[str], None]
 
@@ -72,7 +70,9 @@ class NamedModel:
         models = self.folder.parent
         try:
             private_folder.make(models)
-            with _locked(models / f".{self.name}.lock", deadline):
+            lock = models / f".{self.name}.lock"
+            late = StartupError(f"another process has held {lock} for too long; end it, or try again")
+            with locked(lock, deadline, late):
                 if (found := self.cached()) is not None:
                     return found
                 _remove_remains(models, prefix := f".{self.name}.work-")
@@ -152,21 +152,6 @@ MODELS = {
         ),
     )
 }
-
-
-@contextmanager
-def _locked(path: Path, deadline: float) -> Iterator[None]:
-    """Hold a lock that ends with its process. Raises StartupError if another holds it past the deadline."""
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StartupError(f"another process has held {path} for too long; end it, or try again") from None
-            time.sleep(_POLL)
-        yield
 
 
 def _remove_remains(models: Path, prefix: str) -> None:

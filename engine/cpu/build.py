@@ -8,9 +8,7 @@ once it is loaded.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -24,12 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from baton import private_folder
 from baton.errors import FolderUntrusted
+from baton.file_lock import locked
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,9 @@ def load(sources: Path, root: Path) -> Library:
     try:
         private_folder.make(directory)
         if not target.exists():
-            with _alone(directory):
+            # Workers start together: one of them compiles, with all cores, and the others wait.
+            late = LibraryUnavailable(f"another process keeps {directory} locked")
+            with locked(directory / "lock", time.monotonic() + COMPILE_SECONDS, late):
                 if not target.exists():
                     _compile(compiler, sorted(sources.glob("*.cpp")), target)
         private_folder.refuse_strangers(target)
@@ -168,23 +169,6 @@ def _digest(files: Sequence[Path], compiler: Sequence[str], cpu: str) -> str:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Workers start together: one of them compiles, with all cores, and the others wait. What a killed one had locked,
-    the kernel frees."""
-    deadline = time.monotonic() + COMPILE_SECONDS
-    with (directory / "lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise LibraryUnavailable(f"another process keeps {directory} locked") from None
-                time.sleep(0.05)
-        yield
 
 
 def _compile(compiler: Sequence[str], sources: Sequence[Path], target: Path) -> None:

@@ -295,8 +295,8 @@ class HttpApi:
         tokens = (await self._prompts.of_chat(prompt)).tokens if isinstance(prompt, ChatOrder) else prompt
         strings = None
         if fields.return_token_strs:
-            spell = partial(map, TokenNames(self._service.model.tokenizer).own, tokens)
-            strings = await self._service.apart(TOKEN_BYTES * len(tokens), lambda: [*spell()])
+            spell = TokenNames(self._service.model.tokenizer).own
+            strings = await self._service.apart(TOKEN_BYTES * len(tokens), lambda: [*map(spell, tokens)])
         limit = self._service.model.limits.max_context
         return json_response(
             {"count": len(tokens), "max_model_len": limit, "tokens": list(tokens), "token_strs": strings}
