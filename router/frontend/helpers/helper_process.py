@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 import time
@@ -20,9 +21,12 @@ import msgspec
 
 from baton.errors import Overloaded, StartupError
 from baton.futures import looked_at
+from baton.logs import RateLimitedLog
 from baton.messages import UNREADABLE
 from router.frontend.fair_turns import FairTurns
 from router.frontend.helpers.helper_main import READY
+
+log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
 _START = 30.0  # seconds in which a new process must have imported its libraries
 _BESIDE = 2**16  # bytes of an answer beside its text
@@ -108,7 +112,8 @@ class HelperProcess:
         assert started is not None
         try:
             process = await started
-        except _NOT_STARTED:
+        except _NOT_STARTED as error:
+            log.warning("%s did not start: %s", self._module, error)
             self._started = None
             raise _Interrupted from None
         try:
