@@ -287,7 +287,10 @@ class SimulatedWorker(WorkerShell):
         self._routers.say(message, router)
 
     def call_store(self, call: Any) -> None:
-        if self._store is not None:
+        """Send a call to the store. Until the scheduler has been told that a store is lost, its calls are meant for
+        that one, and the next store must not get them."""
+        untold = bool(self._from_store) and isinstance(self._from_store[0], StoreLost)
+        if self._store is not None and not untold:
             self._store.call(self, call)
 
     def publish(self) -> None:

@@ -124,13 +124,15 @@ def partial_pages_are_not_copied(patch: pytest.MonkeyPatch) -> None:
 def test_the_adversary_finds_a_wrong_page(mutate: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     wild_run(0)
     mutate(monkeypatch)
-    found = list[str]()
-    for seed in range(20):
-        try:
+    with pytest.raises(AssertionError, match="a wrong page was read"):
+        for seed in range(20):
             wild_run(seed)
-        except AssertionError as error:  # some seeds find that a store drops a worker, without a mutation, too
-            found.append(str(error))
-    assert any("a wrong page was read" in each for each in found), found
+
+
+@pytest.mark.parametrize("seed", [4, 24, 30])
+def test_calls_for_a_lost_store_do_not_reach_the_next_one(seed: int) -> None:
+    """A store that gets such a call drops its worker. With these seeds a store is replaced during a step."""
+    wild_run(seed)
 
 
 class Shared(RuleBasedStateMachine):
