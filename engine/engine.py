@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -22,7 +22,7 @@ from baton.errors import ModelError, NotEnoughMemory
 from baton.messages import AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.attention.torch_sdpa import TorchAttention
-from engine.cpu import build, decode, huge_pages, prefill
+from engine.cpu import build, forward, huge_pages
 from engine.cpu.packed_linear import PackedLinears
 from engine.cpu.thread_pool import ThreadPool
 from engine.cuda.copies import CudaCopies
@@ -48,11 +48,6 @@ from engine.spec import ModelSpec
 from engine.step.batch import Batch, Chunk, Sampled, flatten
 from kvstore.layout import PageLayout
 
-_FEWEST_APART = 4
-"""Sequences that get one token beside prompts: from so many on they are computed apart, by the kernels for few rows.
-That reads the weights twice, and yet is faster, by up to 30 %: those for many rows want many queries to a context."""
-
-
 FittingPages: TypeAlias = "Callable[[Callable[[int], Engine]], int]"
 """Returns the number of pages. Gets a function that makes an engine with so many pages on the same weights."""
 
@@ -63,14 +58,6 @@ class StepOutput(Struct, frozen=True, gc=False):
 
     sampled: list[Sampled | None]
     scores: dict[int, list[PromptTokenLogprob]]
-
-
-class _Part(NamedTuple):
-    """What some chunks of a step are drawn from: [rows, vocab], and the likeliest tokens if they are known."""
-
-    places: Sequence[int]
-    logits: torch.Tensor
-    best: Sequence[int] | None
 
 
 class _Cuda(NamedTuple):
@@ -117,18 +104,10 @@ class Engine:
         if pool.device.type == "cuda":
             launcher = self._launcher(CudaStreams(pool.device))
             self._cuda = _Cuda(CudaCopies(self.pages.bytes), launcher, StepWatch())
-        self._decode_kernels: decode.NativeDecode | None = None
-        self._prefill_model: prefill.NativePrefill | Transformer = self._model
-        if not native or pool.device.type != "cpu" or (library := build.library()) is None:
-            return
-        if decode.runs(config, model_weights, pool, threads):
-            self._decode_kernels = decode.NativeDecode(
-                library, ThreadPool(library, threads), config, model_weights, layout, pool
-            )
-        if prefill.runs(config, model_weights, pool):
-            self._prefill_model = prefill.NativePrefill(
-                library, threads, config, model_weights, layout, pool, self.tracer
-            )
+        self._native: forward.NativeForward | None = None
+        if native and forward.runs(config, model_weights, pool, threads) and (library := build.library()) is not None:
+            pool_of_threads = ThreadPool(library, threads)
+            self._native = forward.NativeForward(library, pool_of_threads, config, model_weights, layout, pool)
 
     @classmethod
     def load(
@@ -270,72 +249,45 @@ class Engine:
         if self._cuda is not None:
             finished = self.launch(chunks).wait()
             return StepOutput(list(finished.sampled), {n: list(found) for n, found in finished.scores.items()})
-        scores: dict[int, list[PromptTokenLogprob]] = {}
-        masks, batches = self._prepare(chunks)
-        return self._draw(chunks, self._parts(chunks, batches, scores), masks, scores)
-
-    def _prepare(self, chunks: Sequence[Chunk]) -> tuple[MasksUnderWay | None, Sequence[tuple[Sequence[int], Batch]]]:
-        """What is computed at a time, and the masks that are computed meanwhile. Raises ValueError."""
         if not chunks:
-            return None, ()
+            return StepOutput([], {})
         with self.tracer.span("inputs", "engine"):
-            batches = self._batches(chunks)
-        return self._start_masks(chunks), batches
-
-    def _parts(
-        self,
-        chunks: Sequence[Chunk],
-        batches: Sequence[tuple[Sequence[int], Batch]],
-        scores: dict[int, list[PromptTokenLogprob]],
-    ) -> Iterator[_Part]:
-        """Compute the batches, one after the other. Yield the logits to draw from, and add to `scores`."""
-        for places, batch in batches:
-            if any(chunks[place].scoring is not None for place in places):
-                logits, best = self._score(chunks, places, batch, scores), None
-            else:
-                logits, best = self._logits(batch)
-            if logits is not None:
-                yield _Part(places, logits, best)
+            batch = self._flatten(chunks)
+        masks = self._start_masks(chunks)
+        scores: dict[int, list[PromptTokenLogprob]] = {}
+        if any(chunk.scoring is not None for chunk in chunks):
+            logits, best = self._score(chunks, batch, scores), None
+        else:
+            logits, best = self._logits(batch)
+        results: list[Sampled | None] = [None] * len(chunks)
+        if logits is not None:
+            self._draw(chunks, logits, best, masks, results)
+        return StepOutput(results, scores)
 
     def _draw(
         self,
         chunks: Sequence[Chunk],
-        parts: Iterable[_Part],
+        logits: torch.Tensor,
+        best: Sequence[int] | None,
         masks: MasksUnderWay | None,
-        scores: dict[int, list[PromptTokenLogprob]],
-    ) -> StepOutput:
-        results: list[Sampled | None] = [None] * len(chunks)
-        span = self.tracer.span
-        for part in parts:
-            draws = [(place, draw) for place in part.places if (draw := chunks[place].sample) is not None]
-            ends = [chunks[place].end for place, _ in draws]
-            if masks is not None:
-                with span("masks", "engine"):
-                    self._mask_threads.wait(masks)
-            late = {place for place, draw in draws if draw.mask is not None and not draw.mask.ready}
-            with span("sampling", "engine"):
-                asked = [replace(draw, mask=None) if place in late else draw for place, draw in draws]
-                sampled = self._sampler.sample(part.logits, asked, ends, part.best)
-            for (place, _), one in zip(draws, sampled, strict=True):
-                results[place] = None if place in late else one
-        return StepOutput(results, scores)
+        results: list[Sampled | None],
+    ) -> None:
+        draws = [(place, chunk.sample) for place, chunk in enumerate(chunks) if chunk.sample is not None]
+        ends = [chunks[place].end for place, _ in draws]
+        if masks is not None:
+            with self.tracer.span("masks", "engine"):
+                self._mask_threads.wait(masks)
+        late = {place for place, draw in draws if draw.mask is not None and not draw.mask.ready}
+        with self.tracer.span("sampling", "engine"):
+            asked = [replace(draw, mask=None) if place in late else draw for place, draw in draws]
+            sampled = self._sampler.sample(logits, asked, ends, best)
+        for (place, _), one in zip(draws, sampled, strict=True):
+            results[place] = None if place in late else one
 
     def _start_masks(self, chunks: Sequence[Chunk]) -> MasksUnderWay | None:
         """Have the masks of this step computed while the model runs."""
         masks = [chunk.sample.mask for chunk in chunks if chunk.sample is not None and chunk.sample.mask is not None]
         return self._mask_threads.start(masks) if masks else None
-
-    def _batches(self, chunks: Sequence[Chunk]) -> list[tuple[Sequence[int], Batch]]:
-        """What is computed at a time, and which of the chunks that is. Raises ValueError."""
-        whole = self._flatten(chunks)
-        scored = any(chunk.scoring is not None for chunk in chunks)  # the kernels for few rows have no room for these
-        if self._decode_kernels is None or (self._decode_kernels.takes(whole) and not scored):
-            return [(range(len(chunks)), whole)]
-        alone = [place for place, chunk in enumerate(chunks) if len(chunk.tokens) == 1]
-        if not _FEWEST_APART <= len(alone) <= min(decode.MOST_ROWS, len(chunks) - 1):
-            return [(range(len(chunks)), whole)]
-        rest = [place for place, chunk in enumerate(chunks) if len(chunk.tokens) > 1]
-        return [(part, self._flatten([chunks[place] for place in part])) for part in (alone, rest)]
 
     def _flatten(self, chunks: Sequence[Chunk]) -> Batch:
         return flatten(chunks, self.layout.page_size, self._num_pages, self.config.vocab_size, self.window)
@@ -343,48 +295,44 @@ class Engine:
     def _logits(self, batch: Batch) -> tuple[torch.Tensor | None, Sequence[int] | None]:
         """Run the model: logits of the rows that a token is drawn from, if there are any and there is a head; and the
         likeliest tokens, where they were found on the way."""
-        span = self.tracer.span
-        if self._decode_kernels is not None and self._decode_kernels.takes(batch):
-            with span("layers and head", "engine"):
-                decoded = self._decode_kernels.run(batch)
-            return (decoded.logits, decoded.best) if batch.num_samples else (None, None)
-        return self._logits_of_many(batch), None
-
-    @torch.inference_mode()  # native steps do without
-    def _logits_of_many(self, batch: Batch) -> torch.Tensor | None:
-        span = self.tracer.span
-        with span("layers", "engine"):
-            hidden = self._prefill_model.forward(batch)
-        if hidden is None:
-            return None
-        with span("head", "engine"):
-            return self._prefill_model.logits(hidden)
+        if self._native is not None:
+            with self.tracer.span("layers and head", "engine"):
+                scores = self._native.run(batch)
+            return (None, None) if scores is None else (scores.logits, scores.best)
+        with torch.inference_mode():
+            with self.tracer.span("layers", "engine"):
+                hidden = self._model.forward(batch)
+            if hidden is None:
+                return None, None
+            with self.tracer.span("head", "engine"):
+                return self._model.logits(hidden), None
 
     @torch.inference_mode()
     def _score(
-        self, chunks: Sequence[Chunk], places: Sequence[int], batch: Batch, scores: dict[int, list[PromptTokenLogprob]]
+        self, chunks: Sequence[Chunk], batch: Batch, scores: dict[int, list[PromptTokenLogprob]]
     ) -> torch.Tensor | None:
         """Run the model and score prompt tokens. Return the logits of the rows that a token is drawn from, if any."""
+        model = self._native or self._model
         with self.tracer.span("layers", "engine"):
-            hidden = self._prefill_model.forward(batch)
+            hidden = model.forward(batch)
         if hidden is None:
             return None
         drawn: list[int] = []
         row = 0
         with self.tracer.span("head", "engine"):
-            for place in places:
-                chunk = chunks[place]
+            for place, chunk in enumerate(chunks):
                 if (scoring := chunk.scoring) is not None:
                     scores[place] = found = list[PromptTokenLogprob]()
                     for at in range(0, len(scoring.targets), SCORED_AT_ONCE):
                         targets = scoring.targets[at : at + SCORED_AT_ONCE]
-                        logits = self._prefill_model.logits(hidden[row : row + len(targets)])
-                        found += self._sampler.score(logits, targets, scoring.top)
+                        found += self._sampler.score(
+                            model.logits(hidden[row : row + len(targets)]), targets, scoring.top
+                        )
                         row += len(targets)
                 if chunk.sample is not None:
                     drawn.append(row)
                     row += 1
-            return self._prefill_model.logits(hidden[drawn]) if drawn else None
+            return model.logits(hidden[drawn]) if drawn else None
 
 
 def _results(output: StepOutput) -> tuple[Sequence[Sampled | None], PromptScores]:

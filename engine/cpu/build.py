@@ -33,7 +33,7 @@ from baton.file_lock import locked
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-pthread")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-pthread")
 NEEDED = frozenset({"avx2", "fma"})
 COMPILE_SECONDS = 300
 

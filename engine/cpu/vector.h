@@ -7,18 +7,27 @@
 // first_lanes(n) is yes for the lanes before n, and select(mask, yes, no) takes each lane from one of two. fma(a, b, c) is
 // a · b + c, fms a · b − c, fnma c − a · b, each rounded once; max and min are their second where either is no number;
 // whole(x) is the nearest whole number, times_power_of_two(x, n) x · 2ⁿ for whole n, and reciprocal(x) good to 14 bits.
-// filled, counted and zeros are the same number in all lanes, 0 to 15, and 0. sum_of and largest_of are of all lanes.
+// filled, counted and zeros are the same number in all lanes, 0 to 15, and 0. largest_of is of all lanes, and so is
+// sum_of, which adds lane i to lane i + 8, then to i + 4, i + 2 and i + 1.
 //
 // load16 and store16 convert from and to the memory's type, to the nearest. With a count, they and what else takes one
 // touch only so many numbers, none for 0 or less, and those missing read as zero. load_halves leaves a bf16 as it is in
-// the lower half of a word; load_line and store_line move 64 bytes as they are, their count being of the memory's type;
-// as_bf16(x) is x rounded to one, and pairs(low, high) puts two of them into each word.
+// the lower half of a word; pairs(low, high) rounds to two of them in each word.
 //
 // A word may stand for one float32 or for two bf16. factors<T>(words) prepares it for add_products(T{}, a, b, sum), which
-// adds to each lane the product of its two floats, or those of both pairs. Before its use a factor may be kept.
+// adds to each lane the product of its two floats; or of both pairs, the upper product first and each rounded by itself.
+// Before its use a factor may be kept.
 //
-// transpose makes rows of 16 words columns; of sums_of(x), lane i is the sum of all lanes of x[i].
+// load_beside(rows, i, count, first, second) makes factors of 32 numbers from place i on: of one row of float32, or of two
+// rows of bf16 beside each other. What is summed with them is in the order of `in_order(first, second)` once that is done.
+//
+// transpose makes rows of 16 words columns.
+//
+// Numbers too small for a normal float are zero to all of this, while its thread has a `FlushDenormals`: the bf16 products
+// of AVX512 know no others.
 #pragma once
+
+#include <immintrin.h>
 
 #include <cstdint>
 
@@ -31,6 +40,12 @@ struct bf16 {
 
 constexpr int kLanes = 16;
 
+inline float sum_of(__m256 x) {
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+
 }  // namespace baton
 
 #if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
@@ -41,22 +56,14 @@ constexpr int kLanes = 16;
 
 namespace baton {
 
-// 32 numbers, of which `left` are there, in two vectors: of bf16 those with even and those with odd places, which costs
-// least; `store_both` puts them back.
-inline void load_both(const float* from, int64_t left, Floats& first, Floats& second) {
-  first = load16(from, left);
-  second = load16(from + kLanes, left - kLanes);
-}
-inline void load_both(const bf16* from, int64_t left, Floats& first, Floats& second) {
-  const Words both = load_line(from, left);
-  first = as_floats(shifted_left<16>(both));
-  second = as_floats(both & filled(static_cast<int32_t>(0xffff0000)));
-}
-inline void store_both(float* to, int64_t left, Floats first, Floats second) {
-  store16(to, first, left);
-  store16(to + kLanes, second, left - kLanes);
-}
-inline void store_both(bf16* to, int64_t left, Floats first, Floats second) { store_line(to, pairs(first, second), left); }
+class FlushDenormals {
+ public:
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_;
+};
 
 // e^x to within 2 units in the last place, zero for −∞ and whatever underflows: x = n·ln 2 + r, and the Taylor series of
 // e^r, whose terms from r⁸ on are below a tenth of a unit for |r| ≤ ln 2 / 2 (ln 2 in two parts: Cody and Waite, 1980).
@@ -75,8 +82,5 @@ inline Floats exponential(Floats x) {
   sum = fma(sum, r, filled(1.0f));
   return times_power_of_two(sum, n);
 }
-
-// x · sigmoid(x)
-inline Floats silu(Floats x) { return x / (filled(1.0f) + exponential(zeros() - x)); }
 
 }  // namespace baton

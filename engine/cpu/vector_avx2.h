@@ -81,13 +81,6 @@ inline Floats times_power_of_two(Floats x, Floats n) {
   n = max(min(n, filled(250.0f)), filled(-250.0f));
   return {times_power_of_two(x.low, n.low), times_power_of_two(x.high, n.high)};
 }
-// The processor's own has 12 bits, which one step of Newton's method doubles; but of 0 and ∞ it would make no number.
-inline Floats reciprocal(Floats x) { return filled(1.0f) / x; }
-inline float sum_of(__m256 x) {
-  __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
-}
 inline float sum_of(Floats x) { return sum_of(_mm256_add_ps(x.low, x.high)); }
 inline float largest_of(Floats x) {
   const __m256 eight = _mm256_max_ps(x.low, x.high);
@@ -159,7 +152,6 @@ inline Words rounded(Floats x) {
   return select(unequal(x, x), bits | filled(0x00400000), bits + filled(0x7fff) + odd);
 }
 inline Words upper_halves() { return filled(static_cast<int32_t>(0xffff0000)); }
-inline Floats as_bf16(Floats x) { return as_floats(rounded(x) & upper_halves()); }
 inline Words pairs(Floats low, Floats high) { return shifted_right<16>(rounded(low)) | (rounded(high) & upper_halves()); }
 
 inline void store16(float* to, Floats x) { store_words(to, as_words(x)); }
@@ -174,20 +166,6 @@ inline void store16(bf16* to, Floats x, int64_t count) {
   bf16 part[kLanes];
   store16(part, x);
   if (count > 0) std::memcpy(to, part, count * sizeof(bf16));
-}
-
-inline Words load_line(const float* from, int64_t count) { return load_words(from, count); }
-inline Words load_line(const bf16* from, int64_t count) {
-  if (count >= 2 * kLanes) return load_words(from);
-  bf16 part[2 * kLanes] = {};
-  std::memcpy(part, from, count * sizeof(bf16));
-  return load_words(part);
-}
-inline void store_line(bf16* to, Words x, int64_t count) {
-  if (count >= 2 * kLanes) return store_words(to, x);
-  bf16 part[2 * kLanes];
-  store_words(part, x);
-  std::memcpy(to, part, count * sizeof(bf16));
 }
 
 // --- sums of products ------------------------------------------------------------------------------------------------
@@ -213,7 +191,18 @@ Factors<T> factors(Words x) {
     return as_floats(x);
 }
 inline Floats add_products(float, Floats a, Floats b, Floats sum) { return fma(a, b, sum); }
-inline Floats add_products(bf16, Pair a, Pair b, Floats sum) { return fma(a.odd, b.odd, fma(a.even, b.even, sum)); }
+inline Floats add_products(bf16, Pair a, Pair b, Floats sum) { return fma(a.even, b.even, fma(a.odd, b.odd, sum)); }
+
+inline void load_beside(const float* const* rows, int64_t i, int64_t count, Floats& first, Floats& second) {
+  first = load16(rows[0] + i, count);
+  second = load16(rows[0] + i + kLanes, count - kLanes);
+}
+inline void load_beside(const bf16* const* rows, int64_t i, int64_t count, Pair& first, Pair& second) {
+  first = {load16(rows[0] + i, count), load16(rows[1] + i, count)};
+  second = {load16(rows[0] + i + kLanes, count - kLanes), load16(rows[1] + i + kLanes, count - kLanes)};
+}
+template <class T>
+void in_order(T, Floats&, Floats&) {}
 
 // --- across lanes ----------------------------------------------------------------------------------------------------
 
@@ -255,18 +244,5 @@ inline void transpose(Words (&x)[kLanes]) {
     x[8 + i] = {quarter[2][i], quarter[3][i]};
   }
 }
-
-// Of 8 vectors.
-inline __m256 sums8(const Floats* x) {
-  __m256 a[8], b[4], c[2];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) a[i] = _mm256_add_ps(x[i].low, x[i].high);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) b[i] = _mm256_hadd_ps(a[2 * i], a[2 * i + 1]);
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i) c[i] = _mm256_hadd_ps(b[2 * i], b[2 * i + 1]);
-  return _mm256_add_ps(_mm256_permute2f128_ps(c[0], c[1], 0x20), _mm256_permute2f128_ps(c[0], c[1], 0x31));
-}
-inline Floats sums_of(const Floats (&x)[kLanes]) { return {sums8(x), sums8(x + 8)}; }
 
 }  // namespace baton

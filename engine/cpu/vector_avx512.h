@@ -48,8 +48,9 @@ inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.all, b.all)}; }
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.all, b.all)}; }
 inline Floats whole(Floats x) { return {_mm512_roundscale_ps(x.all, _MM_FROUND_TO_NEAREST_INT)}; }
 inline Floats times_power_of_two(Floats x, Floats n) { return {_mm512_scalef_ps(x.all, n.all)}; }
-inline Floats reciprocal(Floats x) { return {_mm512_rcp14_ps(x.all)}; }
-inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x.all); }
+inline float sum_of(Floats x) {
+  return sum_of(_mm256_add_ps(_mm512_castps512_ps256(x.all), _mm512_extractf32x8_ps(x.all, 1)));
+}
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x.all); }
 
 inline Words filled(int32_t x) { return {_mm512_set1_epi32(x)}; }
@@ -94,15 +95,6 @@ inline void store16(bf16* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first_lanes(count).all, rounded(x));
 }
 
-inline Words load_line(const float* from, int64_t count) { return load_words(from, count); }
-inline Words load_line(const bf16* from, int64_t count) {
-  return {_mm512_maskz_loadu_epi16(count >= 32 ? __mmask32(0xffffffff) : __mmask32((1u << count) - 1), from)};
-}
-inline void store_line(bf16* to, Words x, int64_t count) {
-  _mm512_mask_storeu_epi16(to, count >= 32 ? __mmask32(0xffffffff) : __mmask32((1u << count) - 1), x.all);
-}
-
-inline Floats as_bf16(Floats x) { return as_floats(shifted_left<16>(widened(rounded(x)))); }
 inline Words pairs(Floats low, Floats high) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -120,6 +112,24 @@ Factors<T> factors(Words x) {
 inline Floats add_products(float, Words a, Words b, Floats sum) { return fma(as_floats(a), as_floats(b), sum); }
 inline Floats add_products(bf16, Words a, Words b, Floats sum) {
   return {_mm512_dpbf16_ps(sum.all, (__m512bh)a.all, (__m512bh)b.all)};
+}
+
+inline void load_beside(const float* const* rows, int64_t i, int64_t count, Words& first, Words& second) {
+  first = load_words(rows[0] + i, count);
+  second = load_words(rows[0] + i + kLanes, count - kLanes);
+}
+// Quarters of a register are interleaved each by itself.
+inline void load_beside(const bf16* const* rows, int64_t i, int64_t count, Words& first, Words& second) {
+  const __mmask32 there = count >= 32 ? __mmask32(0xffffffff) : __mmask32((1u << count) - 1);
+  const __m512i low = _mm512_maskz_loadu_epi16(there, rows[0] + i), high = _mm512_maskz_loadu_epi16(there, rows[1] + i);
+  first.all = _mm512_unpacklo_epi16(low, high);
+  second.all = _mm512_unpackhi_epi16(low, high);
+}
+inline void in_order(float, Floats&, Floats&) {}
+inline void in_order(bf16, Floats& first, Floats& second) {
+  const __m512 one = _mm512_shuffle_f32x4(first.all, second.all, 0x44), two = _mm512_shuffle_f32x4(first.all, second.all, 0xee);
+  first.all = _mm512_shuffle_f32x4(one, one, 0xd8);
+  second.all = _mm512_shuffle_f32x4(two, two, 0xd8);
 }
 
 // --- across lanes ----------------------------------------------------------------------------------------------------
@@ -152,23 +162,6 @@ inline void transpose(Words (&x)[kLanes]) {
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) x[i].all = y[i];
-}
-
-// Pairs are interleaved and added until one vector is left.
-inline Floats sums_of(const Floats (&x)[kLanes]) {
-  __m512 a[8], b[4];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i)
-    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i].all, x[2 * i + 1].all),
-                         _mm512_unpackhi_ps(x[2 * i].all, x[2 * i + 1].all));
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m512d even = _mm512_castps_pd(a[2 * i]), odd = _mm512_castps_pd(a[2 * i + 1]);
-    b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(even, odd)), _mm512_castpd_ps(_mm512_unpackhi_pd(even, odd)));
-  }
-  const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
-  const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xdd));
-  return {_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd))};
 }
 
 }  // namespace baton

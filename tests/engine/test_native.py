@@ -1,7 +1,8 @@
-"""The native kernels for few rows beside the torch path."""
+"""The native kernels beside the torch path."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cpu import build
-from engine.cpu.decode import MOST_ROWS, NativeDecode
 from engine.cpu.packed_linear import PackedLinear, tiled
 from engine.cpu.thread_pool import ThreadPool
 from engine.engine import Engine
-from engine.step.batch import Chunk, Sampled, TokenDraw, flatten
+from engine.step.batch import Chunk, Sampled, TokenDraw
 from tests import checkpoints
 from tests.checkpoints import RECIPES, TORCH_ONLY, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, prompt_of
@@ -26,6 +26,7 @@ Pair = tuple[Engine, Engine]
 Pairs = Callable[..., Pair]
 
 PAGES = 64
+MOST_ROWS = 64  # that threads norm by themselves
 EVERYTHING = TokenDraw(temperature=0, logprobs=VOCAB)
 
 native = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
@@ -57,8 +58,8 @@ def pair(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
             return Engine.load(path(name), dtype, "cpu", pages, page_size, True, threads=threads, native=native)
 
         ours, plain = load(True), load(False)
-        assert ours._decode_kernels is not None
-        assert plain._decode_kernels is None
+        assert ours._native is not None
+        assert plain._native is None
         return ours, plain
 
     return loaded
@@ -85,7 +86,6 @@ def assert_same_step(ours: Engine, plain: Engine, chunks: Sequence[Chunk]) -> No
 def test_greedy_tokens_are_those_of_transformers(
     name: str, pair: Pairs, checkpoint: Callable[[str], Path], reference: Callable[[str], Reference]
 ):
-    """All steps are few enough rows to be native, those of the prompt too."""
     ours, plain = pair(name)
     prompt = prompt_of(75, seed=4)
     expected, gaps = reference(name).generate(prompt, 60)
@@ -166,25 +166,38 @@ def test_rows_of_one_sequence_attend_together_each_to_what_comes_before_it(name:
         assert_same_step(ours, plain, chunks)
 
 
-@native
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
-@pytest.mark.parametrize("alone", [3, 4, 20])
-def test_sequences_that_get_one_token_beside_long_prompts(name: str, alone: int, pair: Pairs):
-    """From four on they are computed apart; wherever they stand among the chunks, each has its own result."""
-    ours, plain = pair(name)
-    generator = torch.Generator().manual_seed(alone)
-    ours.pool.normal_(generator=generator)
-    plain.pool.copy_(ours.pool)
-    lengths = [1] * (alone - 1) + [MOST_ROWS, 1, MOST_ROWS // 2]
+def ragged(seed: int, pages: int) -> list[Chunk]:
+    """Chunks of several sequences, more rows together than a block, with single tokens among them."""
+    rng = random.Random(seed)
     chunks: list[Chunk] = []
-    free = list(range(PAGES))
-    for number, length in enumerate(lengths):
-        pages = [free.pop() for _ in range(-(-(number + length) // 16))]
-        draw = None if number % 5 == 2 else EVERYTHING
-        chunks.append(Chunk(prompt_of(length, seed=number), number, pages, draw))
-    chunks = chunks[1:] + chunks[:1]
-    assert len(ours._batches(chunks)) == (1 if alone < 4 else 2)
-    assert_same_step(ours, plain, chunks)
+    order = rng.sample(range(pages), pages)
+    for i in range(6):
+        start = rng.choice([0, 0, 5, 16, 40])
+        length = 1 if rng.random() < 0.4 else rng.randrange(1, 120 - start)
+        own = order[i * 8 : i * 8 + 8]
+        chunks.append(Chunk([rng.randrange(VOCAB) for _ in range(length)], start, own, rng.choice([None, EVERYTHING])))
+    return chunks
+
+
+@native
+@pytest.mark.parametrize("name", [*NATIVE, *SHAPES])
+def test_steps_of_many_rows(name: str, pair: Pairs):
+    ours, plain = pair(name, 16, "float32", 2)
+    for seed in range(8):
+        plain.pool.normal_(generator=torch.Generator().manual_seed(seed))
+        ours.pool.copy_(plain.pool)
+        assert_same_step(ours, plain, ragged(seed, PAGES))
+
+
+@native
+@pytest.mark.parametrize("name", NATIVE)
+def test_without_a_head_there_are_pages(name: str, checkpoint: Callable[[str], Path]):
+    ours, plain = (Engine.load(checkpoint(name), "float32", "cpu", PAGES, 16, False, 2, own) for own in (True, False))
+    assert ours._native is not None
+    for seed in range(4):
+        chunks = ragged(seed, PAGES)
+        assert ours.step(chunks) == plain.step(chunks) == [None] * len(chunks)
+        torch.testing.assert_close(ours.pool, plain.pool, atol=2e-4, rtol=1e-4)
 
 
 @native
@@ -231,35 +244,17 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is(name: str, pair: Pairs):
     assert mine < 1.25 * theirs
 
 
-@pytest.mark.parametrize(
-    ("chunks", "few_rows"),
-    [
-        ([(1, 100_000)] * MOST_ROWS, True),
-        ([(1, 0)] * (MOST_ROWS + 1), False),
-        ([(16, 3_056)], True),
-        ([(16, 3_057)], False),
-        ([(1, 5_000), (8, 3_000), (8, 3_000)], True),
-        ([(1, 5_000), (8, 3_000), (8, 3_200)], False),
-    ],
-)
-def test_which_batches_have_few_rows(chunks: list[tuple[int, int]], few_rows: bool):
-    """By the new tokens of each sequence and how many came before."""
-    pages = range(100_001 // 16 + 1)
-    batch = flatten([Chunk([3] * rows, start, pages) for rows, start in chunks], 16, len(pages), VOCAB)
-    assert NativeDecode.takes(batch) == few_rows
-
-
 @native
 def test_equal_logits_give_the_lowest_token(pair: Pairs):
     ours, _ = pair("llama")
-    assert ours._decode_kernels is not None
-    head = ours._decode_kernels._model.head
+    assert ours._native is not None
+    head = ours._native._model.head
     zeros = torch.zeros(1024 * 64)  # as many weights as the head has
-    ours._decode_kernels._model.head = zeros.data_ptr()
+    ours._native._model.head = zeros.data_ptr()
     try:
         (sampled,) = ours.step([Chunk([7], 0, [0], GREEDY)])
     finally:
-        ours._decode_kernels._model.head = head
+        ours._native._model.head = head
     assert sampled is not None
     assert sampled.token == 0
 
@@ -321,7 +316,7 @@ def test_narrower_vectors_come_to_the_same(
     library = build.load(build.SOURCES, build.cache_root())
     monkeypatch.setattr(build, "library", lambda: library)
     narrow = Engine.load(checkpoint(name), dtype, "cpu", PAGES, 16, True, threads=2)
-    assert narrow._decode_kernels is not None
+    assert narrow._native is not None
     plain.pool.zero_()
     for length in (MOST_ROWS // 4, 2 * MOST_ROWS):
         pages = [range(16 * i, 16 * i + 16) for i in range(4)]
@@ -344,5 +339,22 @@ def test_a_pool_that_is_never_used_ends():
 @pytest.mark.parametrize("name", sorted(TORCH_ONLY))
 def test_what_the_kernels_do_not_know_is_left_to_torch(name: str, checkpoint: Callable[[str], Path]):
     engine = Engine.load(checkpoint(name), "float32", "cpu", 2, 16, True, 1)
-    assert engine._decode_kernels is None
-    assert engine._prefill_model is engine._model
+    assert engine._native is None
+
+
+def test_float16_is_left_to_torch(checkpoint: Callable[[str], Path]):
+    engine = Engine.load(checkpoint("llama"), "float16", "cpu", 20, 16, True, 1)
+    assert engine._native is None
+    assert engine.step([Chunk(prompt_of(40), 0, range(3), TokenDraw(temperature=0))])[0] is not None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_torch_alone_makes_the_tokens_of_transformers(
+    name: str, checkpoint: Callable[[str], Path], reference: Callable[[str], Reference]
+):
+    """The path of other CPUs and of float16, which the engine's other tests don't take where there are kernels."""
+    engine = Engine.load(checkpoint(name), "float32", "cpu", 20, 16, True, 1, native=False)
+    for length, sizes in ((20, []), (77, [30, 1, 17, 16])):
+        prompt = prompt_of(length, seed=length)
+        expected, gaps = reference(name).generate(prompt, 12)
+        assert_same_tokens(generate(engine, prompt, 12, sizes), expected, gaps)

@@ -1,0 +1,634 @@
+// A whole step: every layer, from token ids to logits, in one call.
+//
+// With few rows a step costs what it costs to read all weights once, so the products serve that stream: weights lie in
+// tiles in the order in which they are read, each thread reads tiles of its own from end to end, and while it computes
+// with one block of a tile it asks for the next, across tiles and from one product into the following one. With many rows
+// threads take tiles, and parts of the rows, as they get to them, and a layer is run on a block of rows at a time: what one
+// part of it has written is in the cache for the next.
+//
+// A tile is 64 outputs of a product: [steps][64] words of four bytes, a word being one input of a float32 weight or two
+// adjoining ones of a bf16 weight, as the bf16 dot product takes them. oneDNN packs weights for itself in just this order.
+// An output is summed over its inputs in their order, however many rows there are.
+#include "attention.h"
+#include "pool.h"
+
+namespace baton {
+namespace {
+
+constexpr int kTile = 64;          // outputs
+constexpr int kStepBytes = 256;    // of a tile for one word of input
+constexpr int kBlockSteps = 64;    // 16 KiB, which stay in the first-level cache while rows pass over them
+// Where the next block fits in there as well it is asked for into it. Where not, it would push this one out: it is asked for
+// into the second level, but for weights that are passed over once. Those the processor foresees better by itself than it
+// follows requests for every line, but for the first lines of each page.
+constexpr bool kTwoBlocksFit = FIRST_LEVEL_CACHE > 2 * kBlockSteps * kStepBytes;
+constexpr int kPageSteps = 16;     // 4 KiB, beyond whose end processors foresee nothing
+constexpr int kPageStart = 6;      // lines from which they see what comes
+constexpr int kPageStartsOnly = -1;
+template <class T>                 // what many registers hold: 6 × 4 sums, 4 vectors of weights and one of input
+constexpr int kPassRows = kMany || sizeof(T) == 4 ? 6 : 4;
+template <class T>                 // in few, the weights and the input of bf16 are two vectors each
+constexpr int kPassSums = kMany ? 24 : kPassRows<T>;
+constexpr int64_t kFewRows = 64;     // that each thread norms for itself: it costs less than waiting for each other would
+constexpr int64_t kBlockRows = 256;  // with fewer, the weights are read more often; with more, less stays in the cache
+constexpr int64_t kShares = 8;       // for each thread, so that none waits long for another
+constexpr int kMostThreads = 256;
+
+}  // namespace
+
+// What `forward.py` tells; the structures there are the same, field by field.
+extern "C" {
+struct Layer {
+  const float* input_norm;   // [hidden]
+  const void* qkv;           // tiles, as all products
+  const float* qkv_bias;     // [outputs], or null, as all biases
+  const float* qk_norm;      // [heads + kv_heads][head_dim], or null
+  const void* output;        // null: of the last layer K and V are all that is wanted, and `qkv` makes no queries
+  const float* output_bias;
+  const float* mlp_norm;     // [hidden]
+  const void* gate_up;       // gate's tiles, then up's
+  const float* gate_up_bias;
+  const void* down;
+  const float* down_bias;
+  int64_t window;            // positions attended to; 0: all
+};
+
+struct Model {
+  int64_t dtype, hidden, inner, heads, kv_heads, head_dim, layers, vocab, page_size;
+  double norm_eps;
+  double rope_factor;        // of cosine and sine
+  const void* embedding;     // [vocab][hidden]
+  const float* frequencies;  // [head_dim / 2]
+  const float* norm;         // [hidden]
+  const void* head;
+  const Layer* layer;        // [layers]
+  void* pool;                // [pages][kv_heads][layers][2][page_size][head_dim]
+};
+
+struct Batch {
+  int64_t rows, sample_count, begun_count;
+  const int64_t* ints;  // what follows, end to end
+  void* hidden;         // [sample_count][hidden]: the normed hidden states of the sample rows
+  float* logits;        // [sample_count][vocab], or null
+  int64_t* best;        // [sample_count]: the likeliest token, of equal ones the lowest
+
+  const int64_t* tokens() const { return ints; }                                // [rows]
+  const int64_t* positions() const { return tokens() + rows; }                  // [rows]
+  const int64_t* tables() const { return positions() + rows; }                  // [rows]: addresses of block tables
+  const int64_t* sample_rows() const { return tables() + rows; }                // [sample_count], ascending
+  const int64_t* begun() const { return sample_rows() + sample_count; }         // [begun_count]: pages to be zeroed first
+};
+}
+
+namespace {
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+// One pass of R rows over a block of a tile. `x` is the rows' words, `stride` words apart; `sums` is [R][kTile]. Each step
+// asks for `Lines` cache lines from `ahead` on, or for one of those that the block's next page starts with.
+template <class T, int R, int Lines>
+void pass(const char* weights, const uint32_t* x, int64_t stride, int64_t steps, bool first, float* sums, const char* ahead) {
+  constexpr int V = R * 4 <= kPassSums<T> ? 4 : R * 2 <= kPassSums<T> ? 2 : 1;  // vectors of outputs at a time
+  constexpr int kAsked = (Lines * V + 3) / 4;                                    // lines meanwhile, at each step
+  for (int column = 0, asked = 0; column < kTile; column += V * kLanes, asked += kAsked) {
+    Floats sum[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < V; ++j) sum[r][j] = first ? zeros() : load16(sums + r * kTile + column + j * kLanes);
+    for (int64_t s = 0; s < steps; ++s) {
+      Factors<T> w[V];
+#pragma GCC unroll 4
+      for (int j = 0; j < V; ++j) w[j] = factors<T>(load_words(weights + s * kStepBytes + column * 4 + j * 64));
+      if constexpr (Lines == kPageStartsOnly) {
+        if (column == 0 && s % kPageSteps < kPageStart)
+          _mm_prefetch(weights + (s / kPageSteps + 1) * kPageSteps * kStepBytes + s % kPageSteps * 64, _MM_HINT_T1);
+      } else if (asked + kAsked <= Lines) {
+#pragma GCC unroll 4
+        for (int line = asked; line < asked + kAsked; ++line)
+          _mm_prefetch(ahead + (s * Lines + line) * 64, kTwoBlocksFit ? _MM_HINT_T0 : _MM_HINT_T1);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Factors<T> word = factors<T>(filled(static_cast<int32_t>(x[r * stride + s])));
+#pragma GCC unroll 4
+        for (int j = 0; j < V; ++j) sum[r][j] = add_products(T{}, w[j], word, sum[r][j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < V; ++j) store16(sums + r * kTile + column + j * kLanes, sum[r][j]);
+  }
+}
+
+template <class T, int Lines>
+void pass(int64_t rows, const char* weights, const uint32_t* x, int64_t stride, int64_t steps, bool first, float* sums,
+          const char* ahead) {
+  with_count<kPassRows<T>>(rows, [&](auto some) {
+    pass<T, some, Lines>(weights, x, stride, steps, first, sums, ahead);
+  });
+}
+
+// One tile for all rows: `x` [rows][steps] words → `sums` [rows][kTile]. `next` is what this thread reads after it.
+template <class T>
+void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* sums, const char* next) {
+  const auto* words = reinterpret_cast<const uint32_t*>(x);
+  const int64_t passes = (rows + kPassRows<T> - 1) / kPassRows<T>;
+  for (int64_t from = 0; from < steps; from += kBlockSteps) {
+    const int64_t count = least(steps - from, kBlockSteps);
+    const char* block = weights + from * kStepBytes;
+    const char* ahead = from + count < steps ? block + count * kStepBytes : next;
+    for (int64_t p = 0; p < passes; ++p) {
+      const Range own = share(rows, static_cast<int>(p), static_cast<int>(passes));
+      const int64_t n = own.last - own.first;
+      const uint32_t* input = words + own.first * steps + from;
+      float* output = sums + own.first * kTile;
+      // Between them the passes ask for the four lines of every step of the next block, once each.
+      if (passes == 1) {
+        pass<T, kTwoBlocksFit ? 4 : kPageStartsOnly>(n, block, input, steps, count, from == 0, output, ahead);
+      } else if (passes <= 3 && p < 2) {
+        pass<T, 2>(n, block, input, steps, count, from == 0, output, ahead + p * count * 128);
+      } else if (passes > 3 && p < 4) {
+        pass<T, 1>(n, block, input, steps, count, from == 0, output, ahead + p * count * 64);
+      } else {
+        pass<T, 0>(n, block, input, steps, count, from == 0, output, ahead);
+      }
+    }
+  }
+}
+
+// --- one step --------------------------------------------------------------------------------------------------------
+
+// Hands out parts of one piece of memory; with none, only counts how much there would have to be.
+class Carver {
+ public:
+  explicit Carver(char* memory) : memory_(memory) {}
+  template <class T>
+  T* take(int64_t count) {
+    char* taken = memory_ ? memory_ + used_ : nullptr;
+    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 128);  // neighbouring lines are fetched in pairs
+    return reinterpret_cast<T*>(taken);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  int64_t used_ = 0;
+};
+
+// What one thread alone reads and writes.
+template <class T>
+struct Private {
+  T* normed;          // [up to kFewRows][hidden]
+  float* sums;        // [rows of a block][kTile]
+  float* more_sums;   // likewise
+  float* best;        // [samples][kLanes]: the largest logit of each lane so far
+  int32_t* best_ids;  // likewise
+  Scratch* scratch;
+};
+
+// What attends together: some rows, where they came from, and the work that they make.
+struct Group {
+  int64_t rows, run_count, unit_count;
+  const int64_t* from;  // [rows]: of the batch; null: those of the block
+  Run* runs;
+  Unit* units;
+};
+
+// A matrix, and another one of which each tile belongs to one of the first.
+struct Matrix {
+  const void* tiles;
+  int64_t outputs, inputs;
+  const void* second = nullptr;
+};
+
+template <class T>
+class Step {
+ public:
+  Step(const Model& model, const Batch& batch, Pool* pool, char* memory)
+      : m(model), b(batch), pool_(pool), threads_(pool->threads()),
+        shape_{m.heads, m.kv_heads, m.head_dim, m.page_size, m.layers} {
+    qkv_size_ = round_up((m.heads + 2 * m.kv_heads) * m.head_dim, kTile);
+    const int64_t rows = least(b.rows, block_end(0, b.rows) + kBlockRows / 4), few = least(rows, kFewRows);
+    const int64_t group = shape_.group(), samples = b.logits ? b.sample_count : 0;
+    int64_t longest = 0;
+    for (int64_t row = 0; row < b.rows; ++row) longest = std::max(longest, b.positions()[row]);
+    const int64_t segments = longest / kSegment + 1;
+    Carver carve(memory);
+    x_ = carve.take<float>(b.rows * m.hidden);
+    cos_ = carve.take<float>(b.rows * m.head_dim / 2);
+    sin_ = carve.take<float>(b.rows * m.head_dim / 2);
+    picked_ = carve.take<float>(rows * m.hidden);
+    normed_ = carve.take<T>(b.rows > kFewRows ? rows * m.hidden : 0);
+    qkv_ = carve.take<float>(rows * qkv_size_);
+    queries_ = carve.take<T>(rows * m.heads * shape_.padded());
+    attended_ = carve.take<T>(rows * m.heads * m.head_dim);
+    activated_ = carve.take<T>(rows * m.inner);
+    ended_ = carve.take<std::atomic<int32_t>>(rows * m.kv_heads);
+    slot_ = carve.take<int64_t>(rows);
+    runs_ = carve.take<Run>(rows);
+    units_ = carve.take<Unit>(rows * m.kv_heads * (segments + group / kWide + 1));
+    parts_ = carve.take<float>(segments > 1 ? rows * m.heads * segments * (shape_.padded() + 2) : 0);
+    for (int thread = 0; thread < threads_; ++thread) {
+      Private<T>& own = own_[thread];
+      own.normed = carve.take<T>(few * m.hidden);
+      own.sums = carve.take<float>(rows * kTile);
+      own.more_sums = carve.take<float>(rows * kTile);
+      own.best = carve.take<float>(samples * kLanes);
+      own.best_ids = carve.take<int32_t>(samples * kLanes);
+      own.scratch = carve.take<Scratch>(1);
+    }
+    memory_used_ = carve.used();
+  }
+
+  int64_t memory_used() const { return memory_used_; }
+
+  void run() {
+    for (int64_t i = 0; i < least(b.rows, kBlockRows * 5 / 4) * m.kv_heads; ++i) ended_[i].store(0, std::memory_order_relaxed);
+    pool_->run([this](int thread) { work(thread); });
+  }
+
+  // Only the product with the head: of `hidden`.
+  void run_head() {
+    pool_->run([this](int thread) {
+      const FlushDenormals flush;
+      multiply_head(thread);
+      meet();
+      if (thread == 0) choose();
+    });
+  }
+
+ private:
+  struct Block {
+    int64_t first, last;    // rows of the batch
+    int64_t sample, samples;  // the first of its sample rows, and how many there are
+    int64_t rows() const { return last - first; }
+  };
+
+  // Where a block ends that begins at `first`; the last takes in a remainder too small to be worth reading all weights
+  // once more.
+  static int64_t block_end(int64_t first, int64_t rows) {
+    return rows - first >= kBlockRows * 5 / 4 ? first + kBlockRows : rows;
+  }
+
+  void work(int thread) {
+    const FlushDenormals flush;
+    const bool draws = m.layer[m.layers - 1].output;
+    begin(thread);
+    for (int64_t l = 0; l < m.layers; ++l) {
+      const bool last = l + 1 == m.layers;
+      Block block{0, 0, 0, 0};
+      for (; block.last < b.rows; block.sample += block.samples) {
+        block.first = block.last;
+        block.last = block_end(block.first, b.rows);
+        block.samples = 0;
+        while (draws && block.sample + block.samples < b.sample_count && b.sample_rows()[block.sample + block.samples] < block.last)
+          ++block.samples;
+        run_block(l, last, block, thread);
+      }
+    }
+    if (!draws || !b.logits || !b.sample_count) return;
+    multiply_head(thread);
+    meet();
+    if (thread == 0) choose();
+  }
+
+  void run_block(int64_t l, bool last, const Block& block, int thread) {
+    const Layer& layer = m.layer[l];
+    const bool only = b.rows == block.rows();
+    const bool some = last && block.samples < block.rows();
+    if (thread == 0 && (l == 0 || some || !only)) plan(block, some);  // read after the first meeting
+    float* const x = x_ + block.first * m.hidden;
+    const T* normed = norm(x, block.rows(), layer.input_norm, thread);
+    const int64_t made = (layer.output ? m.heads + 2 * m.kv_heads : 2 * m.kv_heads) * m.head_dim;
+    const void* after = last && !block.samples ? m.layer[0].qkv : layer.output;
+    multiply({layer.qkv, made, m.hidden}, normed, block.rows(), {after, m.hidden, m.heads * m.head_dim}, thread,
+             [&](int64_t column, int64_t first, int64_t rows, const float* sums, const float*) {
+               const Floats bias = bias16(layer.qkv_bias, column, made);
+               for (int64_t row = 0; row < rows; ++row)
+                 store16(qkv_ + (first + row) * qkv_size_ + column, load16(sums + row * kTile) + bias);
+             });
+    meet();
+    place(layer, l, block, thread);
+    if (last) pick(block, thread);
+    meet();
+    if (!last) return finish(layer, l, x, block.rows(), m.layer[l + 1], thread);
+    if (!block.samples) return;
+    finish(layer, l, picked_, block.samples, m.layer[0], thread);
+    const Range rows = share(block.samples, thread, threads_);
+    for (int64_t row = rows.first; row < rows.last; ++row)
+      norm_row(picked_ + row * m.hidden, m.norm, static_cast<T*>(b.hidden) + (block.sample + row) * m.hidden, m.hidden,
+               m.norm_eps);
+    meet();
+  }
+
+  // A layer from attention on, for rows of `x`.
+  void finish(const Layer& layer, int64_t l, float* x, int64_t rows, const Layer& next, int thread) {
+    const Matrix gate_up{layer.gate_up, m.inner, m.hidden,
+                         static_cast<const char*>(layer.gate_up) + m.inner * m.hidden * sizeof(T)};
+    const Matrix output{layer.output, m.hidden, m.heads * m.head_dim}, down{layer.down, m.hidden, m.inner};
+    attend(layer, l, thread);
+    meet();
+    multiply(output, attended_, rows, gate_up, thread, adds_to(x, layer.output_bias));
+    meet();
+    const T* normed = norm(x, rows, layer.mlp_norm, thread);
+    multiply(gate_up, normed, rows, down, thread,
+             [&](int64_t column, int64_t first, int64_t count, const float* gate, const float* up) {
+               const Floats gate_bias = bias16(layer.gate_up_bias, column, 2 * m.inner);
+               const Floats up_bias = bias16(layer.gate_up_bias, m.inner + column, 2 * m.inner);
+               for (int64_t row = 0; row < count; ++row) {
+                 const Floats g = load16(gate + row * kTile) + gate_bias, u = load16(up + row * kTile) + up_bias;
+                 store16(activated_ + (first + row) * m.inner + column, silu<T>(g) * u);
+               }
+             });
+    meet();
+    const Matrix head{m.head, m.vocab, m.hidden}, qkv{next.qkv, qkv_size_, m.hidden};
+    multiply(down, activated_, rows, l + 1 == m.layers ? head : qkv, thread, adds_to(x, layer.down_bias));
+    meet();
+  }
+
+  void meet() { pool_->meet(); }
+
+  // Calls work(index) for all, on whichever thread is free. Threads come here equally often, and each takes one number more
+  // than there is work.
+  template <class Work>
+  void share_out(int64_t count, int thread, const Work& work) {
+    int64_t& taken = taken_[thread].before;
+    for (int64_t index; (index = next_.fetch_add(1, std::memory_order_relaxed) - taken) < count;) work(index);
+    taken += count + threads_;
+  }
+
+  // The first meeting of the threads comes before anybody reads what is made here.
+  void begin(int thread) {
+    const int64_t page_elements = m.kv_heads * m.layers * 2 * m.page_size * m.head_dim, half = m.head_dim / 2;
+    for (int64_t i = thread; i < b.begun_count; i += threads_)
+      std::memset(static_cast<T*>(m.pool) + b.begun()[i] * page_elements, 0, page_elements * sizeof(T));
+    const Range rows = share(b.rows, thread, threads_);
+    const auto factor = static_cast<float>(m.rope_factor);
+    for (int64_t row = rows.first; row < rows.last; ++row) {
+      copy_row(static_cast<const T*>(m.embedding) + b.tokens()[row] * m.hidden, x_ + row * m.hidden, m.hidden);
+      const auto position = static_cast<float>(b.positions()[row]);
+      for (int64_t i = 0; i < half; ++i) {
+        const float angle = position * m.frequencies[i];
+        cos_[row * half + i] = factor * std::cos(angle);
+        sin_[row * half + i] = factor * std::sin(angle);
+      }
+    }
+    meet();
+  }
+
+  // RMSNorm of rows: of few, every thread's own.
+  const T* norm(const float* x, int64_t rows, const float* weight, int thread) {
+    const bool many = rows > kFewRows;
+    T* const to = many ? normed_ : own_[thread].normed;
+    const Range own = many ? share(rows, thread, threads_) : Range{0, rows};
+    for (int64_t row = own.first; row < own.last; ++row)
+      norm_row(x + row * m.hidden, weight, to + row * m.hidden, m.hidden, m.norm_eps);
+    if (many) meet();
+    return to;
+  }
+
+  static const char* tile_of(const Matrix& matrix, int64_t index) {
+    return static_cast<const char*>(matrix.tiles) + index * (matrix.inputs / kWord<T>) * kStepBytes;
+  }
+  static int64_t tiles_of(const Matrix& matrix) { return (matrix.outputs + kTile - 1) / kTile; }
+
+  // The tile with which a thread begins when it has few rows.
+  const char* own_tiles(const Matrix& matrix, int thread) const {
+    return tile_of(matrix, share(tiles_of(matrix), thread, threads_).first);
+  }
+
+  // Calls done(column, first row, rows, sums, those of the second matrix) for 16 outputs at a time, whose sums are kTile
+  // apart. `after` is the matrix that is read next.
+  template <class Done>
+  void multiply(const Matrix& matrix, const T* x, int64_t rows, const Matrix& after, int thread, const Done& done) {
+    const Private<T>& own = own_[thread];
+    const int64_t steps = matrix.inputs / kWord<T>, tiles = tiles_of(matrix);
+    const Matrix second{matrix.second, matrix.outputs, matrix.inputs};
+    const auto one = [&](int64_t t, int64_t first, int64_t count, const char* next) {
+      const char* const weights = tile_of(matrix, t);
+      const T* const input = x + first * matrix.inputs;
+      tile<T>(weights, input, count, steps, own.sums, matrix.second ? tile_of(second, t) : next);
+      if (matrix.second) tile<T>(tile_of(second, t), input, count, steps, own.more_sums, next);
+      for (int64_t i = 0; i < kTile && t * kTile + i < matrix.outputs; i += kLanes)
+        done(t * kTile + i, first, count, own.sums + i, own.more_sums + i);
+    };
+    if (rows <= kFewRows) {
+      const Range mine = share(tiles, thread, threads_);
+      for (int64_t t = mine.first; t < mine.last; ++t)
+        one(t, 0, rows, t + 1 < mine.last ? tile_of(matrix, t + 1) : own_tiles(after, thread));
+      return;
+    }
+    const int64_t cuts = least((kShares * threads_ + tiles - 1) / tiles, rows / (8 * kPassRows<T>));
+    share_out(tiles * cuts, thread, [&](int64_t index) {
+      const Range part = share(rows, static_cast<int>(index % cuts), static_cast<int>(cuts));
+      one(index / cuts, part.first, part.last - part.first, tile_of(matrix, (index + threads_) / cuts % tiles));
+    });
+  }
+
+  static Floats bias16(const float* bias, int64_t column, int64_t outputs) {
+    return bias ? load16(bias + column, outputs - column) : zeros();
+  }
+
+  // What adds a product to the residual stream.
+  auto adds_to(float* x, const float* bias) const {
+    return [this, x, bias](int64_t column, int64_t first, int64_t rows, const float* sums, const float*) {
+      const int64_t left = m.hidden - column;
+      const Floats added = bias16(bias, column, m.hidden);
+      for (int64_t row = 0; row < rows; ++row) {
+        float* const to = x + (first + row) * m.hidden + column;
+        store16(to, load16(to, left) + (load16(sums + row * kTile) + added), left);
+      }
+    };
+  }
+
+  // --- attention -----------------------------------------------------------------------------------------------------
+
+  // Which rows of a block attend, where their queries go, and the work that they make, most first.
+  void plan(const Block& block, bool some) {
+    const int64_t rows = some ? block.samples : block.rows(), group = shape_.group();
+    const auto row_of = [&](int64_t i) { return some ? b.sample_rows()[block.sample + i] : block.first + i; };
+    std::fill(slot_, slot_ + block.rows(), -1);
+    int64_t many = 0, part = 0;
+    run_count_ = unit_count_ = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t row = row_of(i), position = b.positions()[row], table = b.tables()[row];
+      slot_[row - block.first] = i;
+      Run* const run = runs_ + run_count_ - 1;
+      if (run_count_ && run->end() == position && reinterpret_cast<int64_t>(run->pages) == table)
+        ++run->rows;
+      else
+        runs_[run_count_++] = {i, 1, position, reinterpret_cast<const int64_t*>(table), 0};
+    }
+    for (Run* run = runs_; run < runs_ + run_count_; ++run)
+      if (is_few(*run)) {
+        run->part = part;
+        part += m.kv_heads * run->segments() * run->rows * group * (shape_.padded() + 2);
+      } else {
+        many += m.kv_heads * ((run->rows * group + kWides * kWide - 1) / (kWides * kWide));
+      }
+    wides_ = many >= 4 * threads_ ? kWides : many >= 2 * threads_ ? kWides / 2 : 1;
+    for (int64_t r = 0; r < run_count_; ++r) {
+      const Run& run = runs_[r];
+      const int64_t queries = run.rows * group, each = wides_ * kWide;
+      const int64_t units = is_few(run) ? run.segments() : (queries + each - 1) / each;
+      for (int64_t at = 0; at < units; ++at)
+        for (int64_t head = 0; head < m.kv_heads; ++head) {
+          const int64_t cost = is_few(run) ? queries * least(run.end() - at * kSegment, kSegment)
+                                           : each * (run.position + (at + 1) * each / group);
+          units_[unit_count_++] = {r, cost, static_cast<int32_t>(head), static_cast<int32_t>(is_few(run) ? at : at * each)};
+        }
+    }
+    std::stable_sort(units_, units_ + unit_count_, [](const Unit& a, const Unit& c) { return a.cost > c.cost; });
+  }
+
+  bool is_few(const Run& run) const { return run.rows * shape_.group() <= kFew; }
+
+  // Norms and rotates queries and keys, and writes keys and values into their pages.
+  void place(const Layer& layer, int64_t l, const Block& block, int thread) {
+    const int64_t heads = layer.output ? m.heads : 0, all = heads + 2 * m.kv_heads, half = m.head_dim / 2;
+    const int64_t values = m.page_size * m.head_dim, group = shape_.group();
+    const Range rows = share(block.rows(), thread, threads_);
+    int64_t r = 0;
+    for (int64_t i = rows.first; i < rows.last; ++i) {
+      const int64_t row = block.first + i, position = b.positions()[row], slot = slot_[i];
+      const int64_t page = reinterpret_cast<const int64_t*>(b.tables()[row])[position / m.page_size];
+      T* const to = static_cast<T*>(m.pool) +
+                    ((page * m.kv_heads * m.layers + l) * 2 * m.page_size + position % m.page_size) * m.head_dim;
+      while (slot >= 0 && runs_[r].row + runs_[r].rows <= slot) ++r;
+      for (int64_t head = slot >= 0 ? 0 : heads; head < all; ++head) {
+        float* const x = qkv_ + i * qkv_size_ + head * m.head_dim;
+        const int64_t kv_head = head - heads;
+        if (kv_head >= m.kv_heads) {
+          copy_row(x, to + (kv_head - m.kv_heads) * m.layers * 2 * values + values, m.head_dim);
+          continue;
+        }
+        if (layer.qk_norm) norm_row(x, layer.qk_norm + (kv_head < 0 ? head : m.heads + kv_head) * m.head_dim, x, m.head_dim, m.norm_eps);
+        T* const query = queries_ + (runs_[r].row * m.heads + (head / group * runs_[r].rows + slot - runs_[r].row) * group +
+                                     head % group) * shape_.padded();
+        rotate(x, cos_ + row * half, sin_ + row * half, kv_head < 0 ? query : to + kv_head * m.layers * 2 * values, half);
+      }
+    }
+  }
+
+  // The residual stream of the block's sample rows.
+  void pick(const Block& block, int thread) {
+    const Range rows = share(block.samples, thread, threads_);
+    for (int64_t i = rows.first; i < rows.last; ++i)
+      copy_row(x_ + b.sample_rows()[block.sample + i] * m.hidden, picked_ + i * m.hidden, m.hidden);
+  }
+
+  void attend(const Layer& layer, int64_t l, int thread) {
+    const Attention<T> attention{shape_, static_cast<const T*>(m.pool), queries_, attended_, parts_, ended_, l, layer.window};
+    share_out(unit_count_, thread, [&](int64_t index) {
+      const Unit& unit = units_[index];
+      const int64_t next = index + threads_;  // likely
+      const Run& run = runs_[unit.run];
+      Scratch& scratch = *own_[thread].scratch;
+      if (!is_few(run)) {
+        const int64_t queries = run.rows * shape_.group();
+        return attention.attend_many(run, unit.head, unit.at, least(unit.at + wides_ * kWide, queries), scratch);
+      }
+      const Unit* const then = next < unit_count_ && is_few(runs_[units_[next].run]) ? units_ + next : nullptr;
+      attention.attend_few(run, unit.run, unit, scratch, then ? runs_ + then->run : nullptr, then);
+    });
+  }
+
+  // --- head ----------------------------------------------------------------------------------------------------------
+
+  void multiply_head(int thread) {
+    const Private<T>& own = own_[thread];
+    std::fill(own.best, own.best + b.sample_count * kLanes, kNever);
+    std::fill(own.best_ids, own.best_ids + b.sample_count * kLanes, 0);
+    const Matrix head{m.head, m.vocab, m.hidden};
+    for (int64_t from = 0, rows; from < b.sample_count; from += rows) {
+      rows = least(b.sample_count - from, kFewRows);
+      multiply(head, static_cast<const T*>(b.hidden) + from * m.hidden, rows, {m.layer[0].qkv, qkv_size_, m.hidden}, thread,
+               [&](int64_t column, int64_t, int64_t count, const float* sums, const float*) {
+                 for (int64_t row = 0; row < count; ++row) keep_logits(from + row, column, sums + row * kTile, own);
+               });
+    }
+  }
+
+  void keep_logits(int64_t row, int64_t column, const float* sums, const Private<T>& own) {
+    const int64_t left = m.vocab - column;
+    const Floats logits = load16(sums);
+    store16(b.logits + row * m.vocab + column, logits, left);
+    float* best = own.best + row * kLanes;
+    int32_t* ids = own.best_ids + row * kLanes;
+    const Mask better = greater(logits, load16(best)) & first_lanes(left);
+    store16(best, select(better, logits, load16(best)));
+    store_words(ids, select(better, counted() + filled(static_cast<int32_t>(column)), load_words(ids)));
+  }
+
+  void choose() {
+    for (int64_t row = 0; row < b.sample_count; ++row) {
+      float most = kNever;
+      int64_t id = 0;
+      for (int thread = 0; thread < threads_; ++thread)
+        for (int64_t i = row * kLanes; i < (row + 1) * kLanes; ++i) {
+          const float logit = own_[thread].best[i];
+          if (logit > most || (logit == most && own_[thread].best_ids[i] < id)) {
+            most = logit;
+            id = own_[thread].best_ids[i];
+          }
+        }
+      b.best[row] = id;
+    }
+  }
+
+  const Model& m;
+  const Batch& b;
+  Pool* const pool_;
+  const int threads_;
+  const Shape shape_;
+  int64_t qkv_size_, wides_ = 1, run_count_ = 0, unit_count_ = 0, memory_used_ = 0;
+  float* x_;       // [rows][hidden], the residual stream
+  float* picked_;  // likewise of a block's sample rows
+  T* normed_;      // [rows of a block][hidden]
+  float* qkv_;     // [rows of a block][qkv_size_]
+  T* queries_;     // of each run in turn [kv_heads][its rows][group][padded]
+  float* cos_;     // [rows][head_dim / 2]
+  float* sin_;     // likewise
+  T* attended_;    // [rows of a block][heads · head_dim]
+  T* activated_;   // [rows of a block][inner]
+  std::atomic<int32_t>* ended_;
+  int64_t* slot_;  // [rows of a block]: which of those that attend it is; −1: none
+  Run* runs_;
+  Unit* units_;
+  float* parts_;
+  std::atomic<int64_t> next_{0};
+  struct alignas(64) Taken {
+    int64_t before = 0;
+  } taken_[kMostThreads];
+  Private<T> own_[kMostThreads];
+};
+
+template <class Work>
+int64_t with_step(const Model* model, const Batch* batch, Pool* pool, char* memory, int64_t size, const Work& work) {
+  const auto run = [&](auto as) {
+    using Own = Step<decltype(as)>;
+    const int64_t needed = Own(*model, *batch, pool, nullptr).memory_used();
+    if (needed <= size) work(Own(*model, *batch, pool, memory));
+    return needed;
+  };
+  return model->dtype == kBfloat16 ? run(bf16{}) : run(float{});
+}
+
+}  // namespace
+}  // namespace baton
+
+extern "C" {
+
+// One step. `memory`, aligned to 128 bytes, has `size` bytes. Returns how many are needed; where
+// that is more, nothing was done.
+int64_t baton_forward(const baton::Model* model, const baton::Batch* batch, baton::Pool* pool, char* memory, int64_t size) {
+  return baton::with_step(model, batch, pool, memory, size, [](auto&& step) { step.run(); });
+}
+
+// The product of `batch->hidden`, [sample_count][hidden], with the head alone; `rows` is 0. Otherwise as above.
+int64_t baton_head(const baton::Model* model, const baton::Batch* batch, baton::Pool* pool, char* memory, int64_t size) {
+  return baton::with_step(model, batch, pool, memory, size, [](auto&& step) { step.run_head(); });
+}
+}

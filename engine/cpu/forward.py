@@ -1,0 +1,211 @@
+"""Steps on a CPU, all layers in one call to `forward.cpp`: from a batch to hidden states, logits and likeliest tokens.
+
+Owns the memory that a step works in. The weights, and the pages that it writes and attends to, are the engine's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.cpu import features
+from engine.cpu.build import Library
+from engine.cpu.packed_linear import packed
+from engine.cpu.thread_pool import ThreadPool
+from engine.models import rotary
+from engine.models.linear import Linear
+from engine.models.weights import KeyValueWeights, LayerWeights, MlpWeights, ModelWeights
+from engine.spec import ModelSpec
+from engine.step.batch import Batch
+from kvstore.layout import PageLayout
+
+MOST_THREADS = 256
+MOST_HEAD_DIM = 256
+_KEPT_ROWS = 64  # of logits
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_ALIGNMENT = 128
+
+_Pointer = ctypes.c_void_p
+_Count = ctypes.c_int64
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("input_norm", _Pointer), ("qkv", _Pointer), ("qkv_bias", _Pointer), ("qk_norm", _Pointer),
+        ("output", _Pointer), ("output_bias", _Pointer), ("mlp_norm", _Pointer), ("gate_up", _Pointer),
+        ("gate_up_bias", _Pointer), ("down", _Pointer), ("down_bias", _Pointer), ("window", _Count),
+    ]  # fmt: skip
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        ("dtype", _Count), ("hidden", _Count), ("inner", _Count), ("heads", _Count), ("kv_heads", _Count),
+        ("head_dim", _Count), ("layers", _Count), ("vocab", _Count), ("page_size", _Count),
+        ("norm_eps", ctypes.c_double), ("rope_factor", ctypes.c_double), ("embedding", _Pointer),
+        ("frequencies", _Pointer), ("norm", _Pointer), ("head", _Pointer), ("layer", _Pointer), ("pool", _Pointer),
+    ]  # fmt: skip
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        ("rows", _Count), ("sample_count", _Count), ("begun_count", _Count), ("ints", _Pointer), ("hidden", _Pointer),
+        ("logits", _Pointer), ("best", _Pointer),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of some rows: their logits, which last until the next step, and the likeliest tokens."""
+
+    logits: torch.Tensor  # [rows, vocab] float32
+    best: Sequence[int]  # of equal logits the lowest id
+
+
+class NativeForward:
+    """Runs batches of any size. One thread calls it at a time."""
+
+    def __init__(
+        self,
+        library: Library,
+        threads: ThreadPool,
+        config: ModelSpec,
+        weights: ModelWeights,
+        layout: PageLayout,
+        pool: torch.Tensor,
+    ) -> None:
+        """`weights` and `pool` are such as `runs` says; both stay the caller's, and must stay."""
+        assert runs(config, weights, pool, threads.threads)
+        self._threads = threads
+        self._hidden_size, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, pool.dtype
+        self._has_head = weights.head is not None
+        self._kept: list[object] = [weights, pool]  # whatever C++ has pointers to
+        self._model = self._describe(config, weights, layout, pool)
+        self._model_at = ctypes.byref(self._model)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._at = self._size = 0
+        logits = torch.empty((_KEPT_ROWS, config.vocab_size if self._has_head else 0), dtype=torch.float32)
+        self._logits = [logits[:rows] for rows in range(_KEPT_ROWS + 1)]  # a slice costs more than the rest of a call
+        self._best = np.empty(_KEPT_ROWS, dtype=np.int64)
+        self._hidden = torch.empty((_KEPT_ROWS, config.hidden_size), dtype=pool.dtype)
+        self._kept_at = (self._hidden.data_ptr(), logits.data_ptr(), self._best.__array_interface__["data"][0])
+        self._forward: Callable[..., int] = library.baton_forward
+        self._head: Callable[..., int] = library.baton_head
+        for function in (library.baton_forward, library.baton_head):
+            function.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer, _Count]
+            function.restype = _Count
+
+    def run(self, batch: Batch) -> Scores | None:
+        """Compute the batch's K and V into their pages, and logits of its `sample_rows`, if there are any and there is
+        a head."""
+        count = batch.num_samples if self._has_head else 0
+        if count <= _KEPT_ROWS:
+            logits, best, addresses = self._logits[count], self._best, self._kept_at
+        else:
+            logits, best = torch.empty((count, self._vocab_size)), np.empty(count, dtype=np.int64)
+            hidden = torch.empty((count, self._hidden_size), dtype=self._dtype)
+            addresses = (hidden.data_ptr(), logits.data_ptr(), best.__array_interface__["data"][0])
+        self._call(self._forward, self._described(batch, addresses))
+        return Scores(logits, best[:count].tolist()) if count else None
+
+    def forward(self, batch: Batch) -> torch.Tensor | None:
+        """As `run`; hidden states, normed, of the sample rows: [sample_rows, hidden]."""
+        count = batch.num_samples if self._has_head else 0
+        hidden = torch.empty((count, self._hidden_size), dtype=self._dtype)
+        self._call(self._forward, self._described(batch, (hidden.data_ptr(), None, None)))
+        return hidden if count else None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] → [rows, vocab] float32."""
+        assert self._has_head
+        logits, best = torch.empty((len(hidden), self._vocab_size)), np.empty(len(hidden), dtype=np.int64)
+        address = best.__array_interface__["data"][0]
+        rows = hidden.contiguous()
+        self._call(self._head, _Batch(0, len(rows), 0, None, rows.data_ptr(), logits.data_ptr(), address))
+        return logits
+
+    @staticmethod
+    def _described(batch: Batch, addresses: tuple[int | None, int | None, int | None]) -> _Batch:
+        ints = batch.ints.__array_interface__["data"][0]
+        return _Batch(batch.num_tokens, batch.num_samples, batch.num_fresh_pages, ints, *addresses)
+
+    def _call(self, function: Callable[..., int], batch: _Batch) -> None:
+        """Run a step, in more memory where it needs more."""
+        while (
+            needed := function(self._model_at, ctypes.byref(batch), self._threads.handle, self._at, self._size)
+        ) > self._size:
+            self._size = needed + needed // 4
+            self._memory = torch.empty(self._size + _ALIGNMENT, dtype=torch.uint8)
+            self._at = self._memory.data_ptr() + -self._memory.data_ptr() % _ALIGNMENT
+
+    def _describe(self, config: ModelSpec, weights: ModelWeights, layout: PageLayout, pool: torch.Tensor) -> _Model:
+        assert config.rope is not None
+        layers = (_Layer * config.num_layers)()
+        for i, layer in enumerate(weights.layers):
+            layers[i] = self._describe_layer(layer, config.windows[i])
+        if weights.last_kv is not None:
+            layers[config.num_layers - 1] = self._describe_last(weights.last_kv, config)
+        self._kept.append(layers)
+        head = None if weights.head is None else self._product(weights.head)[0]
+        return _Model(
+            _DTYPES[pool.dtype], config.hidden_size, _inner_size(weights), config.num_heads, config.num_kv_heads,
+            config.head_dim, config.num_layers, config.vocab_size, layout.page_size, config.norm_eps,
+            config.rope.attention_factor, self._keep(weights.embedding),
+            self._keep(rotary.inverse_frequencies(config.rope, config.head_dim)), self._float(weights.norm), head,
+            ctypes.addressof(layers), self._keep(pool),
+        )  # fmt: skip
+
+    def _describe_layer(self, layer: LayerWeights, window: int | None) -> _Layer:
+        mlp = _dense_mlp(layer)
+        return _Layer(
+            self._float(layer.input_norm), *self._product(layer.qkv), self._float(layer.qk_norm),
+            *self._product(layer.output), self._float(layer.mlp_norm), *self._product(mlp.gate_up),
+            *self._product(mlp.down), window or 0,
+        )  # fmt: skip
+
+    def _describe_last(self, last: KeyValueWeights, config: ModelSpec) -> _Layer:
+        """Of K and V alone."""
+        norm = None
+        if last.k_norm is not None:
+            norm = last.k_norm.float().expand(config.num_heads + config.num_kv_heads, -1)
+        return _Layer(self._float(last.input_norm), *self._product(last.kv), self._float(norm))
+
+    def _product(self, linear: Linear) -> tuple[int, int | None]:
+        """Its tiles, in which alone it is kept from now on, and its bias."""
+        packed(linear).keep_tiles()
+        return self._keep(packed(linear).tiles()), self._float(linear.bias)
+
+    def _float(self, tensor: torch.Tensor | None) -> int | None:
+        return None if tensor is None else self._keep(tensor.float())
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        tensor = tensor.contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def _dense_mlp(layer: LayerWeights) -> MlpWeights:
+    """The MLP of a layer without experts."""
+    assert isinstance(layer.mlp, MlpWeights)
+    return layer.mlp
+
+
+def _inner_size(weights: ModelWeights) -> int:
+    return _dense_mlp(weights.layers[0]).down.in_size if weights.layers else 0
+
+
+def runs(config: ModelSpec, weights: ModelWeights, pool: torch.Tensor, threads: int) -> bool:
+    """Whether there are kernels for such a model: in float32 or bfloat16 as its pages, on a CPU."""
+    embedding = weights.embedding
+    return (
+        features.runs(config)
+        and embedding.device.type == "cpu"
+        and embedding.dtype in _DTYPES
+        and pool.dtype == embedding.dtype
+        and config.hidden_size % 2 == 0  # two inputs of bfloat16 make a word
+        and config.head_dim <= MOST_HEAD_DIM
+        and threads <= MOST_THREADS
+    )

@@ -1,0 +1,202 @@
+"""The same bits of pages and logits by every path: whatever the chunks of a prompt, what runs beside it, how many
+threads there are, which vectors the processor has, and whether a token was part of a prompt or drawn."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.cpu import build
+from engine.engine import Engine
+from engine.step.batch import Chunk
+from tests.checkpoints import RECIPES, TORCH_ONLY, VOCAB
+from tests.engine.driver import GREEDY, prompt_of
+from tests.support.thorough import cases, examples
+
+Engines = Callable[..., Engine]
+
+PAGE = 16
+PAGES = 192
+MOST = 1_100  # tokens of a sequence: three segments of a context
+OWN = MOST // PAGE + 1  # pages of a sequence
+NATIVE = [name for name in RECIPES if name not in TORCH_ONLY]
+
+pytestmark = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
+both = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoint: Callable[[str], Path]) -> Engines:
+    """`engines(name, dtype, threads, head)`; `narrow`: as on a CPU with AVX2 alone."""
+
+    @cache
+    def narrow_library() -> build.Library:
+        with pytest.MonkeyPatch.context() as patch:
+            flags = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
+            patch.setattr(build, "FLAGS", flags)
+            return build.load(build.SOURCES, build.cache_root())
+
+    @cache
+    def loaded(name: str, dtype: str, threads: int = 1, head: bool = True, narrow: bool = False) -> Engine:
+        with pytest.MonkeyPatch.context() as patch:
+            if narrow:
+                patch.setattr(build, "library", narrow_library)
+            engine = Engine.load(checkpoint(name), dtype, "cpu", PAGES, PAGE, head, threads=threads)
+        assert engine._native is not None
+        return engine
+
+    return loaded
+
+
+class Computed(NamedTuple):
+    """The bits of a sequence's K and V, [tokens, …], and those of logits by the number of tokens before them."""
+
+    pages: torch.Tensor
+    logits: dict[int, torch.Tensor]
+
+
+class Computing:
+    """A sequence that an engine computes in whatever chunks."""
+
+    def __init__(self, engine: Engine, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        self.engine, self.tokens, self.pages = engine, tokens, pages
+        self.at = 0
+        self.logits = dict[int, torch.Tensor]()
+
+    def chunk(self, size: int) -> Chunk:
+        tokens = self.tokens[self.at : self.at + size]
+        return Chunk(tokens, self.at, self.pages, GREEDY if self.engine.has_lm_head else None)
+
+    def computed(self) -> Computed:
+        pages = self.engine.pool[torch.tensor(list(self.pages))].view(torch.uint8)
+        return Computed(pages.movedim(4, 1).flatten(0, 1)[: self.at].clone(), self.logits)
+
+
+def step(sequences: Sequence[Computing], sizes: Sequence[int]) -> None:
+    """Compute some tokens of each. One engine has all of them."""
+    engine = sequences[0].engine
+    chunks = [one.chunk(size) for one, size in zip(sequences, sizes, strict=True)]
+    logits, _ = engine._logits(engine._flatten(chunks))
+    for number, (one, chunk) in enumerate(zip(sequences, chunks, strict=True)):
+        one.at += len(chunk.tokens)
+        if logits is not None:
+            one.logits[one.at] = logits[number].view(torch.int32).clone()
+
+
+def assert_same_bits(one: Computed, other: Computed) -> None:
+    """As far as both are known."""
+    tokens = (one.pages != other.pages).flatten(1).any(1).nonzero().flatten().tolist()
+    assert not tokens, f"K or V of the tokens {tokens[:10]} differ"
+    for at in one.logits.keys() & other.logits.keys():
+        assert torch.equal(one.logits[at], other.logits[at]), f"logits after {at} tokens differ"
+
+
+def whole(engine: Engine, tokens: Sequence[int]) -> Computed:
+    """One chunk, with nothing beside it."""
+    engine.pool.zero_()
+    alone = Computing(engine, tokens, range(OWN))
+    step([alone], [len(tokens)])
+    return alone.computed()
+
+
+def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random) -> Computed:
+    """Random chunks, and other sequences beside them."""
+    pages = rng.sample(range(PAGES), PAGES)
+    mine = Computing(engine, tokens, pages[:OWN])
+    sizes = rng.choice([[1], [1, 2, 5], [6, 7, 12, 33], [16, 32, 64], [40, 100, 300], [1, 3, 65, 320, 500]])
+    others = [
+        Computing(engine, prompt_of(200, seed=rng.randrange(99)), pages[OWN + 13 * i : OWN + 13 * i + 13])
+        for i in range(rng.choice([0, 0, 1, 4]))
+    ]
+    engine.pool.normal_()
+    if len(sizes) < 3 and len(tokens) > 200:  # the many tokens before them in one go
+        step([mine], [len(tokens) - rng.randrange(5, 80)])
+    while mine.at < len(tokens):
+        beside = [one for one in others if one.at < len(one.tokens) and rng.random() < 0.7]
+        batch = [mine, *beside]
+        rng.shuffle(batch)
+        step(batch, [rng.choice(sizes if one is mine else [1, 1, 1, 5, 40]) for one in batch])
+    return mine.computed()
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@both
+@examples(24)
+@given(data=st.data())
+def test_no_path_changes_a_bit(name: str, dtype: str, data: st.DataObject, engines: Engines) -> None:
+    rng = random.Random(data.draw(st.integers(0, 2**32), "seed"))
+    length = rng.choice([5, 64, 65, 130, 300, 520, MOST])
+    tokens = [rng.randrange(VOCAB) for _ in range(length)]
+    first = whole(engines(name, dtype), tokens)
+    other = engines(name, dtype, rng.choice([1, 2, 3]), head=rng.random() < 0.8, narrow=rng.random() < 0.3)
+    assert_same_bits(first, mixed(other, tokens, rng))
+
+
+MISTAKES: dict[str, list[tuple[str, str, str]]] = {  # in which file, what, and what instead
+    "a residual stream in bf16, of many rows": [
+        (
+            "forward.cpp",
+            "store16(to, load16(to, left) + (load16(sums + row * kTile) + added), left);",
+            "bf16 sum[kLanes];"
+            "store16(to, load16(to, left) + (load16(sums + row * kTile) + added), left);"
+            "store16(sum, load16(to, left));"
+            "if (rows > 40) store16(to, load16(sum), left);",
+        )
+    ],
+    "a context divided by threads": [
+        ("attention.h", "constexpr int kSegment = 512;", "inline int kSegment = 512;"),
+        ("forward.cpp", "qkv_size_ = round_up(", "kSegment = threads_ > 1 ? 256 : 512; qkv_size_ = round_up("),
+    ],
+    "keys in another order, for few queries": [
+        (
+            "attention.h",
+            "for (int w = 0; w < words(); ++w) {\n      Factors<T> column[P];",
+            "for (int i = 0; i < words(); ++i) { const int w = Q < 4 ? words() - 1 - i : i; Factors<T> column[P];",
+        )
+    ],
+    "products by blocks, with a companion": [
+        ("forward.cpp", "= first ? zeros()", "= first || R > 1 ? zeros()"),
+        (
+            "forward.cpp",
+            "store16(sums + r * kTile + column + j * kLanes, sum[r][j]);",
+            "store16(sums + r * kTile + column + j * kLanes, "
+            "first || R == 1 ? sum[r][j] : sum[r][j] + load16(sums + r * kTile + column + j * kLanes));",
+        ),
+        ("forward.cpp", "kBlockSteps = 64;", "kBlockSteps = 16;"),
+    ],
+}
+
+
+@pytest.mark.parametrize("mistake", cases(list(MISTAKES), ["keys in another order, for few queries"]))
+def test_a_mistake_in_the_kernels_is_found(
+    mistake: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "sources"
+    shutil.copytree(build.SOURCES, sources)
+    for file, what, instead in MISTAKES[mistake]:
+        text = (sources / file).read_text()
+        assert what in text
+        (sources / file).write_text(text.replace(what, instead))
+    monkeypatch.setattr(build, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in build.FLAGS))
+    (tmp_path / "cache").mkdir(mode=0o700)
+    library = build.load(sources, tmp_path / "cache")
+    monkeypatch.setattr(build, "library", lambda: library)
+    engines = [Engine.load(checkpoint("llama"), "bfloat16", "cpu", PAGES, PAGE, True, threads=n) for n in (1, 2)]
+
+    def compare(seed: int) -> None:
+        rng = random.Random(seed)
+        tokens = [rng.randrange(VOCAB) for _ in range(rng.choice([70, 300, MOST]))]
+        assert_same_bits(whole(engines[0], tokens), mixed(engines[1], tokens, rng))
+
+    with pytest.raises(AssertionError, match="differ"):
+        deque(map(compare, range(20)), maxlen=0)
