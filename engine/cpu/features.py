@@ -8,7 +8,7 @@ from engine.spec import ModelSpec
 
 
 def runs(spec: ModelSpec) -> bool:
-    """Whether both sets of kernels compute all that a model of this shape needs.
+    """Whether the kernels compute all that a model of this shape needs.
 
     They know no mixture of experts, no activation but SiLU, and neither norms of outputs nor norms with one added.
     Embeddings and scores have no scales of their own. All layers rotate whole heads alike.
