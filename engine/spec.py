@@ -114,9 +114,3 @@ class ModelSpec:
     def attention_scale(self) -> float:
         """What the products of queries and keys are multiplied with."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
-
-    @property
-    def rope(self) -> RopeSpec | None:
-        """The rotation that all layers share; None where they differ."""
-        first = self.layers[0].rope
-        return first if all(layer.rope == first for layer in self.layers) else None

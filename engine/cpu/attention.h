@@ -111,10 +111,11 @@ struct Attention {
   float* parts;      // of each run of few queries in turn [kv_heads][segments][its queries][padded + 2]
   std::atomic<int32_t>* ended;  // [runs][kv_heads]: segments of this layer
   int64_t layer, window;        // window 0: all are seen
+  float scale;                  // of scores
 
   // --- what both share ------------------------------------------------------------------------------------------------
 
-  float factor() const { return kExponent<T> / std::sqrt(static_cast<float>(shape.head_dim)); }
+  float factor() const { return kExponent<T> * scale; }
   int words() const { return static_cast<int>(shape.head_dim) / kWord<T>; }
   int64_t first_seen(int64_t position) const { return window && position >= window ? position + 1 - window : 0; }
   const T* queries_of(const Run& run, int64_t head) const {

@@ -1,4 +1,4 @@
-"""What the native kernels compute: dense models of Llama's shape."""
+"""What the native kernels compute: dense models."""
 
 # pyright: strict
 
@@ -10,16 +10,8 @@ from engine.spec import ModelSpec
 def runs(spec: ModelSpec) -> bool:
     """Whether the kernels compute all that a model of this shape needs.
 
-    They know no mixture of experts, no activation but SiLU, and neither norms of outputs nor norms with one added.
-    Embeddings and scores have no scales of their own. All layers rotate whole heads alike.
+    They know no mixture of experts. All layers rotate as many elements of a head.
     """
     return (
-        all(layer.experts is None for layer in spec.layers)
-        and spec.activation == "silu"
-        and not spec.output_norms
-        and not spec.norms_add_one
-        and spec.embedding_scale == 1
-        and spec.query_scale is None
-        and spec.rope is not None
-        and not spec.rope.rotated
+        all(layer.experts is None for layer in spec.layers) and len({layer.rope.rotated for layer in spec.layers}) == 1
     )

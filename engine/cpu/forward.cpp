@@ -45,20 +45,25 @@ struct Layer {
   const float* qk_norm;      // [heads + kv_heads][head_dim], or null
   const void* output;        // null: of the last layer K and V are all that is wanted, and `qkv` makes no queries
   const float* output_bias;
+  const float* output_norm;  // [hidden], or null: of what attention adds to the residual stream
   const float* mlp_norm;     // [hidden]
   const void* gate_up;       // gate's tiles, then up's
   const float* gate_up_bias;
   const void* down;
   const float* down_bias;
+  const float* down_norm;    // as `output_norm`
   int64_t window;            // positions attended to; 0: all
+  int64_t rope;              // which of the model's
 };
 
 struct Model {
   int64_t dtype, hidden, inner, heads, kv_heads, head_dim, layers, vocab, page_size;
-  double norm_eps;
-  double rope_factor;        // of cosine and sine
+  int64_t gelu;              // 1: in the place of SiLU
+  int64_t ropes, half;       // how many rotations there are, and how many pairs of a head turn
+  double norm_eps, embedding_scale, attention_scale;
   const void* embedding;     // [vocab][hidden]
-  const float* frequencies;  // [head_dim / 2]
+  const float* frequencies;  // [ropes][half]
+  const float* rope_factors; // [ropes]: of cosine and sine
   const float* norm;         // [hidden]
   const void* head;
   const Layer* layer;        // [layers]
@@ -181,7 +186,7 @@ class Carver {
 template <class T>
 struct Private {
   T* normed;          // [up to kFewRows][hidden]
-  float* sums;        // [rows of a block][kTile]
+  float* sums;        // [rows of a block, or samples][kTile]
   float* more_sums;   // likewise
   float* best;        // [samples][kLanes]: the largest logit of each lane so far
   int32_t* best_ids;  // likewise
@@ -217,9 +222,10 @@ class Step {
     const int64_t segments = longest / kSegment + 1;
     Carver carve(memory);
     x_ = carve.take<float>(b.rows * m.hidden);
-    cos_ = carve.take<float>(b.rows * m.head_dim / 2);
-    sin_ = carve.take<float>(b.rows * m.head_dim / 2);
+    cos_ = carve.take<float>(m.ropes * b.rows * m.half);
+    sin_ = carve.take<float>(m.ropes * b.rows * m.half);
     picked_ = carve.take<float>(rows * m.hidden);
+    added_ = carve.take<float>(m.layer[0].output_norm ? rows * m.hidden : 0);
     normed_ = carve.take<T>(b.rows > kFewRows ? rows * m.hidden : 0);
     qkv_ = carve.take<float>(rows * qkv_size_);
     queries_ = carve.take<T>(rows * m.heads * shape_.padded());
@@ -233,7 +239,7 @@ class Step {
     for (int thread = 0; thread < threads_; ++thread) {
       Private<T>& own = own_[thread];
       own.normed = carve.take<T>(few * m.hidden);
-      own.sums = carve.take<float>(rows * kTile);
+      own.sums = carve.take<float>(std::max(rows, least(samples, kFewRows)) * kTile);
       own.more_sums = carve.take<float>(rows * kTile);
       own.best = carve.take<float>(samples * kLanes);
       own.best_ids = carve.take<int32_t>(samples * kLanes);
@@ -330,8 +336,7 @@ class Step {
     const Matrix output{layer.output, m.hidden, m.heads * m.head_dim}, down{layer.down, m.hidden, m.inner};
     attend(layer, l, thread);
     meet();
-    multiply(output, attended_, rows, gate_up, thread, adds_to(x, layer.output_bias));
-    meet();
+    add(output, attended_, rows, gate_up, x, layer.output_bias, layer.output_norm, thread);
     const T* normed = norm(x, rows, layer.mlp_norm, thread);
     multiply(gate_up, normed, rows, down, thread,
              [&](int64_t column, int64_t first, int64_t count, const float* gate, const float* up) {
@@ -339,13 +344,12 @@ class Step {
                const Floats up_bias = bias16(layer.gate_up_bias, m.inner + column, 2 * m.inner);
                for (int64_t row = 0; row < count; ++row) {
                  const Floats g = load16(gate + row * kTile) + gate_bias, u = load16(up + row * kTile) + up_bias;
-                 store16(activated_ + (first + row) * m.inner + column, silu<T>(g) * u);
+                 store16(activated_ + (first + row) * m.inner + column, (m.gelu ? gelu<T>(g) : silu<T>(g)) * u);
                }
              });
     meet();
     const Matrix head{m.head, m.vocab, m.hidden}, qkv{next.qkv, qkv_size_, m.hidden};
-    multiply(down, activated_, rows, l + 1 == m.layers ? head : qkv, thread, adds_to(x, layer.down_bias));
-    meet();
+    add(down, activated_, rows, l + 1 == m.layers ? head : qkv, x, layer.down_bias, layer.down_norm, thread);
   }
 
   void meet() { pool_->meet(); }
@@ -361,19 +365,21 @@ class Step {
 
   // The first meeting of the threads comes before anybody reads what is made here.
   void begin(int thread) {
-    const int64_t page_elements = m.kv_heads * m.layers * 2 * m.page_size * m.head_dim, half = m.head_dim / 2;
+    const int64_t page_elements = m.kv_heads * m.layers * 2 * m.page_size * m.head_dim;
     for (int64_t i = thread; i < b.begun_count; i += threads_)
       std::memset(static_cast<T*>(m.pool) + b.begun()[i] * page_elements, 0, page_elements * sizeof(T));
     const Range rows = share(b.rows, thread, threads_);
-    const auto factor = static_cast<float>(m.rope_factor);
     for (int64_t row = rows.first; row < rows.last; ++row) {
-      copy_row(static_cast<const T*>(m.embedding) + b.tokens()[row] * m.hidden, x_ + row * m.hidden, m.hidden);
+      copy_row(static_cast<const T*>(m.embedding) + b.tokens()[row] * m.hidden, x_ + row * m.hidden, m.hidden,
+               static_cast<float>(m.embedding_scale));
       const auto position = static_cast<float>(b.positions()[row]);
-      for (int64_t i = 0; i < half; ++i) {
-        const float angle = position * m.frequencies[i];
-        cos_[row * half + i] = factor * std::cos(angle);
-        sin_[row * half + i] = factor * std::sin(angle);
-      }
+      for (int64_t rope = 0; rope < m.ropes; ++rope)
+        for (int64_t i = 0; i < m.half; ++i) {
+          const float angle = position * m.frequencies[rope * m.half + i];
+          const int64_t at = (rope * b.rows + row) * m.half + i;
+          cos_[at] = m.rope_factors[rope] * std::cos(angle);
+          sin_[at] = m.rope_factors[rope] * std::sin(angle);
+        }
     }
     meet();
   }
@@ -431,16 +437,32 @@ class Step {
     return bias ? load16(bias + column, outputs - column) : zeros();
   }
 
-  // What adds a product to the residual stream.
-  auto adds_to(float* x, const float* bias) const {
-    return [this, x, bias](int64_t column, int64_t first, int64_t rows, const float* sums, const float*) {
-      const int64_t left = m.hidden - column;
-      const Floats added = bias16(bias, column, m.hidden);
-      for (int64_t row = 0; row < rows; ++row) {
-        float* const to = x + (first + row) * m.hidden + column;
-        store16(to, load16(to, left) + (load16(sums + row * kTile) + added), left);
-      }
-    };
+  // Adds a product, normed where there is a norm, to the residual stream.
+  void add(const Matrix& matrix, const T* input, int64_t rows, const Matrix& after, float* x, const float* bias,
+           const float* norm, int thread) {
+    multiply(matrix, input, rows, after, thread,
+             [&](int64_t column, int64_t first, int64_t count, const float* sums, const float*) {
+               const int64_t left = m.hidden - column;
+               const Floats added = bias16(bias, column, m.hidden);
+               for (int64_t row = 0; row < count; ++row) {
+                 const int64_t at = (first + row) * m.hidden + column;
+                 const Floats sum = load16(sums + row * kTile) + added;
+                 if (norm)
+                   store16(added_ + at, sum, left);
+                 else
+                   store16(x + at, load16(x + at, left) + sum, left);
+               }
+             });
+    meet();
+    if (!norm) return;
+    const Range own = share(rows, thread, threads_);
+    for (int64_t row = own.first; row < own.last; ++row) {
+      float *const from = added_ + row * m.hidden, *const to = x + row * m.hidden;
+      norm_row(from, norm, from, m.hidden, m.norm_eps);
+      for (int64_t i = 0; i < m.hidden; i += kLanes)
+        store16(to + i, load16(to + i, m.hidden - i) + load16(from + i, m.hidden - i), m.hidden - i);
+    }
+    meet();
   }
 
   // --- attention -----------------------------------------------------------------------------------------------------
@@ -487,7 +509,7 @@ class Step {
 
   // Norms and rotates queries and keys, and writes keys and values into their pages.
   void place(const Layer& layer, int64_t l, const Block& block, int thread) {
-    const int64_t heads = layer.output ? m.heads : 0, all = heads + 2 * m.kv_heads, half = m.head_dim / 2;
+    const int64_t heads = layer.output ? m.heads : 0, all = heads + 2 * m.kv_heads, rest = m.head_dim - 2 * m.half;
     const int64_t values = m.page_size * m.head_dim, group = shape_.group();
     const Range rows = share(block.rows(), thread, threads_);
     int64_t r = 0;
@@ -504,10 +526,14 @@ class Step {
           copy_row(x, to + (kv_head - m.kv_heads) * m.layers * 2 * values + values, m.head_dim);
           continue;
         }
-        if (layer.qk_norm) norm_row(x, layer.qk_norm + (kv_head < 0 ? head : m.heads + kv_head) * m.head_dim, x, m.head_dim, m.norm_eps);
+        const float* const norm = layer.qk_norm + (kv_head < 0 ? head : m.heads + kv_head) * m.head_dim;
+        if (layer.qk_norm) norm_row(x, norm, x, m.head_dim, m.norm_eps);
         T* const query = queries_ + (runs_[r].row * m.heads + (head / group * runs_[r].rows + slot - runs_[r].row) * group +
                                      head % group) * shape_.padded();
-        rotate(x, cos_ + row * half, sin_ + row * half, kv_head < 0 ? query : to + kv_head * m.layers * 2 * values, half);
+        T* const turned = kv_head < 0 ? query : to + kv_head * m.layers * 2 * values;
+        const int64_t angles = (layer.rope * b.rows + row) * m.half;
+        rotate(x, cos_ + angles, sin_ + angles, turned, m.half);
+        if (rest) copy_row(x + 2 * m.half, turned + 2 * m.half, rest);
       }
     }
   }
@@ -520,7 +546,8 @@ class Step {
   }
 
   void attend(const Layer& layer, int64_t l, int thread) {
-    const Attention<T> attention{shape_, static_cast<const T*>(m.pool), queries_, attended_, parts_, ended_, l, layer.window};
+    const Attention<T> attention{shape_, static_cast<const T*>(m.pool), queries_, attended_, parts_, ended_, l, layer.window,
+                                static_cast<float>(m.attention_scale)};
     share_out(unit_count_, thread, [&](int64_t index) {
       const Unit& unit = units_[index];
       const int64_t next = index + threads_;  // likely
@@ -589,7 +616,8 @@ class Step {
   T* normed_;      // [rows of a block][hidden]
   float* qkv_;     // [rows of a block][qkv_size_]
   T* queries_;     // of each run in turn [kv_heads][its rows][group][padded]
-  float* cos_;     // [rows][head_dim / 2]
+  float* added_;   // [rows of a block][hidden]: a product that is normed before it is added
+  float* cos_;     // [ropes][rows][half]
   float* sin_;     // likewise
   T* attended_;    // [rows of a block][heads · head_dim]
   T* activated_;   // [rows of a block][inner]

@@ -31,22 +31,25 @@ _ALIGNMENT = 128
 
 _Pointer = ctypes.c_void_p
 _Count = ctypes.c_int64
+_Double = ctypes.c_double
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("input_norm", _Pointer), ("qkv", _Pointer), ("qkv_bias", _Pointer), ("qk_norm", _Pointer),
-        ("output", _Pointer), ("output_bias", _Pointer), ("mlp_norm", _Pointer), ("gate_up", _Pointer),
-        ("gate_up_bias", _Pointer), ("down", _Pointer), ("down_bias", _Pointer), ("window", _Count),
+        ("output", _Pointer), ("output_bias", _Pointer), ("output_norm", _Pointer), ("mlp_norm", _Pointer),
+        ("gate_up", _Pointer), ("gate_up_bias", _Pointer), ("down", _Pointer), ("down_bias", _Pointer),
+        ("down_norm", _Pointer), ("window", _Count), ("rope", _Count),
     ]  # fmt: skip
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
         ("dtype", _Count), ("hidden", _Count), ("inner", _Count), ("heads", _Count), ("kv_heads", _Count),
-        ("head_dim", _Count), ("layers", _Count), ("vocab", _Count), ("page_size", _Count),
-        ("norm_eps", ctypes.c_double), ("rope_factor", ctypes.c_double), ("embedding", _Pointer),
-        ("frequencies", _Pointer), ("norm", _Pointer), ("head", _Pointer), ("layer", _Pointer), ("pool", _Pointer),
+        ("head_dim", _Count), ("layers", _Count), ("vocab", _Count), ("page_size", _Count), ("gelu", _Count),
+        ("ropes", _Count), ("half", _Count), ("norm_eps", _Double), ("embedding_scale", _Double),
+        ("attention_scale", _Double), ("embedding", _Pointer), ("frequencies", _Pointer), ("rope_factors", _Pointer),
+        ("norm", _Pointer), ("head", _Pointer), ("layer", _Pointer), ("pool", _Pointer),
     ]  # fmt: skip
 
 
@@ -142,28 +145,32 @@ class NativeForward:
             self._at = self._memory.data_ptr() + -self._memory.data_ptr() % _ALIGNMENT
 
     def _describe(self, config: ModelSpec, weights: ModelWeights, layout: PageLayout, pool: torch.Tensor) -> _Model:
-        assert config.rope is not None
+        ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         layers = (_Layer * config.num_layers)()
         for i, layer in enumerate(weights.layers):
-            layers[i] = self._describe_layer(layer, config.windows[i])
+            layers[i] = self._describe_layer(layer)
         if weights.last_kv is not None:
             layers[config.num_layers - 1] = self._describe_last(weights.last_kv, config)
+        for described, spec in zip(layers, config.layers, strict=True):
+            described.window, described.rope = spec.window or 0, ropes.index(spec.rope)
         self._kept.append(layers)
         head = None if weights.head is None else self._product(weights.head)[0]
+        frequencies = torch.stack([rotary.inverse_frequencies(rope, config.head_dim) for rope in ropes])
         return _Model(
             _DTYPES[pool.dtype], config.hidden_size, _inner_size(weights), config.num_heads, config.num_kv_heads,
-            config.head_dim, config.num_layers, config.vocab_size, layout.page_size, config.norm_eps,
-            config.rope.attention_factor, self._keep(weights.embedding),
-            self._keep(rotary.inverse_frequencies(config.rope, config.head_dim)), self._float(weights.norm), head,
+            config.head_dim, config.num_layers, config.vocab_size, layout.page_size, config.activation == "gelu_tanh",
+            *frequencies.shape, config.norm_eps, float(torch.tensor(config.embedding_scale, dtype=pool.dtype)),
+            config.attention_scale, self._keep(weights.embedding), self._keep(frequencies),
+            self._keep(torch.tensor([rope.attention_factor for rope in ropes])), self._float(weights.norm), head,
             ctypes.addressof(layers), self._keep(pool),
         )  # fmt: skip
 
-    def _describe_layer(self, layer: LayerWeights, window: int | None) -> _Layer:
+    def _describe_layer(self, layer: LayerWeights) -> _Layer:
         mlp = _dense_mlp(layer)
         return _Layer(
             self._float(layer.input_norm), *self._product(layer.qkv), self._float(layer.qk_norm),
-            *self._product(layer.output), self._float(layer.mlp_norm), *self._product(mlp.gate_up),
-            *self._product(mlp.down), window or 0,
+            *self._product(layer.output), self._float(layer.attention_output_norm), self._float(layer.mlp_norm),
+            *self._product(mlp.gate_up), *self._product(mlp.down), self._float(layer.mlp_output_norm),
         )  # fmt: skip
 
     def _describe_last(self, last: KeyValueWeights, config: ModelSpec) -> _Layer:

@@ -69,10 +69,19 @@ inline Floats power(bf16, Floats x) {
   return select(greater(x, lowest), as_floats(as_words(sum) + shifted_left<23>(as_words(shifted))), zeros());
 }
 
-// x · sigmoid(x)
+// x · sigmoid(y)
+template <class T>
+Floats gated(Floats x, Floats y) {
+  return x / (filled(1.0f) + power(T{}, min(y * filled(-kExponent<T>), filled(126.0f))));
+}
 template <class T>
 Floats silu(Floats x) {
-  return x / (filled(1.0f) + power(T{}, min(x * filled(-kExponent<T>), filled(126.0f))));
+  return gated<T>(x, x);
+}
+// With tanh: 1 + tanh(y) is 2 · sigmoid(2 y).
+template <class T>
+Floats gelu(Floats x) {
+  return gated<T>(x, filled(1.59576912f) * fma(filled(0.044715f) * x * x, x, x));
 }
 
 // One over the root mean square of `count` numbers.
@@ -97,11 +106,11 @@ void norm_row(const float* x, const float* weight, T* to, int64_t count, double 
 }
 
 template <class From, class To>
-void copy_row(const From* from, To* to, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes) store16(to + i, load16(from + i, count - i), count - i);
+void copy_row(const From* from, To* to, int64_t count, float scale = 1.0f) {
+  for (int64_t i = 0; i < count; i += kLanes) store16(to + i, load16(from + i, count - i) * filled(scale), count - i);
 }
 
-// Rotates a head of 2 · `half` numbers.
+// Rotates 2 · `half` numbers of a head.
 template <class T>
 void rotate(const float* x, const float* cos, const float* sin, T* to, int64_t half) {
   for (int64_t i = 0; i < half; i += kLanes) {

@@ -1,5 +1,5 @@
-"""The same bits of pages and logits by every path: whatever the chunks of a prompt, what runs beside it, how many
-threads there are, which vectors the processor has, and whether a token was part of a prompt or drawn."""
+"""The same bits of pages and logits by every path: whatever the chunks of a prompt, the sequences beside it, the number
+of threads, and the processor's vectors."""
 
 from __future__ import annotations
 
@@ -146,11 +146,10 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {  # in which file, what, and 
     "a residual stream in bf16, of many rows": [
         (
             "forward.cpp",
-            "store16(to, load16(to, left) + (load16(sums + row * kTile) + added), left);",
-            "bf16 sum[kLanes];"
-            "store16(to, load16(to, left) + (load16(sums + row * kTile) + added), left);"
-            "store16(sum, load16(to, left));"
-            "if (rows > 40) store16(to, load16(sum), left);",
+            "store16(x + at, load16(x + at, left) + sum, left);",
+            "{ bf16 rounded[kLanes]; store16(x + at, load16(x + at, left) + sum, left);"
+            "store16(rounded, load16(x + at, left));"
+            "if (rows > 40) store16(x + at, load16(rounded), left); }",
         )
     ],
     "a context divided by threads": [

@@ -49,8 +49,8 @@ def test_logits_are_those_of_transformers(name: str, engine: Engines, reference:
         tokens, logprobs = zip(*sampled.top, strict=True)
         assert sorted(tokens) == list(range(VOCAB))
         torch.testing.assert_close(
-            torch.tensor(logprobs), expected[start + 9, list(tokens)], atol=2e-3, rtol=1e-5
-        )  # over logits of several tens
+            torch.tensor(logprobs), expected[start + 9, list(tokens)], atol=1e-2, rtol=1e-5
+        )  # over logits of several tens; of Gemma 3 transformers' float32 is up to 5e-3 from its float64
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "qwen3"])
