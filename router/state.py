@@ -346,9 +346,7 @@ class RouterState:
 
     def _gone(self, member: MemberRecord, why: GoneReason, now: float) -> None:
         """In one step it is no candidate any more, nothing of it is in the map, and its work goes elsewhere."""
-        self._out.log(
-            f"{member.peer.role} {member.peer.name} ({member.incarnation}) is gone: {why}", warning=True, kind="gone"
-        )
+        self._out.log(f"{member.peer.name} ({member.incarnation}) is gone: {why}", warning=True, kind="gone")
         self._members.leave(member, why)
         self._kv_index.forget(member.incarnation)
         self._costs.forget(member.incarnation)

@@ -284,14 +284,14 @@ def held_connections(api_address: str, count: int) -> Iterator[str]:
 
 
 def large_bodies(api_address: str) -> Iterator[str]:
-    """Send bodies that take as much work as a body can."""
-    word, ids, allowed = "abcdefghij" * 96, list(range(20, 320)), [number % 99 for number in range(2**18)]
+    """Send bodies that take as much work as a body can. Larger ones than 640 KiB may be refused unread."""
+    word, ids, allowed = "abcdefghij" * 96, list(range(20, 320)), [number % 99 for number in range(2**17)]
     bodies = {
-        "bad words": {"prompt": "x", "max_tokens": 1, "bad_words": [f"{word}{number}" for number in range(1_000)]},
+        "bad words": {"prompt": "x", "max_tokens": 1, "bad_words": [f"{word}{number}" for number in range(650)]},
         "samples": {"prompt": ids, "max_tokens": 1, "n": 128},
         "prompts": {"prompt": ["hello world"] * 2_048, "max_tokens": 1},
         "lists": {"prompt": "x", "max_tokens": 1, "unknown": [[] for _ in range(100_000)]},
-        "messages": {"messages": [{"role": "user", "content": "a"} for _ in range(100_000)], "max_tokens": 1},
+        "messages": {"messages": [{"role": "user", "content": "a"} for _ in range(18_000)], "max_tokens": 1},
         "allowed tokens": {"prompt": "x", "max_tokens": 1, "allowed_token_ids": allowed},
     }
     encoded = {name: json.dumps(body).encode() for name, body in bodies.items()}
@@ -307,7 +307,7 @@ def large_bodies(api_address: str) -> Iterator[str]:
                 status = 0  # its connection gave way to others
             finally:
                 connection.close()
-            assert status in (0, 200, 400, 413, 429, 503), f"{name} got {status}"
+            assert status in (0, 200, 400, 429, 503), f"{name} got {status}"
             yield f"{name} {status}"
 
 

@@ -28,6 +28,12 @@ def test_overrides_lie_over_the_file(tmp_path: Path) -> None:
     assert (settings.router.grpc_port, settings.router.http_port) == (7, 2)
 
 
+def test_ports_that_no_client_expects_lie_below_those_of_outgoing_connections() -> None:
+    """Linux takes these from 32768 on, and a connection that has ended holds its port for a minute."""
+    defaults = config.Config()
+    assert max(defaults.router.internal_port, defaults.router.http_port, defaults.api.port) < 32_768
+
+
 def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("")

@@ -52,6 +52,13 @@ def test_every_setting_that_a_page_names_exists(page: Path):
             assert hasattr(getattr(Config(), section), setting), f"{section}.{setting} is no setting"
 
 
+def test_install_is_two_commands_and_one_of_them_runs_the_tests():
+    (readme,) = (page for page in READ if page.name == "README.md")
+    commands = [command.text for command in readme.commands if command.section == "Install"]
+    assert commands[1:3] == ["make demo", "make test"]
+    assert commands[0].startswith("git clone")
+
+
 def test_every_reason_of_an_example_is_used():
     shown = {line for _, command in REFERENCE["commands"]() for line in REFERENCE["examples"](command)}
     assert set(REFERENCE["NOT_RUN"]) <= shown

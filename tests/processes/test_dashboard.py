@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -301,7 +302,7 @@ def test_the_death_of_a_worker_is_seen_as_it_happens(browser: Any, loaded: Loade
         page = watched.page
         page.locator(".proc[data-key='decode-1'][data-state='live']").wait_for()
         loaded.cluster.kill("decode-1")
-        page.locator("#events [data-level='error']", has_text="decode-1").first.wait_for()
+        page.locator("#events [data-level='error']", has_text=re.compile(r"^\W*decode-1 ")).first.wait_for()
         card = page.locator(".proc[data-key='decode-1']")
         watched.until("document.querySelector(\".proc[data-key='decode-1']\").dataset.state !== 'live'")
         assert "gone" in card.inner_text()

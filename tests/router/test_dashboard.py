@@ -114,7 +114,7 @@ def test_a_sketch_forgets_what_is_older_than_its_seconds() -> None:
 
 def test_a_storm_of_faults_is_told_in_a_few_notices_that_count_the_rest() -> None:
     notices = Notices()
-    notices.logged(Log("decode decode-0 is gone: dead", warning=True, kind="gone"), 0.0)
+    notices.logged(Log("decode-0 is gone: dead", warning=True, kind="gone"), 0.0)
     for number in range(1_000):
         line = Log(f"attempt 1 is over: {number}", f"mine-{number}-1.a", warning=True, kind="attempt")
         notices.logged(line, 1.0 + number / 1_000)

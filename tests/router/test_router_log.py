@@ -51,7 +51,7 @@ def test_lines_that_a_client_or_peer_causes_are_limited(caplog: pytest.LogCaptur
             Log("failed: invalid_request: " + "x" * 10_000, f"r{number}", kind="failed: invalid_request")
         )
         client_sessions._write(Log(f"finished {number}", f"s{number}"))
-    client_sessions._write(Log("store store-0 is gone: silent", warning=True, kind="gone"))
+    client_sessions._write(Log("store-0 is gone: silent", warning=True, kind="gone"))
     written = lines(caplog)
     assert sum("failed" in line for line in written) == 20
     assert sum("finished" in line for line in written) == 1_000
