@@ -48,7 +48,7 @@ from engine.vllm_runner.mover import VllmMover
 from engine.vllm_runner.process_watch import ProcessWatch
 from kvstore.layout import PageLayout
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Raised whenever vLLM makes other bits of the same input here than with an earlier release of this."""
 
 _PATIENCE = 600.0  # seconds for a model to load
@@ -158,6 +158,7 @@ class VllmRunner:
         eager: bool = False,
         deadline: float = 60.0,
         kv_cache_dtype: str = "auto",
+        exact: bool = True,
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
 
@@ -165,8 +166,10 @@ class VllmRunner:
         use the part `memory_share` of that device's memory in all, and `num_pages` None means as many as fit there.
         `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each; all stay in memory.
         `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost. vLLM
-        compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. Raises
-        ModelError (UnsupportedModel where vLLM or this runner can't serve the model), StartupError and FolderUntrusted.
+        compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. With `exact`,
+        the bits of a sequence depend on no other one and on no borders of chunks. No test has shown that on a GPU.
+        Raises ModelError (UnsupportedModel where vLLM or this runner can't serve the model), StartupError and
+        FolderUntrusted.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
         order = Load(
@@ -185,9 +188,10 @@ class VllmRunner:
             eager,
             deadline,
             kv_cache_dtype,
+            exact,
         )
         fingerprint = _fingerprint(path)
-        environment = child_environment(os.environ, device, threads, ranks)
+        environment = child_environment(os.environ, device, threads, ranks, exact=exact)
         if not eager:
             environment |= compiling.environment(order.device)
         with contextlib.ExitStack() as undo:
