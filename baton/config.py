@@ -117,6 +117,9 @@ class ModelConfig(_Section, frozen=True):
         False  # vLLM does not compile the model at a start: it starts sooner, and its steps take longer
     )
     skip_tokenizer_init: bool = False  # prompts and outputs are token ids alone, and no tokenizer is read; vLLM's
+    numerics: Literal["exact", "mixed"] = (
+        "exact"  # workers whose arithmetic gives other bits: exact refuses them; mixed: tokens may depend on the path
+    )
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property

@@ -27,7 +27,8 @@ from msgspec.structs import replace
 
 MAX_NAME = 128  # characters
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
+MIXED = "mixed"  # as numerics of a namespace: its pages come from several classes of arithmetic
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
@@ -86,13 +87,32 @@ class Namespace(Struct, frozen=True):
     """What must agree before two processes may share pages: all that shapes a page's bytes besides its tokens."""
 
     model: Key  # digest of config and weights
-    numerics: Count  # version of our own arithmetic
+    numerics: Name  # class of the arithmetic that made the page: one class, the same bits; or MIXED
     kv_dtype: str
     page_size: Annotated[int, Meta(ge=1)]
     layout: Count  # version of the page layout
     form: str  # of a page's bytes (`kvstore.layout`)
     kv_heads: Annotated[int, Meta(ge=1)]  # parts of a page that are hashed on their own
     adapter: str = ""
+
+
+def difference(theirs: Namespace, ours: Namespace) -> str:
+    """Return in words what keeps a process from sharing our pages; "" if nothing does."""
+    for name in Namespace.__struct_fields__:
+        one, other = getattr(theirs, name), getattr(ours, name)
+        if one == other:
+            continue
+        if name == "numerics":
+            return (
+                f"numerics is {one} and this cluster has {other}: their bits differ for the same input; run this "
+                "worker with the same engine on the same kind of processor, or set model.numerics: mixed for all"
+            )
+        return f"namespace.{name} is {_shown(one)} and this cluster has {_shown(other)}"
+    return ""
+
+
+def _shown(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else repr(value)
 
 
 class StepSample(Struct, frozen=True, array_like=True):
@@ -130,6 +150,12 @@ class ModelCard(Struct, frozen=True):
     lm_head: bool = True  # it can generate tokens, so it may become a decode worker if it is none
     window_pages: Count = 0  # that a token attends to at most; 0: some layer of the model attends to all tokens
     adapters: tuple[AdapterCard, ...] = ()  # in the order of their names
+    numerics: Name | None = None  # the worker's own, where that of the namespace is MIXED
+
+    @property
+    def own_numerics(self) -> str:
+        """The class of the worker's arithmetic."""
+        return self.numerics or self.namespace.numerics
 
     @property
     def context_pages(self) -> int:

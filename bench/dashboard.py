@@ -319,7 +319,7 @@ def busy_monitor() -> DashboardMonitor:
     me = Peer("router", "router", "a", "router.1", 1)
     settings = config.load(None, {"model.path": "/none"})
     state = RouterState(me, settings, ModelLimits(_VOCABULARY, 4_096))
-    namespace = Namespace(bytes(16), 1, "float32", settings.pages.page_size, 1, form="split", kv_heads=1)
+    namespace = Namespace(bytes(16), "test", "float32", settings.pages.page_size, 1, form="split", kv_heads=1)
     card = ModelCard(namespace, 16_384, _VOCABULARY, 4_096, 100_000)
     roles: list[WorkerRole] = ["prefill", "decode"]
     for number in range(_WORKERS):

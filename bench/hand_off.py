@@ -91,7 +91,7 @@ class Worker:
 
     def __init__(self, cluster: str, page_bytes: int, kv_heads: int = KV_HEADS) -> None:
         peer = Peer("decode", "bench", "bench", f"bench-{secrets.token_hex(4)}", os.getpid())
-        namespace = Namespace(bytes(16), 1, "float32", 16, page_bytes, form="split", kv_heads=kv_heads)
+        namespace = Namespace(bytes(16), "test", "float32", 16, page_bytes, form="split", kv_heads=kv_heads)
         self.store = StoreClient(store_address(cluster, "bench"), peer, namespace, page_bytes, _PATIENCE)
         self.leases = itertools.count(1)
         deadline = time.monotonic() + _PATIENCE

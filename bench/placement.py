@@ -28,7 +28,7 @@ SIZES = (2, 8, 64, 256, 1_000)
 _GOALS = {64: 100.0, 1_000: 500.0}  # µs
 _PAGES = 800  # of a prompt of 12,800 tokens
 _NAMESPACE = Namespace(
-    model=b"m" * 16, numerics=1, kv_dtype="bfloat16", page_size=16, layout=1, form="split", kv_heads=1
+    model=b"m" * 16, numerics="test", kv_dtype="bfloat16", page_size=16, layout=1, form="split", kv_heads=1
 )
 
 

@@ -22,7 +22,7 @@ from baton.errors import ModelError, NotEnoughMemory
 from baton.messages import AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.attention.torch_sdpa import TorchAttention
-from engine.cpu import build, forward, huge_pages
+from engine.cpu import build, forward, huge_pages, numerics
 from engine.cpu.packed_linear import PackedLinears
 from engine.cpu.thread_pool import ThreadPool
 from engine.cuda.copies import CudaCopies
@@ -40,6 +40,7 @@ from engine.models.config_file import DTYPES
 from engine.models.linear import LinearMaker, PlainLinears
 from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
+from engine.numerics import torch_digest
 from engine.runner import Mover, PromptScores, Ran, Running
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
@@ -72,7 +73,6 @@ class Engine:
     """A runner (`engine.runner`) of the models that this package knows. `pool` is [num_pages, *layout.shape], and page
     i of it is what a `Chunk` calls device page i."""
 
-    numerics_version = NUMERICS_VERSION
     adapters: tuple[AdapterCard, ...] = ()
     writers: Sequence[int] = ()
 
@@ -91,6 +91,7 @@ class Engine:
         self.window = config.widest_window
         self.layout = layout
         self.fingerprint = fingerprint
+        self.numerics = f"torch-{NUMERICS_VERSION}/{torch_digest(str(pool.device))}"
         self.has_lm_head = model_weights.head is not None  # it can generate tokens
         self.pool = pool
         self.pages = PagePool(pool, layout.page_bytes, layout.num_kv_heads)
@@ -108,6 +109,7 @@ class Engine:
         if native and forward.runs(config, model_weights, pool, threads) and (library := build.library()) is not None:
             pool_of_threads = ThreadPool(library, threads)
             self._native = forward.NativeForward(library, pool_of_threads, config, model_weights, layout, pool)
+            self.numerics = numerics.probe(library)
 
     @classmethod
     def load(

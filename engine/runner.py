@@ -99,7 +99,7 @@ class Mover(Protocol):
 class Runner(Protocol):
     """A model with its device pages. Loading one is a constructor's matter."""
 
-    numerics_version: int
+    numerics: str  # class of its arithmetic: runners of one class make the same bits of the same input
     fingerprint: bytes  # of the weights
     layout: PageLayout  # of a page
     has_lm_head: bool  # it can draw tokens

@@ -9,6 +9,7 @@ Keys and tokens travel packed: `KEY_BYTES` each without separators, and little-e
 
 from __future__ import annotations
 
+import functools
 import struct
 import sys
 from array import array
@@ -16,13 +17,13 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from baton.errors import InvalidRequest, MalformedMessage
-from baton.messages import KEY_BYTES, TOKEN_BYTES, Namespace
+from baton.messages import KEY_BYTES, MIXED, TOKEN_BYTES, Namespace
 
 START = b""
 """Stands for "no page" where the parent of a chain's first page is asked for."""
 
 # As long as a key, so that what is hashed for a root can never be what is hashed for a page: no key reads like this.
-_ROOT_MAGIC = b"baton namespace2"
+_ROOT_MAGIC = b"baton namespace3"
 
 
 def namespace_root(namespace: Namespace, tenant: str = "", salt: str = "") -> bytes:
@@ -30,12 +31,20 @@ def namespace_root(namespace: Namespace, tenant: str = "", salt: str = "") -> by
 
     `tenant` separates caches that must not be shared. It comes from an authenticated identity, never from the request
     itself. `salt` is the request's own and separates caches within a tenant."""
-    numbers = struct.pack("<QQQQ", namespace.numerics, namespace.page_size, namespace.layout, namespace.kv_heads)
+    numbers = struct.pack("<QQQ", namespace.page_size, namespace.layout, namespace.kv_heads)
     # Every text is counted, so no two sequences of texts are the same bytes. No salt adds no bytes: keys without one
     # are those of earlier versions.
     salts = (salt,) if salt else ()
-    texts = b"".join(_counted(text) for text in (namespace.kv_dtype, namespace.form, namespace.adapter, tenant, *salts))
-    return blake2b(_ROOT_MAGIC + namespace.model + numbers + texts, digest_size=KEY_BYTES).digest()
+    texts = (namespace.numerics, namespace.kv_dtype, namespace.form, namespace.adapter, tenant, *salts)
+    told = b"".join(map(_counted, texts))
+    return blake2b(_ROOT_MAGIC + namespace.model + numbers + told, digest_size=KEY_BYTES).digest()
+
+
+@functools.lru_cache(maxsize=64)
+def system_fingerprint(namespace: Namespace) -> str:
+    """Return a digest of what decides the tokens of a request and its seed, besides where it is computed. It is empty
+    where workers of several classes of arithmetic serve it: then the path may decide, too."""
+    return "" if namespace.numerics == MIXED else f"fp_{namespace_root(namespace).hex()[:12]}"
 
 
 def page_keys(root: bytes, tokens: bytes, page_size: int) -> bytes:

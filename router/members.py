@@ -27,9 +27,9 @@ from baton.messages import (
     Hello,
     LoadReport,
     ModelCard,
-    Namespace,
     Peer,
     Role,
+    difference,
 )
 
 _REMEMBERED = 4_096  # incarnations; far more than processes ever start while one of them is still around
@@ -403,10 +403,8 @@ class ClusterMembership:
         for one, other in zip(card.adapters, served.adapters, strict=True):
             if one != other:
                 raise Incompatible(f"LoRA adapter {one.name} is {one.digest} and this cluster has {other.digest}")
-        for field_ in Namespace.__struct_fields__:
-            theirs, ours = getattr(card.namespace, field_), getattr(served.namespace, field_)
-            if theirs != ours:
-                raise Incompatible(f"namespace.{field_} is {_shown(theirs)} and this cluster has {_shown(ours)}")
+        if found := difference(card.namespace, served.namespace):
+            raise Incompatible(found)
         if card.page_bytes != served.page_bytes:
             raise Incompatible(f"page_bytes is {card.page_bytes} and this cluster has {served.page_bytes}")
 
@@ -449,7 +447,3 @@ class ClusterMembership:
             assert member.unanswered <= set(member.assigned), member.unanswered
             assert abs(member.context - sum(work.context for work in member.assigned.values())) < 1e-3
             assert abs(member.growth - sum(work.growth for work in member.assigned.values())) < 1e-3
-
-
-def _shown(value: object) -> str:
-    return value.hex() if isinstance(value, bytes) else repr(value)

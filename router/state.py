@@ -100,6 +100,7 @@ class ProcessView:
     draining: bool = False  # it is given nothing new
     attempts: int = 0  # that it was given and that have not ended
     changing_to: WorkerRole | None = None  # once it is empty
+    numerics: str = ""  # class of a worker's arithmetic
 
 
 @dataclass(frozen=True)
@@ -616,6 +617,7 @@ class RouterState:
                 draining=member.draining,
                 attempts=len({*member.assigned, *member.pending_prefills}),
                 changing_to=self._role_changes.target_role(member.incarnation),
+                numerics=member.hello.model.own_numerics if member.hello.model else "",
             )
             for member in self._members.listed(now)
         ]

@@ -94,7 +94,7 @@ class SimulatedCluster:
         )
         self.measures = Measures(self.agenda)
         self._page_bytes = page_bytes = config.pages.page_size * timing.token_bytes
-        self._namespace = Namespace(b"simulated model.", 1, "bfloat16", config.pages.page_size, 1, "split", 1)
+        self._namespace = Namespace(b"simulated model.", "simulated", "bfloat16", config.pages.page_size, 1, "split", 1)
         pool = config.decode.kv_cache_bytes.on_cpu // page_bytes
         speeds = {"prefill": timing.prefill, "decode": timing.decode}
         self._cards = {

@@ -45,7 +45,7 @@ PAGE = 4
 PAGE_BYTES = 64
 VOCAB = 50
 ROOT = b"r" * 16
-NAMESPACE = Namespace(b"m" * 16, 1, "float32", PAGE, 1, form="split", kv_heads=1)
+NAMESPACE = Namespace(b"m" * 16, "test", "float32", PAGE, 1, form="split", kv_heads=1)
 
 
 def next_token(tokens: Sequence[int]) -> int:

@@ -89,6 +89,7 @@ class Shape:
         degrees = {"prefill": self.prefill_ranks, "decode": self.decode_ranks}
         return {
             "router.disaggregation": "always" if self.prefill else "auto",
+            "model.numerics": "mixed" if self.prefill and self.ranks > 1 else "exact",  # of several degrees
             **{f"{role}.tensor_parallel_size": ranks for role, ranks in degrees.items() if self.ranks > 1},
         }
 

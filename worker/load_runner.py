@@ -71,6 +71,7 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         eager=eager,
         deadline=config.cluster.step_timeout_ms / 1_000,
         kv_cache_dtype=asked_of_vllm(raw, held),
+        exact=config.model.numerics == "exact",
     )
 
 

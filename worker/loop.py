@@ -27,6 +27,7 @@ from baton.errors import DeviceLost, StoreError
 from baton.logs import RateLimit, RateLimitedLog
 from baton.membership import SendToRouter
 from baton.messages import (
+    MIXED,
     ChangeRole,
     Heartbeat,
     Hello,
@@ -125,7 +126,8 @@ class WorkerLoop:
         self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
         self.next_role: WorkerRole | None = None  # what a router wants this process to be from now on
         self.runner = runner
-        namespace = _namespace(runner, config.pages.page_size)
+        mixed = config.model.numerics == MIXED
+        namespace = _namespace(runner, config.pages.page_size, MIXED if mixed else runner.numerics)
         layout = runner.layout
         self.num_pages = runner.num_pages
         self.calibration = calibrate(
@@ -154,6 +156,7 @@ class WorkerLoop:
             runner.has_lm_head,
             0 if window is None else SlidingWindow(window, config.pages.page_size, self.num_pages).pages,
             runner.adapters,
+            runner.numerics if mixed else None,
         )
         hello = Hello(
             self.peer,
@@ -527,9 +530,8 @@ def _failed(plan: ScheduledBatch, error: Exception) -> StepOutOfMemory | StepFai
     return StepFailed(plan, f"{type(error).__name__}: {error}")
 
 
-def _namespace(runner: Runner, page_size: int) -> Namespace:
+def _namespace(runner: Runner, page_size: int, numerics: str) -> Namespace:
     layout = runner.layout
     return Namespace(
-        runner.fingerprint, runner.numerics_version, layout.dtype, page_size, layout.version, layout.form,
-        layout.num_kv_heads,
+        runner.fingerprint, numerics, layout.dtype, page_size, layout.version, layout.form, layout.num_kv_heads
     )  # fmt: skip

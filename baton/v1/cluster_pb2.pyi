@@ -125,7 +125,7 @@ class Bottleneck(_message.Message):
     def __init__(self, prefill: _Optional[float] = ..., decode: _Optional[float] = ..., advised: _Optional[_Union[Role, str]] = ..., prefill_then: _Optional[float] = ..., decode_then: _Optional[float] = ...) -> None: ...
 
 class Process(_message.Message):
-    __slots__ = ("name", "role", "node", "incarnation", "pid", "state", "load", "heartbeat_age_ms", "metrics_address", "pages_known", "attempts", "becoming", "events_endpoint", "replay_endpoint")
+    __slots__ = ("name", "role", "node", "incarnation", "pid", "state", "load", "heartbeat_age_ms", "metrics_address", "pages_known", "attempts", "becoming", "events_endpoint", "replay_endpoint", "numerics")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class Process(_message.Message):
     BECOMING_FIELD_NUMBER: _ClassVar[int]
     EVENTS_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     REPLAY_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     node: str
@@ -154,7 +155,8 @@ class Process(_message.Message):
     becoming: Role
     events_endpoint: str
     replay_endpoint: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ProcessState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_age_ms: _Optional[float] = ..., metrics_address: _Optional[str] = ..., pages_known: _Optional[int] = ..., attempts: _Optional[int] = ..., becoming: _Optional[_Union[Role, str]] = ..., events_endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ...) -> None: ...
+    numerics: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ProcessState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_age_ms: _Optional[float] = ..., metrics_address: _Optional[str] = ..., pages_known: _Optional[int] = ..., attempts: _Optional[int] = ..., becoming: _Optional[_Union[Role, str]] = ..., events_endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "pages_free", "pages_total", "tokens_queued")
@@ -171,20 +173,22 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ..., tokens_queued: _Optional[int] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("digest", "kv_dtype", "page_size", "page_bytes", "vocab_size", "max_context")
+    __slots__ = ("digest", "kv_dtype", "page_size", "page_bytes", "vocab_size", "max_context", "numerics")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     kv_dtype: str
     page_size: int
     page_bytes: int
     vocab_size: int
     max_context: int
-    def __init__(self, digest: _Optional[bytes] = ..., kv_dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ...) -> None: ...
+    numerics: str
+    def __init__(self, digest: _Optional[bytes] = ..., kv_dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class Counts(_message.Message):
     __slots__ = ("queued", "running", "finished", "failed", "cancelled", "attempts", "placed_split", "placed_local", "prompt_tokens", "cached_tokens", "generated_tokens")

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from baton.messages import MIXED
 from deploy.commands.terminal import coloured, size
 
 
@@ -30,6 +31,8 @@ def cluster(console: Console, found: dict[str, Any]) -> None:
     nodes = sorted({row["node"] for row in found["processes"]})
     if len(nodes) == 1:
         console.print(f"node {escape(nodes[0])}")
+    if found["numerics"]:
+        console.print(f"numerics {_numerics(found)}")
     on_gpus = any(row.get("gpu") for row in found["processes"])
     more = ["gpu"] * on_gpus + ["node"] * (len(nodes) > 1)
     table = _table("process", "state", "pid", "run", "wait", "pages used", "restarts", *more)
@@ -72,6 +75,14 @@ def cluster(console: Console, found: dict[str, Any]) -> None:
             )
     if found["problem"]:
         console.print(f"[red]{escape(found['problem'])}[/]")
+
+
+def _numerics(found: dict[str, Any]) -> str:
+    """Return the class of the workers' arithmetic, or all classes where several may serve."""
+    if found["numerics"] != MIXED:
+        return escape(found["numerics"])
+    classes = sorted({row["numerics"] for row in found["processes"] if row.get("numerics")})
+    return f"[yellow]mixed[/] ({escape(', '.join(classes))}): tokens may depend on the workers"
 
 
 def _notes(row: dict[str, Any]) -> str:

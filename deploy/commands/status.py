@@ -57,6 +57,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "ray": {"address": state.ray.address, "mode": state.ray.mode, "started_by_baton": state.ray.own is not None},
         "supervisor": {"pid": overview.supervisor.pid if overview else None, "alive": not dead},
         "processes": _with_tiers(_processes(status, overview)),
+        "numerics": status.model.numerics if status is not None else "",
         "counts": _counts(status),
         "bottleneck": _bottleneck(status),
     }
@@ -88,6 +89,7 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: ClusterOv
             row["metrics"] = process.metrics_address
             row["events"] = process.events_endpoint
             row["replay"] = process.replay_endpoint
+            row["numerics"] = process.numerics
             row["heartbeat_age_ms"] = process.heartbeat_age_ms if process.HasField("heartbeat_age_ms") else None
         rows.append(row)
     return rows

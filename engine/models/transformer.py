@@ -19,7 +19,7 @@ from engine.spec import ModelSpec, RopeSpec
 from engine.step.batch import Batch, Ints
 
 NUMERICS_VERSION = 1
-"""Raised whenever a change here makes K or V that differ by more than rounding; part of every page key's namespace."""
+"""Raised whenever a change here makes other bits of the same input; part of every page key's namespace."""
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 Turns = Mapping[RopeSpec, CosSin]

@@ -32,7 +32,7 @@ class Child:
         self._config, executor, self._context = bring_up(order)
         self._ranks = Ranks(executor, order.ranks, order.deadline)
         self.shape = self._ranks.call("baton_prepare")[0]
-        self._steps = Steps(self._ranks, lora_requests(order))
+        self._steps = Steps(self._ranks, lora_requests(order), companion=order.companion)
 
     @property
     def has_ranks(self) -> bool:

@@ -30,11 +30,21 @@ _MODEL_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 a GPU. It runs the same steps; its kernels are Triton's, which vLLM's build for CPUs does not have."""
 
 
-def child_environment(environ: Mapping[str, str], device: str, threads: int, ranks: int = 1) -> dict[str, str]:
+_EXACT = {
+    "cpu": {"VLLM_CPU_ATTN_SPLIT_KV": "0"},  # where it divides a long context depends on threads and on other rows
+    "cuda": {"VLLM_BATCH_INVARIANT": "1"},  # not run
+}
+"""What keeps a row's bits from depending on other rows, besides `Load.companion`."""
+
+
+def child_environment(
+    environ: Mapping[str, str], device: str, threads: int, ranks: int = 1, *, exact: bool = True
+) -> dict[str, str]:
     """Return the environment of a child: vLLM takes the first GPUs that it sees, so it sees as many as ranks, from that
     of the device on. Raises StartupError for CUDA devices that CUDA_VISIBLE_DEVICES leaves out."""
     own = {**_MODEL_RUNNER, **environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(max(1, threads // ranks))}
     kind, _, index = device.partition(":")
+    own |= _EXACT[kind] if exact else {}
     if kind != "cuda":
         return own | _openmp(environ)
     visible = [one.strip() for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]

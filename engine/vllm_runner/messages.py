@@ -160,6 +160,12 @@ class Load(Struct, frozen=True, tag=True):
     eager: bool = False  # don't compile the model
     deadline: float = 60.0  # seconds that several ranks may take for an order
     kv_cache_dtype: str = "auto"  # by vLLM's names
+    exact: bool = True  # a row's bits must not depend on other rows
+
+    @property
+    def companion(self) -> bool:
+        """A step of one row has a second one: on a CPU, products of one row take a kernel that makes other bits."""
+        return self.exact and self.device == "cpu"
 
 
 class Attach(Struct, frozen=True, tag=True):

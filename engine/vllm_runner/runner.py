@@ -24,6 +24,7 @@ from baton.errors import ModelError, StartupError, UnsupportedModel
 from baton.messages import AdapterCard
 from baton.trace import Tracer
 from engine.checkpoint.safetensors_reader import TensorFiles
+from engine.numerics import digest, torch_digest
 from engine.runner import Finished
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Chunk, Sampled, TokenDraw
@@ -47,8 +48,8 @@ from engine.vllm_runner.mover import VllmMover
 from engine.vllm_runner.process_watch import ProcessWatch
 from kvstore.layout import PageLayout
 
-NUMERICS_VERSION = 1
-"""Raised whenever K or V that vLLM makes here differ by more than rounding from those of an earlier release of this."""
+NUMERICS_VERSION = 2
+"""Raised whenever vLLM makes other bits of the same input here than with an earlier release of this."""
 
 _PATIENCE = 600.0  # seconds for a model to load
 _FAREWELL = 10.0  # seconds for the child to end
@@ -87,7 +88,6 @@ class VllmRunner:
     launch_child: ClassVar[Callable[[int, Mapping[str, str]], ChildProcess]] = staticmethod(launch_child)
     """Starts the child. The tests have a faster one."""
 
-    numerics_version = NUMERICS_VERSION
     has_lm_head = True
     overlaps = True
     launches_ahead = True
@@ -107,6 +107,7 @@ class VllmRunner:
         # Two dtypes of the model may have pages of one dtype, and their K and V differ by more than rounding.
         held_otherwise = loaded.dtype != loaded.computed_in
         self.fingerprint = _digest(fingerprint, loaded.computed_in) if held_otherwise else fingerprint
+        self.numerics = _numerics(device, order)
         self.adapters = adapters
         self._adapters = {"": 0} | {one.digest: number for number, one in enumerate(adapters, 1)}
         self.layout = PageLayout(
@@ -157,6 +158,7 @@ class VllmRunner:
         eager: bool = False,
         deadline: float = 60.0,
         kv_cache_dtype: str = "auto",
+        exact: bool = True,
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
 
@@ -164,8 +166,10 @@ class VllmRunner:
         use the part `memory_share` of that device's memory in all, and `num_pages` None means as many as fit there.
         `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each; all stay in memory.
         `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost. vLLM
-        compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. Raises
-        ModelError (UnsupportedModel where vLLM or this runner can't serve the model), StartupError and FolderUntrusted.
+        compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. With `exact`,
+        the bits of a sequence depend on no other one and on no borders of chunks. No test has shown that on a GPU.
+        Raises ModelError (UnsupportedModel where vLLM or this runner can't serve the model), StartupError and
+        FolderUntrusted.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
         order = Load(
@@ -184,9 +188,10 @@ class VllmRunner:
             eager,
             deadline,
             kv_cache_dtype,
+            exact,
         )
         fingerprint = _fingerprint(path)
-        environment = child_environment(os.environ, device, threads, ranks)
+        environment = child_environment(os.environ, device, threads, ranks, exact=exact)
         if not eager:
             environment |= compiling.environment(order.device)
         with contextlib.ExitStack() as undo:
@@ -370,6 +375,12 @@ class RunningStep:
             if known is not None:
                 known.token = sampled.token if sampled is not None else None
         return Finished(list[Sampled | None](answer.sampled), answer.scores, answer.seconds)
+
+
+def _numerics(device: str, order: Load) -> str:
+    """The class of vLLM's arithmetic. Ranks sum in another order than one, and a compiled model rounds less often."""
+    how = "-eager" * order.eager + f"-{order.ranks}-ranks" * (order.ranks > 1)
+    return f"vllm-{VLLM_VERSION}{how}/{digest(torch_digest(device), str(NUMERICS_VERSION))}"
 
 
 def _fingerprint(path: Path) -> bytes:

@@ -21,13 +21,15 @@ from engine.vllm_runner.bring_up import NULL_BLOCKS
 from engine.vllm_runner.messages import Drawn, Row, Step
 from engine.vllm_runner.ranks import Ranks
 
+_COMPANION = Row(-1, False, [0], 0, [-NULL_BLOCKS], None, None)  # it fills the first token of the block for padding
+
 
 class Steps:
     """Runs steps on all ranks. Remembers which requests vLLM knows."""
 
-    def __init__(self, ranks: Ranks, adapters: Mapping[int, Any]) -> None:
-        """`adapters`: vLLM's LoRA requests by the numbers that rows have."""
-        self._ranks, self._adapters = ranks, adapters
+    def __init__(self, ranks: Ranks, adapters: Mapping[int, Any], *, companion: bool) -> None:
+        """`adapters`: vLLM's LoRA requests by the numbers that rows have. `companion`: no step has a single row."""
+        self._ranks, self._adapters, self._companion = ranks, adapters, companion
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
         self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
         self._made = 0
@@ -64,7 +66,7 @@ class Steps:
         self, numbered: Mapping[int, Row], scores: dict[int, list[PromptTokenLogprob]]
     ) -> tuple[list[str], Mapping[str, Sampled]]:
         """Run these rows. Return their names, and by name the tokens drawn; add to the scores by number."""
-        rows = list(numbered.values())
+        rows = [*numbered.values(), *[_COMPANION] * (self._companion and len(numbered) == 1)]
         try:
             order, names = self._order(rows)
             named = list(zip(names, rows, strict=True))
@@ -81,6 +83,7 @@ class Steps:
             for row in rows:
                 self._forget(row.name)
             raise
+        names = names[: len(numbered)]
         scores |= {number: scored[name] for number, name in zip(numbered, names, strict=True) if name in scored}
         for row in rows:
             if row.draw is None:

@@ -46,6 +46,7 @@ from baton.messages import (
     PinPages,
     ToStore,
     UnpinPages,
+    difference,
 )
 from baton.store_protocol import (
     Acquire,
@@ -245,10 +246,9 @@ class StoreState:
         if (namespace, page_bytes) == (self._namespace, self._page_bytes):
             return []
         if self._processes or not self._tiers.idle:
-            raise Incompatible(
-                f"this store serves pages of {self._page_bytes} bytes of {self._namespace}, not of {page_bytes} bytes "
-                f"of {namespace}; run one store and its workers per model"
-            )
+            assert self._namespace is not None
+            found = difference(namespace, self._namespace)
+            raise Incompatible(found or f"page_bytes is {page_bytes} and this store serves pages of {self._page_bytes}")
         host_cache_bytes = self._settings.host_cache_bytes
         if page_bytes % namespace.kv_heads:
             raise MalformedMessage(f"a page of {page_bytes} bytes can't have {namespace.kv_heads} KV heads")

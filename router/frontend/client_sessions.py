@@ -21,10 +21,11 @@ from baton.clock import Clock
 from baton.config import Config
 from baton.errors import RequestCancelled, RequestNotFound, Unavailable
 from baton.logs import RateLimit, RateLimitedLog, RequestLog
-from baton.messages import LoadReport, Message, Peer, WorkerRole
+from baton.messages import LoadReport, Message, ModelCard, Peer, WorkerRole
 from baton.metrics import Metrics
 from baton.samples import Labels
 from baton.trace import new_mark, trace_path
+from kvstore.keys import system_fingerprint
 from router.dashboard.monitor import DashboardMonitor
 from router.events import (
     PIN,
@@ -124,6 +125,7 @@ class RouterDriver:
         self._heartbeat_age: Mapping[Labels, float] = {}
         self.vllm_metrics = VllmMetrics(metrics.registry, model, config.pages.page_size)
         self._handoff_bytes = 0
+        self._card: ModelCard | None = None  # of the workers that were live last
         self._numbered = 0
         self._events: deque[RouterEvent] = deque()
         self._handling = False
@@ -267,6 +269,12 @@ class RouterDriver:
     def unready(self) -> str | None:
         """Why no request can be served now; none: one can."""
         return "the router is stopping" if self.stopping else self.state.unready
+
+    def fingerprint(self, adapter: str) -> str:
+        """Return the digest of what decides the tokens of requests with that adapter; empty before any worker joined.
+        While no worker is live it is that of the last ones."""
+        self._card = self.state.card or self._card
+        return system_fingerprint(self._card.namespace_of(adapter)) if self._card else ""
 
     @property
     def busy(self) -> bool:

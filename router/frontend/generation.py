@@ -67,6 +67,11 @@ class Generations(Protocol):
 
     async def unready(self) -> str | None: ...
 
+    def fingerprint(self, model: str) -> str:
+        """What decides the tokens of a request that has begun to be answered, besides the request: see
+        `kvstore.keys.system_fingerprint`. `model`: as the request names it."""
+        ...
+
 
 class RequestChecker:
     """Checks requests. The router and each front process have one."""
@@ -132,6 +137,9 @@ class GenerationService:
     async def unready(self) -> str | None:
         """Why no request can be served now; none: one can."""
         return self.driver.unready
+
+    def fingerprint(self, model: str) -> str:
+        return self.driver.fingerprint(self.model.adapter_of(model))
 
     async def start(
         self, request: generation_pb2.GenerateRequest, request_id: str, received: float, deadline: float | None = None

@@ -32,15 +32,16 @@ _STATES: dict[GoneReason | None, cluster_pb2.ProcessState] = {
 }
 
 
-def delta(output: Output, index: int = 0) -> generation_pb2.GenerateResponse:
+def delta(output: Output, index: int = 0, fingerprint: str = "") -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(
+        system_fingerprint=fingerprint,
         delta=generation_pb2.Delta(
             text=output.text,
             index=index,
             token_ids=output.tokens,
             logprobs=[_logprob(one) for one in output.logprobs],
             prompt_logprobs=[_logprob(one) for one in output.prompt_logprobs],
-        )
+        ),
     )
 
 
@@ -51,9 +52,11 @@ def finished(
     seed: int,
     index: int = 0,
     stop_string: str | None = None,
+    fingerprint: str = "",
 ) -> generation_pb2.GenerateResponse:
     usage, served = summary.usage, summary.served
     return generation_pb2.GenerateResponse(
+        system_fingerprint=fingerprint,
         finished=generation_pb2.Finished(
             finish_reason=_REASONS[reason],
             usage=generation_pb2.Usage(
@@ -74,7 +77,7 @@ def finished(
             seed=seed,
             index=index,
             stop_string=stop_string,
-        )
+        ),
     )
 
 
@@ -120,6 +123,7 @@ def process(view: ProcessView) -> cluster_pb2.Process:
         becoming=_ROLES[view.changing_to] if view.changing_to else cluster_pb2.ROLE_UNSPECIFIED,
         events_endpoint=view.events,
         replay_endpoint=view.replay,
+        numerics=view.numerics,
     )
 
 
@@ -146,6 +150,7 @@ def model_card(card: ModelCard) -> cluster_pb2.ModelCard:
         page_bytes=card.page_bytes,
         vocab_size=card.vocab_size,
         max_context=card.max_context,
+        numerics=card.namespace.numerics,
     )
 
 

@@ -23,7 +23,7 @@ from baton.errors import (
     InvalidRequest,
     Unavailable,
 )
-from baton.messages import AttemptName, Cancel, Decode, ModelCard
+from baton.messages import MIXED, AttemptName, Cancel, Decode, ModelCard
 from kvstore.prefix_map.prefix_map import PrefixMatch
 from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome, Submit
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
@@ -42,6 +42,8 @@ from router.queueing.queue_scan import QueueScan
 from router.request import Attempt, Request, RequestPhase
 from router.requests.explain import ConsideredPlacements, Explanations
 from router.requests.slo_attainment import SloAttainment
+
+_MIXED = "model.numerics is mixed: on other workers, or with other pages in caches, its tokens may differ"
 
 
 @dataclass(frozen=True)
@@ -348,6 +350,8 @@ class RequestManager:
         prefill = self._members.require_live(plan.prefill).peer.name if plan.prefill else ""
         cached = min(request.known, plan.cached_pages * self._config.pages.page_size)
         self._explanations.placed(request, decoder.peer.name, prefill, cached, considered)
+        if (card := self._members.card) is not None and card.namespace.numerics == MIXED:
+            self._explanations.noted(request, _MIXED)
         if request.account.decode_workers[-1:] != [decoder.peer.name]:
             request.account.decode_workers.append(decoder.peer.name)
         assert request.max_tokens is not None, request.name

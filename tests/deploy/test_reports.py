@@ -97,6 +97,7 @@ def shown(**changes: Any) -> str:
         "key_file": "",
         "ray": {"address": "127.0.0.1:6379", "mode": "disabled", "started_by_baton": False},
         "processes": [process | {"retry_in_s": 4.0, "last_failure": "cut [short]"}],
+        "numerics": "native-2/12345678",
         "counts": {},
         "bottleneck": {"prefill": 0.9, "decode": 0.4, "advised": "prefill", "prefill_then": 0.45, "decode_then": 0.6},
     }
@@ -112,6 +113,16 @@ def test_status_tells_failures():
     assert "decode-0: serves as prefill worker, starts again in 4 s" in text
     assert "prefill 90%, decode 40%" in text
     assert "one prefill worker more: 45% and 60%" in text
+
+
+def test_status_tells_the_class_of_numerics():
+    assert "numerics native-2/12345678" in shown()
+    workers = [
+        {"name": name, "role": "decode", "state": "live", "pid": 1, "restarts": 0, "retry_in_s": 0.0, "node": "here"}
+        | {"last_failure": "", "numerics": numerics}
+        for name, numerics in (("decode-0", "torch-1/2"), ("decode-1", "native-2/1"), ("store-0", ""))
+    ]
+    assert "numerics mixed (native-2/1, torch-1/2): tokens may depend on" in shown(numerics="mixed", processes=workers)
 
 
 def test_status_fits_80_columns_on_a_busy_cluster():

@@ -91,6 +91,15 @@ def test_the_first_of_vllms_model_runners_is_taken_unless_the_user_says_otherwis
     assert child_environment({name: "1"}, "cuda", 1)[name] == "1"
 
 
+def test_bits_must_not_depend_on_other_rows_unless_they_may():
+    exact, free = child_environment({}, "cuda", 1), child_environment({}, "cuda", 1, exact=False)
+    assert exact["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in free
+    exact, free = child_environment({}, "cpu", 1), child_environment({}, "cpu", 1, exact=False)
+    assert exact["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+    assert "VLLM_CPU_ATTN_SPLIT_KV" not in free
+
+
 def test_on_a_cpu_intels_openmp_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(environment, "OPENMP", tmp_path / "libiomp5.so")
     assert "LD_PRELOAD" not in child_environment({}, "cpu", 1)

@@ -69,7 +69,10 @@ class RouterPeer:
         hello = Hello(peer, model=card)
         match rng.randrange(6):
             case 0:  # another namespace
-                fields: dict[str, Any] = {"numerics": rng.randrange(99), "kv_dtype": values.STRINGS[rng.randrange(9)]}
+                fields: dict[str, Any] = {
+                    "numerics": f"test-{rng.randrange(99)}",
+                    "kv_dtype": values.STRINGS[rng.randrange(9)],
+                }
                 other = msgspec.structs.replace(self._card.namespace, **fields)
                 return msgspec.structs.replace(hello, model=msgspec.structs.replace(self._card, namespace=other))
             case 1:  # another protocol, or another size of pages

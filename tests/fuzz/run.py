@@ -26,7 +26,6 @@ from baton.messages import ModelCard, Namespace
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from engine.models.config import load_spec
-from engine.models.transformer import NUMERICS_VERSION
 from kvstore.client.connection import store_address
 from kvstore.layout import PageLayout
 from tests import checkpoints
@@ -318,10 +317,10 @@ def plan(cluster: LocalCluster, victims: Mapping[str, Victims], path: Path) -> d
 
 
 def _card(told: cluster_pb2.ModelCard, kv_heads: int) -> ModelCard:
-    """The workers' card. A status tells no version of numerics and layout, which are this checkout's."""
+    """The workers' card. A status tells no version of the layout, which is this checkout's."""
     layout = PageLayout(1, kv_heads, 1, told.page_size, told.kv_dtype)
     namespace = Namespace(
-        told.digest, NUMERICS_VERSION, told.kv_dtype, told.page_size, layout.version, layout.form, kv_heads
+        told.digest, told.numerics, told.kv_dtype, told.page_size, layout.version, layout.form, kv_heads
     )
     return ModelCard(namespace, told.page_bytes, told.vocab_size, told.max_context, 0)
 

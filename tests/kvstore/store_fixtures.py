@@ -11,7 +11,7 @@ from kvstore.server.state import StoreState
 from tests.kvstore.chains import key, keys, parent
 from tests.support.fake_disk import FakeDisk
 
-NAMESPACE = Namespace(bytes(16), 1, "float32", 16, 1, form="split", kv_heads=1)
+NAMESPACE = Namespace(bytes(16), "test", "float32", 16, 1, form="split", kv_heads=1)
 STORE = Peer("store", "store-0", "node", "store-0-1", 1)
 
 

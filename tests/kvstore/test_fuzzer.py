@@ -19,7 +19,7 @@ LATE = 0.2  # seconds; a fuzzer that waited only as long as it had read before w
 
 def test_a_store_that_reads_late_is_no_finding(tmp_path: Path) -> None:
     ClusterKeys.read_or_make(tmp_path / "key")
-    namespace = Namespace(b"m" * 16, 1, "float32", 16, 1, form="split", kv_heads=1)
+    namespace = Namespace(b"m" * 16, "test", "float32", 16, 1, form="split", kv_heads=1)
     target = store_calls.StoreCalls("x", msgspec.json.encode(namespace).decode(), 64, str(tmp_path / "key"), "node")
     ours, store = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 

@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, MalformedMessage
-from baton.messages import Namespace
+from baton.messages import MIXED, Namespace
 from kvstore.keys import (
     cacheable_pages,
     namespace_root,
@@ -21,6 +22,7 @@ from kvstore.keys import (
     partial_key,
     prompt_keys,
     split_keys,
+    system_fingerprint,
     unpack_tokens,
 )
 
@@ -51,9 +53,31 @@ def test_every_vector_has_a_root_of_its_own_unless_its_namespace_tenant_and_salt
 
 @given(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.text(max_size=6))
 def test_another_tenant_or_salt_gives_another_root(tenant: str, salt: str, tenant_2: str, salt_2: str) -> None:
-    namespace = Namespace(bytes(16), 1, "bfloat16", 16, 1, "split", 8)
+    namespace = Namespace(bytes(16), "test", "bfloat16", 16, 1, "split", 8)
     one, other = namespace_root(namespace, tenant, salt), namespace_root(namespace, tenant_2, salt_2)
     assert (one == other) == ((tenant, salt) == (tenant_2, salt_2))
+
+
+@given(*[st.text(min_size=1, max_size=6)] * 4)
+def test_another_class_of_numerics_or_dtype_gives_another_root(
+    numerics: str, dtype: str, numerics_2: str, dtype_2: str
+) -> None:
+    one, other = (
+        Namespace(bytes(16), numerics, dtype, 16, 1, "split", 8),
+        Namespace(bytes(16), numerics_2, dtype_2, 16, 1, "split", 8),
+    )
+    assert (namespace_root(one) == namespace_root(other)) == (one == other)
+
+
+def test_a_fingerprint_stands_for_model_adapter_dtype_and_class_of_numerics() -> None:
+    namespace = Namespace(bytes(16), "native-2/1f0c9d3e", "bfloat16", 16, 1, "split", 8)
+    assert system_fingerprint(namespace) == "fp_d4e4513c9c75"  # the same in every release and process
+    changes: list[dict[str, Any]] = [
+        {"model": b"m" * 16}, {"numerics": "native-2/00000000"}, {"kv_dtype": "float32"}, {"adapter": "digest"},
+    ]  # fmt: skip
+    others = [system_fingerprint(msgspec.structs.replace(namespace, **change)) for change in changes]
+    assert len({system_fingerprint(namespace), *others}) == 5
+    assert system_fingerprint(msgspec.structs.replace(namespace, numerics=MIXED)) == ""
 
 
 @given(TOKENS, st.integers(1, 8))

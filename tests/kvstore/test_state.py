@@ -504,7 +504,7 @@ def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
     assert [medium for medium, _ in state.drain_events()] == ["DISK"]
     assert "disk" in [speed.tier for speed in state.load().tiers], "it can be read"
     state.handle(Disconnected(1), 0.0)
-    attach(2, msgspec.structs.replace(NAMESPACE, numerics=2))
+    attach(2, msgspec.structs.replace(NAMESPACE, numerics="other"))
     assert state.drain_events() == [("CPU", [PagesCleared()])]
 
 

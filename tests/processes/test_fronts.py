@@ -69,6 +69,7 @@ def test_answers_are_those_of_the_router(cluster: LocalCluster, client: openai.O
     assert answer.choices[0].finish_reason == "length"
     assert len(answer.choices[0].logprobs.tokens) == 24
     assert answer.usage.prompt_tokens == len(PROMPT)
+    assert answer.system_fingerprint.startswith("fp_")
     assert answer.metrics["hops_ms"]["first_token"] > 0
     scored: Any = client.completions.create(
         model="", prompt=PROMPT, max_tokens=1, temperature=0.0, extra_body={"prompt_logprobs": 1}
@@ -79,6 +80,7 @@ def test_answers_are_those_of_the_router(cluster: LocalCluster, client: openai.O
     streamed: Any = client.completions.create(model="", prompt=PROMPT, max_tokens=24, stream=True, n=2, **GREEDY)
     tokens: dict[int, list[int]] = {0: [], 1: []}
     for chunk in streamed:
+        assert chunk.system_fingerprint == answer.system_fingerprint
         tokens[chunk.choices[0].index] += getattr(chunk.choices[0], "token_ids", None) or []
     assert tokens == {0: right, 1: right}
 

@@ -74,7 +74,7 @@ VOCAB = 1_000
 EOS = 7
 CONTEXT = 4_096
 NAMESPACE = Namespace(
-    model=b"m" * 16, numerics=1, kv_dtype="float32", page_size=PAGE, layout=1, form="split", kv_heads=1
+    model=b"m" * 16, numerics="test", kv_dtype="float32", page_size=PAGE, layout=1, form="split", kv_heads=1
 )
 CONFIG = settings.Config(
     cluster=settings.ClusterConfig(heartbeat_ms=250, heartbeat_timeout_ms=1_000, step_timeout_ms=5_000),
@@ -198,6 +198,7 @@ class Cluster(CheckedRouter):
         self.no_clients()
         self.config = config
         self.adapters = sorted(config.model.lora_modules)  # that its workers have
+        self.namespace = NAMESPACE  # of workers to come
         self.serves_none: set[str] = set()  # nodes whose stores serve no others
         self.processes: dict[str, Process] = {}  # by incarnation: dead ones are gone
         self.stores = Stores()
@@ -214,7 +215,9 @@ class Cluster(CheckedRouter):
     def start(self, role: Any, name: str, node: str = "a", pool_pages: int = 256, slots: int = 100) -> Process:
         self.births += 1
         peer = Peer(role, name, node, f"{name}.{self.births}", self.births)
-        hello = Hello(peer, model=card(pool_pages, adapters={one: f"digest of {one}" for one in self.adapters}))
+        hello = Hello(
+            peer, model=card(pool_pages, self.namespace, adapters={one: f"digest of {one}" for one in self.adapters})
+        )
         if role == "store":
             data = "" if node in self.serves_none else f"tcp://{peer.incarnation}"
             hello = Hello(peer, events=f"kv://{peer.incarnation}", data=data)

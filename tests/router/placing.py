@@ -30,7 +30,9 @@ FAR = TierSpeed("remote", latency=0.02, bytes_per_second=1e3, measured=True)
 CONFIG = configuration.Config(
     pages=configuration.PagesConfig(page_size=10), prefill=configuration.PrefillConfig(max_num_seqs=2)
 )
-NAMESPACE = Namespace(model=b"m" * 16, numerics=1, kv_dtype="float32", page_size=10, layout=1, form="split", kv_heads=1)
+NAMESPACE = Namespace(
+    model=b"m" * 16, numerics="test", kv_dtype="float32", page_size=10, layout=1, form="split", kv_heads=1
+)
 
 
 @dataclass

@@ -16,10 +16,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.messages import MIXED, Namespace
 from baton.ports import FixedPort
+from kvstore.keys import system_fingerprint
 from router.frontend.detokenizer import Tokenizer
 from tests.router import tokenizers
-from tests.router.model import EMPTY, EOS, expected
+from tests.router.model import EMPTY, EOS, NAMESPACE, expected
 from tests.router.served import Served, served, settings_for
 from tests.support.eventually import eventually_async
 
@@ -80,7 +82,7 @@ def text_of(seed: int = SEED, prompt: int = len(PROMPT), count: int = 12) -> str
 @contextlib.asynccontextmanager
 async def door(
     folder: Path, *, template: str | None = TEMPLATE, workers: int = 1, names: tuple[str, ...] = (),
-    adapters: Mapping[str, str] = EMPTY, **more: Any,
+    adapters: Mapping[str, str] = EMPTY, namespace: Namespace = NAMESPACE, **more: Any,
 ) -> AsyncIterator[Door]:  # fmt: skip
     config = settings_for(folder, **more)
     model = msgspec.structs.replace(config.model, served_model_name=names, lora_modules=dict(adapters))
@@ -88,7 +90,7 @@ async def door(
     settings = {"bos_token": "<s>", "chat_template": template}
     (Path(config.model.path) / "tokenizer_config.json").write_text(json.dumps(settings))
     async with served(config) as router, aiohttp.ClientSession() as http:
-        router.cluster.adapters = sorted(adapters)
+        router.cluster.adapters, router.cluster.namespace = sorted(adapters), namespace
         for number in range(workers):
             router.start("decode", f"decode-{number}")
         client = Door(router, http)
@@ -177,6 +179,32 @@ def test_an_adapter_answers_by_its_name(tmp_path: Path) -> None:
                 page = await metrics.text()
             (line,) = [each for each in page.splitlines() if each.startswith("vllm:lora_requests_info{")]
             assert 'max_lora="1"' in line
+
+    run(test)
+
+
+def test_the_fingerprint_is_that_of_model_and_numerics(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path, adapters={"tuned": "/somewhere/tuned"}) as client:
+            plain = system_fingerprint(NAMESPACE)
+            tuned = system_fingerprint(msgspec.structs.replace(NAMESPACE, adapter="digest of tuned"))
+            chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+            for model, right in (("", plain), ("tuned", tuned)):
+                for path, body in (("/v1/completions", completion()), ("/v1/chat/completions", chat)):
+                    _, whole, _ = await client.post(path, body | {"model": model})
+                    assert whole["system_fingerprint"] == right
+                    chunks = await client.events(path, body | {"model": model, "stream": True})
+                    assert {chunk["system_fingerprint"] for chunk in chunks} == {right}
+
+    run(test)
+
+
+def test_a_mixed_cluster_has_no_fingerprint(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path, namespace=msgspec.structs.replace(NAMESPACE, numerics=MIXED)) as client:
+            assert (await client.complete())["system_fingerprint"] is None
+            chunks = await client.events("/v1/completions", completion(stream=True))
+            assert {chunk["system_fingerprint"] for chunk in chunks} == {None}
 
     run(test)
 

@@ -7,7 +7,7 @@ import pytest
 
 from baton import config as settings
 from baton.errors import RequestNotFound
-from baton.messages import Accepted, Prefilled, Refused, Started
+from baton.messages import MIXED, Accepted, Prefilled, Refused, Started
 from baton.v1 import explain_pb2
 from router.events import ClientGone
 from router.frontend import responses
@@ -15,7 +15,7 @@ from router.placement.types import Candidate, Placement, PredictedTtft
 from router.request import Attempt, Request
 from router.requests.explain import SHOWN, ConsideredPlacements, Explanations, RequestRecord, reason
 from tests.router.lab import Lab, named
-from tests.router.model import CONFIG, card, submit
+from tests.router.model import CONFIG, NAMESPACE, card, submit
 
 
 def explained(lab: Lab, name: str = "r") -> RequestRecord:
@@ -122,6 +122,15 @@ def test_a_refusal_to_prefill_is_noted() -> None:
     lab.say(decode, Accepted("r", 1, 0))
     lab.say(f"{asked}.1", Refused("r", 1, "busy", "two prompts here"))
     assert explained(lab).attempts[0].notes == [f"{asked} refuses to prefill: two prompts here"]
+
+
+@pytest.mark.parametrize("numerics", ["test", MIXED])
+def test_a_request_of_a_mixed_cluster_is_told_to_depend_on_its_path(numerics: str) -> None:
+    lab = Lab()
+    lab.join("decode", "decode-0", model=card(namespace=msgspec.structs.replace(NAMESPACE, numerics=numerics)))
+    lab.submit()
+    notes = responses.explained(explained(lab), lab.now).attempts[0].notes
+    assert ["model.numerics is mixed" in note for note in notes] == [True] * (numerics == MIXED)
 
 
 def test_who_waits_knows_why() -> None:

@@ -10,6 +10,7 @@ import pytest
 from baton.clock import Tick
 from baton.config import ModelConfig
 from baton.messages import (
+    MIXED,
     PROTOCOL_VERSION,
     Accepted,
     Cancel,
@@ -39,11 +40,13 @@ from router.events import (
     Finished,
     ForgetPeer,
     KvEvents,
+    Log,
     MessageReceived,
     SendMessage,
     Subscribe,
     Unsubscribe,
 )
+from router.frontend import responses
 from tests.router.lab import Lab, held, named
 from tests.router.model import CONFIG, NAMESPACE, PAGE, ROUTER, card
 
@@ -77,6 +80,10 @@ def changed(**fields: Any):
         ({"model": None}, ("model", "missing")),
         ({"model": changed(page_size=32)}, ("page_size is 32", "has 4")),
         ({"model": changed(kv_dtype="bfloat16")}, ("namespace.kv_dtype is 'bfloat16'", "has 'float32'")),
+        (
+            {"model": changed(numerics="torch-1/00000000")},
+            ("numerics is torch-1/00000000", "this cluster has test", "model.numerics: mixed"),
+        ),
         ({"model": changed(model=b"x" * 16)}, ("namespace.model is " + b"x".hex() * 16, b"m".hex() * 16)),
         ({"model": msgspec.structs.replace(card(), page_bytes=1)}, ("page_bytes is 1", "has 1024")),
         ({"role": "router"}, ("role", "router")),
@@ -112,14 +119,45 @@ def test_all_workers_have_the_adapters_that_clients_may_ask_for(theirs: dict[str
     assert says in rejected.message
 
 
+def test_a_refusal_for_its_numerics_names_the_worker_in_the_log() -> None:
+    lab = Lab()
+    lab.join("decode", "decode-0")
+    commands = lab.hello("decode", "decode-1", model=changed(numerics="torch-1/00000000"))
+    (note,) = [command for command in commands if isinstance(command, Log)]
+    assert note.warning
+    assert note.text.startswith("rejected decode-1: numerics is torch-1/00000000 and this cluster has test")
+
+
+def test_workers_of_several_classes_of_numerics_join_a_mixed_cluster() -> None:
+    lab = Lab()
+    classes = {"decode-0": "native-2/00000000", "decode-1": "torch-1/00000000"}
+    for name, numerics in classes.items():
+        lab.join("decode", name, model=msgspec.structs.replace(changed(numerics=MIXED), numerics=numerics))
+    assert not lab.sent(Rejected)
+    shown = {view.peer.name: responses.process(view).numerics for view in lab.state.processes(lab.now)}
+    assert shown == classes
+    assert lab.state.card is not None
+    assert responses.model_card(lab.state.card).numerics == MIXED
+    lab.hello("decode", "decode-2", model=card())
+    (rejected,) = lab.sent(Rejected)
+    assert "numerics is test and this cluster has mixed" in rejected.message
+
+
+def test_status_tells_the_class_of_numerics_of_each_worker() -> None:
+    lab = Lab()
+    lab.split()
+    shown = {view.peer.name: responses.process(view).numerics for view in lab.state.processes(lab.now)}
+    assert shown == {"decode-0": "test", "prefill-0": "test", "store-0": ""}
+
+
 def test_the_first_live_worker_sets_the_namespace_until_nobody_of_it_is_left() -> None:
     lab = Lab()
     lab.join("decode", "decode-0")
-    lab.join("decode", "decode-1", model=changed(numerics=2))
+    lab.join("decode", "decode-1", model=changed(numerics="other"))
     assert lab.sent(Rejected)
     lab.advance(1.1)
-    lab.join("decode", "decode-1", model=changed(numerics=2))
-    assert lab.state.card == changed(numerics=2)
+    lab.join("decode", "decode-1", model=changed(numerics="other"))
+    assert lab.state.card == changed(numerics="other")
 
 
 def test_nobody_speaks_for_another() -> None:

@@ -21,8 +21,8 @@ def load(
     path: Path, dtype: str = "float32", *, ranks: int = 1, rows: int = ROWS, pages: int = PAGES, **options: Any
 ) -> VllmRunner:
     """The model of a checkpoint, eager unless the options say otherwise."""
-    options = {"eager": True, "max_tokens": TOKENS} | options
-    return VllmRunner.load(path, dtype, pages, PAGE, max_rows=rows, threads=1, ranks=ranks, **options)
+    options = {"eager": True, "max_tokens": TOKENS, "threads": 1} | options
+    return VllmRunner.load(path, dtype, pages, PAGE, max_rows=rows, ranks=ranks, **options)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

@@ -156,7 +156,8 @@ def test_a_prompt_has_other_pages_with_each_adapter(
 ):
     """Each prompt comes with each adapter and with none, all at once and then again, when it is cached. A page of
     another adapter would change tokens. The two workers have so many ranks."""
-    ranks = {"prefill.tensor_parallel_size": makers, "decode.tensor_parallel_size": takers}
+    ranks: dict[str, int | str] = {"prefill.tensor_parallel_size": makers, "decode.tensor_parallel_size": takers}
+    ranks |= {"model.numerics": "exact" if makers == takers else "mixed"}
     with cluster(model, modules, 1, 1, tmp_path, **ranks) as running, ThreadPoolExecutor(len(expected)) as pool:
         for _ in range(2):
             answers = pool.map(lambda asked: ask(running.address, asked), expected)

@@ -222,6 +222,7 @@ def cluster(checkpoint: Path, folder: Path, prefill: int, decode: int, makers: i
     own = {
         "model.engine": "vllm",
         "pages.page_size": PAGE,
+        "model.numerics": "mixed" if prefill and makers != takers else "exact",
         "prefill.tensor_parallel_size": makers,
         "decode.tensor_parallel_size": takers,
         "router.disaggregation": "always" if prefill else "auto",

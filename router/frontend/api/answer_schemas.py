@@ -59,7 +59,7 @@ _CHOICE_OF_CHAT = _object(
     },
     {"stop_reason": _STOP_REASON, "token_ids": _IDS},
 )
-_ABOUT: Schema = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "system_fingerprint": _TEXT}
+_ABOUT: Schema = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "system_fingerprint": _or_null(_TEXT)}
 
 SCHEMAS: dict[str, Schema] = {
     "Error": _object(

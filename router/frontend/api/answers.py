@@ -7,7 +7,7 @@ Pure: the doors read the outputs and send what stands here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -93,7 +93,7 @@ class AnswerOptions:
     id: str
     model: str
     created: int  # seconds since the epoch
-    fingerprint: str
+    fingerprint: Callable[[], str | None]  # to be asked once the answer has begun
     names: TokenNames
     logprobs: bool = False
     token_ids: bool = False
@@ -165,7 +165,7 @@ class Answer:
             "object": self.chunk_kind,
             "created": wanted.created,
             "model": wanted.model,
-            "system_fingerprint": wanted.fingerprint,
+            "system_fingerprint": wanted.fingerprint(),
             "choices": choices,
         }
         if wanted.usage_always:
@@ -189,7 +189,7 @@ class Answer:
             "object": self.kind,
             "created": self.wanted.created,
             "model": self.wanted.model,
-            "system_fingerprint": self.wanted.fingerprint,
+            "system_fingerprint": self.wanted.fingerprint(),
             "choices": [self._choice(sample) for sample in self.samples],
             "usage": self.usage(),
             "metrics": self.metrics(),

@@ -117,7 +117,6 @@ class HttpApi:
         self._bodies = BodyReader(service)
         self._prompts = PromptBuilder(service, max(text, 2**20), trust_templates=config.trust_request_chat_template)
         self._cards = ModelCards(model, int(time.time()))
-        self._fingerprint = f"baton-{baton.__version__}"
         get = partial(Route, methods=["GET"])
         post = partial(Route, methods=["POST"])
         routes = Starlette(
@@ -245,7 +244,7 @@ class HttpApi:
             id=f"{prefix}{_name_of(request, fields)}",
             model=self._service.model.answered_as(fields.model),
             created=int(time.time()),
-            fingerprint=self._fingerprint,
+            fingerprint=lambda: self._service.fingerprint(fields.model or "") or None,
             names=TokenNames(self._service.model.tokenizer, bool(fields.return_tokens_as_token_ids)),
             logprobs=logprobs,
             token_ids=bool(fields.return_token_ids),

@@ -77,6 +77,7 @@ class RemoteRouter:
         self.requests = 0
         """Handed to the router since the start."""
         self._answers = set[RemoteAnswer]()  # that the router has not ended
+        self._fingerprints = dict[str, str]()  # by adapter, as the router has told them last
 
     @property
     def running(self) -> int:
@@ -102,7 +103,8 @@ class RemoteRouter:
         if self._trace_headers is not None:
             metadata += passed_on(origin.get(), received, self._trace_headers)
         call = self._stub.Generate(request, metadata=tuple(metadata), timeout=timeout)
-        answer = RemoteAnswer(call, validated.n, received, self._link)
+        told = partial(self._fingerprints.__setitem__, self.model.adapter_of(request.model))
+        answer = RemoteAnswer(call, validated.n, received, self._link, told)
         self.requests += 1
         self._answers.add(answer)
         answer.when_ended(partial(self._answers.discard, answer))
@@ -121,6 +123,9 @@ class RemoteRouter:
         except BatonError as error:
             return str(error)
         return None if status == 200 else text.decode(errors="replace").strip()
+
+    def fingerprint(self, model: str) -> str:
+        return self._fingerprints.get(self.model.adapter_of(model), "")
 
     async def metrics(self) -> bytes:
         """The router's page of metrics. Raises Unavailable."""
@@ -202,8 +207,9 @@ class RemoteStream:
 class RemoteAnswer:
     """One call, whose messages belong to several outputs."""
 
-    def __init__(self, call: Any, count: int, received: float, router: str) -> None:
-        self._call, self._received, self._router = call, received, router
+    def __init__(self, call: Any, count: int, received: float, router: str, fingerprint: Callable[[str], None]) -> None:
+        """`fingerprint` is called with that of each message."""
+        self._call, self._received, self._router, self._fingerprint = call, received, router, fingerprint
         self._room = asyncio.Event()
         self.streams = [RemoteStream(self._room.set) for _ in range(count)]
         self._reader = asyncio.create_task(self._read())
@@ -235,6 +241,7 @@ class RemoteAnswer:
                 stream.put(RequestEnded("", Failed(error), summary))
 
     def _take(self, response: pb.GenerateResponse) -> None:
+        self._fingerprint(response.system_fingerprint)
         if response.HasField("finished"):
             finished = response.finished
             stream = self.streams[finished.index]

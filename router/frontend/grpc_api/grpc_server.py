@@ -88,7 +88,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._linger = linger
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
-        answer = StreamedAnswer(self._service, _OwnRendering(request), context, self._linger)
+        answer = StreamedAnswer(self._service, _OwnRendering(request, self._service), context, self._linger)
         async with typed(context):
             await answer.serve(name_of(request))
 
@@ -96,8 +96,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 class _OwnRendering:
     """The answer to a call of `Generation`."""
 
-    def __init__(self, request: generation_pb2.GenerateRequest) -> None:
-        self._request = request
+    def __init__(self, request: generation_pb2.GenerateRequest, service: GenerationService) -> None:
+        self._request, self._service = request, service
         self._generations: Sequence[Generation] = ()
 
     def request(self) -> generation_pb2.GenerateRequest:
@@ -107,12 +107,13 @@ class _OwnRendering:
         self._generations = generations
 
     def piece(self, output: Output, index: int) -> Iterator[generation_pb2.GenerateResponse]:
-        yield responses.delta(output, index)
+        yield responses.delta(output, index, self._service.fingerprint(self._request.model))
 
     def finished(self, finished: Finished, summary: Summary, index: int) -> Iterator[generation_pb2.GenerateResponse]:
         validated, stop = self._generations[index].validated, self._generations[index].stream.stop_string
         name, seed = validated.request_id, validated.sampling.seed
-        yield responses.finished(finished.reason, summary, name, seed, index, stop)
+        fingerprint = self._service.fingerprint(self._request.model)
+        yield responses.finished(finished.reason, summary, name, seed, index, stop, fingerprint)
 
     def cancelled(self, why: str, summary: Summary, index: int) -> Iterator[generation_pb2.GenerateResponse]:
         raise RequestCancelled(why)
