@@ -186,8 +186,6 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
 WIDE: Mapping[str, Any] = {"initializer_range": 0.1, "hidden_size": 256, "intermediate_size": 512, **ENGINE.wide}
 """Settings for a checkpoint that is wide enough to need no larger weights: its output depends on every page too."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "mixtral", "qwen3-moe")
-TORCH_ONLY = frozenset({"mixtral", "qwen3-moe"})
-"""Kinds that no native kernels run: they have experts."""
 
 
 def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:

@@ -38,6 +38,11 @@ constexpr int kMostThreads = 256;
 
 // What `forward.py` tells; the structures there are the same, field by field.
 extern "C" {
+struct Expert {
+  const void* gate_up;       // gate's tiles, then up's
+  const void* down;
+};
+
 struct Layer {
   const float* input_norm;   // [hidden]
   const void* qkv;           // tiles, as all products
@@ -54,12 +59,17 @@ struct Layer {
   const float* down_norm;    // as `output_norm`
   int64_t window;            // positions attended to; 0: all
   int64_t rope;              // which of the model's
+  const void* router;        // of experts, in the place of `gate_up` and `down`; or null
+  const Expert* experts;     // [expert_count]
+  int64_t expert_count, top_k;
+  int64_t renormalise;       // 1: the shares of a row's experts add up to one
 };
 
 struct Model {
   int64_t dtype, hidden, inner, heads, kv_heads, head_dim, layers, vocab, page_size;
   int64_t gelu;              // 1: in the place of SiLU
   int64_t ropes, half;       // how many rotations there are, and how many pairs of a head turn
+  int64_t most_experts, most_top_k, expert_inner;
   double norm_eps, embedding_scale, attention_scale;
   const void* embedding;     // [vocab][hidden]
   const float* frequencies;  // [ropes][half]
@@ -201,6 +211,12 @@ struct Group {
   Unit* units;
 };
 
+// One of the experts of a row.
+struct Choice {
+  int64_t expert, slot;  // where among all that experts compute it is
+  float share;
+};
+
 // A matrix, and another one of which each tile belongs to one of the first.
 struct Matrix {
   const void* tiles;
@@ -230,7 +246,15 @@ class Step {
     qkv_ = carve.take<float>(rows * qkv_size_);
     queries_ = carve.take<T>(rows * m.heads * shape_.padded());
     attended_ = carve.take<T>(rows * m.heads * m.head_dim);
-    activated_ = carve.take<T>(rows * m.inner);
+    const int64_t routed = rows * m.most_top_k;
+    activated_ = carve.take<T>(std::max(rows * m.inner, routed * m.expert_inner));
+    likely_ = carve.take<float>(rows * round_up(m.most_experts, kTile));
+    chosen_ = carve.take<Choice>(routed);
+    row_of_ = carve.take<int64_t>(routed);
+    begin_of_ = carve.take<int64_t>(m.most_experts + 1);
+    busy_ = carve.take<int64_t>(m.most_experts);
+    gathered_ = carve.take<T>(routed * m.hidden);
+    made_ = carve.take<float>(routed * m.hidden);
     ended_ = carve.take<std::atomic<int32_t>>(rows * m.kv_heads);
     slot_ = carve.take<int64_t>(rows);
     runs_ = carve.take<Run>(rows);
@@ -338,18 +362,22 @@ class Step {
     meet();
     add(output, attended_, rows, gate_up, x, layer.output_bias, layer.output_norm, thread);
     const T* normed = norm(x, rows, layer.mlp_norm, thread);
-    multiply(gate_up, normed, rows, down, thread,
-             [&](int64_t column, int64_t first, int64_t count, const float* gate, const float* up) {
-               const Floats gate_bias = bias16(layer.gate_up_bias, column, 2 * m.inner);
-               const Floats up_bias = bias16(layer.gate_up_bias, m.inner + column, 2 * m.inner);
-               for (int64_t row = 0; row < count; ++row) {
-                 const Floats g = load16(gate + row * kTile) + gate_bias, u = load16(up + row * kTile) + up_bias;
-                 store16(activated_ + (first + row) * m.inner + column, (m.gelu ? gelu<T>(g) : silu<T>(g)) * u);
-               }
-             });
+    if (layer.router) return mix(layer, x, rows, normed, thread);
+    multiply(gate_up, normed, rows, down, thread, activates(layer.gate_up_bias, m.inner));
     meet();
     const Matrix head{m.head, m.vocab, m.hidden}, qkv{next.qkv, qkv_size_, m.hidden};
     add(down, activated_, rows, l + 1 == m.layers ? head : qkv, x, layer.down_bias, layer.down_norm, thread);
+  }
+
+  // What makes gate and up the input of `down`, [rows][inner].
+  auto activates(const float* bias, int64_t inner) const {
+    return [this, bias, inner](int64_t column, int64_t first, int64_t count, const float* gate, const float* up) {
+      const Floats gate_bias = bias16(bias, column, 2 * inner), up_bias = bias16(bias, inner + column, 2 * inner);
+      for (int64_t row = 0; row < count; ++row) {
+        const Floats g = load16(gate + row * kTile) + gate_bias, u = load16(up + row * kTile) + up_bias;
+        store16(activated_ + (first + row) * inner + column, (m.gelu ? gelu<T>(g) : silu<T>(g)) * u);
+      }
+    };
   }
 
   void meet() { pool_->meet(); }
@@ -409,16 +437,9 @@ class Step {
   // apart. `after` is the matrix that is read next.
   template <class Done>
   void multiply(const Matrix& matrix, const T* x, int64_t rows, const Matrix& after, int thread, const Done& done) {
-    const Private<T>& own = own_[thread];
-    const int64_t steps = matrix.inputs / kWord<T>, tiles = tiles_of(matrix);
-    const Matrix second{matrix.second, matrix.outputs, matrix.inputs};
+    const int64_t tiles = tiles_of(matrix);
     const auto one = [&](int64_t t, int64_t first, int64_t count, const char* next) {
-      const char* const weights = tile_of(matrix, t);
-      const T* const input = x + first * matrix.inputs;
-      tile<T>(weights, input, count, steps, own.sums, matrix.second ? tile_of(second, t) : next);
-      if (matrix.second) tile<T>(tile_of(second, t), input, count, steps, own.more_sums, next);
-      for (int64_t i = 0; i < kTile && t * kTile + i < matrix.outputs; i += kLanes)
-        done(t * kTile + i, first, count, own.sums + i, own.more_sums + i);
+      multiply_tile(matrix, t, x, first, count, next, thread, done);
     };
     if (rows <= kFewRows) {
       const Range mine = share(tiles, thread, threads_);
@@ -431,6 +452,19 @@ class Step {
       const Range part = share(rows, static_cast<int>(index % cuts), static_cast<int>(cuts));
       one(index / cuts, part.first, part.last - part.first, tile_of(matrix, (index + threads_) / cuts % tiles));
     });
+  }
+
+  template <class Done>
+  void multiply_tile(const Matrix& matrix, int64_t t, const T* x, int64_t first, int64_t count, const char* next,
+                     int thread, const Done& done) {
+    const Private<T>& own = own_[thread];
+    const int64_t steps = matrix.inputs / kWord<T>;
+    const Matrix second{matrix.second, matrix.outputs, matrix.inputs};
+    const T* const input = x + first * matrix.inputs;
+    tile<T>(tile_of(matrix, t), input, count, steps, own.sums, matrix.second ? tile_of(second, t) : next);
+    if (matrix.second) tile<T>(tile_of(second, t), input, count, steps, own.more_sums, next);
+    for (int64_t i = 0; i < kTile && t * kTile + i < matrix.outputs; i += kLanes)
+      done(t * kTile + i, first, count, own.sums + i, own.more_sums + i);
   }
 
   static Floats bias16(const float* bias, int64_t column, int64_t outputs) {
@@ -463,6 +497,101 @@ class Step {
         store16(to + i, load16(to + i, m.hidden - i) + load16(from + i, m.hidden - i), m.hidden - i);
     }
     meet();
+  }
+
+  // --- experts --------------------------------------------------------------------------------------------------------
+
+  // What the experts of each row make of it, into the residual stream.
+  void mix(const Layer& layer, float* x, int64_t rows, const T* normed, int thread) {
+    const Matrix router{layer.router, layer.expert_count, m.hidden};
+    const int64_t wide = round_up(layer.expert_count, kTile), routed = rows * layer.top_k;
+    multiply(router, normed, rows, router, thread,
+             [&](int64_t column, int64_t first, int64_t count, const float* sums, const float*) {
+               for (int64_t row = 0; row < count; ++row)
+                 store16(likely_ + (first + row) * wide + column, load16(sums + row * kTile));
+             });
+    meet();
+    const Range own = share(rows, thread, threads_), slots = share(routed, thread, threads_);
+    for (int64_t row = own.first; row < own.last; ++row)
+      choose_experts(layer, likely_ + row * wide, chosen_ + row * layer.top_k);
+    meet();
+    if (thread == 0) sort_by_expert(layer, routed);
+    meet();
+    for (int64_t slot = slots.first; slot < slots.last; ++slot)
+      std::memcpy(gathered_ + slot * m.hidden, normed + row_of_[slot] * m.hidden, m.hidden * sizeof(T));
+    meet();
+    multiply_experts(m.expert_inner, m.hidden, gathered_, thread, activates(nullptr, m.expert_inner), [&](int64_t expert) {
+      const void* const gate_up = layer.experts[expert].gate_up;
+      return Matrix{gate_up, m.expert_inner, m.hidden,
+                    static_cast<const char*>(gate_up) + m.expert_inner * m.hidden * sizeof(T)};
+    });
+    meet();
+    const auto keep = [&](int64_t column, int64_t first, int64_t count, const float* sums, const float*) {
+      for (int64_t row = 0; row < count; ++row)
+        store16(made_ + (first + row) * m.hidden + column, load16(sums + row * kTile), m.hidden - column);
+    };
+    multiply_experts(m.hidden, m.expert_inner, activated_, thread, keep, [&](int64_t expert) {
+      return Matrix{layer.experts[expert].down, m.hidden, m.expert_inner};
+    });
+    meet();
+    for (int64_t row = own.first; row < own.last; ++row)
+      for (int64_t i = 0; i < m.hidden; i += kLanes) {
+        const int64_t left = m.hidden - i;
+        Floats sum = zeros();
+        for (const Choice* one = chosen_ + row * layer.top_k; one < chosen_ + (row + 1) * layer.top_k; ++one)
+          sum = fma(filled(one->share), load16(made_ + one->slot * m.hidden + i, left), sum);
+        store16(x + row * m.hidden + i, load16(x + row * m.hidden + i, left) + sum, left);
+      }
+    meet();
+  }
+
+  // The likeliest experts of a row, by number, of equal ones those with the lowest.
+  void choose_experts(const Layer& layer, float* likely, Choice* to) const {
+    float most = kNever, sum = 0, chosen = 0;
+    for (int64_t i = 0; i < layer.expert_count; ++i) most = std::max(most, likely[i]);
+    for (int64_t i = 0; i < layer.expert_count; i += kLanes) {
+      const Floats weight = exponential(load16(likely + i, layer.expert_count - i) - filled(most));
+      store16(likely + i, weight, layer.expert_count - i);
+    }
+    for (int64_t i = 0; i < layer.expert_count; ++i) sum += likely[i];
+    for (Choice* one = to; one < to + layer.top_k; ++one) {
+      const int64_t best = std::max_element(likely, likely + layer.expert_count) - likely;
+      *one = {best, 0, likely[best] / sum};
+      chosen += one->share;
+      likely[best] = -1;
+    }
+    std::sort(to, to + layer.top_k, [](const Choice& a, const Choice& c) { return a.expert < c.expert; });
+    if (layer.renormalise)
+      for (Choice* one = to; one < to + layer.top_k; ++one) one->share /= chosen;
+  }
+
+  // Gives each choice a slot: those of one expert side by side, in the order of their rows.
+  void sort_by_expert(const Layer& layer, int64_t routed) {
+    std::fill(begin_of_, begin_of_ + layer.expert_count + 1, 0);
+    for (int64_t i = 0; i < routed; ++i) ++begin_of_[chosen_[i].expert + 1];
+    busy_count_ = 0;
+    for (int64_t expert = 0; expert < layer.expert_count; ++expert) {
+      if (begin_of_[expert + 1]) busy_[busy_count_++] = expert;
+      begin_of_[expert + 1] += begin_of_[expert];
+    }
+    for (int64_t i = 0; i < routed; ++i) {
+      chosen_[i].slot = begin_of_[chosen_[i].expert]++;
+      row_of_[chosen_[i].slot] = i / layer.top_k;
+    }
+    std::copy_backward(begin_of_, begin_of_ + layer.expert_count, begin_of_ + layer.expert_count + 1);
+    begin_of_[0] = 0;
+  }
+
+  // The product of each expert's rows with its matrix.
+  template <class Done, class Of>
+  void multiply_experts(int64_t outputs, int64_t inputs, const T* x, int thread, const Done& done, const Of& matrix_of) {
+    const int64_t tiles = tiles_of({nullptr, outputs, inputs}), count = busy_count_ * tiles;
+    share_out(count, thread, [&](int64_t index) {
+      const int64_t expert = busy_[index / tiles], then = (index + threads_) % count;
+      const char* const next = tile_of(matrix_of(busy_[then / tiles]), then % tiles);
+      multiply_tile(matrix_of(expert), index % tiles, x, begin_of_[expert], begin_of_[expert + 1] - begin_of_[expert], next,
+                    thread, done);
+    });
   }
 
   // --- attention -----------------------------------------------------------------------------------------------------
@@ -621,6 +750,13 @@ class Step {
   float* sin_;     // likewise
   T* attended_;    // [rows of a block][heads · head_dim]
   T* activated_;   // [rows of a block][inner]
+  float* likely_;    // [rows of a block][experts]: how the router likes them
+  Choice* chosen_;   // [rows of a block][top_k], by number
+  int64_t *row_of_, *begin_of_;  // of each slot, and the first slot of each expert
+  int64_t* busy_;    // the experts that have slots
+  T* gathered_;      // [slots][hidden]: their input
+  float* made_;      // [slots][hidden]: and output
+  int64_t busy_count_ = 0;
   std::atomic<int32_t>* ended_;
   int64_t* slot_;  // [rows of a block]: which of those that attend it is; −1: none
   Run* runs_;

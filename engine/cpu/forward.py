@@ -14,11 +14,18 @@ import torch
 
 from engine.cpu import features
 from engine.cpu.build import Library
-from engine.cpu.packed_linear import packed
+from engine.cpu.packed_linear import packed, tiled
 from engine.cpu.thread_pool import ThreadPool
 from engine.models import rotary
 from engine.models.linear import Linear
-from engine.models.weights import KeyValueWeights, LayerWeights, MlpWeights, ModelWeights
+from engine.models.weights import (
+    ExpertsWeights,
+    KeyValueWeights,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    StackedExperts,
+)
 from engine.spec import ModelSpec
 from engine.step.batch import Batch
 from kvstore.layout import PageLayout
@@ -34,12 +41,17 @@ _Count = ctypes.c_int64
 _Double = ctypes.c_double
 
 
+class _Expert(ctypes.Structure):
+    _fields_ = [("gate_up", _Pointer), ("down", _Pointer)]  # fmt: skip
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("input_norm", _Pointer), ("qkv", _Pointer), ("qkv_bias", _Pointer), ("qk_norm", _Pointer),
         ("output", _Pointer), ("output_bias", _Pointer), ("output_norm", _Pointer), ("mlp_norm", _Pointer),
         ("gate_up", _Pointer), ("gate_up_bias", _Pointer), ("down", _Pointer), ("down_bias", _Pointer),
-        ("down_norm", _Pointer), ("window", _Count), ("rope", _Count),
+        ("down_norm", _Pointer), ("window", _Count), ("rope", _Count), ("router", _Pointer), ("experts", _Pointer),
+        ("expert_count", _Count), ("top_k", _Count), ("renormalise", _Count),
     ]  # fmt: skip
 
 
@@ -47,7 +59,8 @@ class _Model(ctypes.Structure):
     _fields_ = [
         ("dtype", _Count), ("hidden", _Count), ("inner", _Count), ("heads", _Count), ("kv_heads", _Count),
         ("head_dim", _Count), ("layers", _Count), ("vocab", _Count), ("page_size", _Count), ("gelu", _Count),
-        ("ropes", _Count), ("half", _Count), ("norm_eps", _Double), ("embedding_scale", _Double),
+        ("ropes", _Count), ("half", _Count), ("most_experts", _Count), ("most_top_k", _Count),
+        ("expert_inner", _Count), ("norm_eps", _Double), ("embedding_scale", _Double),
         ("attention_scale", _Double), ("embedding", _Pointer), ("frequencies", _Pointer), ("rope_factors", _Pointer),
         ("norm", _Pointer), ("head", _Pointer), ("layer", _Pointer), ("pool", _Pointer),
     ]  # fmt: skip
@@ -153,25 +166,41 @@ class NativeForward:
             layers[config.num_layers - 1] = self._describe_last(weights.last_kv, config)
         for described, spec in zip(layers, config.layers, strict=True):
             described.window, described.rope = spec.window or 0, ropes.index(spec.rope)
+            if (experts := spec.experts) is not None:
+                described.expert_count, described.top_k = experts.count, experts.top_k
+                described.renormalise = experts.renormalise
         self._kept.append(layers)
+        experts = [layer.experts for layer in config.layers if layer.experts is not None]
         head = None if weights.head is None else self._product(weights.head)[0]
         frequencies = torch.stack([rotary.inverse_frequencies(rope, config.head_dim) for rope in ropes])
         return _Model(
             _DTYPES[pool.dtype], config.hidden_size, _inner_size(weights), config.num_heads, config.num_kv_heads,
             config.head_dim, config.num_layers, config.vocab_size, layout.page_size, config.activation == "gelu_tanh",
-            *frequencies.shape, config.norm_eps, float(torch.tensor(config.embedding_scale, dtype=pool.dtype)),
-            config.attention_scale, self._keep(weights.embedding), self._keep(frequencies),
+            *frequencies.shape, max((one.count for one in experts), default=0),
+            max((one.top_k for one in experts), default=0), _expert_inner(weights), config.norm_eps,
+            float(torch.tensor(config.embedding_scale, dtype=pool.dtype)), config.attention_scale,
+            self._keep(weights.embedding), self._keep(frequencies),
             self._keep(torch.tensor([rope.attention_factor for rope in ropes])), self._float(weights.norm), head,
             ctypes.addressof(layers), self._keep(pool),
         )  # fmt: skip
 
     def _describe_layer(self, layer: LayerWeights) -> _Layer:
-        mlp = _dense_mlp(layer)
-        return _Layer(
+        described = _Layer(
             self._float(layer.input_norm), *self._product(layer.qkv), self._float(layer.qk_norm),
             *self._product(layer.output), self._float(layer.attention_output_norm), self._float(layer.mlp_norm),
-            *self._product(mlp.gate_up), *self._product(mlp.down), self._float(layer.mlp_output_norm),
         )  # fmt: skip
+        described.down_norm = self._float(layer.mlp_output_norm)
+        if isinstance(layer.mlp, MlpWeights):
+            described.gate_up, described.gate_up_bias = self._product(layer.mlp.gate_up)
+            described.down, described.down_bias = self._product(layer.mlp.down)
+        else:
+            each = _host_experts(layer.mlp)
+            experts = (_Expert * len(each))()
+            for described_one, one in zip(experts, each, strict=True):
+                described_one.gate_up, described_one.down = self._product(one.gate_up)[0], self._product(one.down)[0]
+            self._kept.append(experts)
+            described.experts, described.router = ctypes.addressof(experts), self._keep(tiled(layer.mlp.router))
+        return described
 
     def _describe_last(self, last: KeyValueWeights, config: ModelSpec) -> _Layer:
         """Of K and V alone."""
@@ -194,14 +223,21 @@ class NativeForward:
         return tensor.data_ptr()
 
 
-def _dense_mlp(layer: LayerWeights) -> MlpWeights:
-    """The MLP of a layer without experts."""
-    assert isinstance(layer.mlp, MlpWeights)
-    return layer.mlp
+def _host_experts(experts: ExpertsWeights) -> tuple[MlpWeights, ...]:
+    """Those of a host, which are products of their own."""
+    assert not isinstance(experts.experts, StackedExperts)
+    return experts.experts
 
 
 def _inner_size(weights: ModelWeights) -> int:
-    return _dense_mlp(weights.layers[0]).down.in_size if weights.layers else 0
+    """Of dense MLPs; 0 where there is none."""
+    return max((layer.mlp.down.in_size for layer in weights.layers if isinstance(layer.mlp, MlpWeights)), default=0)
+
+
+def _expert_inner(weights: ModelWeights) -> int:
+    """The same of experts."""
+    mixed = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, ExpertsWeights)]
+    return max((_host_experts(one)[0].down.in_size for one in mixed), default=0)
 
 
 def runs(config: ModelSpec, weights: ModelWeights, pool: torch.Tensor, threads: int) -> bool:

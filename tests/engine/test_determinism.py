@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from engine.cpu import build
 from engine.engine import Engine
 from engine.step.batch import Chunk
-from tests.checkpoints import RECIPES, TORCH_ONLY, VOCAB
+from tests.checkpoints import RECIPES, VOCAB
 from tests.engine.driver import GREEDY, prompt_of
 from tests.support.thorough import cases, examples
 
@@ -29,7 +29,6 @@ PAGE = 16
 PAGES = 192
 MOST = 1_100  # tokens of a sequence: three segments of a context
 OWN = MOST // PAGE + 1  # pages of a sequence
-NATIVE = [name for name in RECIPES if name not in TORCH_ONLY]
 
 pytestmark = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
 both = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -129,7 +128,7 @@ def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random) -> Computed
     return mine.computed()
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", RECIPES)
 @both
 @examples(24)
 @given(data=st.data())

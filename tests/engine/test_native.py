@@ -18,7 +18,7 @@ from engine.cpu.thread_pool import ThreadPool
 from engine.engine import Engine
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from tests import checkpoints
-from tests.checkpoints import RECIPES, TORCH_ONLY, VOCAB, Reference
+from tests.checkpoints import RECIPES, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, prompt_of
 from tests.support.thorough import examples
 
@@ -32,7 +32,7 @@ EVERYTHING = TokenDraw(temperature=0, logprobs=VOCAB)
 native = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
 few = examples(60)
 ROUGH = 10  # times the error of others: Gemma 3 and LongRoPE have larger numbers. transformers is as far from float64
-NATIVE = [name for name in RECIPES if name not in TORCH_ONLY]
+NATIVE = list(RECIPES)
 names = pytest.mark.parametrize("name", NATIVE)
 SHAPES = {  # of "llama-bias"; the kernels know two sizes of heads beforehand
     "odd": {"hidden_size": 78, "head_dim": 18, "intermediate_size": 131, "num_attention_heads": 6},
@@ -343,12 +343,6 @@ def test_a_pool_that_is_never_used_ends():
     assert library is not None
     for threads in (1, 2, 7):
         ThreadPool(library, threads)._end()
-
-
-@pytest.mark.parametrize("name", sorted(TORCH_ONLY))
-def test_what_the_kernels_do_not_know_is_left_to_torch(name: str, checkpoint: Callable[[str], Path]):
-    engine = Engine.load(checkpoint(name), "float32", "cpu", 2, 16, True, 1)
-    assert engine._native is None
 
 
 def test_float16_is_left_to_torch(checkpoint: Callable[[str], Path]):

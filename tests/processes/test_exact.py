@@ -146,7 +146,7 @@ def test_a_lost_page_is_seen(checkpoint: Callable[[str], Path]) -> None:
     changed = total = 0
     for family in checkpoints.FAMILIES:
         engine = Engine.load(checkpoint(f"wide-{family}"), "float32", "cpu", 160, 16, head=True, threads=2)
-        for prompt in [p for p in PROMPTS if len(p) > 16][:: 16 if family in checkpoints.TORCH_ONLY else 8]:
+        for prompt in [p for p in PROMPTS if len(p) > 16][::8]:
             pages = list(range(math.ceil((len(prompt) + workload.OUTPUT) / 16)))
             engine.pool.zero_()
             engine.step([Chunk(prompt[:-1], 0, pages)] if len(prompt) > 1 else [])
