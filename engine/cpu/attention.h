@@ -25,7 +25,9 @@ constexpr int kWide = kVectors * kLanes;  // so many
 constexpr int kWides = 4;                 // groups of them that share a block
 constexpr int kVectorsAtOnce = kMany ? kVectors : 1;  // of those, in registers at a time: 8 × 3 sums or 4,
 constexpr int kElements = kMany ? 8 : 4;              // with so many keys, or numbers of a head
-constexpr int kSumsAtOnce = kMany ? 24 : 8;           // of few queries' scores and outputs, in registers
+constexpr int kScoredAtOnce = kMany ? 12 : 4;         // few queries that share 16 keys in registers,
+constexpr int kScoredWide = kMany ? 6 : 0;            // or 64, so that one query's sums don't wait for each other,
+constexpr int kGatheredAtOnce = kMany ? 12 : 4;       // and some numbers of values
 
 alignas(64) const float kZeros[kMostHeadDim] = {};
 
@@ -191,6 +193,7 @@ struct Attention {
     std::fill(sum, sum + count, 0.0f);
     int64_t from, to;
     span(run, unit, from, to);
+    const Kept<T>* const query = kept_queries(queries_of(run, unit.head), count, scratch);
     for (int64_t first = from / kKeys * kKeys; first < to; first += kKeys) {
       const int64_t end = least(first + kKeys, to), begin = std::max(first, from);
       find(run, unit.head, first, begin, end, scratch);
@@ -203,7 +206,7 @@ struct Attention {
       } else {
         scratch.ahead.clear();
       }
-      score_few(queries_of(run, unit.head), count, static_cast<int>(end - first), scratch);
+      score_few(query, count, static_cast<int>(end - first), scratch);
       for (int64_t q = 0; q < count; ++q) {
         const int64_t position = run.position + q / shape.group();
         soften_few(q, first_seen(position) - first, position + 1 - first, most, sum, scratch);
@@ -217,24 +220,31 @@ struct Attention {
     finish(run, unit.head, all);
   }
 
+  // [count][padded]
+  const Kept<T>* kept_queries(const T* query, int64_t count, Scratch& scratch) const {
+    if constexpr (std::is_same_v<T, Kept<T>>) {
+      return query;
+    } else {
+      auto* const to = reinterpret_cast<Kept<T>*>(scratch.lanes[0].queries);
+      for (int64_t i = 0; i < count * shape.padded(); i += kLanes) keep(T{}, to + i, load16(query + i));
+      return to;
+    }
+  }
+
   // Scores [count][64] of a block, of which `keys` are there.
-  void score_few(const T* query, int64_t count, int keys, Scratch& scratch) const {
+  void score_few(const Kept<T>* from, int64_t count, int keys, Scratch& scratch) const {
     const int pieces = (keys + kLanes - 1) / kLanes, size = words() * kLanes;
     for (int piece = 0; piece < pieces; ++piece)
       into_columns(scratch.keys + piece * kLanes, scratch.columns + piece * size);
     const int64_t lines = (scratch.ahead.lines / 2 + words() - 1) / words();
-    const auto* from = reinterpret_cast<const uint32_t*>(query);
-    const int64_t stride = shape.padded() / kWord<T>;
-    if (4 * count <= kSumsAtOnce && pieces > 1) {  // one query's sums would wait for each other
-      with_count<kSumsAtOnce / 4>(count, [&](auto some) {
+    const int64_t stride = shape.padded();
+    if (count <= kScoredWide && pieces > 1)
+      return with_count<kScoredWide>(count, [&](auto some) {
         dots<some, 4>(from, stride, scratch.columns, size, scratch.scores, scratch.ahead, lines);
       });
-      return;
-    }
-    constexpr int kAtOnce = kMany ? 12 : 4;
     for (int piece = 0; piece < pieces; ++piece)
-      for (int64_t q = 0; q < count; q += kAtOnce)
-        with_count<kAtOnce>(count - q, [&](auto some) {
+      for (int64_t q = 0; q < count; q += kScoredAtOnce)
+        with_count<kScoredAtOnce>(count - q, [&](auto some) {
           dots<some, 1>(from + q * stride, stride, scratch.columns + piece * size, size,
                         scratch.scores + q * kKeys + piece * kLanes, scratch.ahead, q ? 0 : (lines + pieces - 1) / pieces);
         });
@@ -242,7 +252,7 @@ struct Attention {
 
   // Some queries times P · 16 keys, each word of which lies in a column.
   template <int Q, int P>
-  void dots(const uint32_t* query, int64_t stride, const uint32_t* columns, int size, float* scores, Ahead& ahead,
+  void dots(const Kept<T>* query, int64_t stride, const uint32_t* columns, int size, float* scores, Ahead& ahead,
             int64_t lines) const {
     Floats sum[Q][P];
 #pragma GCC unroll 16
@@ -256,7 +266,7 @@ struct Attention {
       ahead.ask(lines);
 #pragma GCC unroll 16
       for (int q = 0; q < Q; ++q) {
-        const Factors<T> word = factors<T>(filled(static_cast<int32_t>(query[q * stride + w])));
+        const Factors<T> word = kept(T{}, query + q * stride, w);
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) sum[q][p] = add_products(T{}, column[p], word, sum[q][p]);
       }
@@ -293,10 +303,10 @@ struct Attention {
     const float old = most[q];
     most[q] = std::max(old, largest_of(largest) * factor());
     const Floats base = base_of(filled(most[q]));
-    T* const weights = reinterpret_cast<T*>(scratch.weights) + q * kKeys;
+    auto* const weights = reinterpret_cast<Kept<T>*>(scratch.weights) + q * kKeys;
     for (int i = 0; i < kKeys / kLanes; ++i) {
       x[i] = power(T{}, fms(x[i], scale, base));
-      store16(weights + i * kLanes, x[i]);
+      keep(T{}, weights + i * kLanes, x[i]);
     }
     float shrink[kLanes];
     store16(shrink, power(T{}, filled(old) - base));
@@ -307,44 +317,41 @@ struct Attention {
 
   // Adds a block's values, weighted, to what the queries have so far: 32 of head_dim at a time.
   void gather(int64_t count, int keys, float* part, Scratch& scratch) const {
-    constexpr int kAtOnce = kSumsAtOnce / 2;
     const int cells = (keys + kWord<T> - 1) / kWord<T>;
-    const int64_t steps = cells * shape.padded() / 32, lines = (scratch.ahead.lines + 2 * steps - 1) / (2 * steps);
-    for (int64_t q = 0; q < count; q += kAtOnce)
-      with_count<kAtOnce>(count - q, [&](auto some) {
-        gather_some<some>(reinterpret_cast<const uint32_t*>(reinterpret_cast<T*>(scratch.weights) + q * kKeys), cells,
+    const int64_t steps = cells * shape.padded() / (kBeside * kLanes), lines = (scratch.ahead.lines + 2 * steps - 1) / (2 * steps);
+    for (int64_t q = 0; q < count; q += kGatheredAtOnce)
+      with_count<kGatheredAtOnce>(count - q, [&](auto some) {
+        gather_some<some>(reinterpret_cast<const Kept<T>*>(scratch.weights) + q * kKeys, cells,
                           scratch.shrink + q, part + q * shape.padded(), scratch, q ? 0 : lines);
       });
   }
 
   template <int Q>
-  void gather_some(const uint32_t* weights, int cells, const float* shrink, float* part, Scratch& scratch,
+  void gather_some(const Kept<T>* weights, int cells, const float* shrink, float* part, Scratch& scratch,
                    int64_t lines) const {
     const int64_t padded = shape.padded();
     const auto* values = reinterpret_cast<const T* const*>(scratch.values);
-    for (int64_t i = 0; i < shape.head_dim; i += 32) {
-      Floats sum[Q][2];
+    for (int64_t i = 0; i < shape.head_dim; i += kBeside * kLanes) {
+      Floats sum[Q][kBeside];
 #pragma GCC unroll 16
-      for (int q = 0; q < Q; ++q) {
-        sum[q][0] = load16(part + q * padded + i) * filled(shrink[q]);
-        sum[q][1] = load16(part + q * padded + i + kLanes) * filled(shrink[q]);
-      }
+      for (int q = 0; q < Q; ++q)
+#pragma GCC unroll 2
+        for (int v = 0; v < kBeside; ++v) sum[q][v] = load16(part + q * padded + i + v * kLanes) * filled(shrink[q]);
       for (int cell = 0; cell < cells; ++cell) {
         scratch.ahead.ask(lines);
-        Factors<T> first, second;
-        load_beside(values + cell * kWord<T>, i, shape.head_dim - i, first, second);
+        Factors<T> value[kBeside];
+        load_beside(values + cell * kWord<T>, i, shape.head_dim - i, value);
 #pragma GCC unroll 16
         for (int q = 0; q < Q; ++q) {
-          const Factors<T> weight = factors<T>(filled(static_cast<int32_t>(weights[q * kKeys / kWord<T> + cell])));
-          sum[q][0] = add_products(T{}, first, weight, sum[q][0]);
-          sum[q][1] = add_products(T{}, second, weight, sum[q][1]);
+          const Factors<T> weight = kept(T{}, weights + q * kKeys, cell);
+#pragma GCC unroll 2
+          for (int v = 0; v < kBeside; ++v) sum[q][v] = add_products(T{}, value[v], weight, sum[q][v]);
         }
       }
 #pragma GCC unroll 16
-      for (int q = 0; q < Q; ++q) {
-        store16(part + q * padded + i, sum[q][0]);
-        store16(part + q * padded + i + kLanes, sum[q][1]);
-      }
+      for (int q = 0; q < Q; ++q)
+#pragma GCC unroll 2
+        for (int v = 0; v < kBeside; ++v) store16(part + q * padded + i + v * kLanes, sum[q][v]);
     }
   }
 

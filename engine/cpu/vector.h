@@ -18,8 +18,11 @@
 // adds to each lane the product of its two floats; or of both pairs, the upper product first and each rounded by itself.
 // Before its use a factor may be kept.
 //
-// load_beside(rows, i, count, first, second) makes factors of 32 numbers from place i on: of one row of float32, or of two
-// rows of bf16 beside each other. What is summed with them is in the order of `in_order(first, second)` once that is done.
+// keep(T{}, to, x) stores numbers for kept(T{}, from, word), which makes a factor of the same word in all lanes, as
+// factors<T>(filled(…)) would.
+//
+// load_beside(rows, i, count, x) makes kBeside factors, each of 16 numbers from place i on: of one row of float32, or of two
+// rows of bf16 beside each other. What is summed with those of 32 numbers is put in their order by `in_order` afterwards.
 //
 // transpose makes rows of 16 words columns.
 //

@@ -193,13 +193,19 @@ Factors<T> factors(Words x) {
 inline Floats add_products(float, Floats a, Floats b, Floats sum) { return fma(a, b, sum); }
 inline Floats add_products(bf16, Pair a, Pair b, Floats sum) { return fma(a.even, b.even, fma(a.odd, b.odd, sum)); }
 
-inline void load_beside(const float* const* rows, int64_t i, int64_t count, Floats& first, Floats& second) {
-  first = load16(rows[0] + i, count);
-  second = load16(rows[0] + i + kLanes, count - kLanes);
+template <class T>
+using Kept = float;
+inline void keep(float, float* to, Floats x) { store16(to, x); }
+inline void keep(bf16, float* to, Floats x) { store16(to, as_floats(rounded(x) & upper_halves())); }
+inline Floats kept(float, const float* from, int64_t word) { return filled(from[word]); }
+inline Pair kept(bf16, const float* from, int64_t word) { return {filled(from[2 * word]), filled(from[2 * word + 1])}; }
+
+constexpr int kBeside = 1;
+inline void load_beside(const float* const* rows, int64_t i, int64_t count, Floats (&x)[kBeside]) {
+  x[0] = load16(rows[0] + i, count);
 }
-inline void load_beside(const bf16* const* rows, int64_t i, int64_t count, Pair& first, Pair& second) {
-  first = {load16(rows[0] + i, count), load16(rows[1] + i, count)};
-  second = {load16(rows[0] + i + kLanes, count - kLanes), load16(rows[1] + i + kLanes, count - kLanes)};
+inline void load_beside(const bf16* const* rows, int64_t i, int64_t count, Pair (&x)[kBeside]) {
+  x[0] = {load16(rows[0] + i, count), load16(rows[1] + i, count)};
 }
 template <class T>
 void in_order(T, Floats&, Floats&) {}

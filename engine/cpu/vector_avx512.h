@@ -114,16 +114,28 @@ inline Floats add_products(bf16, Words a, Words b, Floats sum) {
   return {_mm512_dpbf16_ps(sum.all, (__m512bh)a.all, (__m512bh)b.all)};
 }
 
-inline void load_beside(const float* const* rows, int64_t i, int64_t count, Words& first, Words& second) {
-  first = load_words(rows[0] + i, count);
-  second = load_words(rows[0] + i + kLanes, count - kLanes);
+template <class T>
+using Kept = T;
+template <class T>
+void keep(T, T* to, Floats x) {
+  store16(to, x);
+}
+template <class T>
+Words kept(T, const T* from, int64_t word) {
+  return filled(reinterpret_cast<const int32_t*>(from)[word]);
+}
+
+constexpr int kBeside = 2;
+inline void load_beside(const float* const* rows, int64_t i, int64_t count, Words (&x)[kBeside]) {
+  x[0] = load_words(rows[0] + i, count);
+  x[1] = load_words(rows[0] + i + kLanes, count - kLanes);
 }
 // Quarters of a register are interleaved each by itself.
-inline void load_beside(const bf16* const* rows, int64_t i, int64_t count, Words& first, Words& second) {
+inline void load_beside(const bf16* const* rows, int64_t i, int64_t count, Words (&x)[kBeside]) {
   const __mmask32 there = count >= 32 ? __mmask32(0xffffffff) : __mmask32((1u << count) - 1);
   const __m512i low = _mm512_maskz_loadu_epi16(there, rows[0] + i), high = _mm512_maskz_loadu_epi16(there, rows[1] + i);
-  first.all = _mm512_unpacklo_epi16(low, high);
-  second.all = _mm512_unpackhi_epi16(low, high);
+  x[0].all = _mm512_unpacklo_epi16(low, high);
+  x[1].all = _mm512_unpackhi_epi16(low, high);
 }
 inline void in_order(float, Floats&, Floats&) {}
 inline void in_order(bf16, Floats& first, Floats& second) {
