@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from bench import models
 from engine.step.batch import Chunk, TokenDraw
 from engine.step.block_table import BlockTable
-from engine.vllm_runner.runner import VllmRunner, launch_child
+from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedOut, CopyOut
 from tests import checkpoints
@@ -34,14 +34,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Large enough that products of one row take another kernel than those of several."""
     config = models.LLAMA_100M | {"vocab_size": checkpoints.VOCAB, "num_hidden_layers": 8}
     return models.write_shape(tmp_path_factory.mktemp("wide"), config)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _vllm_has_its_threads() -> Iterator[None]:
-    """OpenMP of a forked process has as many threads as that of the server that forks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VllmRunner, "launch_child", staticmethod(launch_child))
-        yield
 
 
 @pytest.fixture(scope="module")
