@@ -179,8 +179,8 @@ def grown(before: Mapping[str, Size], after: Mapping[str, Size], threads: int = 
 
 def growth(memory: Sequence[tuple[float, Mapping[str, Size]]]) -> dict[str, float]:
     """Return the memory of each process at the end of the attacks, divided by that after a minute: the least of half a
-    minute each. A large body, which comes and goes, adds up to a fifth to the router's. Within that minute the router
-    fills its records of 1,000 requests, and a decode worker takes 13 MiB when it first computes a whole prompt."""
+    minute each. A large body, which comes and goes, adds up to a fifth to the router's. The first minute does not
+    count: the router fills its records of 1,000 requests, and decode workers take 13 to 18 MiB at once."""
     begin, end = memory[0][0], memory[-1][0]
     minute = max(begin, min(60.0, end - WINDOW))
 
