@@ -103,8 +103,8 @@ their verdicts with what the processes do. Transformers is the model of what is 
   transformers takes the short one for shorter sequences, and would have to turn cached keys anew. vLLM does as we do.
 - Dynamic NTK scaling changes nothing up to `max_position_embeddings`, which is the longest sequence here.
 - In a mixture of experts, two may be so nearly alike to the router that another rounding takes the other one, and other
-  tokens follow. Our kernels give the same bits in every batch ([determinism.md](determinism.md)). With torch the routers'
-  logits differ by up to 1e-3 between batches in float32, in bfloat16 by more.
+  tokens follow. Our kernels give the same bits in every batch ([determinism.md](determinism.md)). With torch the
+  routers' logits differ by up to 1e-3 between batches in float32, in bfloat16 by more.
 - An architecture that is not in the table is refused when the cluster starts, by name, unless vLLM's runner serves it
   ([vllm.md](vllm.md)).
 """
