@@ -56,6 +56,7 @@ from engine.sampling.token_masks import OutputGrammars
 from engine.step.batch import Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepLaunched, StepOutOfMemory
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
+from kvstore.client.refill import StoreRefill
 from kvstore.client.transfer import (
     CallStore,
     CopiedIn,
@@ -94,6 +95,7 @@ class DecodeStats:
     prompt_pages_fetched: int
     kv_loads_incomplete: int
     pages_stored: int
+    pages_refilled: int  # of those that were cached when a store came up, those written to it
     writes_refused: int
     growth_reserve: int  # pages to keep free for what the present sequences are going to take
     load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
@@ -138,6 +140,7 @@ class DecodeScheduler:
         leases = itertools.count(1)
         self._fetches = PageFetches(self._pages.blocks, leases, page_size)
         self._write_through = WriteThrough(self._pages.blocks, leases, page_size)
+        self._refill = StoreRefill(self._pages.blocks, leases)
         self._arrivals = itertools.count()
         self._store_up = False
         self._page_bytes = 0
@@ -170,8 +173,11 @@ class DecodeScheduler:
                 return []
             case StepDone() | StepOutOfMemory() | StepFailed():
                 return self._step_ended(event, now)
-            case StoreUp(page_bytes=page_bytes):
+            case StoreUp(slots=slots, page_bytes=page_bytes):
                 self._store_up, self._page_bytes = True, page_bytes
+                self._refill.begin(slots)
+                for sequence in self._sequences.values():  # this store has nothing of what the last one had
+                    sequence.stored_pages, sequence.writes_through = 0, True
                 return []
             case StoreLost():
                 return self._store_lost(now)
@@ -216,19 +222,28 @@ class DecodeScheduler:
 
     def _make_room(self, newcomer: Sequence, commands: list[DecodeCommand]) -> bool:
         """Reserve pages for a newcomer, if need be those of less urgent sequences. Return whether there is room."""
-        leaving = self._admission.displaced_by(newcomer, self._sequences.values(), self._write_through.spare)
+        sequences = self._sequences.values()
+        leaving = self._admission.displaced_by(newcomer, sequences, self._write_through.spare)
+        if leaving != [] and (given_up := self._refill.give_way()) is not None:
+            commands += given_up
+            leaving = self._admission.displaced_by(newcomer, sequences, self._write_through.spare)
         if leaving is None:
             return False
         for victim in leaving:
             commands += self._preempt(victim)
         while (made := self._pages.reserve(newcomer)) is None:
-            # What is written through only for others' sake makes room.
-            if (given_up := self._write_through.abandon()) is None:
+            # What is written only for others' sake makes room.
+            if (given_up := self._abandon_write()) is None:
                 assert newcomer.window is not None, "there is room, and nothing holds it"
                 return False  # cached pages that were counted are kept by those of others after them
             commands += given_up
         commands += made
         return True
+
+    def _abandon_write(self) -> list[CallStore] | None:
+        """End a write of pages that no sequence refers to; none: there is no such write."""
+        given_up = self._refill.give_way()
+        return self._write_through.abandon() if given_up is None else given_up
 
     def _held(self) -> Mapping[str, int]:
         """Device pages by owner; shared ones count for each."""
@@ -268,11 +283,15 @@ class DecodeScheduler:
         lease = getattr(event, "lease", 0)
         ended: list[DecodeCommand] = []
         if isinstance(event, CopiedIn | CopiedOut):
-            ended += [*self._fetches.copied(event), *self._write_through.copied(event)]
+            ended += [
+                *self._fetches.copied(event), *self._write_through.copied(event), *self._refill.copied(event)
+            ]  # fmt: skip
             self._planner.budget.observe_copies(event.pages, now - self._copying)
             self._copying = now
         if (sequence := self._fetches.find(lease)) is None or (fetch := sequence.fetch) is None:
-            return [*ended, *self._write_through.handle(lease, event, now)]
+            return [
+                *ended, *self._write_through.handle(lease, event, now), *self._refill.handle(lease, event, now)
+            ]  # fmt: skip
         calls, came = self._fetches.handle(sequence, event, now)
         self._count_fetched(sequence, came)
         rate = self._planner.costs.rate(sequence.computed)
@@ -303,7 +322,7 @@ class DecodeScheduler:
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
         self._store_up = False
-        commands: list[DecodeCommand] = [*self._write_through.end_all()]
+        commands: list[DecodeCommand] = [*self._write_through.end_all(), *self._refill.stop()]
         for sequence in self._sequences.values():
             if sequence.fetch is not None:
                 commands += self._end_fetch(sequence, "the node's store is gone", now)
@@ -314,17 +333,23 @@ class DecodeScheduler:
     def take_copies(self) -> list[Copy]:
         """Return the copies to make now, as many as decoding sequences can bear, awaited ones first. Report each as
         CopiedIn or CopiedOut."""
-        if not (self._fetches.copying or self._write_through.copying):
+        if not self._copying_now:
             return []
         most = self._room_for_copies if self._copies_overlap else self._planner.budget.copies(self._decoding())
-        coming = self._fetches.take_copies(most)
-        return coming + self._write_through.take_copies(most - len(coming))
+        copies = self._fetches.take_copies(most)
+        copies += self._write_through.take_copies(most - len(copies))
+        return copies + self._refill.take_copies(most - len(copies))
+
+    @property
+    def _copying_now(self) -> bool:
+        """Copies wait to be made."""
+        return self._fetches.copying or self._write_through.copying or self._refill.copying
 
     @property
     def _room_for_copies(self) -> int:
         """How many more may be under way."""
-        under_way = self._fetches.copies_under_way + self._write_through.copies_under_way
-        return max(0, self._config.copies_per_step - under_way)
+        parts = (self._fetches, self._write_through, self._refill)
+        return max(0, self._config.copies_per_step - sum(part.copies_under_way for part in parts))
 
     @property
     def patience(self) -> float:
@@ -339,8 +364,7 @@ class DecodeScheduler:
         """There is something to do without waiting for a message, or for the end of a copy."""
         self._leave_limbo()
         running = any(s.steps for s in self._sequences.values())
-        copying = self._fetches.copying or self._write_through.copying
-        return running or (copying and self._room_for_copies > 0)
+        return running or (self._copying_now and self._room_for_copies > 0)
 
     def prepare(self, now: float) -> list[DecodeCommand]:
         """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
@@ -353,7 +377,7 @@ class DecodeScheduler:
             while sequence.phase is SequencePhase.RUNNING and not self._pages.grow(sequence):
                 if self._under_way:
                     break  # the next step waits for the end of this one, which may bring pages
-                if (given_up := self._write_through.abandon()) is not None:
+                if (given_up := self._abandon_write()) is not None:
                     commands += given_up
                 else:
                     commands += self._preempt(max(self._holders(), key=lambda s: s.rank))
@@ -537,7 +561,10 @@ class DecodeScheduler:
     def _tick(self, now: float, paused: float) -> list[DecodeCommand]:
         self._copying = now
         most = self._config.fetch_timeout_ms / 1_000
-        commands: list[DecodeCommand] = [*self._write_through.tick(now, paused, most)]
+        idle = not self._holders()
+        commands: list[DecodeCommand] = [
+            *self._write_through.tick(now, paused, most), *self._refill.tick(now, paused, most, idle=idle)
+        ]  # fmt: skip
         for sequence in list(self._sequences.values()):
             sequence.progressed_at += paused
             if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not SequencePhase.ENDED:
@@ -567,7 +594,7 @@ class DecodeScheduler:
     @property
     def leases(self) -> tuple[int, ...]:
         """Every lease at the store that we still care about."""
-        return (*self._fetches.leases, *self._write_through.leases)
+        return (*self._fetches.leases, *self._write_through.leases, *self._refill.leases)
 
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
         """For one router: what it owns, and how busy we are with all."""
@@ -611,6 +638,7 @@ class DecodeScheduler:
             prompt_pages_fetched=self._fetched_pages,
             kv_loads_incomplete=self._fetches.short,
             pages_stored=self._write_through.written,
+            pages_refilled=self._refill.written,
             writes_refused=self._write_through.refused,
             growth_reserve=self._admission.growth_reserve(self._holders()),
             load_regret=self._fetches.regret,
@@ -627,6 +655,7 @@ class DecodeScheduler:
             )
         self._fetches.validate(iter(self._sequences.values()))
         self._write_through.validate()
+        self._refill.validate()
 
 
 def _lacks_pages(sequence: Sequence) -> bool:

@@ -76,6 +76,7 @@ def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
         "kv_cache_usage_perc": {("device",): used / stats.pages_total},
         "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
         "prompt_tokens_computed": stats.tokens_computed,
+        "pages_refilled": stats.pages_refilled,
         "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
         "prompt_pages_cached": {
             ("device",): stats.pages_hit - stats.pages_hit_in_store,
@@ -111,6 +112,7 @@ def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
         "growth_reserve_pages": stats.growth_reserve,
         "generation_tokens": stats.tokens_generated,
         "prompt_tokens_computed": stats.prompt_tokens_computed,
+        "pages_refilled": stats.pages_refilled,
         "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
         "prompt_pages_cached": {("device",): stats.prompt_pages_device, ("host",): stats.prompt_pages_fetched},
         "kv_loads_incomplete": stats.kv_loads_incomplete,

@@ -166,10 +166,11 @@ class DeviceBlockManager:
         return node.value
 
     def incref(self, pages: Sequence[int]) -> None:
-        """One more reference on each of `pages`, which the caller refers to already: a copy outlives its sequence."""
+        """One more reference on each of `pages`: a copy outlives its sequence. They are cached, or the caller refers to
+        them already."""
         for page in pages:
-            assert self._references[page] > 0, "retained without a reference"
-            self._references[page] += 1
+            assert self._references[page] > 0 or self._nodes[page] is not None, "retained without a reference"
+            self._incref(page)
 
     def free(self, pages: Sequence[int]) -> None:
         """Drop one reference on each. Unreferenced, a private page is free again and a cached one evictable; of pages
@@ -217,6 +218,24 @@ class DeviceBlockManager:
     def pages(self) -> list[CachedPage]:
         """Every cached page, parents before children: what a snapshot says."""
         return [CachedPage(node.key, node.parent_key, node.value) for node in self._tree.preorder()]
+
+    def find(self, key: bytes) -> CachedPage | None:
+        """The page that is cached under `key`."""
+        node = self._tree.find(key)
+        return None if node is None else CachedPage(key, node.parent_key, node.value)
+
+    def keys_by_use(self) -> list[bytes]:
+        """The keys of every cached page, parents before children. Leaves are in the order in which they would be
+        evicted, and those in use come last."""
+        found: dict[bytes, None] = {}
+        for node in (*self._lru, *self._tree.preorder()):
+            chain: list[bytes] = []
+            here: RadixNode[int] | None = node
+            while here is not None and here.key not in found:
+                chain.append(here.key)
+                here = here.parent
+            found.update(dict.fromkeys(reversed(chain)))
+        return list(found)
 
     def drain_events(self) -> list[CacheChange]:
         """What has become findable or stopped being so since the last call, in order."""

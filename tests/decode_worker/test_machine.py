@@ -165,6 +165,12 @@ class DecodeMachine(RuleBasedStateMachine):
         self.worker.handle(Tick())
         self.prefill.handle(Tick())
 
+    @rule()
+    def the_store_restarts(self) -> None:
+        self.rig.restart_store()
+        self.worker.attach()
+        self.prefill.attach()
+
     @rule(turns=st.integers(5, 40))
     def go_on(self, turns: int) -> None:
         for _ in range(turns):
