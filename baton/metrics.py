@@ -122,6 +122,8 @@ TABLE: Mapping[str, MetricSpec] = {
     "prompt_pages_cached": MetricSpec("counter", "Prompt pages found instead of computed.", ("tier",)),
     "kv_loads_incomplete": MetricSpec("counter", "Fetches that ended before every page was here."),
     "pages_refilled": MetricSpec("counter", "Cached device pages written to a store that came up after them."),
+    "pages_recomputed": MetricSpec("counter", "Complete pages computed once more to compare them."),
+    "pages_differing": MetricSpec("counter", "Of them, those that differed. They were dropped."),
     "write_through_refused": MetricSpec("counter", "Write-throughs that the store had no room for."),
     "step_seconds": MetricSpec("seconds", "Time of an engine step."),
     "steps_launched_ahead": MetricSpec("counter", "Engine steps that were launched while the one before ran."),

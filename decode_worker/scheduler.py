@@ -55,6 +55,7 @@ from decode_worker.write_through import WriteThrough
 from engine.sampling.token_masks import OutputGrammars
 from engine.step.batch import Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepLaunched, StepOutOfMemory
+from engine.step.recomputation import ComparePages, PagesCompared, Recomputation
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.refill import StoreRefill
 from kvstore.client.transfer import (
@@ -72,10 +73,10 @@ OTHERS_AHEAD = 8
 """A step goes ahead without the sequences that need their token if it has so many times as many others. A step that is
 not ahead costs all of them the time between two steps, and being left out costs a whole step."""
 
-DecodeCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage
+DecodeCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages
 DecodeEvent: TypeAlias = (
     Decode | Cancel | Resend | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
-    | RouterLost | Tick | StepLaunched | StepDone | StepOutOfMemory | StepFailed
+    | RouterLost | Tick | StepLaunched | StepDone | StepOutOfMemory | StepFailed | PagesCompared
 )  # fmt: skip
 
 
@@ -96,6 +97,8 @@ class DecodeStats:
     kv_loads_incomplete: int
     pages_stored: int
     pages_refilled: int  # of those that were cached when a store came up, those written to it
+    pages_recomputed: int
+    pages_differing: int
     writes_refused: int
     growth_reserve: int  # pages to keep free for what the present sequences are going to take
     load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
@@ -118,13 +121,14 @@ class DecodeScheduler:
         copies_overlap: bool = False,
         window: int | None = None,
         adapters: Items[str] = (),
+        recompute_share: float = 0.0,
     ) -> None:
         """`headroom`: the rule for admission, the learned one unless told otherwise. `calibration`: steps that were
         run before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it
         would fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
         `copies_overlap`: copies are made beside steps, and delay none. `window`: the positions that no layer of the
         model looks beyond, a token's own included; none: some layer attends to all. `adapters`: digests of those that
-        orders may name."""
+        orders may name. `recompute_share`: part of the pages that is checked."""
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
@@ -141,6 +145,7 @@ class DecodeScheduler:
         self._fetches = PageFetches(self._pages.blocks, leases, page_size)
         self._write_through = WriteThrough(self._pages.blocks, leases, page_size)
         self._refill = StoreRefill(self._pages.blocks, leases)
+        self._recomputation = Recomputation(self._pages.blocks, leases, page_size, recompute_share)
         self._arrivals = itertools.count()
         self._store_up = False
         self._page_bytes = 0
@@ -172,10 +177,13 @@ class DecodeScheduler:
                 self._under_way.append(plan)
                 return []
             case StepDone() | StepOutOfMemory() | StepFailed():
-                return self._step_ended(event, now)
+                return [*self._step_ended(event, now), *self._recomputation.ended(event)]
+            case PagesCompared():
+                return [*self._recomputation.compared(event)]
             case StoreUp(slots=slots, page_bytes=page_bytes):
                 self._store_up, self._page_bytes = True, page_bytes
                 self._refill.begin(slots)
+                self._recomputation.store_changed()
                 for sequence in self._sequences.values():  # this store has nothing of what the last one had
                     sequence.stored_pages, sequence.writes_through = 0, True
                 return []
@@ -289,9 +297,8 @@ class DecodeScheduler:
             self._planner.budget.observe_copies(event.pages, now - self._copying)
             self._copying = now
         if (sequence := self._fetches.find(lease)) is None or (fetch := sequence.fetch) is None:
-            return [
-                *ended, *self._write_through.handle(lease, event, now), *self._refill.handle(lease, event, now)
-            ]  # fmt: skip
+            written = [*self._write_through.handle(lease, event, now), *self._refill.handle(lease, event, now)]
+            return [*ended, *written, *self._recomputation.handle(lease, event)]
         calls, came = self._fetches.handle(sequence, event, now)
         self._count_fetched(sequence, came)
         rate = self._planner.costs.rate(sequence.computed)
@@ -322,6 +329,7 @@ class DecodeScheduler:
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
         self._store_up = False
+        self._recomputation.store_changed()
         commands: list[DecodeCommand] = [*self._write_through.end_all(), *self._refill.stop()]
         for sequence in self._sequences.values():
             if sequence.fetch is not None:
@@ -396,7 +404,8 @@ class DecodeScheduler:
         self._leave_limbo()
         if self._under_way and self._must_await():
             return {}
-        return self._planner.plan(self._sequences.values(), now)
+        plan = self._planner.plan(self._sequences.values(), now)
+        return plan if plan or self._under_way else self._recomputation.plan()
 
     def _must_await(self) -> bool:
         """Whether the step that runs must end before the next one is planned."""
@@ -524,6 +533,8 @@ class DecodeScheduler:
             if sequence.finish is not None:
                 self._admission.ended(sequence, cut=sequence.finish == "length")
                 sequence.phase = SequencePhase.ENDED
+                complete = 0 if sequence.pages.first else sequence.cached_pages
+                self._recomputation.note(sequence.tokens, sequence.keys, complete, sequence.adapter)
                 self._pages.release(sequence)
             else:
                 self._pages.give_back_unseen(sequence)
@@ -594,7 +605,7 @@ class DecodeScheduler:
     @property
     def leases(self) -> tuple[int, ...]:
         """Every lease at the store that we still care about."""
-        return (*self._fetches.leases, *self._write_through.leases, *self._refill.leases)
+        return (*self._fetches.leases, *self._write_through.leases, *self._refill.leases, *self._recomputation.leases)
 
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
         """For one router: what it owns, and how busy we are with all."""
@@ -639,6 +650,8 @@ class DecodeScheduler:
             kv_loads_incomplete=self._fetches.short,
             pages_stored=self._write_through.written,
             pages_refilled=self._refill.written,
+            pages_recomputed=self._recomputation.recomputed,
+            pages_differing=self._recomputation.differing,
             writes_refused=self._write_through.refused,
             growth_reserve=self._admission.growth_reserve(self._holders()),
             load_regret=self._fetches.regret,

@@ -210,6 +210,16 @@ class DeviceBlockManager:
         """Return those of `pages` that may not get new contents yet."""
         return [page for page in pages if page in self._limbo] if self._limbo else []
 
+    def forget(self, key: bytes) -> None:
+        """Find the page of `key` no more, nor those after it. Those that are referred to become private."""
+        top = self._tree.find(key)
+        for node in [] if top is None else self._tree.subtree(top):
+            self._lru.forget(node)
+            self._forget(node)
+            self._forget_beginnings(node.value)
+            if not self._references[node.value]:
+                self._free.append(node.value)
+
     def clear(self) -> None:
         """Forget every cached page without a reference."""
         while len(self._lru):
@@ -287,14 +297,20 @@ class DeviceBlockManager:
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._incref(page)
-            for key in self._beginnings.pop(page, ()):
-                del self._partial[key]
+            self._forget_beginnings(page)
         return pages
 
     def _evict(self) -> None:
         node = self._lru.pop()
+        self._forget(node)
+        self._free.append(node.value)
+        self._evictions += 1
+
+    def _forget(self, node: RadixNode[int]) -> None:
         self._tree.remove(node)
         self._nodes[node.value] = None
-        self._free.append(node.value)
         self._changes.removed(node.key)
-        self._evictions += 1
+
+    def _forget_beginnings(self, page: int) -> None:
+        for key in self._beginnings.pop(page, ()):
+            del self._partial[key]
