@@ -572,7 +572,7 @@ class DecodeScheduler:
     def _tick(self, now: float, paused: float) -> list[DecodeCommand]:
         self._copying = now
         most = self._config.fetch_timeout_ms / 1_000
-        idle = not self._holders()
+        idle = not any(s.pages for s in self._sequences.values())
         commands: list[DecodeCommand] = [
             *self._write_through.tick(now, paused, most), *self._refill.tick(now, paused, most, idle=idle)
         ]  # fmt: skip
