@@ -70,6 +70,7 @@ check: setup
 
 soak: setup
 	$(BIN)/python -m tests.soak
+	$(BIN)/python -m tests.soak_exact
 	$(MAKE) soak-vllm
 	$(PYTEST) -n 2 --hypothesis-profile thorough -m 'not alone'
 

@@ -55,7 +55,9 @@ from decode_worker.write_through import WriteThrough
 from engine.sampling.token_masks import OutputGrammars
 from engine.step.batch import Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepLaunched, StepOutOfMemory
+from engine.step.recomputation import ComparePages, PagesCompared, Recomputation
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
+from kvstore.client.refill import StoreRefill
 from kvstore.client.transfer import (
     CallStore,
     CopiedIn,
@@ -71,10 +73,10 @@ OTHERS_AHEAD = 8
 """A step goes ahead without the sequences that need their token if it has so many times as many others. A step that is
 not ahead costs all of them the time between two steps, and being left out costs a whole step."""
 
-DecodeCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage
+DecodeCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages
 DecodeEvent: TypeAlias = (
     Decode | Cancel | Resend | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
-    | RouterLost | Tick | StepLaunched | StepDone | StepOutOfMemory | StepFailed
+    | RouterLost | Tick | StepLaunched | StepDone | StepOutOfMemory | StepFailed | PagesCompared
 )  # fmt: skip
 
 
@@ -94,6 +96,9 @@ class DecodeStats:
     prompt_pages_fetched: int
     kv_loads_incomplete: int
     pages_stored: int
+    pages_refilled: int  # of those that were cached when a store came up, those written to it
+    pages_recomputed: int
+    pages_differing: int
     writes_refused: int
     growth_reserve: int  # pages to keep free for what the present sequences are going to take
     load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
@@ -116,13 +121,14 @@ class DecodeScheduler:
         copies_overlap: bool = False,
         window: int | None = None,
         adapters: Items[str] = (),
+        recompute_share: float = 0.0,
     ) -> None:
         """`headroom`: the rule for admission, the learned one unless told otherwise. `calibration`: steps that were
         run before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it
         would fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
         `copies_overlap`: copies are made beside steps, and delay none. `window`: the positions that no layer of the
         model looks beyond, a token's own included; none: some layer attends to all. `adapters`: digests of those that
-        orders may name."""
+        orders may name. `recompute_share`: part of the pages that is checked."""
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
@@ -138,6 +144,8 @@ class DecodeScheduler:
         leases = itertools.count(1)
         self._fetches = PageFetches(self._pages.blocks, leases, page_size)
         self._write_through = WriteThrough(self._pages.blocks, leases, page_size)
+        self._refill = StoreRefill(self._pages.blocks, leases)
+        self._recomputation = Recomputation(self._pages.blocks, leases, page_size, recompute_share)
         self._arrivals = itertools.count()
         self._store_up = False
         self._page_bytes = 0
@@ -169,9 +177,15 @@ class DecodeScheduler:
                 self._under_way.append(plan)
                 return []
             case StepDone() | StepOutOfMemory() | StepFailed():
-                return self._step_ended(event, now)
-            case StoreUp(page_bytes=page_bytes):
+                return [*self._step_ended(event, now), *self._recomputation.ended(event)]
+            case PagesCompared():
+                return [*self._recomputation.compared(event)]
+            case StoreUp(slots=slots, page_bytes=page_bytes):
                 self._store_up, self._page_bytes = True, page_bytes
+                self._refill.begin(slots)
+                self._recomputation.store_changed()
+                for sequence in self._sequences.values():  # this store has nothing of what the last one had
+                    sequence.stored_pages, sequence.writes_through = 0, True
                 return []
             case StoreLost():
                 return self._store_lost(now)
@@ -216,19 +230,28 @@ class DecodeScheduler:
 
     def _make_room(self, newcomer: Sequence, commands: list[DecodeCommand]) -> bool:
         """Reserve pages for a newcomer, if need be those of less urgent sequences. Return whether there is room."""
-        leaving = self._admission.displaced_by(newcomer, self._sequences.values(), self._write_through.spare)
+        sequences = self._sequences.values()
+        leaving = self._admission.displaced_by(newcomer, sequences, self._write_through.spare)
+        if leaving != [] and (given_up := self._refill.give_way()) is not None:
+            commands += given_up
+            leaving = self._admission.displaced_by(newcomer, sequences, self._write_through.spare)
         if leaving is None:
             return False
         for victim in leaving:
             commands += self._preempt(victim)
         while (made := self._pages.reserve(newcomer)) is None:
-            # What is written through only for others' sake makes room.
-            if (given_up := self._write_through.abandon()) is None:
+            # What is written only for others' sake makes room.
+            if (given_up := self._abandon_write()) is None:
                 assert newcomer.window is not None, "there is room, and nothing holds it"
                 return False  # cached pages that were counted are kept by those of others after them
             commands += given_up
         commands += made
         return True
+
+    def _abandon_write(self) -> list[CallStore] | None:
+        """End a write of pages that no sequence refers to; none: there is no such write."""
+        given_up = self._refill.give_way()
+        return self._write_through.abandon() if given_up is None else given_up
 
     def _held(self) -> Mapping[str, int]:
         """Device pages by owner; shared ones count for each."""
@@ -268,11 +291,14 @@ class DecodeScheduler:
         lease = getattr(event, "lease", 0)
         ended: list[DecodeCommand] = []
         if isinstance(event, CopiedIn | CopiedOut):
-            ended += [*self._fetches.copied(event), *self._write_through.copied(event)]
+            ended += [
+                *self._fetches.copied(event), *self._write_through.copied(event), *self._refill.copied(event)
+            ]  # fmt: skip
             self._planner.budget.observe_copies(event.pages, now - self._copying)
             self._copying = now
         if (sequence := self._fetches.find(lease)) is None or (fetch := sequence.fetch) is None:
-            return [*ended, *self._write_through.handle(lease, event, now)]
+            written = [*self._write_through.handle(lease, event, now), *self._refill.handle(lease, event, now)]
+            return [*ended, *written, *self._recomputation.handle(lease, event)]
         calls, came = self._fetches.handle(sequence, event, now)
         self._count_fetched(sequence, came)
         rate = self._planner.costs.rate(sequence.computed)
@@ -303,7 +329,8 @@ class DecodeScheduler:
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
         self._store_up = False
-        commands: list[DecodeCommand] = [*self._write_through.end_all()]
+        self._recomputation.store_changed()
+        commands: list[DecodeCommand] = [*self._write_through.end_all(), *self._refill.stop()]
         for sequence in self._sequences.values():
             if sequence.fetch is not None:
                 commands += self._end_fetch(sequence, "the node's store is gone", now)
@@ -314,17 +341,23 @@ class DecodeScheduler:
     def take_copies(self) -> list[Copy]:
         """Return the copies to make now, as many as decoding sequences can bear, awaited ones first. Report each as
         CopiedIn or CopiedOut."""
-        if not (self._fetches.copying or self._write_through.copying):
+        if not self._copying_now:
             return []
         most = self._room_for_copies if self._copies_overlap else self._planner.budget.copies(self._decoding())
-        coming = self._fetches.take_copies(most)
-        return coming + self._write_through.take_copies(most - len(coming))
+        copies = self._fetches.take_copies(most)
+        copies += self._write_through.take_copies(most - len(copies))
+        return copies + self._refill.take_copies(most - len(copies))
+
+    @property
+    def _copying_now(self) -> bool:
+        """Copies wait to be made."""
+        return self._fetches.copying or self._write_through.copying or self._refill.copying
 
     @property
     def _room_for_copies(self) -> int:
         """How many more may be under way."""
-        under_way = self._fetches.copies_under_way + self._write_through.copies_under_way
-        return max(0, self._config.copies_per_step - under_way)
+        parts = (self._fetches, self._write_through, self._refill)
+        return max(0, self._config.copies_per_step - sum(part.copies_under_way for part in parts))
 
     @property
     def patience(self) -> float:
@@ -339,8 +372,7 @@ class DecodeScheduler:
         """There is something to do without waiting for a message, or for the end of a copy."""
         self._leave_limbo()
         running = any(s.steps for s in self._sequences.values())
-        copying = self._fetches.copying or self._write_through.copying
-        return running or (copying and self._room_for_copies > 0)
+        return running or (self._copying_now and self._room_for_copies > 0)
 
     def prepare(self, now: float) -> list[DecodeCommand]:
         """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
@@ -353,7 +385,7 @@ class DecodeScheduler:
             while sequence.phase is SequencePhase.RUNNING and not self._pages.grow(sequence):
                 if self._under_way:
                     break  # the next step waits for the end of this one, which may bring pages
-                if (given_up := self._write_through.abandon()) is not None:
+                if (given_up := self._abandon_write()) is not None:
                     commands += given_up
                 else:
                     commands += self._preempt(max(self._holders(), key=lambda s: s.rank))
@@ -372,7 +404,8 @@ class DecodeScheduler:
         self._leave_limbo()
         if self._under_way and self._must_await():
             return {}
-        return self._planner.plan(self._sequences.values(), now)
+        plan = self._planner.plan(self._sequences.values(), now)
+        return plan if plan or self._under_way else self._recomputation.plan()
 
     def _must_await(self) -> bool:
         """Whether the step that runs must end before the next one is planned."""
@@ -500,6 +533,8 @@ class DecodeScheduler:
             if sequence.finish is not None:
                 self._admission.ended(sequence, cut=sequence.finish == "length")
                 sequence.phase = SequencePhase.ENDED
+                complete = 0 if sequence.pages.first else sequence.cached_pages
+                self._recomputation.note(sequence.tokens, sequence.keys, complete, sequence.adapter)
                 self._pages.release(sequence)
             else:
                 self._pages.give_back_unseen(sequence)
@@ -537,7 +572,10 @@ class DecodeScheduler:
     def _tick(self, now: float, paused: float) -> list[DecodeCommand]:
         self._copying = now
         most = self._config.fetch_timeout_ms / 1_000
-        commands: list[DecodeCommand] = [*self._write_through.tick(now, paused, most)]
+        idle = not any(s.pages for s in self._sequences.values())
+        commands: list[DecodeCommand] = [
+            *self._write_through.tick(now, paused, most), *self._refill.tick(now, paused, most, idle=idle)
+        ]  # fmt: skip
         for sequence in list(self._sequences.values()):
             sequence.progressed_at += paused
             if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not SequencePhase.ENDED:
@@ -567,7 +605,7 @@ class DecodeScheduler:
     @property
     def leases(self) -> tuple[int, ...]:
         """Every lease at the store that we still care about."""
-        return (*self._fetches.leases, *self._write_through.leases)
+        return (*self._fetches.leases, *self._write_through.leases, *self._refill.leases, *self._recomputation.leases)
 
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
         """For one router: what it owns, and how busy we are with all."""
@@ -611,6 +649,9 @@ class DecodeScheduler:
             prompt_pages_fetched=self._fetched_pages,
             kv_loads_incomplete=self._fetches.short,
             pages_stored=self._write_through.written,
+            pages_refilled=self._refill.written,
+            pages_recomputed=self._recomputation.recomputed,
+            pages_differing=self._recomputation.differing,
             writes_refused=self._write_through.refused,
             growth_reserve=self._admission.growth_reserve(self._holders()),
             load_regret=self._fetches.regret,
@@ -627,6 +668,7 @@ class DecodeScheduler:
             )
         self._fetches.validate(iter(self._sequences.values()))
         self._write_through.validate()
+        self._refill.validate()
 
 
 def _lacks_pages(sequence: Sequence) -> bool:

@@ -218,6 +218,10 @@ class Engine:
         else:
             self._cuda.copies.duplicate(source, dest)
 
+    def same_contents(self, page: int, other: int) -> bool:
+        with device_errors():
+            return torch.equal(self.pages.view(page), self.pages.view(other))
+
     def mover(self, *, verify: bool) -> Mover:
         if self._cuda is None:
             return HostMover(self.pages, verify=verify)

@@ -146,6 +146,10 @@ class Runner(Protocol):
         """Copy one device page to another, after the steps launched before and before those launched later."""
         ...
 
+    def same_contents(self, page: int, other: int) -> bool:
+        """Whether two device pages have the same bytes. No step or copy that touches them is under way."""
+        ...
+
     def mover(self, *, verify: bool) -> Mover:
         """Return what copies its pages. With `verify`, pages copied in are compared with their checksums."""
         ...

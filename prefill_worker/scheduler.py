@@ -39,8 +39,10 @@ from baton.waits import WaitEdge
 from engine.step.block_table import BlockTable
 from engine.step.limit import StepLimit
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
+from engine.step.recomputation import ComparePages, PagesCompared, Recomputation
 from engine.step.timing import WorkerStepTimes
 from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.client.refill import StoreRefill
 from kvstore.client.transfer import (
     CallStore,
     CopiedIn,
@@ -65,10 +67,10 @@ _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
 _PATIENCE = 0.05  # of a step's time, at most waited for the store before it
 
 
-PrefillCommand: TypeAlias = SendToRouter | CallStore
+PrefillCommand: TypeAlias = SendToRouter | CallStore | ComparePages
 PrefillEvent: TypeAlias = (
     Prefill | Cancel | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
-    | RouterLost | Tick | StepDone | StepOutOfMemory | StepFailed
+    | RouterLost | Tick | StepDone | StepOutOfMemory | StepFailed | PagesCompared
 )  # fmt: skip
 
 
@@ -86,6 +88,9 @@ class PrefillStats:
     pages_hit: int
     pages_hit_in_store: int  # of these, those that the store had; the device had the others
     pages_stored: int
+    pages_refilled: int  # of those that were cached when a store came up, those written to it
+    pages_recomputed: int
+    pages_differing: int
     load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
 
 
@@ -103,10 +108,11 @@ class PrefillScheduler:
         vocab_size: int | None = None,
         copies_overlap: bool = False,
         adapters: Collection[str] = (),
+        recompute_share: float = 0.0,
     ) -> None:
         """`calibration`: steps that were run before there was any work. `vocab_size`, where known: a token id of an
         order must be lower, because it would fail the whole step. `copies_overlap`: copies are made beside steps.
-        `adapters`: digests of those that orders may name."""
+        `adapters`: digests of those that orders may name. `recompute_share`: part of the pages that is checked."""
         self._config = config
         self._vocab_size = vocab_size
         self._adapters = frozenset(("", *adapters))
@@ -118,6 +124,8 @@ class PrefillScheduler:
         self._turns = RouterFairness()
         self._copies = CopyQueue(self._blocks)
         self._leases = itertools.count(1)
+        self._refill = StoreRefill(self._blocks, self._leases)
+        self._recomputation = Recomputation(self._blocks, self._leases, page_size, recompute_share)
         self._window = MAX_KEYS_PER_CALL  # pages of a write, at most
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
@@ -134,7 +142,10 @@ class PrefillScheduler:
     def handle(self, event: PrefillEvent, now: float, router: str = "") -> list[PrefillCommand]:
         """Take one event; what it changes elsewhere comes back as commands, in order. `router`: the incarnation of the
         router that said it, where one did; it decides about what it has ordered itself, and about nothing else."""
-        return [*self._handle(event, router, now), *self._wake(now)]
+        commands = [*self._handle(event, router, now), *self._wake(now)]
+        if isinstance(event, StepDone | StepOutOfMemory | StepFailed):
+            commands += self._recomputation.ended(event)
+        return commands
 
     def _handle(self, event: PrefillEvent, router: str, now: float) -> list[PrefillCommand]:
         match event:
@@ -144,6 +155,8 @@ class PrefillScheduler:
                 if isinstance(event, RouterLost):
                     self._turns.admitted(event.router)
                 return [c for job in self._requests.ended_by(event, router) for c in self._drop_request(job)]
+            case PagesCompared():
+                return [*self._recomputation.compared(event)]
             case StepDone(plan=plan, seconds=seconds):
                 return self._step_done(plan, now - self._planned if seconds is None else seconds, now)
             case StepOutOfMemory(plan=plan) if self._step_limit.out_of_memory(plan.values()):
@@ -153,12 +166,16 @@ class PrefillScheduler:
                 return [c for job in self._in_step(plan) for c in self._fail(job, "internal", message)]
             case StoreUp(slots=slots, page_bytes=page_bytes):
                 self._slots, self._page_bytes = slots, page_bytes
+                self._refill.begin(slots)
+                self._recomputation.store_changed()
                 return []
             case StoreLost():
                 self._slots = 0
+                self._recomputation.store_changed()
                 # What was done is in that store no more either: the router must not count on it.
                 message = "the node's store is gone"
-                return [c for job in list(self._requests.values()) for c in self._fail(job, StoreGone.reason, message)]
+                jobs = list(self._requests.values())
+                return [c for job in jobs for c in self._fail(job, StoreGone.reason, message)] + self._refill.stop()
             case Tick(paused=paused):
                 return self._tick(now, paused)
             case _:
@@ -194,6 +211,9 @@ class PrefillScheduler:
         waits = self._turns.must_wait(router, Counter(job.owner for job in active), now)
         full = waits or len(active) >= self._config.max_num_seqs
         taken = None if full else shared_prefix.allocate_shared(self._blocks, keys, active)
+        if taken is None and not full and (given_up := self._refill.give_way()) is not None:
+            commands += given_up
+            taken = shared_prefix.allocate_shared(self._blocks, keys, active)
         if taken is None:
             self._turns.refused(router, now)
             message = f"{len(active)} prompts are being computed and {self._blocks.available} pages are free"
@@ -366,6 +386,7 @@ class PrefillScheduler:
         job.phase = PrefillPhase.DONE
         job.in_step = False  # where others have sealed its pages meanwhile: the end of the step must not revive it
         left, job.line_number = self._drop(job.line_number) if job.line_number is not None else [], None
+        self._recomputation.note(job.tokens, job.keys, min(job.ready, job.full), job.adapter)
         self._blocks.free(job.pages)
         job.pages = BlockTable()
         hit = job.total - -(-job.computed_here // self._page_size)
@@ -397,11 +418,14 @@ class PrefillScheduler:
         """Something about a lease; one that we have forgotten meanwhile means nothing any more."""
         lease: int = getattr(event, "lease", 0)
         job = self._owners.get(lease)
-        ended = self._copies.made(event) if isinstance(event, CopiedIn | CopiedOut) else []
+        ended: list[CallStore] = []
+        if isinstance(event, CopiedIn | CopiedOut):
+            ended = [*self._copies.made(event), *self._refill.copied(event)]
         if isinstance(event, CopiedOut) and self._copy_rate is not None:
             self._copy_rate.copied(event.pages, now)
         if job is None:
-            return [*ended]
+            theirs = [*self._refill.handle(lease, event, now), *self._recomputation.handle(lease, event)]
+            return [*ended, *theirs]
         if not isinstance(event, NotReserved) and job.committed >= job.lost_at:
             job.progressed_at = now
         if job.lookup is not None and lease in job.lookup.leases:
@@ -445,14 +469,21 @@ class PrefillScheduler:
     def take_copies(self) -> list[Copy]:
         """The copies to make now, so that at most `copies_per_step` are under way. Report each as CopiedIn or
         CopiedOut."""
-        return self._copies.take(max(0, self._config.copies_per_step - self._copies.under_way))
+        most = self._room_for_copies
+        asked = self._copies.take(most)
+        return asked + self._refill.take_copies(most - len(asked))
+
+    @property
+    def _room_for_copies(self) -> int:
+        """How many more may be under way."""
+        return max(0, self._config.copies_per_step - self._copies.under_way - self._refill.copies_under_way)
 
     @property
     def busy(self) -> bool:
         """There is something to do without waiting for a message, or for the end of a copy."""
         self._leave_limbo()
-        copies = bool(self._copies) and self._copies.under_way < self._config.copies_per_step
-        return copies or any(job.ready_to_step for job in self._requests.values())
+        copying = bool(self._copies) or self._refill.copying
+        return (copying and self._room_for_copies > 0) or any(job.ready_to_step for job in self._requests.values())
 
     @property
     def patience(self) -> float:
@@ -481,6 +512,8 @@ class PrefillScheduler:
         copy = self._copy_rate.seconds if self._copy_rate is not None else 0.0
         plan = build_batch(self._requests.values(), self._step_costs, step, self._step_limit.tokens, copy)
         self._planned = now
+        if not plan:
+            return self._recomputation.plan()
         for name in plan:
             job = self._requests[name.request]
             job.first_step = now if job.first_step is None else job.first_step
@@ -533,7 +566,8 @@ class PrefillScheduler:
         return [*self._drop_request(job), SendToRouter(AttemptFailed(*_named(job.name), reason, message), job.owner)]
 
     def _tick(self, now: float, paused: float) -> list[PrefillCommand]:
-        commands: list[PrefillCommand] = []
+        most = self._config.store_timeout_ms / 1_000
+        commands: list[PrefillCommand] = [*self._refill.tick(now, paused, most, idle=not self._active)]
         if self._copy_rate is not None and not self._copies.under_way:
             self._copy_rate.idle(now)
         for job in list(self._requests.values()):
@@ -542,7 +576,7 @@ class PrefillScheduler:
                 continue
             if job.deadline is not None and now > job.deadline:
                 commands += self._fail(job, "deadline", "the request's deadline has passed")
-            elif job.awaits_store and now - job.progressed_at > self._config.store_timeout_ms / 1_000:
+            elif job.awaits_store and now - job.progressed_at > most:
                 message = f"the store gave neither answers nor slots that last for {self._config.store_timeout_ms} ms"
                 commands += self._fail(job, StoreError.reason, message)
             elif job.retry_at is not None and now >= job.retry_at:
@@ -564,7 +598,7 @@ class PrefillScheduler:
     @property
     def leases(self) -> tuple[int, ...]:
         """Every lease at the store that we still care about."""
-        return (*self._owners, *self._copies.ending)
+        return (*self._owners, *self._copies.ending, *self._refill.leases, *self._recomputation.leases)
 
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
         """For one router: what it owns, and how busy we are with all."""
@@ -618,6 +652,9 @@ class PrefillScheduler:
             pages_hit=self._hit,
             pages_hit_in_store=self._hit_in_store,
             pages_stored=self._pages_stored,
+            pages_refilled=self._refill.written,
+            pages_recomputed=self._recomputation.recomputed,
+            pages_differing=self._recomputation.differing,
             load_regret=dict(self._regret.seconds),
         )
 
@@ -634,7 +671,10 @@ class PrefillScheduler:
             assert (job.fetch is not None) == (job.phase is PrefillPhase.LOADING), job.name
         active = self._active
         shared_prefix.validate(active)
-        assert self._blocks.stats().referenced == len({page for job in active for page in job.pages})
+        self._refill.validate()
+        referenced = {page for job in active for page in job.pages}
+        referenced |= {*self._refill.pages, *self._recomputation.pages}
+        assert self._blocks.stats().referenced == len(referenced)
         jobs = {id(job) for job in self._requests.values()}
         assert all(id(job) in jobs for job in self._owners.values())
         assert self._copies.leases <= set(self._owners)

@@ -73,7 +73,7 @@ class RunDecodeScheduler(DecodeScheduler):
         `max_tokens`."""
         sequences = self._sequences.values()
         waits = any(s.phase is SequencePhase.RUNNING and s.name not in plan for s in sequences)
-        if waits or self._fetches.copying or self._write_through.copying:
+        if waits or self._copying_now:
             return 1
         return min(_repeatable_steps(self._sequences[name.request], chunk.end) for name, chunk in plan.items())
 

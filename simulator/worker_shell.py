@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from baton.membership import SendToRouter
 from baton.messages import Message, WorkerRole
 from engine.step.outcome import ScheduledBatch
+from engine.step.recomputation import ComparePages, PagesCompared
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut
 from simulator.clock import Body
@@ -90,7 +91,7 @@ class WorkerShell:
 
     # --- out --------------------------------------------------------------------------------------------------------
 
-    def carry_out(self, commands: Iterable[SendToRouter | CallStore | DuplicatePage]) -> None:
+    def carry_out(self, commands: Iterable[SendToRouter | CallStore | DuplicatePage | ComparePages]) -> None:
         """Carry out the scheduler's commands."""
         for command in commands:
             match command:
@@ -100,6 +101,8 @@ class WorkerShell:
                     self.call_store(call)
                 case DuplicatePage():
                     self.duplicate_page(command)
+                case ComparePages():
+                    self.handle(PagesCompared(self.same_contents(command)))
 
     # --- what a subclass says ---------------------------------------------------------------------------------------
 
@@ -144,6 +147,10 @@ class WorkerShell:
 
     def call_store(self, call: Any) -> None:
         raise NotImplementedError
+
+    def same_contents(self, order: ComparePages) -> bool:
+        """Return whether two device pages have the same bytes."""
+        return True
 
     def duplicate_page(self, order: DuplicatePage) -> None:
         """Copy a page on the device. It takes no time that would show."""

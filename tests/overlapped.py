@@ -261,7 +261,7 @@ class OverlappedWorker(RigWorker):
 
     def __init__(
         self, rig: OverlappedRig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig,
-        node: RigStore, window: int | None = None,
+        node: RigStore, window: int | None = None, recompute_share: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(rig, role, num_pages, config, node, window)
         self.state = (
@@ -272,9 +272,10 @@ class OverlappedWorker(RigWorker):
                 copies_overlap=True,
                 window=window,
                 grammars=RigGrammars(rig),
+                recompute_share=recompute_share,
             )
             if isinstance(config, DecodeConfig)
-            else PrefillScheduler(config, PAGE, num_pages, copies_overlap=True)
+            else PrefillScheduler(config, PAGE, num_pages, copies_overlap=True, recompute_share=recompute_share)
         )
         self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies, window)
         self._turn: Generator[float, None, bool] | None = None
@@ -339,8 +340,7 @@ class OverlappedWorker(RigWorker):
         yield from ()
         if sum(len(chunk.tokens) for chunk in plan.values()) > self.most_tokens:
             return StepOutOfMemory(plan, "CUDA out of memory")  # nothing of it lies in the queue
-        requests = self.state._requests if self.role == "prefill" else self.state._sequences
-        known = [list(requests[name.request].tokens) for name in plan]
+        known = [list(tokens) for tokens in self.tokens_of(plan)]
         for chunk in plan.values():
             if chunk.follows is not None:
                 self.ahead += 1

@@ -20,6 +20,7 @@ from baton.store_protocol import Attach, Attached, LeaseHeartbeat, StoreReply
 from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone, StepOutOfMemory
+from engine.step.recomputation import NAME, ComparePages
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost, StoreUp
 from kvstore.server.events import (
@@ -76,7 +77,7 @@ class RigWorker(WorkerShell):
 
     def __init__(
         self, rig: Rig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore,
-        window: int | None = None,
+        window: int | None = None, recompute_share: float = 0.0,
     ) -> None:  # fmt: skip
         self.role = role
         self.rig = rig
@@ -85,9 +86,9 @@ class RigWorker(WorkerShell):
         self.most_tokens = 1_000_000  # a step of more does not fit into the device's memory
         self.device = Device(num_pages, PAGE, window)
         self.state: Any = (
-            DecodeScheduler(config, PAGE, num_pages, window=window)
+            DecodeScheduler(config, PAGE, num_pages, window=window, recompute_share=recompute_share)
             if isinstance(config, DecodeConfig)
-            else PrefillScheduler(config, PAGE, num_pages)
+            else PrefillScheduler(config, PAGE, num_pages, recompute_share=recompute_share)
         )
         self.pid = next(rig.ids)
         self.connection = 0
@@ -112,6 +113,9 @@ class RigWorker(WorkerShell):
 
     def duplicate_page(self, order: DuplicatePage) -> None:
         self.device.duplicate(order)
+
+    def same_contents(self, order: ComparePages) -> bool:
+        return self.device.pages[order.page] == self.device.pages[order.scratch]
 
     def attach(self) -> None:
         self.inbox.clear()
@@ -169,12 +173,13 @@ class RigWorker(WorkerShell):
         return done
 
     def _done(self, plan: ScheduledBatch) -> StepDone:
-        if self.role == "prefill":
-            for name, chunk in plan.items():
-                self.device.run(self.state._requests[name.request].tokens, chunk)
-            return StepDone(plan, [None] * len(plan))
-        sequences = self.state._sequences
-        return StepDone(plan, [self.device.run(sequences[name.request].tokens, chunk) for name, chunk in plan.items()])
+        chunks = zip(self.tokens_of(plan), plan.values(), strict=True)
+        return StepDone(plan, [self.device.run(tokens, chunk) for tokens, chunk in chunks])
+
+    def tokens_of(self, plan: ScheduledBatch) -> list[Sequence[int]]:
+        """Return what is known of each sequence of a step."""
+        held = self.state._requests if self.role == "prefill" else self.state._sequences
+        return [(self.state._recomputation if name == NAME else held[name.request]).tokens for name in plan]
 
     def heartbeat(self) -> None:
         if self.connection:
@@ -272,9 +277,9 @@ class Rig(HeldAgenda):
 
     def worker(
         self, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: str = "n0",
-        window: int | None = None,
+        window: int | None = None, recompute_share: float = 0.0,
     ) -> RigWorker:  # fmt: skip
-        worker = self.worker_class(self, role, num_pages, config, self.stores[node], window)
+        worker = self.worker_class(self, role, num_pages, config, self.stores[node], window, recompute_share)
         worker.attach()
         return worker
 

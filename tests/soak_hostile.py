@@ -2,12 +2,12 @@
 
     .venv/bin/python -m tests.soak --hostile 10 --minutes 0 --kills 0 --requests 0
 
-24 honest streams run all the time, each request checked token by token against transformers. Beside them run the
-attacks of `tests/hostile.py`, and every few seconds ptrace stops the main thread of one process while its other threads
-go on. No honest request may fail. No gap between two tokens of a stream may be longer than one second, except by the
-time for which the machine itself stood still: the bare engine of `tests/standstill.py` tells that. After the attacks
-nothing may be left running or held, and no process may have grown: descriptors, threads and memory are compared with
-those before the attacks.
+24 honest streams run all the time, each request checked token by token against a cluster that nothing disturbs.
+Beside them run the attacks of `tests/hostile.py`, and every few seconds ptrace stops the main thread of one process
+while its other threads go on. No honest request may fail. No gap between two tokens of a stream may be longer than
+one second, except by the time for which the machine itself stood still: the bare engine of `tests/standstill.py`
+tells that. After the attacks nothing may be left running or held, and no process may have grown: descriptors, threads
+and memory are compared with those before the attacks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ from baton.v1 import generation_pb2, generation_pb2_grpc
 from bench.memory import Memory
 from deploy.local import LocalCluster
 from kvstore.client.connection import store_address
-from tests import checkpoints
 from tests.hang import hung
 from tests.standstill import NOTED, Gap, Machine
-from tests.store_deaths import SURE
 from tests.support import workload
 from tests.support.cluster import at_rest, process
 from tests.support.eventually import eventually
 from tests.support.metrics_page import nothing_held
+from tests.support.undisturbed import Stream, undisturbed
 
 STREAMS = 24
 COUNT = 96  # tokens of a request
@@ -196,23 +195,17 @@ def judged(gaps: Sequence[Gap], machine: Sequence[Gap]) -> list[tuple[float, Gap
     return sorted(found, key=lambda one: -one[0])
 
 
-def references(path: Path, seed: int) -> dict[tuple[int, ...], list[int]]:
-    """A dozen prompts, and the tokens of which transformers is sure."""
-    model = checkpoints.reference(path)
-    expected: dict[tuple[int, ...], list[int]] = {}
-    for prompt in workload.prompts(seed=seed):
-        if 16 < len(prompt) < 600 and tuple(prompt) not in expected and len(expected) < 8:
-            tokens, gaps = model.generate(prompt, COUNT)
-            if min(gaps) > SURE:
-                expected[tuple(prompt)] = tokens
-    return expected
+def references(path: Path, seed: int, folder: Path) -> dict[tuple[int, ...], list[int]]:
+    """Eight prompts, and the tokens of each."""
+    prompts = dict.fromkeys(tuple(each) for each in workload.prompts(seed=seed) if 16 < len(each) < 600)
+    streams = [Stream(prompt) for prompt in prompts][:8]
+    return {stream.prompt: tokens for stream, tokens in undisturbed(path, folder, streams, COUNT).items()}
 
 
 def hostile(seconds: float, seed: int, folder: Path, path: Path) -> dict[str, object]:
     """Run all attacks for so long; raises AssertionError for a failed request, a long gap or anything that grew."""
     rng = random.Random(seed)
-    expected = references(path, seed)
-    assert expected
+    expected = references(path, seed, folder / "reference")
     settings = workload.settings(
         path,
         1,

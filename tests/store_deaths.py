@@ -27,7 +27,8 @@ from tests.support.workload import PAGE, PAGE_BYTES
 COUNT = 24  # tokens generated
 STREAMS = 4
 BETWEEN_DEATHS = (0.3, 2.5)  # seconds
-SURE = 1e-3  # two best logits closer than this may swap between implementations
+SURE = 1e-3
+"""Torch computes here, and the order of its sums goes by the step's rows: two best logits closer than this may swap."""
 
 SETTINGS: Mapping[str, object] = {
     **workload.SLOW_ENGINE,

@@ -70,6 +70,8 @@ def engine_facts(config: Config, path: Path, device: str, found: Installation | 
     ranks = _most_ranks(config)
     raw, held = read_object(path / "config.json"), config.model.kv_cache_dtype
     vllm = problem(found, raw, config.pages.page_size, device, ranks, held)
+    if config.pages.recompute_share:
+        vllm = vllm or "pages.recompute_share is set, and only our own engine compares pages"
     return EngineFacts(config.model.engine, _setting_lack(config) or native_lack(path), vllm, on_gpu=device != "cpu")
 
 

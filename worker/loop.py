@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import msgspec
 import torch
@@ -52,6 +52,7 @@ from decode_worker.sliding_window import SlidingWindow
 from engine.runner import Moving, Runner, Running
 from engine.sampling.grammars import GrammarCompiler
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
+from engine.step.recomputation import ComparePages, PagesCompared
 from kvstore.client.connection import StoreClient, store_address
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, StoreUp
@@ -84,6 +85,9 @@ _STEP = 0.05  # seconds between two looks at a step that runs beside the loop, w
 _PAUSE = 1.0  # seconds; a longer turn means that this process was paused, and no peer is to blame
 
 
+WorkerCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages
+
+
 class WorkerScheduler(Protocol):
     """A role's decisions, as the loop needs them."""
 
@@ -97,11 +101,9 @@ class WorkerScheduler(Protocol):
     def leases(self) -> tuple[int, ...]: ...
     @property
     def step_tokens(self) -> int: ...
-    def handle(
-        self, event: Any, now: float, router: str = ""
-    ) -> Sequence[SendToRouter | CallStore | DuplicatePage]: ...
+    def handle(self, event: Any, now: float, router: str = "") -> Sequence[WorkerCommand]: ...
     def take_copies(self) -> list[Copy]: ...
-    def prepare(self, now: float) -> Sequence[SendToRouter | CallStore | DuplicatePage]: ...
+    def prepare(self, now: float) -> Sequence[WorkerCommand]: ...
     def schedule(self, now: float) -> ScheduledBatch: ...
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat: ...
 
@@ -384,7 +386,7 @@ class WorkerLoop:
 
     # --- out --------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, commands: Sequence[SendToRouter | CallStore | DuplicatePage]) -> None:
+    def _carry_out(self, commands: Sequence[WorkerCommand]) -> None:
         """Carry out the scheduler's commands. A command for a router or store that is not there is dropped: the
         scheduler is told of the loss and starts over."""
         for command in commands:
@@ -399,6 +401,12 @@ class WorkerLoop:
                     if self._store.connected:
                         with self.tracer.span("call the store", "sockets"):
                             self._store.call(call)
+                case ComparePages(key=key, page=page, scratch=scratch):
+                    with self.tracer.span("compare pages", "copies"):
+                        same = self.runner.same_contents(page, scratch)
+                    if not same:
+                        log.error("page %s differs from what its tokens give; it is dropped with its chain", key.hex())
+                    self.handle(PagesCompared(same))
 
     def _copy(self, batch: Sequence[Copy], epoch: int) -> CopiedIn | CopiedOut | None:
         direction = "copy out" if isinstance(batch[0], CopyOut) else "copy in"

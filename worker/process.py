@@ -64,6 +64,7 @@ def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) ->
         vocab_size=worker.runner.vocab_size,
         copies_overlap=worker.runner.overlaps,
         adapters=[one.digest for one in worker.runner.adapters],
+        recompute_share=config.pages.recompute_share,
     )
     worker.serve(state, lambda: _prefill_samples(state.stats()), stop)
 
@@ -76,6 +77,9 @@ def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
         "kv_cache_usage_perc": {("device",): used / stats.pages_total},
         "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
         "prompt_tokens_computed": stats.tokens_computed,
+        "pages_refilled": stats.pages_refilled,
+        "pages_recomputed": stats.pages_recomputed,
+        "pages_differing": stats.pages_differing,
         "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
         "prompt_pages_cached": {
             ("device",): stats.pages_hit - stats.pages_hit_in_store,
@@ -96,6 +100,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         copies_overlap=worker.runner.overlaps,
         window=worker.runner.window,
         adapters=[one.digest for one in worker.runner.adapters],
+        recompute_share=config.pages.recompute_share,
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 
@@ -111,6 +116,9 @@ def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
         "growth_reserve_pages": stats.growth_reserve,
         "generation_tokens": stats.tokens_generated,
         "prompt_tokens_computed": stats.prompt_tokens_computed,
+        "pages_refilled": stats.pages_refilled,
+        "pages_recomputed": stats.pages_recomputed,
+        "pages_differing": stats.pages_differing,
         "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
         "prompt_pages_cached": {("device",): stats.prompt_pages_device, ("host",): stats.prompt_pages_fetched},
         "kv_loads_incomplete": stats.kv_loads_incomplete,

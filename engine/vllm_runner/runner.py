@@ -244,6 +244,9 @@ class VllmRunner:
     def duplicate(self, source: int, dest: int) -> None:
         self._child.tell(Duplicate(source, dest))
 
+    def same_contents(self, page: int, other: int) -> bool:
+        raise NotImplementedError("vLLM's pages are not compared; worker.engine_choice sees to it")
+
     def mover(self, *, verify: bool) -> VllmMover:
         return VllmMover(self._child, verify=verify)
 

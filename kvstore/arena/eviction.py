@@ -12,6 +12,7 @@ have, so it stands behind them, and the front of the order is always a leaf: no 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from kvstore.arena.radix_tree import RadixNode, RadixTree
@@ -27,6 +28,10 @@ class LeafFirstLru(Generic[V]):
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def __iter__(self) -> Iterator[RadixNode[V]]:
+        """Those that could be evicted, in that order."""
+        return iter(self._order.values())
 
     def insert(self, node: RadixNode[V]) -> None:
         """Take on a node that is new in the tree. It starts with one pin: an unpinned one would stand behind its

@@ -166,10 +166,11 @@ class DeviceBlockManager:
         return node.value
 
     def incref(self, pages: Sequence[int]) -> None:
-        """One more reference on each of `pages`, which the caller refers to already: a copy outlives its sequence."""
+        """One more reference on each of `pages`: a copy outlives its sequence. They are cached, or the caller refers to
+        them already."""
         for page in pages:
-            assert self._references[page] > 0, "retained without a reference"
-            self._references[page] += 1
+            assert self._references[page] > 0 or self._nodes[page] is not None, "retained without a reference"
+            self._incref(page)
 
     def free(self, pages: Sequence[int]) -> None:
         """Drop one reference on each. Unreferenced, a private page is free again and a cached one evictable; of pages
@@ -209,6 +210,16 @@ class DeviceBlockManager:
         """Return those of `pages` that may not get new contents yet."""
         return [page for page in pages if page in self._limbo] if self._limbo else []
 
+    def forget(self, key: bytes) -> None:
+        """Find the page of `key` no more, nor those after it. Those that are referred to become private."""
+        top = self._tree.find(key)
+        for node in [] if top is None else self._tree.subtree(top):
+            self._lru.forget(node)
+            self._forget(node)
+            self._forget_beginnings(node.value)
+            if not self._references[node.value]:
+                self._free.append(node.value)
+
     def clear(self) -> None:
         """Forget every cached page without a reference."""
         while len(self._lru):
@@ -217,6 +228,24 @@ class DeviceBlockManager:
     def pages(self) -> list[CachedPage]:
         """Every cached page, parents before children: what a snapshot says."""
         return [CachedPage(node.key, node.parent_key, node.value) for node in self._tree.preorder()]
+
+    def find(self, key: bytes) -> CachedPage | None:
+        """The page that is cached under `key`."""
+        node = self._tree.find(key)
+        return None if node is None else CachedPage(key, node.parent_key, node.value)
+
+    def keys_by_use(self) -> list[bytes]:
+        """The keys of every cached page, parents before children. Leaves are in the order in which they would be
+        evicted, and those in use come last."""
+        found: dict[bytes, None] = {}
+        for node in (*self._lru, *self._tree.preorder()):
+            chain: list[bytes] = []
+            here: RadixNode[int] | None = node
+            while here is not None and here.key not in found:
+                chain.append(here.key)
+                here = here.parent
+            found.update(dict.fromkeys(reversed(chain)))
+        return list(found)
 
     def drain_events(self) -> list[CacheChange]:
         """What has become findable or stopped being so since the last call, in order."""
@@ -268,14 +297,20 @@ class DeviceBlockManager:
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._incref(page)
-            for key in self._beginnings.pop(page, ()):
-                del self._partial[key]
+            self._forget_beginnings(page)
         return pages
 
     def _evict(self) -> None:
         node = self._lru.pop()
+        self._forget(node)
+        self._free.append(node.value)
+        self._evictions += 1
+
+    def _forget(self, node: RadixNode[int]) -> None:
         self._tree.remove(node)
         self._nodes[node.value] = None
-        self._free.append(node.value)
         self._changes.removed(node.key)
-        self._evictions += 1
+
+    def _forget_beginnings(self, page: int) -> None:
+        for key in self._beginnings.pop(page, ()):
+            del self._partial[key]

@@ -41,11 +41,11 @@ class DecodeMachine(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(12, 24), tokens=st.integers(1, 24), copies=st.integers(1, 8), slots=st.integers(4, 24),
         share=st.sampled_from([0.01, 1.0]), greedy=st.booleans(), grain=st.sampled_from([PAGE, PAGE - 1]),
-        data=st.data(),
+        again=st.sampled_from([0.0, 0.5]), data=st.data(),
     )  # fmt: skip
     def start(
         self, pages: int, tokens: int, copies: int, slots: int, share: float, greedy: bool, grain: int,
-        data: st.DataObject,
+        again: float, data: st.DataObject,
     ) -> None:  # fmt: skip
         self.rig = Rig(slots, hold=5.0)
         config = DecodeConfig(
@@ -53,7 +53,7 @@ class DecodeMachine(RuleBasedStateMachine):
             first_step_ms=50, ageing_ms=int(AGEING * 1_000),
         )  # fmt: skip
         window = data.draw(st.sampled_from(self.windows), "window")
-        self.worker: RigWorker = self.rig.worker("decode", pages, config, window=window)
+        self.worker: RigWorker = self.rig.worker("decode", pages, config, window=window, recompute_share=again)
         if greedy:
             self.worker.state = DecodeScheduler(config, PAGE, pages, headroom=OnePageEach(), window=window)
             self.worker.handle(StoreUp(slots, PAGE_BYTES))
@@ -165,6 +165,12 @@ class DecodeMachine(RuleBasedStateMachine):
         self.worker.handle(Tick())
         self.prefill.handle(Tick())
 
+    @rule()
+    def the_store_restarts(self) -> None:
+        self.rig.restart_store()
+        self.worker.attach()
+        self.prefill.attach()
+
     @rule(turns=st.integers(5, 40))
     def go_on(self, turns: int) -> None:
         for _ in range(turns):
@@ -220,6 +226,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.rig.tick(2.0)
         assert self.worker.state.blocks.available == self.worker.num_pages
         assert self.worker.state.leases == ()
+        assert self.worker.state.stats().pages_differing == 0
 
 
 TestDecodeMachine = DecodeMachine.TestCase

@@ -14,7 +14,7 @@ from deploy.control_plane import preflight
 from engine.vllm_runner import VLLM_VERSION, requirements
 from engine.vllm_runner.pages import largest_page
 from engine.vllm_runner.requirements import Installation, problem, read_architectures
-from worker.engine_choice import EngineFacts, choose, engine_of
+from worker.engine_choice import EngineFacts, choose, engine_facts, engine_of
 
 RIGHT = Installation(VLLM_VERSION, frozenset({"LlamaForCausalLM", "Gemma2ForCausalLM", "DeepseekV3ForCausalLM"}))
 LLAMA: dict[str, Any] = {
@@ -69,6 +69,13 @@ def test_what_vllm_asks_of_a_model(more: dict[str, Any], page_size: int, device:
     found = problem(RIGHT, LLAMA | more, page_size, device)
     assert said in found
     assert bool(said) == bool(found)
+
+
+def test_vllm_does_not_recompute_pages(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = load(None, {"pages.recompute_share": 0.1})
+    assert "pages.recompute_share" in engine_facts(config, tmp_path, "cuda", RIGHT).vllm_lack
+    assert not engine_facts(load(None, {}), tmp_path, "cuda", RIGHT).vllm_lack
 
 
 GPT_OSS = LLAMA | {"model_type": "gpt_oss", "intermediate_size": 160}

@@ -104,6 +104,8 @@ class DeviceCacheMachine(RuleBasedStateMachine):
             return
         word = sequence.chain[: sequence.done + 1]
         page = sequence.pages[sequence.done]
+        if page in self.waits:
+            return  # no step that writes to it is launched yet
         assert sum(page in other.pages for other in self.live) == 1, "a shared page is written"
         self.contents[page] = word
         before = self.cached()

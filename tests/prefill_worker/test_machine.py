@@ -49,13 +49,16 @@ class PrefillMachine(RuleBasedStateMachine):
     @initialize(
         slots=st.integers(16, 60), pages=st.integers(14, 40), chunk=st.integers(PAGE, 6 * PAGE),
         copies=st.integers(1, 8), attentive=st.booleans(), window=st.sampled_from([1_024, 4, 2]),
+        again=st.sampled_from([0.0, 0.5]),
     )  # fmt: skip
-    def start(self, slots: int, pages: int, chunk: int, copies: int, attentive: bool, window: int) -> None:
+    def start(
+        self, slots: int, pages: int, chunk: int, copies: int, attentive: bool, window: int, again: float
+    ) -> None:
         self.rig = Rig(slots, hold=5.0, admit_after=1, load_share=0.5)
         config = PrefillConfig(
             max_num_batched_tokens=chunk, copies_per_step=copies, max_num_seqs=6, store_timeout_ms=2_000
         )
-        self.worker = self.rig.worker("prefill", pages, config)
+        self.worker = self.rig.worker("prefill", pages, config, recompute_share=again)
         self.state = self.worker.state
         self.state._window = window
         self.count = 0

@@ -1,8 +1,8 @@
 """One bit flipped in a page, tier by tier, under a real cluster: found, counted, dropped, made again; tokens right.
 
-Corruption between stores: `tests/kvstore/test_two_stores.py`. Pages on a worker's device are not checked: every step
-reads them, in arithmetic that has no time for a checksum. A page that leaves for the arena is sealed with a checksum of
-its bytes on the device.
+Corruption between stores: `tests/kvstore/test_two_stores.py`. Pages on a worker's device have no checksum: every step
+reads them, in arithmetic that has no time for one. A page that leaves for the arena is sealed with a checksum of its
+bytes on the device. `pages.recompute_share` finds what was wrong there.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from deploy.local import LocalCluster
+from engine.cpu import build
 from kvstore.disk.record_format import RecordLayout
 from tests import checkpoints
+from tests.engines import ENGINE
 from tests.support import workload
 from tests.support.eventually import eventually
+from tests.support.flipping_engine import LENGTH
 from tests.support.metrics_page import metric
 from tests.support.workload import PAGE, PAGE_BYTES
 
@@ -41,7 +45,7 @@ class Site:
 
     def begin(self) -> list[int]:
         """Start over with an empty arena and an empty disk. Returns a prompt whose pages are in both."""
-        self.cluster.kill("store-0")
+        self.kill_store()
         shutil.rmtree(self.disk)
         self.start_store()
         prompt = self.tokens(PROMPT)
@@ -49,9 +53,15 @@ class Site:
         eventually(lambda: self.on_disk() >= FULL, what="pages on the disk")
         return prompt
 
+    def kill_store(self) -> None:
+        """And the worker, which would give the next store what its device has."""
+        self.cluster.kill("store-0")
+        self.cluster.kill("decode-0")
+
     def start_store(self) -> None:
         """Returns once a worker has attached, and the disk is known."""
         self.cluster.start("store-0")
+        self.cluster.start("decode-0")
         self.cluster.wait_live(["store-0", "decode-0"])
         eventually(lambda: metric(self.cluster, "store-0", "disk_up"), what="the disk in use")
 
@@ -132,7 +142,7 @@ def test_in_the_arena(site: Site) -> None:
 @pytest.mark.parametrize("down", [True, False], ids=["while the store is down", "while the store is up"])
 def test_on_the_disk(site: Site, down: bool) -> None:
     prompt = site.begin()
-    site.cluster.kill("store-0")  # with it goes the arena
+    site.kill_store()  # with it goes the arena
     if down:
         flip_record(site.segments()[0], 5)
     site.start_store()
@@ -144,7 +154,7 @@ def test_on_the_disk(site: Site, down: bool) -> None:
     assert site.ask_again(prompt) == FULL
     # What was made again is on the disk again, and the bad record is no page any more.
     eventually(lambda: site.on_disk() >= FULL, what="pages on the disk")
-    site.cluster.kill("store-0")
+    site.kill_store()
     site.start_store()
     eventually(lambda: site.on_disk() >= FULL, what="pages found on the disk")
     assert site.ask_again(prompt) == FULL
@@ -154,10 +164,48 @@ def test_on_the_disk(site: Site, down: bool) -> None:
 def test_on_the_disk_where_writing_had_ended(site: Site) -> None:
     """There, every page is looked at when the store starts."""
     prompt = site.begin()
-    site.cluster.kill("store-0")
+    site.kill_store()
     flip_record(site.segments()[-1], 0)
     site.start_store()
     eventually(lambda: metric(site.cluster, "store-0", "disk_torn_records_total") == 1, what="the record found")
     assert site.ask_again(prompt) < FULL
     assert site.ask_again(prompt) == FULL
     site.failures(0, "disk")
+
+
+FLIPPING = {"prefill": ["tests.support.flipping_engine", "prefill"]}
+
+
+@pytest.mark.skipif(
+    ENGINE.name == "vllm" or not build.can_compile(), reason="a page's bits are to depend on its tokens alone"
+)
+def test_on_the_device(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The page was sealed as it is. It is found by recomputing it, and is no longer found in any cache."""
+    rng = random.Random(2)
+    prompt, sound = ([rng.randrange(3, checkpoints.VOCAB) for _ in range(LENGTH + more)] for more in (0, 100))
+    settings = workload.settings(checkpoint("llama"), 1, 1, **{"pages.recompute_share": 1.0})
+    with patch.dict("deploy.local._MODULES", FLIPPING), LocalCluster(settings, tmp_path) as cluster:
+
+        def counted(name: str, worker: str = "prefill-0") -> float:
+            return metric(cluster, worker, f"{name}_total")
+
+        workload.ask(cluster.address, sound)
+        pages = len(sound[:-1]) // PAGE
+        for worker in ("prefill-0", "decode-0"):
+            what = f"sound pages of {worker} recomputed"
+            eventually(lambda worker=worker: counted("pages_recomputed", worker) >= pages, what)
+            assert counted("pages_differing", worker) == 0
+        workload.ask(cluster.address, prompt)
+        eventually(lambda: counted("pages_differing") == 1, what="the page found")
+        log = cluster.config.cluster.logs / "prefill-0.log"
+        eventually(lambda: "differs from what its tokens give" in log.read_text(), what="a line about it")
+        eventually(lambda: metric(cluster, "store-0", "checksum_failures_total", tier="host"), what="the store told")
+        cluster.kill("decode-0")  # which has a copy
+        cluster.start("decode-1")
+        cluster.wait_live(["decode-1"])
+        before = counted("prompt_tokens_computed")
+        answer = workload.ask(cluster.address, prompt)
+        assert answer.token_ids == checkpoints.reference(checkpoint("llama")).generate(prompt, workload.OUTPUT)[0]
+        eventually(
+            lambda: counted("prompt_tokens_computed") == before + LENGTH - 1 - 2 * PAGE, what="the rest computed"
+        )

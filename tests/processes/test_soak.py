@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import checkpoints
-from tests.soak import prompts_of, soak
+from tests.soak import expected_of, soak
 from tests.soak_hostile import hostile
 from tests.soak_requests import requests
 from tests.support.thorough import cases
@@ -15,7 +15,7 @@ from tests.support.thorough import cases
 
 def test_ten_seconds_of_deaths_and_stops(tmp_path: Path) -> None:
     path = checkpoints.make("llama", tmp_path / "model")
-    result = soak(10.0, 11, tmp_path / "cluster", path, prompts_of(path, 11))
+    result = soak(10.0, 11, tmp_path / "cluster", path, expected_of(path, 11, tmp_path / "reference"))
     assert result["requests"]
     assert result["faults"]
 

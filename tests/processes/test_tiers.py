@@ -14,11 +14,11 @@ import pytest
 
 from deploy.local import LocalCluster, LocalNode
 from kvstore.disk.files import NodeDirectory
-from tests.store_deaths import SETTINGS, Load, documents, store_deaths
+from tests.store_deaths import SETTINGS, Load, documents, known_pages, restart, store_deaths
 from tests.support import workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
-from tests.support.workload import PAGE_BYTES
+from tests.support.workload import PAGE, PAGE_BYTES
 
 UNSHARE = ["unshare", "--mount"]
 NODE = "local"
@@ -47,6 +47,29 @@ def test_a_store_killed_three_times_under_load(
     nodes: list[str], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     print(store_deaths(3, a_seed(), tmp_path, checkpoint("llama"), nodes))
+
+
+def test_a_new_store_gets_what_the_workers_have_cached(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Another decode worker finds it there once no other process has it."""
+    prompt = list(range(3, 3 + 12 * PAGE + 1))
+    with LocalCluster(workload.settings(checkpoint("llama"), 1, 1), tmp_path) as cluster:
+        first = workload.ask(cluster.address, prompt)
+        restart(cluster, "store-0")
+        eventually(lambda: known_pages(cluster, "store-0") >= 12, what="the cached pages in the new store")
+
+        def refilled() -> float:
+            return sum(metric(cluster, name, "pages_refilled_total") for name in ("prefill-0", "decode-0"))
+
+        eventually(lambda: refilled() >= 12, what="these pages counted")
+        cluster.kill("decode-0")
+        cluster.start("decode-1")
+        restart(cluster, "prefill-0")
+        cluster.wait_live(["decode-1"])
+        again = workload.ask(cluster.address, prompt)
+        assert again.token_ids == first.token_ids
+        assert again.usage.cached_tokens == 12 * PAGE
+        assert again.work.pages_fetched == 12
+        assert metric(cluster, "prefill-0", "prompt_tokens_computed_total") == 0
 
 
 # --- directories that are not as they should be -----------------------------------------------------------------------

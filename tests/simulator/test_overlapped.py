@@ -80,16 +80,25 @@ class Crowded(RuleBasedStateMachine):
 
     @initialize(
         slots=st.integers(6, 16), pages=st.integers(6, 10), chunk=st.integers(PAGE, 12), copies=st.integers(1, 8),
-        delays=DELAYS, slow_copies=st.sampled_from([1, 6]),
+        delays=DELAYS, slow_copies=st.sampled_from([1, 6]), again=st.sampled_from([0.0, 0.5]),
     )  # fmt: skip
-    def start(self, slots: int, pages: int, chunk: int, copies: int, delays: Sequence[int], slow_copies: int) -> None:
+    def start(
+        self,
+        slots: int,
+        pages: int,
+        chunk: int,
+        copies: int,
+        delays: Sequence[int],
+        slow_copies: int,
+        again: float = 0.0,
+    ) -> None:
         self.rig = OverlappedRig(delays, slots, slow_copies=slow_copies, hold=5.0)
         prefill = PrefillConfig(
             max_num_batched_tokens=chunk, copies_per_step=copies, max_num_seqs=3, store_timeout_ms=2_000
         )
         decode = DecodeConfig(max_num_batched_tokens=chunk, copies_per_step=copies, fetch_timeout_ms=2_000)
-        self.prefill = self.rig.worker("prefill", pages, prefill)
-        self.decode = self.rig.worker("decode", pages, decode, window=self.window)
+        self.prefill = self.rig.worker("prefill", pages, prefill, recompute_share=again)
+        self.decode = self.rig.worker("decode", pages, decode, window=self.window, recompute_share=again)
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.stops: dict[str, tuple[int, ...]] = {}
         self.grammars: dict[str, Grammar | None] = {}
@@ -194,6 +203,7 @@ class Crowded(RuleBasedStateMachine):
         for worker in (self.prefill, self.decode):
             assert worker.state.blocks.available == worker.num_pages
             assert worker.state.leases == ()
+            assert worker.state.stats().pages_differing == 0
         stats = self.rig.store.stats(0.0)
         assert (stats.reserved, stats.held, stats.leases) == (0, 0, 0)
 
