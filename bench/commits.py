@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(checkout: Path, engine: Sequence[str]) -> subprocess.Popen[str]:
     """The engine of a checkout, loaded; this file's other half drives it."""
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve()), "--serve", *engine], cwd=checkout, text=True,
+        [sys.executable, "-P", str(Path(__file__).resolve()), "--serve", *engine], cwd=checkout, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(checkout)},
     )  # fmt: skip
     assert process.stdout is not None
