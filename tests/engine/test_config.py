@@ -58,7 +58,7 @@ def test_a_plain_llama():
     config = parse_spec(LLAMA)
     assert (config.family, config.head_dim, config.num_kv_heads) == ("llama", 16, 2)
     assert config.windows == (None,) * 4
-    assert config.rope == RopeSpec(10_000.0)
+    assert config.layers[0].rope == RopeSpec(10_000.0)
     assert not any((config.qkv_bias, config.output_bias, config.mlp_bias, config.tied_embeddings, config.qk_norm))
 
 
@@ -94,7 +94,7 @@ def test_a_plain_llama():
     ],
 )
 def test_both_spellings_of_rope(change: dict[str, Any], expected: RopeSpec):
-    assert parse_spec(LLAMA | change).rope == expected
+    assert parse_spec(LLAMA | change).layers[0].rope == expected
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_windows(raw: dict[str, Any], expected: tuple[int | None, ...]):
 def test_phi3_takes_the_long_factors_where_it_was_stretched():
     scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     long = parse_spec(PHI3 | {"original_max_position_embeddings": 1024, "rope_scaling": scaling})
-    assert long.rope == RopeSpec(
+    assert long.layers[0].rope == RopeSpec(
         10_000.0,
         "longrope",
         4.0,
@@ -136,7 +136,7 @@ def test_phi3_takes_the_long_factors_where_it_was_stretched():
         factors=(2.0,) * 8,
     )
     # Phi-3's first configs called it "yarn".
-    assert parse_spec(PHI3 | {"rope_scaling": scaling | {"type": "yarn"}}).rope == RopeSpec(
+    assert parse_spec(PHI3 | {"rope_scaling": scaling | {"type": "yarn"}}).layers[0].rope == RopeSpec(
         10_000.0, "longrope", original_max_positions=4096, factors=(1.0,) * 8
     )
 
@@ -153,7 +153,6 @@ def test_gemma3_in_both_spellings():
     for raw in (old, new):
         spec = parse_spec(raw)
         assert spec.windows == (128, None, 128, None)
-        assert spec.rope is None
         assert [layer.rope for layer in spec.layers[:2]] == [RopeSpec(7.0), RopeSpec(5e5, "linear", 8.0)]
         assert spec.tied_embeddings
         assert (spec.attention_scale, spec.embedding_scale) == (1 / 16, 8.0)

@@ -103,7 +103,7 @@ def fuzz(
 ) -> dict[str, object]:
     """Fuzz for so long, or make one case of each target. Raises AssertionError for a finding."""
     with_template(path)
-    expected = references(path, seed)
+    expected = references(path, seed, folder / "reference")
     assert expected
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(workload.settings(path, 1, 1), folder))
