@@ -101,6 +101,9 @@ class FakeDriver:
     def draw_seed(self) -> int:
         return 1
 
+    def fingerprint(self, adapter: str) -> str:
+        return "fp_0"
+
     def submit(
         self,
         validated: ValidatedRequest,
