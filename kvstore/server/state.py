@@ -247,8 +247,8 @@ class StoreState:
             return []
         if self._processes or not self._tiers.idle:
             assert self._namespace is not None
-            found = difference(namespace, self._namespace)
-            raise Incompatible(found or f"page_bytes is {page_bytes} and this store serves pages of {self._page_bytes}")
+            found = difference(namespace, self._namespace) or f"page_bytes is {page_bytes}, not {self._page_bytes}"
+            raise Incompatible(f"{found}; run one store and its workers per model")
         host_cache_bytes = self._settings.host_cache_bytes
         if page_bytes % namespace.kv_heads:
             raise MalformedMessage(f"a page of {page_bytes} bytes can't have {namespace.kv_heads} KV heads")

@@ -92,6 +92,9 @@ class Relay:
     def draw_seed(self) -> int:
         return 1
 
+    def fingerprint(self, adapter: str) -> str:
+        return "fp_0"
+
     def submit(
         self, intake: ValidatedRequest, received: float, deadline: float | None, tenant: str = ""
     ) -> OutputStream:

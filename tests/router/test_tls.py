@@ -167,9 +167,9 @@ def test_connections_over_tls_keep_to_the_same_bounds(
             stranger = await Stranger.connect(api, context)
             await stranger.send(endless)
             sent = 0
-            while await stranger.send(b"a: b\r\n" * 1_000) and sent < 10_000:
+            while await stranger.send(b"a: b\r\n" * 1_000) and sent < 100_000:
                 sent += 1
-            assert sent < 10_000
+            assert sent < 100_000
             assert (await stranger.rest()).statuses in ([431], [])
             stranger = await Stranger.connect(api, context)
             await stranger.send(large + b" " * 8_000_000)
