@@ -18,10 +18,10 @@ namespace {
 constexpr int kTile = 64;          // outputs
 constexpr int kStepBytes = 256;    // of a tile for one word of input
 constexpr int kBlockSteps = 64;    // 16 KiB, which stay in the first-level cache while rows pass over them
-// Where the next block fits in there as well it is asked for into it. Where not, it would push this one out: it is asked for
-// into the second level, but for weights that are passed over once. Those the processor foresees better by itself than it
-// follows requests for every line, but for the first lines of each page.
-constexpr bool kTwoBlocksFit = FIRST_LEVEL_CACHE > 2 * kBlockSteps * kStepBytes;
+// With a large cache the next block fits in there as well. Else it would push this one out: it is asked for into the second
+// level, but for weights that are passed over once. Those the processor foresees better by itself than it follows requests
+// for every line, but for the first lines of each page.
+static_assert(!kLargeCache || FIRST_LEVEL_CACHE > 2 * kBlockSteps * kStepBytes);
 constexpr int kPageSteps = 16;     // 4 KiB, beyond whose end processors foresee nothing
 constexpr int kPageStart = 6;      // lines from which they see what comes
 constexpr int kPageStartsOnly = -1;
@@ -121,7 +121,7 @@ void pass(const char* weights, const uint32_t* x, int64_t stride, int64_t steps,
       } else if (asked + kAsked <= Lines) {
 #pragma GCC unroll 4
         for (int line = asked; line < asked + kAsked; ++line)
-          _mm_prefetch(ahead + (s * Lines + line) * 64, kTwoBlocksFit ? _MM_HINT_T0 : _MM_HINT_T1);
+          _mm_prefetch(ahead + (s * Lines + line) * 64, kLargeCache ? _MM_HINT_T0 : _MM_HINT_T1);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -161,7 +161,7 @@ void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* s
       float* output = sums + own.first * kTile;
       // Between them the passes ask for the four lines of every step of the next block, once each.
       if (passes == 1) {
-        pass<T, kTwoBlocksFit ? 4 : kPageStartsOnly>(n, block, input, steps, count, from == 0, output, ahead);
+        pass<T, kLargeCache ? 4 : kPageStartsOnly>(n, block, input, steps, count, from == 0, output, ahead);
       } else if (passes <= 3 && p < 2) {
         pass<T, 2>(n, block, input, steps, count, from == 0, output, ahead + p * count * 128);
       } else if (passes > 3 && p < 4) {

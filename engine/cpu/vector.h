@@ -6,7 +6,7 @@
 //
 // first_lanes(n) is yes for the lanes before n, and select(mask, yes, no) takes each lane from one of two. fma(a, b, c) is
 // a · b + c, fms a · b − c, fnma c − a · b, each rounded once; max and min are their second where either is no number;
-// whole(x) is the nearest whole number, times_power_of_two(x, n) x · 2ⁿ for whole n, and reciprocal(x) good to 14 bits.
+// whole(x) is the nearest whole number, and times_power_of_two(x, n) x · 2ⁿ for whole n.
 // filled, counted and zeros are the same number in all lanes, 0 to 15, and 0. largest_of is of all lanes, and so is
 // sum_of, which adds lane i to lane i + 8, then to i + 4, i + 2 and i + 1.
 //
