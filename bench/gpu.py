@@ -1,21 +1,27 @@
 """Everything that only a GPU can show, in one command: run it first wherever there is one.
 
-    bench/gpu.py                     # all parts, about 9 minutes on an H100 or H200 (not run yet)
-    bench/gpu.py --parts limits,engine
+    bench/gpu.py                     # all parts
+    bench/gpu.py --call 2            # the second of four groups of parts, each of at most seven minutes
+    bench/gpu.py --parts limits,engine --short
     bench/gpu.py --fake              # on a CPU, with small shapes: shows that the script runs to its end
 
-Parts print their rows as they end, so a run that is cut off has told something. A table of all rows comes last. A part
-that fails is told with its error, and the next one runs.
+Parts print their rows as they end, and write them to `rows.jsonl` in the folder of `--out`, so a run that is cut off
+has told something. Logs and profiles lie there, too. A table of all rows comes last. A part that fails is told with
+its error, and the next one runs.
 
 1. limits: nvidia-smi, what the context of CUDA takes, the speed of copies and matrix products
-2. tests: `pytest -m gpu`
-3. engine: steps on random weights of two shapes, 8B and 0.6B, made on the device: decoding 1, 8, 64 and 256 sequences
+   imports: every entry module can be imported
+   tests: `pytest -m gpu tests/engine/test_gpu.py`
+2. engine: steps on random weights of two shapes, 8B and 0.6B, made on the device: decoding 1, 8, 64 and 256 sequences
    of 2,000 tokens, prompts of 2,048 and 8,192; each as a share of the roofline
-4. pages: copies of pages in and out, pageable, pinned, and by the worker's mover, alone and beside a step
-5. kill: SIGKILL during a copy. After the pidfd is readable no byte may change
-6. cluster: one prefill and one decode worker on one GPU through `deploy/local.py`
-7. vllm: `bench/vllm_cluster.py` there: tokens/s beside vLLM's own engine, gaps beside its server, hand-offs. It needs
-   vLLM in the same environment, and is left out without
+   profile: the kernels of decode steps and of a chunk, by torch's profiler
+3. pages: copies of pages in and out, pageable, pinned, and by the worker's mover, alone and beside a step
+   pinning: how long the driver takes to pin memory piece by piece, and how long another process's steps stand meanwhile
+   kill: SIGKILL during copies by DMA. After the pidfd is readable no byte may change
+4. cluster: one prefill and one decode worker on one GPU through `deploy/local.py`
+   runner: decode steps of our own engine, of `VllmRunner` and of vLLM's `LLM.generate`
+   vllm: `bench/vllm_cluster.py` there: tokens/s beside vLLM's own engine, gaps beside its server, hand-offs
+   The last two need vLLM in the same environment, and are left out without
 
 It needs Python 3.11 to 3.13, torch 2.11 or newer with CUDA, NumPy, safetensors, tokenizers, xxhash, msgspec, pyzmq,
 grpcio, grpcio-health-checking, grpcio-reflection, prometheus-client, psutil, pyyaml and the router's HTTP packages
@@ -27,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -44,7 +51,9 @@ import torch
 from baton import config
 from baton.client import Client
 from bench import gpu_pages, models, random_model, report, roofline, vllm_cluster
-from bench.gpu_device import Device, limits, random_engine, step_seconds
+from bench.gpu_device import Device, limits, profiled, random_engine, step_seconds
+from bench.peers.adapter import PeerProcess
+from bench.peers.steps import Course, Decoding
 from bench.report import Result
 from bench.roofline import Limits, Shape
 from deploy.local import LocalCluster
@@ -57,6 +66,14 @@ _ROOT = Path(__file__).parent.parent
 _PAGE = 16
 _POOL = 0.75  # of the memory that the weights leave
 _TESTS_TIMEOUT = 300.0  # seconds
+_ENTRIES = ("router.service", "kvstore.service", "worker.process", "deploy.local", "engine.vllm_runner.child")
+CALLS = {
+    1: ("limits", "imports", "tests"),
+    2: ("engine", "profile"),
+    3: ("pages", "pinning", "kill"),
+    4: ("cluster", "runner", "vllm"),
+}
+"""Parts of one sitting: where a machine is lent for minutes, a part that takes too long costs no other call."""
 
 LLAMA_8B: dict[str, Any] = {
     **models.LLAMA_100M,
@@ -105,11 +122,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured: list[Limits] = []
     parts: dict[str, Callable[[], Rows]] = {
         "limits": lambda: _limits(device, measured),
-        "tests": lambda: _tests(device),
-        "engine": lambda: _engine(device, measured[0] if measured else limits(device)),
+        "imports": _imports,
+        "tests": lambda: _tests(device, asked.out),
+        "engine": lambda: _engine(device, measured[0] if measured else limits(device), asked.short),
+        "profile": lambda: _profile(device, asked.out),
         "pages": lambda: _pages(device),
+        "pinning": lambda: _pinning(device),
         "kill": lambda: _kill(device),
         "cluster": lambda: _cluster(device),
+        "runner": lambda: _runner(device, asked.short),
         "vllm": lambda: _vllm(device),
     }
     for name in asked.parts:
@@ -118,9 +139,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in parts[name]():
                 rows.append(row)
                 report.emit(row)
+                with (asked.out / "rows.jsonl").open("a") as lines:
+                    print(row.line(), file=lines)
         except Exception as error:  # noqa: BLE001 - the other parts still have something to tell
             traceback.print_exc()
             failed.append(f"{name} failed: {type(error).__name__}: {error}")
+        if device.is_cuda:
+            torch.cuda.empty_cache()  # the next part may have processes of its own
         report.say(f"{name}: {time.monotonic() - began:.0f} s")
     print(table(rows, failed, device))
     return 1 if failed or any(row.ok is False for row in rows) else 0
@@ -166,12 +191,27 @@ def _used_mib() -> float | None:
     return float(said) if said.isdigit() else None
 
 
-def _tests(device: Device) -> Rows:
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-m", "gpu", "tests/engine/test_gpu.py"]
-    command[-1:] = command[-1:] if device.fake else ["tests/engine"]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=_TESTS_TIMEOUT)
-    report.say("\n".join(done.stdout.splitlines()[-30:]))
-    counts = {word.rstrip(","): int(count) for count, word in _pairs(done.stdout.splitlines()[-1].split())}
+def _imports() -> Rows:
+    for name in _ENTRIES:
+        command = [sys.executable, "-c", f"import {name}"]
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=_TESTS_TIMEOUT)
+        if done.returncode:
+            report.say(done.stderr)
+        yield Result("imports", name, done.returncode, "exit status", ok=not done.returncode)
+
+
+def _tests(device: Device, out: Path) -> Rows:
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["--durations=0", "tests/engine/test_gpu.py"]
+    log = out / "tests.txt"
+    with log.open("w") as said:  # what a run that is cut off has said lies there
+        try:
+            subprocess.run(command, cwd=_ROOT, stdout=said, stderr=said, check=False, timeout=_TESTS_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            print(f"cut off after {_TESTS_TIMEOUT:.0f} s: 1 error", file=said)
+    lines = log.read_text().splitlines()
+    report.say("\n".join(lines[-30:]))
+    counts = {word.rstrip(","): int(count) for count, word in _pairs(lines[-1].split())}
     passed, bad = counts.get("passed", 0), counts.get("failed", 0) + counts.get("errors", 0) + counts.get("error", 0)
     yield Result("tests", "pytest -m gpu, passed", passed, "tests", ok=None if device.fake else passed > 0 and not bad)
     yield Result("tests", "pytest -m gpu, failed", bad, "tests", ok=not bad)
@@ -182,12 +222,13 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     return ((count, word) for count, word in pairwise(words) if count.isdigit())
 
 
-def _engine(device: Device, found: Limits) -> Rows:
+def _engine(device: Device, found: Limits, short: bool) -> Rows:
     shapes = {"tiny": _TINY} if device.fake else {"0.6B": QWEN_600M, "8B": LLAMA_8B}
     for name, shape_config in shapes.items():
         pages = 512 if device.fake else _pages_for(shape_config, device)
         engine = random_engine(shape_config, device, pages, _PAGE)
-        yield from _steps(name, engine, Shape.of(shape_config, 2 if device.is_cuda else 4), device, found)
+        shape = Shape.of(shape_config, 2 if device.is_cuda else 4)
+        yield from _steps(name, engine, shape, device, found, 2 if device.fake else 4 if short else 20)
         del engine
         if device.is_cuda:
             torch.cuda.empty_cache()
@@ -199,10 +240,10 @@ def _pages_for(shape_config: Mapping[str, Any], device: Device) -> int:
     return int((device.free_bytes() - weights) * _POOL / (shape.kv_bytes * _PAGE))
 
 
-def _steps(name: str, engine: Engine, shape: Shape, device: Device, found: Limits) -> Rows:
+def _steps(name: str, engine: Engine, shape: Shape, device: Device, found: Limits, runs: int) -> Rows:
     """Decoding and prompts. Sequences share pages where all of them don't fit, far enough apart for no cache."""
     context, prompts = (60, (32, 64)) if device.fake else (2_000, (2_048, 8_192))
-    each, runs, num_pages = -(-(context + 1) // _PAGE), 2 if device.fake else 20, len(engine.pool)
+    each, num_pages = -(-(context + 1) // _PAGE), len(engine.pool)
     for draw in (TokenDraw(temperature=0.0), TokenDraw(temperature=1.0)):
         for rows in (1, 8, 64, 256):
             chunks = [
@@ -226,6 +267,27 @@ def _steps(name: str, engine: Engine, shape: Shape, device: Device, found: Limit
             yield Result("engine", f"{case}: the host's part", call * 1e3, "ms")
 
 
+def _profile(device: Device, out: Path) -> Rows:
+    """Kernels of five decode steps and of a chunk. Tables of the dearest ones go to `profile.txt`."""
+    context, rows, prompt = (60, 4, 64) if device.fake else (2_000, 32, 2_048)
+    shape = _TINY if device.fake else LLAMA_8B
+    engine = random_engine(shape, device, 512 if device.fake else _pages_for(shape, device), _PAGE)
+    each, num_pages = -(-(context + 1) // _PAGE), len(engine.pool)
+    greedy = TokenDraw(temperature=0.0)
+    decode = [
+        Chunk([1], context, [(row * each + page) % num_pages for page in range(each)], greedy) for row in range(rows)
+    ]
+    chunk = [Chunk([1] * prompt, 0, range(-(-prompt // _PAGE)))]
+    for case, chunks in ((f"decode, {rows} rows of {context}", decode), (f"a prompt of {prompt}", chunk)):
+        engine.step(chunks)
+        found = profiled(engine, chunks, device, 5)
+        with (out / "profile.txt").open("a") as tables:
+            print(case, found.table, sep="\n", file=tables)
+        yield Result("profile", f"{case}: operations of the device", found.count, "a step")
+        yield Result("profile", f"{case}: time in them", found.busy * 1e3, "ms")
+        yield Result("profile", f"{case}: a step", found.step * 1e3, "ms")
+
+
 def _pages(device: Device) -> Rows:
     for copied in gpu_pages.copies(device):
         yield Result("pages", copied.case, copied.rate / 1e9, "GB/s")
@@ -236,8 +298,17 @@ def _pages(device: Device) -> Rows:
             yield Result("pages", copied.case, copied.rate / 1e9, "GB/s")
 
 
+def _pinning(device: Device) -> Rows:
+    for piece in (2**20,) if device.fake else (2**26, 2**28, 2**30, 2**33):
+        pinned = gpu_pages.pinning(device, piece, piece if device.fake else 2**33)
+        case = f"pieces of {piece // 2**20} MiB"
+        yield Result("pinning", f"{case}: a GiB", pinned.seconds_a_gib, "s")
+        yield Result("pinning", f"{case}: another process's longest step meanwhile", pinned.longest * 1e3, "ms")
+        yield Result("pinning", f"{case}: its longest step before", pinned.longest_before * 1e3, "ms")
+
+
 def _kill(device: Device) -> Rows:
-    for number in range(2 if device.fake else 5):
+    for number in range(1 if device.fake else 5):
         seen = gpu_pages.kill_while_copying(device)
         yield Result("kill", f"{number}: from SIGKILL to the pidfd", seen.until_gone * 1e3, "ms")
         yield Result("kill", f"{number}: slots written after that", seen.writes_after, "", ok=not seen.writes_after)
@@ -275,7 +346,7 @@ def _cluster(device: Device) -> Rows:
 
 def _requests(client: Client, vocabulary: int, length: int, output: int, device: Device) -> Rows:
     def prompt(number: int) -> list[int]:
-        return [3 + (number * 7_919 + place * 31) % (vocabulary - 3) for place in range(length)]
+        return random_prompt(number, length, vocabulary)
 
     runs = [_stream(client, prompt(number), output) for number in range(3 if device.fake else 8)]
     ttft, between = (median(run[index] for run in runs[1:]) * 1e3 for index in (0, 1))
@@ -289,6 +360,10 @@ def _requests(client: Client, vocabulary: int, length: int, output: int, device:
     yield Result("cluster", f"{len(numbers)} requests at a time, tokens generated", tokens / taken, "1/s")
 
 
+def random_prompt(number: int, length: int, vocabulary: int) -> list[int]:
+    return [3 + (number * 7_919 + place * 31) % (vocabulary - 3) for place in range(length)]
+
+
 def _stream(client: Client, prompt: Sequence[int], output: int) -> tuple[float, float]:
     """Seconds to the first token, and between two of the others."""
     sent = time.perf_counter()
@@ -296,11 +371,48 @@ def _stream(client: Client, prompt: Sequence[int], output: int) -> tuple[float, 
     return arrived[0] - sent, (arrived[-1] - arrived[0]) / max(1, output - 1)
 
 
+def _runner(device: Device, short: bool) -> Rows:
+    """Steps of our own engine, of vLLM's runner under Baton's steps, and of vLLM itself, each in a process of its own
+    and one after the other."""
+    sides = {"our engine": ["native"]}
+    if _vllm_is_here("runner", device):
+        sides |= {"VllmRunner": ["baton"], "LLM.generate": ["vllm"]}
+    else:
+        yield Result("runner", "the right vLLM is installed", 0, "", ok=None if device.fake else False)
+    kind, (prompt, output) = "cuda" if device.is_cuda else "cpu", (32, 4) if device.fake else (512, 32)
+    with tempfile.TemporaryDirectory(prefix="baton-gpu-") as folder:
+        path = models.write_shape(Path(folder), _TINY | {"head_dim": 32} if device.fake else QWEN_600M)
+        vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
+        for name, words in sides.items():
+            command = [sys.executable, "-m", "bench.peers.steps", *words, str(path), kind]
+            command += [] if words == ["vllm"] else ["4"]
+            variables = {**os.environ, "PYTHONPATH": str(_ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            began = time.monotonic()
+            with PeerProcess(name, command, variables) as peer:
+                yield Result("runner", f"{name}: loaded", time.monotonic() - began, "s")
+                for rows in (1, 8, 32) if short or device.fake else (1, 8, 32, 64):
+                    prompts = [random_prompt(row, prompt, vocabulary) for row in range(rows)]
+                    runs = [peer.ask({"prompts": prompts, "count": output}) for _ in range(3)][1:]
+                    courses = [Course(said["tokens"], said["ends"], said["model"]) for said in runs]
+                    steps = [Decoding.of(course, output) for course in courses]
+                    case = f"{name}, {rows} rows of {prompt}: a decode step"
+                    yield Result("runner", case, median(step.step for step in steps) * 1e3, "ms")
+                    yield Result(
+                        "runner", f"{case}, the model's part", median(step.model for step in steps) * 1e3, "ms"
+                    )
+
+
+def _vllm_is_here(part: str, device: Device) -> bool:
+    found = Installation.find()
+    if found is not None and not found.is_wrong:
+        return True
+    report.say(f"{part}: left out; {problem(found, None, 0, device.name)}")
+    return False
+
+
 def _vllm(device: Device) -> Rows:
     """A cluster on vLLM's runner beside vLLM itself: `bench/vllm_cluster.py` on this device."""
-    found = Installation.find()
-    if found is None or found.is_wrong:
-        report.say(f"vllm: left out; {problem(found, None, 0, device.name)}")
+    if not _vllm_is_here("vllm", device):
         yield Result("vllm", "the right vLLM is installed", 0, "", ok=None if device.fake else False)
         return
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as folder:
@@ -314,14 +426,19 @@ def _vllm(device: Device) -> Rows:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = ("limits", "tests", "engine", "pages", "kill", "cluster", "vllm")
+    names = [name for group in CALLS.values() for name in group]
     parser = argparse.ArgumentParser(description="What only a GPU can show.")
     parser.add_argument("--fake", action="store_true", help="on a CPU, with small shapes, whatever is here")
-    parser.add_argument("--parts", default=",".join(names), help="those to run, in this order")
+    parser.add_argument("--call", type=int, choices=CALLS, help="the parts of one sitting")
+    parser.add_argument("--parts", help="those to run, in this order")
+    parser.add_argument("--short", action="store_true", help="fewer repeats")
+    parser.add_argument("--out", type=Path, help="folder for rows.jsonl and logs (a temporary one)")
     asked = parser.parse_args(argv)
-    asked.parts = [part for part in asked.parts.split(",") if part]
+    asked.parts = [part for part in (asked.parts or ",".join(CALLS.get(asked.call, names))).split(",") if part]
     if unknown := set(asked.parts) - set(names):
         parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    asked.out = asked.out or Path(tempfile.mkdtemp(prefix="baton-gpu-"))
+    asked.out.mkdir(parents=True, exist_ok=True)
     return asked
 
 

@@ -96,3 +96,28 @@ def step_seconds(engine: Engine, chunks: list[Chunk], device: Device, runs: int)
 
     whole = device.seconds(step, runs)
     return whole, statistics.median(calls[1:])
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Of one step: how many operations the device ran, the seconds spent in them, and the seconds of the whole."""
+
+    count: float
+    busy: float
+    step: float
+    table: str
+
+
+def profiled(engine: Engine, chunks: list[Chunk], device: Device, runs: int) -> Profiled:
+    """Run steps under torch's profiler, after as many without it for the time."""
+    whole, _ = step_seconds(engine, chunks, device, runs)
+    kinds = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * device.is_cuda]
+    with torch.profiler.profile(activities=kinds) as profile:
+        for _ in range(runs):
+            engine.step(chunks)
+        device.sync()
+    events = profile.key_averages()
+    spent = [(one.count, one.self_device_time_total) for one in events if one.self_device_time_total]
+    by = "self_device_time_total" if device.is_cuda else "self_cpu_time_total"
+    table = events.table(sort_by=by, row_limit=30, max_name_column_width=80)
+    return Profiled(sum(count for count, _ in spent) / runs, sum(time for _, time in spent) / runs / 1e6, whole, table)

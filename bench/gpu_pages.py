@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ import torch
 
 from baton.unix import readable
 from bench.gpu_device import Device
+from engine.cuda.copies import CudaCopies
 from engine.device.page_pool import PagePool
 from engine.engine import Engine
 from kvstore.checksum import page_checksum
@@ -27,6 +30,8 @@ PAGES = {"2 MiB": 2 * 2**20, "128 KiB": 128 * 2**10}
 _BYTES, _FAKE_BYTES = 256 * 2**20, 8 * 2**20  # of one measurement
 _BUSY_SIZE, _FAKE_BUSY_SIZE = 8_192, 256  # of the matrices of the step in the background
 _CHILD_PAGE = 2 * 2**20
+_ROUNDS = 4  # of copies that are queued at a time
+_POPULATE_WRITE = 23  # of madvise; Python has no name for it
 _DEADLINE = 120.0  # seconds, for the child's first copies
 _ROOT = Path(__file__).parent.parent
 _SETTLED = 0.5  # seconds for which nothing may change after a process is gone
@@ -231,16 +236,97 @@ def _until_free(device: Device, wanted: int) -> float:
 
 
 def _copy_for_ever(arena: int, device: str, pages: int) -> None:
-    """The process that is killed: writes other bytes into every slot, round after round."""
+    """The process that is killed: writes other bytes into every slot, round after round. On a GPU all copies of several
+    rounds are queued at once, from a pinned arena: the device makes them by itself."""
     shared = mmap.mmap(arena, 0)
     pool = torch.zeros((pages, _CHILD_PAGE), dtype=torch.uint8, device=device)
+    copies = CudaCopies(pool) if device.startswith("cuda") else None
+    if copies is not None and not copies.pin(memoryview(shared)[: pages * _CHILD_PAGE]):
+        raise OSError("the driver does not pin the arena")
     copier = PagePool(pool, _CHILD_PAGE, KV_HEADS)
     for number in range(10**9):
         pool.fill_(number % 251)
         for page in range(pages):
-            copier.copy_out(page, _slot(shared, page))
+            (copier if copies is None else copies).copy_out(page, _slot(shared, page))
+        if copies is not None and number % _ROUNDS == 0:
+            copies.finish(inward=False)
         shared[pages * _CHILD_PAGE] = 1
 
 
+# --- pinning ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What it took to pin memory, and the longest step of another process meanwhile and before, in seconds."""
+
+    seconds_a_gib: float
+    longest: float
+    longest_before: float
+
+
+def pinning(device: Device, piece: int, total: int) -> Pinned:
+    """Pin `total` bytes of shared memory in pieces while another process runs short steps on the device. Raises
+    TimeoutError if that does not begin."""
+    arena = os.memfd_create("bench-gpu")
+    os.ftruncate(arena, total)
+    memory = mmap.mmap(arena, total)
+    memory.madvise(_POPULATE_WRITE)  # else that is timed
+    command = [sys.executable, "-m", "bench.gpu_pages", device.name]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+    assert child.stdin is not None
+    assert child.stdout is not None
+
+    def longest() -> float:
+        """The child's longest step since the last question."""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        print(file=child.stdin, flush=True)
+        if not (line := child.stdout.readline()):
+            raise TimeoutError(f"the process with steps has ended; status {child.poll()}")
+        return float(line)
+
+    try:
+        longest()
+        time.sleep(1.0)
+        before = longest()
+        copies = CudaCopies(torch.zeros((1, 1), dtype=torch.uint8, device=device.name)) if device.is_cuda else None
+        pieces = [memoryview(memory)[first : first + piece] for first in range(0, total, piece)]
+        longest()
+        began = time.perf_counter()
+        for each in pieces:
+            if copies is not None and not copies.pin(each):
+                raise OSError(f"the driver does not pin a piece of {piece} bytes")
+        taken = time.perf_counter() - began
+        meanwhile = longest()
+        for each in pieces:
+            if copies is not None:
+                copies.unpin(each)
+        return Pinned(taken * 2**30 / total, meanwhile, before)
+    finally:
+        child.kill()
+        child.communicate()
+        os.close(arena)
+
+
+def _step_for_ever(device: str) -> None:
+    """The process with steps: for each line it tells the longest one since the last."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=lambda: [lines.put(line) for line in sys.stdin], daemon=True).start()
+    values = torch.randn(256, 256, device=device)
+    longest = 0.0
+    while True:
+        began = time.perf_counter()
+        values = (values @ values).tanh()
+        _ = values[0, 0].item()  # waits for the device
+        longest = max(longest, time.perf_counter() - began)
+        if not lines.empty():
+            lines.get()
+            print(longest, flush=True)
+            longest = 0.0
+
+
 if __name__ == "__main__":
-    _copy_for_ever(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    if len(sys.argv) > 2:
+        _copy_for_ever(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    _step_for_ever(sys.argv[1])

@@ -1,7 +1,7 @@
 """The protocol of `bench.peers.adapter`, with the course of every step besides: `python -m bench.peers.steps SIDE …`.
 
 - `vllm MODEL DEVICE`: vLLM's own `LLM.generate`, in one process. `vllm MODEL DEVICE eager`: nothing is compiled.
-- `baton MODEL DEVICE THREADS`: Baton's `VllmRunner`, bare, in a loop.
+- `baton MODEL DEVICE THREADS`: Baton's `VllmRunner`, bare, in a loop. `native MODEL DEVICE THREADS`: our own engine.
 
 An answer also has `ends`, when each step ended, and `model`, what the model runner took of it, both in seconds.
 """
@@ -117,9 +117,7 @@ def vllm(model: str, device: str, how: str = "compiled") -> Run:
 
 
 def baton(model: str, device: str, threads: str) -> Run:
-    """The runner that a worker has, without worker, store and router."""
-    from engine.step.batch import Chunk, TokenDraw
-    from engine.step.block_table import BlockTable
+    """vLLM's runner as a worker has it, without worker, store and router."""
     from engine.vllm_runner.runner import VllmRunner
 
     runner = VllmRunner.load(
@@ -133,6 +131,20 @@ def baton(model: str, device: str, threads: str) -> Run:
         device=device,
         memory_share=GPU_SHARE,
     )
+    return _looped(runner)
+
+
+def native(model: str, device: str, threads: str) -> Run:
+    """Our own engine, in the same loop."""
+    from engine.engine import Engine
+
+    return _looped(Engine.load(Path(model), "auto", device, _PAGES, PAGE_SIZE, True, int(threads)))
+
+
+def _looped(runner: Any) -> Run:
+    from engine.step.batch import Chunk, TokenDraw
+    from engine.step.block_table import BlockTable
+
     greedy = TokenDraw(temperature=0.0)
 
     def step(tokens: Sequence[list[int]], chunks: Sequence[Chunk]) -> tuple[float, float]:
@@ -163,4 +175,4 @@ def baton(model: str, device: str, threads: str) -> Run:
 
 if __name__ == "__main__":
     side, *arguments = sys.argv[1:]
-    serve(lambda: {"vllm": vllm, "baton": baton}[side](*arguments))
+    serve(lambda: {"vllm": vllm, "baton": baton, "native": native}[side](*arguments))

@@ -22,7 +22,7 @@ def test_it_runs_to_its_end_on_a_cpu_and_prints_its_table() -> None:
     assert done.returncode == 0, done.stderr
     _, _, shown = done.stdout.partition("| part |")
     assert {line.split("|")[1].strip() for line in shown.splitlines()[2:] if line.startswith("|")} == {
-        "limits", "tests", "engine", "pages", "kill", "cluster", "vllm",
+        "limits", "imports", "tests", "engine", "profile", "pages", "pinning", "kill", "cluster", "runner", "vllm",
     }  # fmt: skip
     assert "failed:" not in done.stdout
     assert "no figure counts" in done.stdout

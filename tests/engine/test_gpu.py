@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -223,14 +224,26 @@ def test_an_engine_goes_on_after_a_step_that_ran_out_of_memory(checkpoint: Calla
     expected = engine.step([chunk])
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(
-        (torch.cuda.memory_reserved() + 2**20) / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
     )
+    taken = _all_that_is_reserved()
     try:
         with pytest.raises(torch.OutOfMemoryError):
             engine.step([chunk])
     finally:
+        taken.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert engine.step([chunk]) == expected
+
+
+def _all_that_is_reserved() -> list[torch.Tensor]:
+    """Tensors in all the room of torch's segments, so that the next allocation needs a new one."""
+    taken: list[torch.Tensor] = []
+    for size in (2**20, 2**16, 512):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return taken
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
