@@ -386,7 +386,7 @@ def _runner(device: Device, short: bool) -> Rows:
         for name, words in sides.items():
             command = [sys.executable, "-m", "bench.peers.steps", *words, str(path), kind]
             command += [] if words == ["vllm"] else ["4"]
-            variables = {**os.environ, "PYTHONPATH": str(_ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            variables = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             began = time.monotonic()
             with PeerProcess(name, command, variables) as peer:
                 yield Result("runner", f"{name}: loaded", time.monotonic() - began, "s")

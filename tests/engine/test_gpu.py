@@ -35,6 +35,7 @@ from worker.pool_size import CudaMemory
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.filterwarnings("default:Synchronization debug mode is a prototype"),
 ]
 
 
