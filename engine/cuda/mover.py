@@ -1,8 +1,8 @@
 """A mover whose copies go on beside the worker's loop, on threads and on a device's streams.
 
-The arena is pinned piece by piece on a thread of its own, which took 0.04 s for each GiB on an H200. Until a slot is pinned,
-or where the driver refuses, its pages go through small pinned buffers: one more copy on the host. Checksums are
-computed on the copying threads, since one core hashes slower than PCIe moves.
+The arena is pinned piece by piece on a thread of its own, which took 0.04 s for each GiB on an H200. Until a slot is
+pinned, or where the driver refuses, its pages go through small pinned buffers: one more copy on the host. Checksums
+are computed on the copying threads, since one core hashes slower than PCIe moves.
 """
 
 from __future__ import annotations
