@@ -340,7 +340,7 @@ def _cluster(device: Device) -> Rows:
         began = time.perf_counter()
         with LocalCluster(config.load(None, settings), Path(folder) / "cluster", patience=240.0) as cluster:
             yield Result("cluster", "1P+1D: from nothing to live", time.perf_counter() - began, "s")
-            with Client(cluster.address) as client:
+            with Client(cluster.address, operator=cluster.operator) as client:
                 yield from _requests(client, vocabulary, length, output, device)
 
 
@@ -352,12 +352,23 @@ def _requests(client: Client, vocabulary: int, length: int, output: int, device:
     ttft, between = (median(run[index] for run in runs[1:]) * 1e3 for index in (0, 1))
     yield Result("cluster", f"first token of {length} tokens, handed over, alone", ttft, "ms")
     yield Result("cluster", "between two tokens, alone", between, "ms")
+    yield from _hops(client, len(runs) - 1)
     numbers = range(100, 104 if device.fake else 164)
     began = time.perf_counter()
     streams = [client.generate(prompt(number), max_tokens=output, ignore_eos=True, timeout=300) for number in numbers]
     tokens = sum(len(stream.result().token_ids) for stream in streams)
     taken = time.perf_counter() - began
     yield Result("cluster", f"{len(numbers)} requests at a time, tokens generated", tokens / taken, "1/s")
+
+
+def _hops(client: Client, last: int) -> Rows:
+    """Where the time to the first token of the last requests went: each hop's median, from the one before."""
+    explained = [client.explain(one.request_id).attempts[-1].hops for one in client.requests(last)]
+    names = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token")
+    for before, name in pairwise(names):
+        took = [getattr(hops, name) - getattr(hops, before) for hops in explained if hops.HasField(name)]
+        if took:
+            yield Result("cluster", f"hop: {before} to {name}", median(took), "ms")
 
 
 def random_prompt(number: int, length: int, vocabulary: int) -> list[int]:
