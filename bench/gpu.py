@@ -9,19 +9,22 @@ Parts print their rows as they end, and write them to `rows.jsonl` in the folder
 has told something. Logs and profiles lie there, too. A table of all rows comes last. A part that fails is told with
 its error, and the next one runs.
 
-1. limits: nvidia-smi, what the context of CUDA takes, the speed of copies and matrix products
-   imports: every entry module can be imported
-   tests: `pytest -m gpu tests/engine/test_gpu.py`
-2. engine: steps on random weights of two shapes, 8B and 0.6B, made on the device: decoding 1, 8, 64 and 256 sequences
-   of 2,000 tokens, prompts of 2,048 and 8,192; each as a share of the roofline
-   profile: the kernels of decode steps and of a chunk, by torch's profiler
-3. pages: copies of pages in and out, pageable, pinned, and by the worker's mover, alone and beside a step
-   pinning: how long the driver takes to pin memory piece by piece, and how long another process's steps stand meanwhile
-   kill: SIGKILL during copies by DMA. After the pidfd is readable no byte may change
-4. cluster: one prefill and one decode worker on one GPU through `deploy/local.py`
-   runner: decode steps of our own engine, of `VllmRunner` and of vLLM's `LLM.generate`
-   vllm: `bench/vllm_cluster.py` there: tokens/s beside vLLM's own engine, gaps beside its server, hand-offs
-   The last two need vLLM in the same environment, and are left out without
+Parts, by call:
+
+1. - limits: nvidia-smi, what the context of CUDA takes, the speed of copies and matrix products.
+   - imports: every entry module can be imported.
+   - tests: `pytest -m gpu tests/engine/test_gpu.py`.
+2. - engine: steps on random weights of two shapes, 8B and 0.6B, made on the device. Decoding 1, 8, 64 and 256 sequences
+     of 2,000 tokens, prompts of 2,048 and 8,192; each as a share of the roofline.
+   - profile: the kernels of decode steps and of a chunk, by torch's profiler.
+3. - pages: copies of pages in and out, pageable, pinned, and by the worker's mover, alone and beside a step.
+   - pinning: what the driver takes to pin memory piece by piece, and how long steps of another process stand meanwhile.
+   - kill: SIGKILL during copies by DMA. After the pidfd is readable no byte may change.
+4. - cluster: one prefill and one decode worker on one GPU through `deploy/local.py`, and the hops of its requests.
+   - runner: decode steps of our own engine, of `VllmRunner` and of vLLM's `LLM.generate`.
+   - vllm: `bench/vllm_cluster.py` there: tokens/s beside vLLM's own engine, gaps beside its server, hand-offs.
+
+The last two need vLLM in the same environment, and are left out without.
 
 It needs Python 3.11 to 3.13, torch 2.11 or newer with CUDA, NumPy, safetensors, tokenizers, xxhash, msgspec, pyzmq,
 grpcio, grpcio-health-checking, grpcio-reflection, prometheus-client, psutil, pyyaml and the router's HTTP packages
