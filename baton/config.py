@@ -29,6 +29,9 @@ Port = Annotated[int, Meta(ge=0, le=65_535)]
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 MAX_RANKS = 16
+PolicyName = Literal[
+    "baton", "random", "round_robin", "least_loaded", "power_of_two", "cache_aware", "dynamo_kv", "mooncake", "llm_d"
+]
 GpuPart = Annotated[float, Meta(gt=0, le=1)] | Literal["auto"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*", re.IGNORECASE)
@@ -231,6 +234,7 @@ class RouterConfig(_Section, frozen=True):
     output_weight: Annotated[float, Meta(ge=0)] = 2.0  # of a generated token
     retry_share: Annotated[float, Meta(ge=0)] = 0.2  # failed attempts repeated at once, per first attempt
     retries_per_s: Annotated[float, Meta(gt=0)] = 10.0  # and besides; others wait in the queue
+    policy: PolicyName = "baton"  # that places requests: Baton's own, or a published rule of another system
     disaggregation: Literal["auto", "always"] = (
         "auto"  # prefill workers get a prompt where that is sooner, or whenever one can
     )

@@ -31,9 +31,9 @@ from msgspec import Struct
 
 from baton.errors import BatonError, ConfigError
 from bench import report
+from router.policies import OWN, POLICIES, policy_named
 from simulator import mooncake, timing
 from simulator.cluster import Layout, SimulatedCluster
-from simulator.policies import OWN, POLICIES, placer
 from simulator.workloads import Wishes, trace
 
 TTFT = 30.0  # seconds
@@ -88,7 +88,7 @@ def run(cell: Cell, path: Path) -> Result:
     times = timing.read(cell.model)
     cluster = SimulatedCluster(
         Layout.parse(cell.cluster), times, times.configuration(_PAGE_SIZE, {}), cell.seed,
-        placer(cell.policy, cell.seed, times.prefill_cost, times.step_cost, times.network),
+        policy_named(cell.policy, cell.seed, times.costs, times.network),
     )  # fmt: skip
     load = trace(mooncake.read(path, cell.count), cell.speed, Wishes(ttft=TTFT), cell.seed)
     measures = cluster.run(load)

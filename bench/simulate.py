@@ -28,8 +28,9 @@ from baton.config import parse_override
 from baton.errors import BatonError
 from baton.v1.explain_pb2 import ExplainResponse
 from deploy.commands import explain
+from router import policies
 from router.frontend.responses import explained
-from simulator import faults, mooncake, policies, timing
+from simulator import faults, mooncake, timing
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.lengths import Lengths
 from simulator.measure import Measures
@@ -78,7 +79,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[ExplainResp
     model = timing.read(args.model)
     config = model.configuration(args.page_size, dict(map(parse_override, args.set)))
     layout = Layout.parse(args.cluster, args.per_node)
-    placer = policies.placer(args.policy, args.seed, model.prefill_cost, model.step_cost, model.network)
+    placer = policies.policy_named(args.policy, args.seed, model.costs, model.network)
     cluster = SimulatedCluster(
         layout, model, config, args.seed, placer, runs=not args.single_steps, routers=args.routers
     )

@@ -65,12 +65,13 @@ from router.events import (
 from router.members import ClusterMembership, GoneReason, MemberRecord
 from router.outbox import Outbox
 from router.placement.kv_index import KvIndex, KvIndexStats
-from router.placement.policy import LowestTtft, PlacementPolicy
+from router.placement.policy import PlacementPolicy
 from router.placement.prediction_error import PredictionError, PredictionErrors, PredictionKind
 from router.placement.reuse_ceiling import ReuseCeiling
 from router.placement.slowness import Slowness
 from router.placement.step_costs import FittedCosts
 from router.placement.utilization import PoolUtilization, RoleAdvice, UtilizationMonitor
+from router.policies import policy_named
 from router.prefix_pinning.pin import PinPhase as PinPhase
 from router.prefix_pinning.pinner import PrefixPinner
 from router.prefix_pinning.worker_messages import PinMessageHandler
@@ -142,7 +143,7 @@ class RouterState:
     """One router's whole knowledge."""
 
     def __init__(self, me: Peer, config: Config, limits: ModelLimits, placer: PlacementPolicy | None = None) -> None:
-        """`placer`: the policy that places requests; Baton's own unless told otherwise."""
+        """`placer`: the policy that places requests; that of the configuration unless told otherwise."""
         self._me = me
         self._config = config
         self._members = ClusterMembership(config.pages.page_size, config.model.lora_modules)
@@ -150,7 +151,7 @@ class RouterState:
         self._out = Outbox(self._members)
         self._prediction_errors = PredictionErrors()
         self._costs, self._slowness = FittedCosts(self._prediction_errors), Slowness()
-        placer = placer or LowestTtft()
+        placer = placer or policy_named(config.router.policy)
         self._admission = AdmissionControl(config.router)
         self._explanations = Explanations(config.router.explain_requests)
         self._utilization = UtilizationMonitor()

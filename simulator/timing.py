@@ -9,6 +9,7 @@ or say how they were measured.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -52,6 +53,20 @@ class DiskTimes(Struct, frozen=True, forbid_unknown_fields=True):
     max_bytes: str = "1TiB"
 
 
+@dataclass(frozen=True)
+class EqualCosts:
+    """What work costs where all workers are alike: `router.placement.worker_table.CostModels`."""
+
+    prefill_cost: PrefillCost
+    step_cost: DecodeCost
+
+    def prefill(self, incarnation: str) -> PrefillCost:
+        return self.prefill_cost
+
+    def step(self, incarnation: str) -> DecodeCost:
+        return self.step_cost
+
+
 class ModelTiming(Struct, frozen=True, forbid_unknown_fields=True):
     """One kind of worker and its node. Bandwidths are in bytes per second, latencies in seconds."""
 
@@ -75,14 +90,12 @@ class ModelTiming(Struct, frozen=True, forbid_unknown_fields=True):
     config: Mapping[str, object] = {}  # settings of `baton.config` that suit such workers
 
     @property
-    def prefill_cost(self) -> PrefillCost:
-        """The exact cost of prefill, for policies that may know it."""
-        return PrefillCost(self.prefill.fixed, self.prefill.token, self.prefill.pair)
-
-    @property
-    def step_cost(self) -> DecodeCost:
-        """The exact cost of a decode step, for policies that may know it."""
-        return DecodeCost(self.decode.fixed, self.decode.row, self.decode.context)
+    def costs(self) -> EqualCosts:
+        """The exact costs, for policies that may know them."""
+        return EqualCosts(
+            PrefillCost(self.prefill.fixed, self.prefill.token, self.prefill.pair),
+            DecodeCost(self.decode.fixed, self.decode.row, self.decode.context),
+        )
 
     def configuration(self, page_size: int, overrides: Mapping[str, object]) -> Config:
         """Return the configuration of a cluster of such workers. Raises ConfigError."""

@@ -64,7 +64,7 @@ def demand(setting: Setting) -> WorkDemand:
         known = next((i for i, block in enumerate(arrival.blocks) if block not in seen), len(arrival.blocks))
         seen.update(arrival.blocks)
         cached = min(known * BLOCK, arrival.prompt - 1)
-        computing.append(timing.prefill_cost.seconds(arrival.prompt - cached, cached, chunk))
+        computing.append(timing.costs.prefill_cost.seconds(arrival.prompt - cached, cached, chunk))
     outputs = np.array([arrival.output for arrival in load], dtype=np.float64)
     contexts = np.array([arrival.prompt for arrival in load]) + outputs / 2
     mean = float((contexts * outputs).sum() / outputs.sum())

@@ -28,7 +28,8 @@ class ClusterView:
         self.config = config
         self.members = members
         self.now = 0.0  # seconds
-        self.table = WorkerTable(config, members, costs or ReportedRates(members))
+        self.costs = costs or ReportedRates(members)
+        self.table = WorkerTable(config, members, self.costs)
         self._reserved: dict[str, float] = {}  # seconds of workers, by incarnation
         self._output = _OUTPUT
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from bench.routing_table import CLUSTERS, Cell, Result, append, cells, main, missing, read, render
+from router.policies import POLICIES
 from simulator.mooncake import TraceLine
-from simulator.policies import POLICIES
 
 
 def _result(policy: str, goodput: tuple[float, ...], speed: float = 1.0, cluster: str = "8P+8D") -> Result:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
+from baton.config import PolicyName
 from baton.messages import Accepted, Cancel, Decode, Prefill, Prefilled, Refused
 from router.events import ClientGone, Failed, Finished
 from router.placement.policy import PlacementPolicy
 from router.placement.step_costs import DecodeCost, PrefillCost
+from router.policies import POLICIES, policy_named
+from router.policies.placer import RulePolicy
+from router.policies.rule import Rule, RulePrompt, RuleWorker, Stage
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
-from simulator.policies import POLICIES, placer
-from simulator.policies.placer import RulePolicy
-from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage
+from simulator.timing import EqualCosts
 from tests.router.lab import Lab
 from tests.router.model import CONFIG, CONTEXT, PAGE, ROUTER, VOCAB
 
-_PREFILL = PrefillCost(0.0, 0.1, 0.0)
-_STEP = DecodeCost(0.01, 0.0, 0.0)
+_COSTS = EqualCosts(PrefillCost(0.0, 0.1, 0.0), DecodeCost(0.01, 0.0, 0.0))
 
 
 class _Told(Rule):
@@ -59,7 +62,7 @@ def rule() -> _Told:
 
 @pytest.fixture
 def lab(rule: _Told) -> Lab:
-    return _split(RulePolicy(rule, _PREFILL, _STEP, 1e9))
+    return _split(RulePolicy(rule, _COSTS, 1e9))
 
 
 def _accept(lab: Lab, request: str) -> None:
@@ -167,7 +170,7 @@ def test_a_worker_that_goes_is_chosen_for_anew(rule: _Told, lab: Lab) -> None:
 
 
 def test_colocated_workers_do_it_all(rule: _Told) -> None:
-    lab = _lab(RulePolicy(rule, _PREFILL, _STEP, 1e9))
+    lab = _lab(RulePolicy(rule, _COSTS, 1e9))
     lab.colocated(2)
     rule.choice = {"both": "decode-1"}
     lab.submit("r1", prompt=10 * PAGE)
@@ -182,7 +185,7 @@ def test_colocated_workers_do_it_all(rule: _Told) -> None:
 
 
 def test_a_colocated_worker_that_has_prompts_enough_is_waited_for(rule: _Told) -> None:
-    lab = _lab(RulePolicy(rule, _PREFILL, _STEP, 1e9))
+    lab = _lab(RulePolicy(rule, _COSTS, 1e9))
     lab.colocated(2)
     rule.choice = {"both": "decode-0"}
     for name in ("r1", "r2", "r3"):
@@ -194,7 +197,7 @@ def test_a_colocated_worker_that_has_prompts_enough_is_waited_for(rule: _Told) -
 
 
 def test_a_busy_worker_is_waited_for(rule: _Told) -> None:
-    lab = _lab(RulePolicy(rule, _PREFILL, _STEP, 1e9))
+    lab = _lab(RulePolicy(rule, _COSTS, 1e9))
     first, second = lab.colocated(2)
     rule.choice = {"both": "decode-0"}
     lab.submit("r1", prompt=10 * PAGE)
@@ -210,9 +213,10 @@ def test_a_rule_may_reject(rule: _Told, lab: Lab) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("split", [True, False])
-def test_every_policy_serves(policy: str, split: bool) -> None:
-    """Both kinds of cluster, from submission to the last token."""
-    made = placer(policy, 1, _PREFILL, _STEP, 1e9)
+@pytest.mark.parametrize("costs", [_COSTS, None])
+def test_every_policy_serves(policy: str, split: bool, costs: EqualCosts | None) -> None:
+    """Both kinds of cluster, from submission to the last token, with a simulator's costs and with a router's own."""
+    made = policy_named(policy, 1, costs)
     lab = _split(made) if split else _lab(made)
     if not split:
         lab.colocated(2)
@@ -223,3 +227,10 @@ def test_every_policy_serves(policy: str, split: bool) -> None:
     lab.tokens(lab.to(lab.decode), "r", 1, 10 * PAGE, 5, finish="length", computed=10 * PAGE)
     assert isinstance(lab.end().outcome, Finished)
     assert len(lab.sent(Cancel)) <= 2
+
+
+def test_the_configuration_names_every_policy() -> None:
+    assert set(get_args(PolicyName)) == set(POLICIES)
+    config = replace(CONFIG, router=replace(CONFIG.router, policy="round_robin"))
+    state = RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT))
+    assert isinstance(state._manager._policy, RulePolicy)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
-from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
+from router.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
 
 
 class RandomChoice(Rule):

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from router.placement.step_costs import DecodeCost, PrefillCost
-from simulator.policies import dynamo_kv
-from simulator.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
-from simulator.policies.cache_aware import CacheAware
-from simulator.policies.dynamo_kv import DynamoKv
-from simulator.policies.llm_d import LlmD
-from simulator.policies.mooncake import Mooncake
-from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage
+from router.policies import dynamo_kv
+from router.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from router.policies.cache_aware import CacheAware
+from router.policies.dynamo_kv import DynamoKv
+from router.policies.llm_d import LlmD
+from router.policies.mooncake import Mooncake
+from router.policies.rule import Rule, RulePrompt, RuleWorker, Stage
 
 _SEED = 7
 

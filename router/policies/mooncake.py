@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
+from router.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
 
 _THRESHOLD = 2.0
 

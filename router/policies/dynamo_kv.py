@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
+from router.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
 
 _DEVICE, _HOST, _DISK, _SHARED = 1.0, 0.75, 0.25, 0.5
 _PREFILL_LOAD_SCALE = 1.0

@@ -5,8 +5,8 @@ come, first served, until it has room. The compared systems queue at their worke
 router. The decode worker of a split cluster is chosen just before the prompt is computed. Prefixes cached elsewhere are
 fetched as far as that pays, as in Baton's own placement. If a worker goes, its requests are chosen for again. Pure.
 
-One rule needs the cost of prefill and the bandwidth of links. It gets the simulator's own figures: "fitted offline",
-without an error.
+One rule needs the cost of prefill and the bandwidth of links. In the simulator it gets the simulator's own figures:
+"fitted offline", without an error. In a router it gets the costs that are fitted to the workers' steps.
 """
 
 # pyright: strict
@@ -22,10 +22,12 @@ from router.members import PendingPrefill as PromptWork
 from router.placement.cached_prefix import store_caches
 from router.placement.cluster_view import ClusterView
 from router.placement.policy import PlacementDecision, place_on
-from router.placement.step_costs import DecodeCost, PrefillCost
 from router.placement.types import PlacementRequest, Reject, Wait
-from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage
+from router.placement.worker_table import CostModels
+from router.policies.rule import Rule, RulePrompt, RuleWorker, Stage
 
+LINK = 1.25e9
+"""Bytes per second between nodes that a rule reckons with, where nothing else is known: 10 Gb/s."""
 _NOTHING = PrefixMatch(0)
 _MISSED = Reject("the rule predicts that an objective would be missed")
 
@@ -42,12 +44,11 @@ class _Waiting:
 class RulePolicy:
     """A placement policy that applies a published rule."""
 
-    def __init__(self, rule: Rule, prefill: PrefillCost, step: DecodeCost, link: float) -> None:
-        """`link`: bytes per second between nodes."""
+    def __init__(self, rule: Rule, costs: CostModels | None = None, link: float = LINK) -> None:
+        """`costs`: of the workers; none: those of the view. `link`: bytes per second between nodes."""
         self._rule = rule
+        self._costs = costs
         self._link = link
-        self._prefill = prefill
-        self._step = step
         self._waiting: dict[str, _Waiting] = {}  # by request
 
     def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
@@ -114,8 +115,10 @@ class RulePolicy:
         queues: dict[str, list[_Waiting]] = {}
         for waiting in self._waiting.values():
             queues.setdefault(waiting.worker, []).append(waiting)
+        costs = self._costs or view.costs
         shown: list[RuleWorker] = []
         for member in members:
+            prefill = costs.prefill(member.incarnation)
             store = own.get(member.peer.node)
             device = ask.held.get(member.incarnation, _NOTHING).pages
             host = max(device, store.host if store else 0)
@@ -129,15 +132,15 @@ class RulePolicy:
                     requests=len(queue) + len(member.pending_prefills if stage == "prefill" else member.assigned),
                     prompts=len(prompts),
                     prompt_tokens=sum(prompt.new for prompt in prompts),
-                    queue=sum(self._prefill.seconds(prompt.new, prompt.context) for prompt in prompts),
+                    queue=sum(prefill.seconds(prompt.new, prompt.context) for prompt in prompts),
                     pages=pages,
                     context=pages * ask.prefix.page_size,
                     pool_pages=member.hello.model.pool_pages if member.hello.model else 1,
                     device=device,
                     host=host - device,
                     disk=disk - host,
-                    prefill=self._prefill,
-                    step=self._step,
+                    prefill=prefill,
+                    step=costs.step(member.incarnation),
                     link=self._link if store else 0.0,
                 )
             )

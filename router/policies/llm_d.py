@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
+from router.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
 
 _PREFIX, _KV, _QUEUE = 3.0, 2.0, 2.0
 _HOST = 0.8

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from simulator.policies.balance import PowerOfTwo
-from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage
+from router.policies.balance import PowerOfTwo
+from router.policies.rule import Rule, RulePrompt, RuleWorker, Stage
 
 
 class CacheAware(Rule):
