@@ -9,7 +9,7 @@ from baton.peer_protocol import FetchUnavailable
 from kvstore.server.leases import Lease
 from kvstore.transport.interface import AnswerPeer
 from tests.kvstore.chains import key, keys
-from tests.kvstore.test_serving import Bench, want
+from tests.kvstore.test_outbound_transfers import Bench, want
 from tests.kvstore.world import Node, Worker, World
 
 CHAIN = "abx"  # none of its pages is a partial one

@@ -20,7 +20,7 @@ from router.frontend.grpc_api import grpc_answers
 from router.frontend.grpc_api.message_guard import MessageGuard
 from tests.router.model import CONTEXT
 from tests.router.served import Served, served, settings_for
-from tests.router.test_router_front import Client, cluster, request
+from tests.router.test_client_sessions import Client, cluster, request
 from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router.frontend.grpc_api import grpc_server
 from router.frontend.grpc_api.message_guard import MessageGuard
 from tests.router.served import collect, settings_for
-from tests.router.test_router_front import Client, cluster, request
+from tests.router.test_client_sessions import Client, cluster, request
 from tests.support.eventually import eventually_async
 from tests.support.http2 import PREFACE, Http2Client
 

@@ -19,7 +19,7 @@ from router.service import RouterAddresses
 from tests.router import tokenizers
 from tests.router.pin_model import PAGE_BYTES, PinCluster
 from tests.router.served import Served, served, settings_for
-from tests.router.test_router_intake import BARE, MODEL
+from tests.router.test_request_parsing import BARE, MODEL
 from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads
 from router.queueing.admission import ModelLimits
-from tests.router.test_router_front import request
+from tests.router.test_client_sessions import request
 from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow

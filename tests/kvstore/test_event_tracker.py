@@ -1,4 +1,4 @@
-"""EventTracker by example: what it asks for, and when. `tests/router/test_prefixes.py` drives it over lossy links."""
+"""EventTracker by example: what it asks for, and when. `tests/router/test_kv_index.py` drives it over lossy links."""
 
 from __future__ import annotations
 
