@@ -12,6 +12,7 @@ import msgspec
 
 from baton.errors import BatonError
 from engine.vllm_runner import messages
+from engine.vllm_runner.device_memory import lacks_of_memory
 from engine.vllm_runner.messages import Answer, Attach, Copied, Duplicate, Failed, In, Load, Loaded, Order, Out, Step
 from engine.vllm_runner.ranks import RankLost, Ranks, die_with_parent
 
@@ -29,7 +30,8 @@ class Child:
 
         torch.set_num_threads(max(1, order.threads // order.ranks))
         self._null = NULL_BLOCKS
-        self._config, executor, self._context = bring_up(order)
+        with lacks_of_memory():
+            self._config, executor, self._context = bring_up(order)
         self._ranks = Ranks(executor, order.ranks, order.deadline)
         self.shape = self._ranks.call("baton_prepare")[0]
         self._steps = Steps(self._ranks, lora_requests(order), companion=order.companion)

@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ pytest.importorskip("vllm")
 from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, compiling, draw, extension
 from engine.vllm_runner.bring_up import _page_bytes, engine_arguments
 from engine.vllm_runner.child_environment import child_environment
+from engine.vllm_runner.device_memory import LACKS
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import CPU_HEADS, CPU_PAGE, Installation
@@ -146,6 +148,15 @@ def test_the_order_of_the_bring_up():
     places = [text.find(call) for call in order]
     assert -1 not in places
     assert places == sorted(places)
+
+
+def test_what_vllm_says_where_memory_is_lacking():
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.worker import gpu_worker, utils
+
+    said = " ".join(inspect.getsource(module) for module in (kv_cache_utils, gpu_worker, utils))
+    joined = "".join(re.split(r'"\s+f?"', said))  # texts over several lines
+    assert [text for text in LACKS if text not in joined] == []
 
 
 def test_what_is_read_and_replaced_in_the_model_runners():
