@@ -10,7 +10,8 @@ from multiprocessing.reduction import recv_handle
 
 import msgspec
 
-from baton.errors import BatonError
+from baton.errors import BatonError, DeviceLost
+from engine.cuda.errors import device_errors
 from engine.vllm_runner import messages
 from engine.vllm_runner.device_memory import lacks_of_memory
 from engine.vllm_runner.messages import Answer, Attach, Copied, Duplicate, Failed, In, Load, Loaded, Order, Out, Step
@@ -94,17 +95,18 @@ def main(fd: int) -> None:
                 os._exit(0)  # an orderly end of vLLM's processes takes seconds; the kernel ends them now
             return
         try:
-            if isinstance(order, Load):
-                child = Child(order)
-                answer = child.loaded()
-            elif child is None:
-                raise AssertionError("the first order is to load")
-            elif isinstance(order, Attach):
-                answer = child.attach(order, recv_handle(link))
-            else:
-                answer = child.carry_out(order)
-        except RankLost:
-            log.exception("a rank is lost, and with it all")
+            with device_errors():
+                if isinstance(order, Load):
+                    child = Child(order)
+                    answer = child.loaded()
+                elif child is None:
+                    raise AssertionError("the first order is to load")
+                elif isinstance(order, Attach):
+                    answer = child.attach(order, recv_handle(link))
+                else:
+                    answer = child.carry_out(order)
+        except (RankLost, DeviceLost):
+            log.exception("a rank or the device is lost, and with it all")
             os._exit(1)
         except Exception as error:  # one bad order must not end the others; the worker hears of it
             log.exception("an order failed")

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import ClassVar, Protocol, Self
 
 import msgspec
+import torch
 
 from baton.checkpoint_files import read_object
 from baton.errors import ModelError, NotEnoughMemory, StartupError, UnsupportedModel
@@ -411,7 +412,8 @@ class RunningStep:
     def wait(self) -> Finished:
         answer = self._pending.wait()
         if isinstance(answer, Failed):
-            raise RuntimeError(f"vLLM: {answer.kind}: {answer.message}")
+            kind = torch.OutOfMemoryError if answer.kind == torch.OutOfMemoryError.__name__ else RuntimeError
+            raise kind(f"vLLM: {answer.kind}: {answer.message}")
         assert isinstance(answer, Drawn)
         for known, sampled in zip(self._known, answer.sampled, strict=True):
             if known is not None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.errors import NotEnoughMemory, StartupError, UnsupportedModel
+from baton.errors import DeviceLost, NotEnoughMemory, StartupError, UnsupportedModel
 from engine import numerics
 from engine.device import gpu_locks
 from engine.device.gpus import Gpu, VisibleGpus
+from engine.step.batch import Chunk
 from engine.vllm_runner import runner
 from engine.vllm_runner.device_memory import lacks_of_memory
 from engine.vllm_runner.runner import VllmRunner
@@ -74,6 +75,36 @@ with open(sys.argv[2], "a") as tries:
     tries.write("x")
 link.send_bytes(msgspec.msgpack.encode({"type": "Failed", "kind": sys.argv[3], "message": "No available memory"}))
 """
+
+FAILS = f"""
+import sys
+import torch
+from engine.vllm_runner import child, messages
+
+class Accelerator(torch.AcceleratorError):
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.error_code = code
+
+ERRORS = dict(full=torch.OutOfMemoryError("CUDA out of memory"), full_later=Accelerator("out of memory", 2),
+              dead=Accelerator("illegal memory access", 700), bad=ValueError("a bad row"))
+
+class Child:
+    has_ranks = False
+
+    def __init__(self, order):
+        pass
+
+    def loaded(self):
+        return messages.Loaded(num_pages=8, **{SHAPE!r})
+
+    def carry_out(self, order):
+        raise ERRORS[sys.argv[2]]
+
+child.Child = Child
+child.main(int(sys.argv[1]))
+"""
+"""The child of vLLM's process with a model whose steps fail."""
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +178,32 @@ def test_what_vllm_says_of_memory_is_no_lack_of_the_model() -> None:
             raise error
     with pytest.raises(ValueError, match="rope"), lacks_of_memory():
         raise ValueError("rope is unknown")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("full", torch.OutOfMemoryError),
+        ("full_later", torch.OutOfMemoryError),
+        ("dead", DeviceLost),
+        ("bad", RuntimeError),
+    ],
+)
+def test_what_a_step_on_a_gpu_ends_with(
+    error: str, told: type[Exception], model: Path, child: Callable[..., None]
+) -> None:
+    """Out of memory has the worker run smaller steps. A dead context ends the process: all later steps would fail."""
+    child(FAILS, error)
+    loaded = load(model)
+    with pytest.raises(told) as raised:
+        loaded.launch([Chunk([1], 0, [0])]).wait()
+    assert type(raised.value) is told
+    if told is DeviceLost:
+        with pytest.raises(DeviceLost):
+            loaded.check()
+    else:
+        loaded.check()
+    loaded.close()
 
 
 def test_all_gpus_of_the_ranks_are_locked_and_no_others(tmp_path: Path) -> None:
