@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
@@ -62,6 +63,7 @@ class Child:
 
     def carry_out(self, order: Step | Duplicate | Out | In) -> Answer | None:
         """Return the answer, if there is one to this kind of order."""
+        began = time.perf_counter()
         match order:
             case Step():
                 return self._steps.run(order)
@@ -70,13 +72,13 @@ class Child:
                 return None
             case Out(pages=pages, slots=slots):
                 blocks = [page + self._null for page in pages]
-                return Copied(checksums=self._ranks.checksums("baton_out", blocks, slots))
+                sums = self._ranks.checksums("baton_out", blocks, slots)
+                return Copied(checksums=sums, seconds=time.perf_counter() - began)
             case In(slots=slots, pages=pages, checksums=checksums):
                 blocks = [page + self._null for page in pages]
                 found = self._ranks.checksums("baton_in", slots, blocks, bool(checksums))
-                if not checksums:
-                    return Copied(intact=[True] * len(slots))
-                return Copied(intact=[one == right for one, right in zip(found, checksums, strict=True)])
+                intact = [one == right for one, right in zip(found, checksums, strict=True)] if checksums else None
+                return Copied(intact=intact or [True] * len(slots), seconds=time.perf_counter() - began)
 
 
 def main(fd: int) -> None:

@@ -96,6 +96,7 @@ class VllmRunner:
 
     has_lm_head = True
     overlaps = True
+    copies_overlap = False  # one process does all, in order
     launches_ahead = True
     window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
 
