@@ -109,7 +109,9 @@ class BatonExtension:
             output = self.execute_model(order)
             scores = self._baton_scores(scored, lengths) if scored else {}
             if output is None:
-                self.sample_tokens(None)
+                output = self.sample_tokens(None)
+            if hasattr(output, "get_output"):
+                output.get_output()  # the second model runner has launched the step, and goes on beside it
         except BaseException:
             self.model_runner.execute_model_state = None
             raise
