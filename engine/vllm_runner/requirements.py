@@ -64,8 +64,8 @@ class Installation:
         if not self.distribution or for_cpu == (device == "cpu"):
             return ""
         return (
-            f"{name} is installed, which computes on {'a CPU' if for_cpu else 'GPUs'} only, and the device is {device}: "
-            f"pip uninstall {self.distribution}; {install_command(device)}"
+            f"{name} is installed, which computes on {'a CPU' if for_cpu else 'GPUs'} only, and the device is "
+            f"{device}: pip uninstall {self.distribution}; {install_command(device)}"
         )
 
 
