@@ -323,6 +323,7 @@ class DecodeConfig(_Section, frozen=True):
     tensor_parallel_size: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0  # 0: as model.tensor_parallel_size
     kv_cache_bytes: CacheBytes = CacheBytes(0)  # device pages, of all ranks; auto: what GPUs have left, 512MiB on a CPU
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the worker's GPU or share of it, in all
+    max_num_seqs: Annotated[int, Meta(ge=4)] = 256  # of a step at most; vLLM reserves memory for so many
     max_num_batched_tokens: Positive = (
         512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
     )

@@ -1,4 +1,4 @@
-"""Folders of files that Baton, or a library it uses, made to be run: they are this user's alone.
+"""Folders that are this user's alone: of files that Baton, or a library it uses, made to be run, and of locks.
 
 A user that can write to such a file, or exchange it or a folder above it, could run code as this user.
 """
@@ -24,6 +24,14 @@ def cache_root() -> Path:
             f"user {os.geteuid()} has no home directory; set XDG_CACHE_HOME to a directory of its own"
         ) from None
     return Path(base) / "baton"
+
+
+def runtime_root() -> Path:
+    """Return where this user's processes on this machine find files that only running ones need."""
+    own = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nowhere")
+    if own.is_dir() and own.stat().st_uid == os.geteuid():  # `su` leaves that of another user
+        return own / "baton"
+    return Path(f"/tmp/baton-{os.geteuid()}")  # noqa: S108 - `make` refuses one that another user has made
 
 
 def make(folder: Path) -> None:

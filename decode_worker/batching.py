@@ -13,7 +13,7 @@ No sequence starves:
   budget.
 - Long ones are run in order of rank plus what they take times `_STRETCH`, both in seconds: a shorter one overtakes,
   but none is overtaken by those that come later than that. They have at least half of the prompts' budget.
-- More decoding sequences than a step has tokens take turns, those first whose last turn is the longest ago.
+- More decoding sequences than a step has tokens or rows take turns, those first whose last turn is the longest ago.
 
 Chunks of long ones are multiples of a page, or of `_ALIGNMENT` tokens where pages are larger (`chunk_alignment`).
 """
@@ -38,8 +38,8 @@ class BatchBudget(Struct, frozen=True):
     """What a step may hold. `prompts`: tokens of partial prefills, at least two units of alignment; `short_prompts`:
     the same where all are short. `tokens`: those of the whole step, except that partial prefills always get two
     units. `overdue`: a short one that runs since then goes before everything else. `rate`: prompt tokens computed
-    per second. `alignment`: chunks of long ones are multiples of so many tokens. Without partial prefills only
-    `tokens` matters."""
+    per second. `alignment`: chunks of long ones are multiples of so many tokens. `rows`: sequences of the whole step,
+    at least four. Without partial prefills only `tokens` and `rows` matter."""
 
     tokens: int
     prompts: int = 0
@@ -47,6 +47,7 @@ class BatchBudget(Struct, frozen=True):
     overdue: float = 0.0
     rate: float = 0.0
     alignment: int = 1
+    rows: int = 1 << 30
 
 
 def chunk_alignment(page_size: int) -> int:
@@ -58,19 +59,18 @@ def chunk_alignment(page_size: int) -> int:
 def build_batch(decoding: list[Sequence], partial_prefills: list[Sequence], budget: BatchBudget) -> ScheduledBatch:
     """Chunks for the running sequences: those with one token to compute, and those with more. Each must hold the pages
     that its known tokens need, or at least a page for its next ones."""
-    if len(decoding) > budget.tokens:
-        decoding = sorted(decoding, key=lambda s: (s.under_way is not None, s.last_step, s.rank))[: budget.tokens]
+    most = min(budget.tokens, budget.rows - min(2, len(partial_prefills)))  # a short and a long one have room
+    if len(decoding) > most:
+        decoding = sorted(decoding, key=lambda s: (s.under_way is not None, s.last_step, s.rank))[:most]
     plan = {s.name: _chunk(s, 1) for s in decoding}
     if partial_prefills:
-        plan |= {
-            s.name: _chunk(s, count)
-            for s, count in _share_budget(partial_prefills, budget, budget.tokens - len(decoding))
-        }
+        plan |= {s.name: _chunk(s, count) for s, count in _share_budget(partial_prefills, budget, len(decoding))}
     return plan
 
 
-def _share_budget(partial_prefills: list[Sequence], budget: BatchBudget, room: int) -> list[tuple[Sequence, int]]:
-    """How many tokens of which partial prefills. `room` is what the step has left for them."""
+def _share_budget(partial_prefills: list[Sequence], budget: BatchBudget, decoding: int) -> list[tuple[Sequence, int]]:
+    """How many tokens of which partial prefills, in a step with so many decoding sequences."""
+    room, rows = budget.tokens - decoding, budget.rows - decoding
     whole = budget.alignment
     short = sorted((s for s in partial_prefills if s.chunk_limit <= whole), key=lambda s: s.rank)
     long = sorted((s for s in partial_prefills if s.chunk_limit > whole), key=lambda s: _due(s, budget.rate))
@@ -82,7 +82,9 @@ def _share_budget(partial_prefills: list[Sequence], budget: BatchBudget, room: i
     taken = 0
     for sequence in sorted(short, key=lambda s: s.running_since > budget.overdue):
         most = (overdue if sequence.running_since <= budget.overdue else entitled) - taken
-        if sequence.chunk_limit <= most or (most > 0 and not long):
+        if len(chosen) == rows - bool(long):
+            waiting.append(sequence)
+        elif sequence.chunk_limit <= most or (most > 0 and not long):
             chosen.append((sequence, min(sequence.chunk_limit, most)))
             taken += chosen[-1][1]
         else:
@@ -91,7 +93,7 @@ def _share_budget(partial_prefills: list[Sequence], budget: BatchBudget, room: i
     for sequence in long + waiting:
         most = sequence.chunk_limit
         count = min(most if most <= left else left // whole * whole, sequence.computable)
-        if count <= 0:
+        if count <= 0 or len(chosen) == rows:
             break
         chosen.append((sequence, count))
         left -= count

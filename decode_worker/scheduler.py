@@ -294,7 +294,9 @@ class DecodeScheduler:
             ended += [
                 *self._fetches.copied(event), *self._write_through.copied(event), *self._refill.copied(event)
             ]  # fmt: skip
-            self._planner.budget.observe_copies(event.pages, now - self._copying)
+            self._planner.budget.observe_copies(
+                event.pages, now - self._copying if event.seconds is None else event.seconds
+            )
             self._copying = now
         if (sequence := self._fetches.find(lease)) is None or (fetch := sequence.fetch) is None:
             written = [*self._write_through.handle(lease, event, now), *self._refill.handle(lease, event, now)]
@@ -343,7 +345,7 @@ class DecodeScheduler:
         CopiedIn or CopiedOut."""
         if not self._copying_now:
             return []
-        most = self._room_for_copies if self._copies_overlap else self._planner.budget.copies(self._decoding())
+        most = self._room_for_copies
         copies = self._fetches.take_copies(most)
         copies += self._write_through.take_copies(most - len(copies))
         return copies + self._refill.take_copies(most - len(copies))
@@ -355,9 +357,11 @@ class DecodeScheduler:
 
     @property
     def _room_for_copies(self) -> int:
-        """How many more may be under way."""
+        """How many more may be under way. If they delay steps, that is what the next step can bear."""
         parts = (self._fetches, self._write_through, self._refill)
-        return max(0, self._config.copies_per_step - sum(part.copies_under_way for part in parts))
+        budget = self._planner.budget
+        most = self._config.copies_per_step if self._copies_overlap else budget.copies(self._decoding())
+        return max(0, most - sum(part.copies_under_way for part in parts))
 
     @property
     def patience(self) -> float:

@@ -27,6 +27,7 @@ class StepPlanner:
     def __init__(self, config: DecodeConfig, page_size: int, calibration: Items[StepSample] = ()) -> None:
         """`calibration`: steps that were run before there was any work."""
         self._first_step = config.first_step_ms / 1_000
+        self._rows = config.max_num_seqs
         self._alignment = chunk_alignment(page_size)
         self._limit = StepLimit(config.max_num_batched_tokens, 2 * self._alignment)
         self.costs = WorkerStepTimes(calibration)
@@ -50,14 +51,15 @@ class StepPlanner:
                 (decoding if sequence.next_pending == 1 else partial_prefills).append(sequence)
         if not partial_prefills:
             self._postponed = False
-            return build_batch(decoding, partial_prefills, BatchBudget(self.tokens))
+            return build_batch(decoding, partial_prefills, BatchBudget(self.tokens, rows=self._rows))
         rows = rows_of(decoding)
         context = max(s.next_start for s in partial_prefills)
         prompts = self.budget.prompt_tokens(rows, context, self._alignment)
         self._postponed = not self._postponed and self.budget.delays_too_long(rows, now - self._ended)
         parts = 0 if self._postponed else self.budget.short_prompt_tokens(rows, context, self._alignment)
         budget = BatchBudget(
-            self.tokens, prompts, parts, now - self._first_step, self.costs.rate(), self._alignment
+            self.tokens, prompts, parts, now - self._first_step, self.costs.rate(), self._alignment,
+            self._rows,
         )  # fmt: skip
         return build_batch(decoding, partial_prefills, budget)
 

@@ -168,6 +168,10 @@ class Engine:
         return self._cuda is not None
 
     @property
+    def copies_overlap(self) -> bool:
+        return self._cuda is not None
+
+    @property
     def launches_ahead(self) -> bool:
         return self._cuda is not None
 

@@ -109,7 +109,13 @@ class Runner(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Steps and copies go on beside the worker's loop, on a device with a clock of its own."""
+        """Steps and copies go on beside the worker's loop. Steps are timed by the device's own clock."""
+        ...
+
+    @property
+    def copies_overlap(self) -> bool:
+        """Copies are made beside steps, and delay none. Else they are made between steps, and tell their seconds where
+        they go on beside the worker's loop."""
         ...
 
     @property
@@ -201,13 +207,13 @@ class Moved:
         return self._made
 
 
-def copied_in(copies: Sequence[Copy], intact: Sequence[bool]) -> CopiedIn:
+def copied_in(copies: Sequence[Copy], intact: Sequence[bool], seconds: float | None = None) -> CopiedIn:
     """Return the event for copies into the device, each intact or not."""
     good = tuple(copy.index for copy, each in zip(copies, intact, strict=True) if each)
     bad = tuple(copy.index for copy, each in zip(copies, intact, strict=True) if not each)
-    return CopiedIn(copies[0].lease, good, bad)
+    return CopiedIn(copies[0].lease, good, bad, seconds)
 
 
-def copied_out(copies: Sequence[Copy], checksums: Sequence[int]) -> CopiedOut:
+def copied_out(copies: Sequence[Copy], checksums: Sequence[int], seconds: float | None = None) -> CopiedOut:
     """Return the event for copies out of the device, with the checksums of the slots."""
-    return CopiedOut(copies[0].lease, copies[0].index, tuple(checksums))
+    return CopiedOut(copies[0].lease, copies[0].index, tuple(checksums), seconds)

@@ -31,15 +31,18 @@ def calibrate(
     max_context: int,
     *,
     decodes: bool,
+    most_rows: int = 32,
 ) -> tuple[StepSample, ...]:
-    """Run `step` on chunks of all sizes that fit into `num_pages` pages, with rows if the worker `decodes`. What is in
+    """Run `step` on chunks of all sizes that fit into `num_pages` pages, with rows if the worker `decodes`, at
+    most `most_rows` of them. What is in
     the pages is read as if it were computed, and written over. `step` returns seconds by the device's clock. `now`
     tells those of the host's, which bounds the whole."""
     limit = min(max_context, num_pages * page_size)  # of all tokens, that which is drawn among them
     fitting = [
         chunks
         for chunks in _sizes(page_size, decodes)
-        if max(max(chunk.pages) for chunk in chunks) < num_pages
+        if len(chunks) <= most_rows
+        and max(max(chunk.pages) for chunk in chunks) < num_pages
         and max(chunk.end + (chunk.sample is not None) for chunk in chunks) <= limit
     ]
     for chunks in fitting[: 2 if decodes else 1]:  # one of each kind

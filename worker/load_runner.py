@@ -60,7 +60,7 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         config.model.dtype,
         num_pages,
         page_size,
-        max_rows=tokens,
+        max_rows=max(config.prefill.max_num_seqs, config.decode.max_num_seqs),
         max_tokens=tokens + max(_PROMPT_TOKENS, 2 * page_size),
         threads=own.threads or len(os.sched_getaffinity(0)),
         device=device,

@@ -141,6 +141,7 @@ class WorkerLoop:
             ),
             runner.max_positions,
             decodes=role == "decode",
+            most_rows=config.decode.max_num_seqs,
         )
         self._page_size = config.pages.page_size
         self._mover = runner.mover(verify=config.store.verify_pages)

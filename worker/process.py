@@ -62,7 +62,7 @@ def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) ->
         event_tokens=config.store.event_tokens,
         calibration=worker.calibration,
         vocab_size=worker.runner.vocab_size,
-        copies_overlap=worker.runner.overlaps,
+        copies_overlap=worker.runner.copies_overlap,
         adapters=[one.digest for one in worker.runner.adapters],
         recompute_share=config.pages.recompute_share,
     )
@@ -97,7 +97,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         calibration=worker.calibration,
         vocab_size=worker.runner.vocab_size,
         grammars=worker.grammars,
-        copies_overlap=worker.runner.overlaps,
+        copies_overlap=worker.runner.copies_overlap,
         window=worker.runner.window,
         adapters=[one.digest for one in worker.runner.adapters],
         recompute_share=config.pages.recompute_share,

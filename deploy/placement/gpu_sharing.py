@@ -21,7 +21,7 @@ _UNIT = 10_000  # Ray counts GPUs in such parts
 _MOST_PER_GPU = 16  # workers with equal shares
 
 _ALL_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-_AS_ASSIGNED = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+_AS_ASSIGNED = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": ""}  # older Rays take "0" for true
 _NONE_VISIBLE = {"CUDA_VISIBLE_DEVICES": ""}
 
 

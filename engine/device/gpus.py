@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import os
 import runpy
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ class Gpu:
 
     name: str
     memory_bytes: int
+    uuid: str = ""  # as NVIDIA's tools write it
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,12 @@ class _LibCuda:
 
     def _device(self, index: int) -> Gpu:
         device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(_NAME_BYTES)
+        identity = ctypes.create_string_buffer(16)
         self._check(self._library.cuDeviceGet(ctypes.byref(device), index))
         self._check(self._library.cuDeviceGetName(name, _NAME_BYTES, device))
         self._check(self._library.cuDeviceTotalMem_v2(ctypes.byref(memory), device))
-        return Gpu(name.value.decode(errors="replace"), memory.value)
+        self._check(self._library.cuDeviceGetUuid_v2(identity, device))
+        return Gpu(name.value.decode(errors="replace"), memory.value, f"GPU-{uuid.UUID(bytes=identity.raw)}")
 
     def _check(self, code: int) -> None:
         if code:

@@ -62,6 +62,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
     if order.adapters and order.device == "cpu":
         use_the_cpu()
     executor = Executor.get_class(config)(config)
+    executor.collective_rpc("baton_take_draws")
     core.register_all_kvcache_specs(config)
     specs = executor.get_kv_cache_specs()
     supported = executor.get_supported_kv_cache_layouts()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
 import msgspec
 
-from baton.errors import BatonError
+from baton.errors import BatonError, DeviceLost
+from engine.cuda.errors import device_errors
 from engine.vllm_runner import messages
+from engine.vllm_runner.device_memory import lacks_of_memory
 from engine.vllm_runner.messages import Answer, Attach, Copied, Duplicate, Failed, In, Load, Loaded, Order, Out, Step
 from engine.vllm_runner.ranks import RankLost, Ranks, die_with_parent
 
@@ -29,7 +32,8 @@ class Child:
 
         torch.set_num_threads(max(1, order.threads // order.ranks))
         self._null = NULL_BLOCKS
-        self._config, executor, self._context = bring_up(order)
+        with lacks_of_memory():
+            self._config, executor, self._context = bring_up(order)
         self._ranks = Ranks(executor, order.ranks, order.deadline)
         self.shape = self._ranks.call("baton_prepare")[0]
         self._steps = Steps(self._ranks, lora_requests(order), companion=order.companion)
@@ -59,6 +63,7 @@ class Child:
 
     def carry_out(self, order: Step | Duplicate | Out | In) -> Answer | None:
         """Return the answer, if there is one to this kind of order."""
+        began = time.perf_counter()
         match order:
             case Step():
                 return self._steps.run(order)
@@ -67,13 +72,13 @@ class Child:
                 return None
             case Out(pages=pages, slots=slots):
                 blocks = [page + self._null for page in pages]
-                return Copied(checksums=self._ranks.checksums("baton_out", blocks, slots))
+                sums = self._ranks.checksums("baton_out", blocks, slots)
+                return Copied(checksums=sums, seconds=time.perf_counter() - began)
             case In(slots=slots, pages=pages, checksums=checksums):
                 blocks = [page + self._null for page in pages]
                 found = self._ranks.checksums("baton_in", slots, blocks, bool(checksums))
-                if not checksums:
-                    return Copied(intact=[True] * len(slots))
-                return Copied(intact=[one == right for one, right in zip(found, checksums, strict=True)])
+                intact = [one == right for one, right in zip(found, checksums, strict=True)] if checksums else None
+                return Copied(intact=intact or [True] * len(slots), seconds=time.perf_counter() - began)
 
 
 def main(fd: int) -> None:
@@ -92,17 +97,18 @@ def main(fd: int) -> None:
                 os._exit(0)  # an orderly end of vLLM's processes takes seconds; the kernel ends them now
             return
         try:
-            if isinstance(order, Load):
-                child = Child(order)
-                answer = child.loaded()
-            elif child is None:
-                raise AssertionError("the first order is to load")
-            elif isinstance(order, Attach):
-                answer = child.attach(order, recv_handle(link))
-            else:
-                answer = child.carry_out(order)
-        except RankLost:
-            log.exception("a rank is lost, and with it all")
+            with device_errors():
+                if isinstance(order, Load):
+                    child = Child(order)
+                    answer = child.loaded()
+                elif child is None:
+                    raise AssertionError("the first order is to load")
+                elif isinstance(order, Attach):
+                    answer = child.attach(order, recv_handle(link))
+                else:
+                    answer = child.carry_out(order)
+        except (RankLost, DeviceLost):
+            log.exception("a rank or the device is lost, and with it all")
             os._exit(1)
         except Exception as error:  # one bad order must not end the others; the worker hears of it
             log.exception("an order failed")

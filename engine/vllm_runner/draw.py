@@ -15,6 +15,8 @@ from engine.sampling.sampler import Sampler, sampler_for
 from engine.step.batch import Sampled, TokenDraw
 from engine.vllm_runner.messages import Row
 
+_LARGEST_DRAW = TokenDraw(temperature=1.0, top_p=0.9, logprobs=20)
+
 
 class BatonDraw(ABC):
     """Stands in the place of vLLM's sampler. The tokens of rows without a draw mean nothing; vLLM forgets them."""
@@ -24,6 +26,8 @@ class BatonDraw(ABC):
         self._sampler: Sampler = sampler_for(runner.device)
         self.draws: Mapping[str, tuple[TokenDraw, int]] = {}  # of the step, by request: and the new token's position
         self.drawn: dict[str, Sampled] = {}
+        self.measured = True
+        """vLLM measures the memory of steps, and warms up: each row has the draw that takes most."""
 
     def __getattr__(self, name: str) -> Any:
         """What else vLLM asks of its sampler is its own."""
@@ -43,6 +47,9 @@ class BatonDraw(ABC):
     def _tokens(self, logits: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
         """Draw from `logits`, [requests, vocab], the rows of `names` that have a draw. Return [requests] on their
         device."""
+        if self.measured:
+            names = list(map(str, range(len(logits))))
+            self.draws = dict.fromkeys(names, (_LARGEST_DRAW, 1))
         rows = [row for row, name in enumerate(names) if name in self.draws]
         tokens = torch.zeros(len(names), dtype=torch.int64, device=logits.device)
         if rows:
@@ -79,7 +86,9 @@ class SecondDraw(BatonDraw):
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
         names: Sequence[str] = input_batch.req_ids
-        counts = torch.tensor([name in self.draws for name in names], dtype=torch.int32, device=logits.device)
+        counts = torch.tensor(
+            [self.measured or name in self.draws for name in names], dtype=torch.int32, device=logits.device
+        )
         return SamplerOutput(
             sampled_token_ids=self._tokens(logits, names).unsqueeze(1),
             logprobs_tensors=None,

@@ -40,8 +40,13 @@ class BatonExtension:
     execute_model: Callable[[Any], Any]
     sample_tokens: Callable[[Any], Any]
 
+    def baton_take_draws(self) -> None:
+        """Draw in the place of vLLM's sampler from now on. At first vLLM measures what that takes."""
+        self.baton_draw = make_draw(self.model_runner, second=self.use_v2_model_runner)
+        self.model_runner.sampler = self.baton_draw
+
     def baton_prepare(self) -> Mapping[str, Any]:
-        """Take over the draw. Return the shape and form of this rank's part of pages."""
+        """Steps come from now on. Return the shape and form of this rank's part of pages."""
         if self.parallel_config.tensor_parallel_size > 1:
             die_with_parent()
         caches = self._baton_caches()
@@ -50,8 +55,7 @@ class BatonExtension:
         self._baton_blocks.zero_()
         if self.rank == 0 and "VLLM_DIST_IDENT" in os.environ:
             unlink_shared_memory(os.environ["VLLM_DIST_IDENT"])  # all have opened it
-        self.baton_draw = make_draw(self.model_runner, second=self.use_v2_model_runner)
-        self.model_runner.sampler = self.baton_draw
+        self.baton_draw.measured = False
         return {
             "num_layers": len(caches),
             "num_kv_heads": heads,
@@ -109,7 +113,9 @@ class BatonExtension:
             output = self.execute_model(order)
             scores = self._baton_scores(scored, lengths) if scored else {}
             if output is None:
-                self.sample_tokens(None)
+                output = self.sample_tokens(None)
+            if hasattr(output, "get_output"):
+                output.get_output()  # the second model runner has launched the step, and goes on beside it
         except BaseException:
             self.model_runner.execute_model_state = None
             raise

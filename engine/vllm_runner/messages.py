@@ -230,10 +230,11 @@ class Drawn(Struct, frozen=True, tag=True):
 
 
 class Copied(Struct, frozen=True, tag=True):
-    """Copies have been made: the checksums of the slots, or whether each page was intact."""
+    """Copies have been made: the checksums of the slots, or whether each page was intact. No step ran for so long."""
 
     checksums: Sequence[int] = ()
     intact: Sequence[bool] = ()
+    seconds: float = 0.0
 
 
 class Failed(Struct, frozen=True, tag=True):

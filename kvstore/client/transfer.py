@@ -71,11 +71,13 @@ class CopyOut(msgspec.Struct, frozen=True):
 
 
 class CopiedIn(Struct, frozen=True):
-    """Those pages of the lease were copied in; `corrupt` ones did not match their checksum."""
+    """Those pages of the lease were copied in; `corrupt` ones did not match their checksum. `seconds` is what that
+    took; none where the device has not told."""
 
     lease: int
     indices: tuple[int, ...]
     corrupt: tuple[int, ...] = ()
+    seconds: float | None = None
 
     @property
     def pages(self) -> int:
@@ -84,11 +86,12 @@ class CopiedIn(Struct, frozen=True):
 
 
 class CopiedOut(Struct, frozen=True):
-    """The pages of the lease from `first` on were copied out and have these checksums."""
+    """The pages of the lease from `first` on were copied out and have these checksums. `seconds`: as of CopiedIn."""
 
     lease: int
     first: int
     checksums: tuple[int, ...]
+    seconds: float | None = None
 
     @property
     def pages(self) -> int:

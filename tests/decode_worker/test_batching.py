@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from baton.messages import AttemptName, SamplingParams
 from decode_worker.batching import BatchBudget, build_batch, chunk_alignment
@@ -188,3 +189,23 @@ def test_the_first_token_after_a_hand_off_comes_within_a_bounded_number_of_steps
         run(plan, everybody, step)
         assert any(name.request.startswith("long") for name in plan)
     assert not [each for each in everybody if 1 < each.pending <= PAGE]
+
+
+def test_no_step_has_more_rows_than_it_may_and_every_kind_gets_on() -> None:
+    """What runs the model has memory for so many."""
+    alone = [decoding(f"d{i}", i) for i in range(9)]
+    short = [sequence(f"s{i}", 47, 32, i) for i in range(6)]
+    long = [sequence(f"l{i}", 4_000, 0, i) for i in range(3)]
+    limits = replace(budget(prompts=4_000, tails=4_000), rows=6)
+    assert len(planned(alone, limits)) == 6
+    seen: set[str] = set()
+    for step in range(1, 5):
+        plan = planned([*alone, *short, *long], limits)
+        assert len(plan) == 6
+        assert {name.request[0] for name in plan} == {"d", "s", "l"}
+        seen |= {name.request for name in plan}
+        for each in alone:
+            each.last_step = step if each.name in plan else each.last_step
+    assert {f"d{i}" for i in range(9)} <= seen
+    assert len(planned(short, limits)) == 6
+    assert len(planned([*long, *alone], limits)) == 5, "the first long one takes all tokens of prompts"

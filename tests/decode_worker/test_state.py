@@ -27,11 +27,11 @@ from baton.messages import (
     StepSample,
     Tokens,
 )
-from baton.store_protocol import EndLease, Reserved
+from baton.store_protocol import Acquire, EndLease, LeasedPage, PagesReady, Reserved
 from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Sampled
 from engine.step.outcome import StepDone, StepFailed
-from kvstore.client.transfer import CallStore, CopiedOut, StoreUp
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, StoreUp
 from kvstore.keys import pack_tokens
 from tests.decode_worker.load import OnePageEach
 from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
@@ -546,6 +546,26 @@ def test_a_write_of_which_the_store_says_nothing_keeps_its_pages_no_longer_than_
     assert state.leases == ()
     assert state.blocks.available == 32
     state.validate()
+
+
+@pytest.mark.parametrize(("overlap", "most"), [(False, 2), (True, 99)])
+def test_copies_that_delay_steps_are_few_while_sequences_decode(overlap: bool, most: int) -> None:
+    """They are made beside the worker's loop, which asks for more while a step runs. The device tells what they took:
+    most of what passes until they are told of is the step before them."""
+    steps = [StepSample(0, 0, rows, 20 * rows, 0.010) for rows in (1, 2, 4)]
+    state = DecodeScheduler(DecodeConfig(), PAGE, 512, calibration=steps, copies_overlap=overlap)
+    state.handle(StoreUp(1_000, PAGE_BYTES), 0.0)
+    state.handle(order([5], 500, "decodes"), 0.0)
+    calls = state.handle(order([3] * (300 * PAGE + 1), 1, "fetches", fetch=300), 0.0)
+    asked = next(each.call for each in calls if isinstance(each, CallStore))
+    assert isinstance(asked, Acquire)
+    pages = tuple(LeasedPage(index, index, 0) for index in range(100))
+    state.handle(PagesReady(asked.lease, pages[:1]), 0.0)
+    (first,) = state.take_copies()
+    state.handle(CopiedIn(first.lease, (first.index,), seconds=0.001), 1.0)
+    state.handle(PagesReady(asked.lease, pages[1:]), 1.0)
+    taken = [len(state.take_copies()) for _ in range(3)]
+    assert taken == [most, 0, 0]
 
 
 def test_a_write_that_waits_for_its_own_worker_is_not_given_up() -> None:

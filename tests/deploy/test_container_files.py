@@ -50,6 +50,12 @@ def test_the_image_runs_as_no_root_and_holds_no_secret() -> None:
     assert "deploy/manifests/docker/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
+def test_the_image_for_gpus_brings_vllm() -> None:
+    """Without it `model.engine: auto` would take our own engine, which is several times as slow on a GPU."""
+    (line,) = [line for line in (DOCKER / "Dockerfile").read_text().splitlines() if "extras=" in line]
+    assert 'if [ "$DEVICE" = cuda ]; then extras=otel,gpu,vllm; fi' in line
+
+
 def test_what_the_image_copies_is_sent_to_the_builder() -> None:
     sent = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
     wheel = (ROOT / "pyproject.toml").read_text().split("[tool.hatch.build.targets.wheel]")[1].splitlines()[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from baton.config import Config, load
 from baton.errors import StartupError
@@ -197,6 +199,16 @@ def test_options_of_actors() -> None:
     ):
         options = actor_options(device, 0.0, node_gpus=2)
         assert (options["num_gpus"], options["runtime_env"]["env_vars"]) == (0, {variable: value})
+
+
+def test_every_ray_sets_the_gpus_of_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine's environment says. Ray 2.50 takes any text for true, later ones read it."""
+    for name, value in actor_options("auto", 0.5, node_gpus=1)["runtime_env"]["env_vars"].items():
+        monkeypatch.setenv(name, value)
+        assert not os.environ.get(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["3"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def test_what_ray_says_of_a_node() -> None:

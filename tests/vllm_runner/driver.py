@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from engine.runner import Finished
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner.runner import RunningStep, VllmRunner
+from kvstore.client.transfer import CopiedIn, CopiedOut
 from tests import checkpoints
 
 PAGE, PAGES, ROWS, TOKENS = 32, 64, 16, 256
@@ -32,6 +35,12 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def step(runner: VllmRunner, *chunks: Chunk) -> Finished:
     return runner.launch(chunks).wait()
+
+
+def untimed(copied: CopiedIn | CopiedOut) -> CopiedIn | CopiedOut:
+    """What came of copies, without the seconds that they took."""
+    assert copied.seconds
+    return structs.replace(copied, seconds=None)
 
 
 class Generation:

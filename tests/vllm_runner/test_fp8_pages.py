@@ -33,7 +33,7 @@ from tests.fp8_pages import Fp8Cache, Scales
 from tests.support import workload
 from tests.support.cluster import Streams, at_rest, load
 from tests.support.eventually import DEADLINE, eventually
-from tests.vllm_runner.driver import PAGE, Generation, prompt_of, run, step
+from tests.vllm_runner.driver import PAGE, Generation, prompt_of, run, step, untimed
 from tests.vllm_runner.driver import load as load_runner
 from tests.vllm_runner.test_cluster import SETTINGS, WIDE
 
@@ -207,7 +207,7 @@ def test_a_prompt_is_handed_over(dtype: str, makers: int, takers: int, runner: L
         slots.slot(0)[:] = b"\xff" * decode.layout.page_bytes  # FP8 has a NaN there
         decode.mover(verify=False).start([CopyIn(2, i, 0, page, 0) for i, page in enumerate(range(20, 28))]).wait()
         copies = [CopyIn(3, i, 10 + i, 20 + i, checksum) for i, checksum in enumerate(copied.checksums)]
-        assert into.start(copies).wait() == CopiedIn(3, (0, 1, 2), ())
+        assert untimed(into.start(copies).wait()) == CopiedIn(3, (0, 1, 2), ())
         into.start([CopyOut(4, i, 20 + i, 20 + i) for i in range(3)])  # type: ignore[arg-type]
         handed = Generation(prompt, range(20, 28))
         handed.chunk(3 * PAGE)  # takes the pages

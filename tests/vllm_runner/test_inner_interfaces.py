@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,9 @@ import torch
 pytest.importorskip("vllm")
 
 from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, compiling, draw, extension
-from engine.vllm_runner.bring_up import _page_bytes, engine_arguments
+from engine.vllm_runner.bring_up import _page_bytes, bring_up, engine_arguments
 from engine.vllm_runner.child_environment import child_environment
+from engine.vllm_runner.device_memory import LACKS
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import CPU_HEADS, CPU_PAGE, Installation
@@ -148,6 +150,15 @@ def test_the_order_of_the_bring_up():
     assert places == sorted(places)
 
 
+def test_what_vllm_says_where_memory_is_lacking():
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.worker import gpu_worker, utils
+
+    said = " ".join(inspect.getsource(module) for module in (kv_cache_utils, gpu_worker, utils))
+    joined = "".join(re.split(r'"\s+f?"', said))  # texts over several lines
+    assert [text for text in LACKS if text not in joined] == []
+
+
 def test_what_is_read_and_replaced_in_the_model_runners():
     from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu import input_batch, model_runner
@@ -189,6 +200,24 @@ def test_how_the_first_model_runner_calls_its_sampler():
     assert parameters(draw.FirstDraw.__call__) == ["logits", "sampling_metadata"]
     assert {field.name for field in dataclasses.fields(SamplerOutput)} >= {"sampled_token_ids", "logprobs_tensors"}
     assert list(calls_of_the_sampler(GPUModelRunner._sample)) == [([], {"logits", "sampling_metadata"})]
+
+
+def test_our_draw_is_what_vllms_profile_measures():
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    rows = torch.rand(6, 8)
+    runner: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(multimodal_config=None)),
+        model=SimpleNamespace(compute_logits=lambda hidden: hidden), device=torch.device("cpu"),
+        sampler=SimpleNamespace(logprobs_mode="raw_logprobs"), input_batch=SimpleNamespace(req_ids=[]),
+        speculative_config=None,
+    )  # fmt: skip
+    runner.sampler = ours = draw.FirstDraw(runner)
+    made = GPUModelRunner._dummy_sampler_run.__wrapped__(runner, rows)
+    assert made.sampled_token_ids.shape == (6, 1)
+    assert len(ours.drawn) == 6
+    order = inspect.getsource(bring_up)
+    assert order.index('"baton_take_draws"') < order.index("determine_available_memory()")
 
 
 def test_how_the_second_model_runner_calls_its_sampler():

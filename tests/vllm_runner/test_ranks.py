@@ -29,7 +29,7 @@ from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests import checkpoints
 from tests.support import workload
 from tests.support.eventually import eventually
-from tests.vllm_runner.driver import PAGE, Generation, agree, load, prompt_of, run, step
+from tests.vllm_runner.driver import PAGE, Generation, agree, load, prompt_of, run, step, untimed
 
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::4]
 SEEDED = TokenDraw(temperature=0.9, top_p=0.95, seed=77)
@@ -116,20 +116,20 @@ def test_a_prompt_is_handed_over_between_degrees(
     step(prefill, Chunk(prompt[: 3 * PAGE], 0, [9, 3, 4]))
     copied = out.start([CopyOut(1, i, page, 10 + i) for i, page in enumerate([9, 3, 4])]).wait()
     heads = prefill.layout.num_kv_heads
-    assert copied == CopiedOut(1, 0, tuple(page_checksum(arena.slot(slot), heads) for slot in (10, 11, 12)))
+    assert untimed(copied) == CopiedOut(1, 0, tuple(page_checksum(arena.slot(slot), heads) for slot in (10, 11, 12)))
     torch.frombuffer(arena.slot(0), dtype=torch.float32).fill_(float("nan"))
     into.start(
         [CopyIn(2, i, 0, page, page_checksum(arena.slot(0), heads)) for i, page in enumerate(range(20, 28))]
     ).wait()
     copies = [CopyIn(3, i, 10 + i, 20 + i, checksum) for i, checksum in enumerate(copied.checksums)]
-    assert into.start(copies).wait() == CopiedIn(3, (0, 1, 2), ())
+    assert untimed(into.start(copies).wait()) == CopiedIn(3, (0, 1, 2), ())
     one = Generation(prompt, range(20, 28))
     one.chunk(3 * PAGE)  # takes the pages
     one.computed = 3 * PAGE
     run(decode, [one], 20)
     assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
     arena.slot(11)[-5] ^= 1  # the last rank's
-    assert into.start(copies).wait() == CopiedIn(3, (0, 2), (1,))
+    assert untimed(into.start(copies).wait()) == CopiedIn(3, (0, 2), (1,))
 
 
 def test_pages_of_two_ranks_are_those_of_one_up_to_rounding(runner: Loaded, arena: Arena) -> None:

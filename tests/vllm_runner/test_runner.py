@@ -36,6 +36,7 @@ from tests.vllm_runner.driver import (
     run,
     run_ahead,
     step,
+    untimed,
 )
 from worker.calibration import calibrate
 
@@ -178,7 +179,7 @@ def test_a_prompt_is_handed_over(paths: Callable[[str], Path], runner: Loaded, a
     torch.frombuffer(arena.slot(0), dtype=torch.float32).fill_(float("nan"))
     wait(into.start([CopyIn(2, i, 0, page, 0) for i, page in enumerate(range(20, 28))]))
     copies = [CopyIn(3, i, 10 + i, 20 + i, checksum) for i, checksum in enumerate(copied.checksums)]
-    assert wait(into.start(copies)) == CopiedIn(3, (0, 1, 2), ())
+    assert untimed(wait(into.start(copies))) == CopiedIn(3, (0, 1, 2), ())
     one = Generation(prompt, range(20, 28))
     one.chunk(3 * PAGE)  # takes the pages
     one.computed = 3 * PAGE
@@ -186,7 +187,7 @@ def test_a_prompt_is_handed_over(paths: Callable[[str], Path], runner: Loaded, a
     expected, _ = checkpoints.reference(paths("llama")).generate(prompt, 20)
     assert [sampled.token for sampled in one.drawn] == expected
     arena.slot(11)[5] ^= 1
-    assert wait(into.start(copies)) == CopiedIn(3, (0, 2), (1,))
+    assert untimed(wait(into.start(copies))) == CopiedIn(3, (0, 2), (1,))
 
 
 def test_pages_have_the_form_that_their_layout_names(paths: Callable[[str], Path], runner: Loaded, arena: Arena):

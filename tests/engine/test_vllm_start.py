@@ -1,0 +1,220 @@
+"""vLLM's processes as they start and fail, without vLLM: a script stands for the child."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from baton.errors import DeviceLost, NotEnoughMemory, StartupError, UnsupportedModel
+from engine import numerics
+from engine.device import gpu_locks
+from engine.device.gpus import Gpu, VisibleGpus
+from engine.step.batch import Chunk
+from engine.vllm_runner import runner
+from engine.vllm_runner.device_memory import lacks_of_memory
+from engine.vllm_runner.runner import VllmRunner
+
+SHAPE = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "dtype": "float32", "form": "paired"}
+SHAPE |= {"computed_in": "float32", "vocab_size": 100, "max_positions": 512}
+
+ON_ONE_GPU = f"""
+import fcntl, json, sys, time
+from multiprocessing.connection import Connection
+import msgspec
+
+TOTAL, WEIGHTS, PAGE, MEETING = 1000, 100, 1, 3.0
+link, memory = Connection(int(sys.argv[1])), open(sys.argv[2], "r+")
+
+def used(more=0, starts=0):
+    '''What all processes have taken of the GPU's memory, and how many have started.'''
+    fcntl.flock(memory, fcntl.LOCK_EX)
+    memory.seek(0)
+    state = json.load(memory)
+    state = [state[0] + more, state[1] + starts]
+    memory.seek(0)
+    memory.truncate()
+    json.dump(state, memory)
+    memory.flush()
+    fcntl.flock(memory, fcntl.LOCK_UN)
+    return state
+
+load = msgspec.msgpack.decode(link.recv_bytes())
+free = TOTAL - used(starts=1)[0]
+until = time.monotonic() + MEETING
+while used()[1] % 2 and time.monotonic() < until:  # another may start now
+    time.sleep(0.02)
+taken, _ = used(WEIGHTS)
+while used()[0] < 2 * WEIGHTS and time.monotonic() < until:
+    time.sleep(0.02)
+pages = (int(load["memory_share"] * TOTAL) - (free - (TOTAL - used()[0]))) // PAGE
+used(pages * PAGE)
+answer = dict(type="Loaded", num_pages=pages, **{SHAPE!r})
+link.send_bytes(msgspec.msgpack.encode(answer))
+try:
+    link.recv_bytes()
+except EOFError:
+    pass
+"""
+"""Takes memory as vLLM does: what the GPU has lost since this process's start counts as this process's own."""
+
+REFUSES = """
+import sys
+from multiprocessing.connection import Connection
+import msgspec
+link = Connection(int(sys.argv[1]))
+link.recv_bytes()
+with open(sys.argv[2], "a") as tries:
+    tries.write("x")
+link.send_bytes(msgspec.msgpack.encode({"type": "Failed", "kind": sys.argv[3], "message": "No available memory"}))
+"""
+
+FAILS = f"""
+import sys
+import torch
+from engine.vllm_runner import child, messages
+
+class Accelerator(torch.AcceleratorError):
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.error_code = code
+
+ERRORS = dict(full=torch.OutOfMemoryError("CUDA out of memory"), full_later=Accelerator("out of memory", 2),
+              dead=Accelerator("illegal memory access", 700), bad=ValueError("a bad row"))
+
+class Child:
+    has_ranks = False
+
+    def __init__(self, order):
+        pass
+
+    def loaded(self):
+        return messages.Loaded(num_pages=8, **{SHAPE!r})
+
+    def carry_out(self, order):
+        raise ERRORS[sys.argv[2]]
+
+child.Child = Child
+child.main(int(sys.argv[1]))
+"""
+"""The child of vLLM's process with a model whose steps fail."""
+
+
+@pytest.fixture(autouse=True)
+def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpus = VisibleGpus((Gpu("H100", 2**36, "GPU-a"), Gpu("H100", 2**36, "GPU-b")))
+    for module in (runner, numerics):
+        monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`child(script, *arguments)`: what runs in vLLM's place."""
+
+    def take(script: str, *arguments: str | Path) -> None:
+        def launch(fd: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-c", script, str(fd), *map(str, arguments)]
+            return subprocess.Popen(command, pass_fds=[fd], env=environment, stdin=subprocess.DEVNULL)
+
+        monkeypatch.setattr(VllmRunner, "launch_child", staticmethod(launch))
+
+    return take
+
+
+def load(path: Path, device: str = "cuda", ranks: int = 1) -> VllmRunner:
+    return VllmRunner.load(
+        path, "auto", None, 16, max_rows=4, max_tokens=64, threads=1, device=device, memory_share=0.45, ranks=ranks
+    )
+
+
+def test_two_that_start_on_one_gpu_at_once_have_their_pages(
+    model: Path, child: Callable[..., None], tmp_path: Path
+) -> None:
+    memory = tmp_path / "memory"
+    memory.write_text(json.dumps([0, 0]))
+    child(ON_ONE_GPU, memory)
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(load, [model, model]))
+    for each in made:
+        each.close()
+    assert [each.num_pages for each in made] == [350, 350]
+    assert json.loads(memory.read_text())[0] == 900
+
+
+@pytest.mark.parametrize(("device", "tries"), [("cuda", "xx"), ("cpu", "x")])
+def test_too_little_memory_is_told_as_such_after_another_try_on_a_gpu(
+    device: str, tries: str, model: Path, child: Callable[..., None], tmp_path: Path
+) -> None:
+    child(REFUSES, tmp_path / "tries", NotEnoughMemory.reason)
+    with pytest.raises(NotEnoughMemory, match=r"too little memory for .* with pages of 16 tokens: No available memory"):
+        load(model, device)
+    assert (tmp_path / "tries").read_text() == tries
+    child(REFUSES, tmp_path / "others", "ValueError")
+    with pytest.raises(UnsupportedModel):
+        load(model, device)
+    assert (tmp_path / "others").read_text() == "x"
+
+
+def test_what_vllm_says_of_memory_is_no_lack_of_the_model() -> None:
+    said = "No available memory for the cache blocks. Try increasing", "Error in memory profiling. Initial free memory"
+    for error in (ValueError(said[0]), AssertionError(said[1])):
+        with pytest.raises(NotEnoughMemory), lacks_of_memory():
+            raise error
+    with pytest.raises(ValueError, match="rope"), lacks_of_memory():
+        raise ValueError("rope is unknown")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("full", torch.OutOfMemoryError),
+        ("full_later", torch.OutOfMemoryError),
+        ("dead", DeviceLost),
+        ("bad", RuntimeError),
+    ],
+)
+def test_what_a_step_on_a_gpu_ends_with(
+    error: str, told: type[Exception], model: Path, child: Callable[..., None]
+) -> None:
+    """Out of memory has the worker run smaller steps. A dead context ends the process: all later steps would fail."""
+    child(FAILS, error)
+    loaded = load(model)
+    with pytest.raises(told) as raised:
+        loaded.launch([Chunk([1], 0, [0])]).wait()
+    assert type(raised.value) is told
+    if told is DeviceLost:
+        with pytest.raises(DeviceLost):
+            loaded.check()
+    else:
+        loaded.check()
+    loaded.close()
+
+
+def test_all_gpus_of_the_ranks_are_locked_and_no_others(tmp_path: Path) -> None:
+    with gpu_locks.locked(["GPU-b", "GPU-a"], 0.0):
+        for gpu in ("GPU-a", "GPU-b"):
+            with pytest.raises(StartupError, match=f"loading a model on {gpu} for 0 s"), gpu_locks.locked([gpu], 0.0):
+                pass
+        with gpu_locks.locked(["GPU-c"], 0.0), gpu_locks.locked([], 0.0):
+            pass
+    with gpu_locks.locked(["GPU-a", "GPU-b"], 0.0):
+        pass
+    assert runner._gpus("cuda", 2) == ["GPU-a", "GPU-b"]
+    assert runner._gpus("cuda:1", 1) == ["GPU-b"]
+    assert not runner._gpus("cpu", 2)
