@@ -76,8 +76,8 @@ def _(
             continue
         heads = states.view(positions.numel(), -1, head_size)
         first, second = heads[..., :width].float(), heads[..., width : 2 * width].float()
-        heads[..., :width] = (first * cos - second * sin).to(states.dtype)
-        heads[..., width : 2 * width] = (second * cos + first * sin).to(states.dtype)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)  # before either is overwritten
+        heads[..., : 2 * width] = turned.to(states.dtype)
 
 
 @_operation(
@@ -119,3 +119,4 @@ for _name in (
     "cutlass_group_gemm_supported",
 ):  # fmt: skip
     setattr(torch.ops._C, _name, lambda capability: False)
+torch.ops._C_cuda_utils.get_max_shared_memory_per_block_device_attribute = lambda device: 227 * 1_024  # of Hopper
