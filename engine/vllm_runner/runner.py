@@ -200,13 +200,14 @@ class VllmRunner:
             kv_cache_dtype,
             exact,
             attention_backend,
+            _gpus(device, ranks),
         )
         fingerprint = _fingerprint(path)
         environment = child_environment(os.environ, device, threads, ranks, exact=exact)
         if not eager:
             environment |= compiling.environment(order.device)
         cards = tuple(one.card for one in adapters)
-        with gpu_locks.locked(_gpus(device, ranks), _PATIENCE):
+        with gpu_locks.locked(order.gpus, _PATIENCE):
             try:
                 return cls._start(order, environment, fingerprint, device, cards)
             except NotEnoughMemory as error:
