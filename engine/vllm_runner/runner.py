@@ -177,9 +177,8 @@ class VllmRunner:
         compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. With `exact`,
         the bits of a sequence depend on no other one and on no borders of chunks. No test has shown that on a GPU.
         On a GPU it waits while another process loads a model there (`engine.device.gpu_locks`). `attention_backend`
-        names one of vLLM's; empty means that vLLM chooses. Raises ModelError (UnsupportedModel where vLLM or this runner
-        can't serve the model), NotEnoughMemory, StartupError and
-        FolderUntrusted.
+        names one of vLLM's; empty means that vLLM chooses. Raises ModelError (UnsupportedModel where vLLM or this
+        runner can't serve the model), NotEnoughMemory, StartupError and FolderUntrusted.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
         order = Load(
