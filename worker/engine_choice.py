@@ -5,11 +5,14 @@
 - on a CPU our own wherever it knows the model: it is exact there, and faster;
 - on a GPU vLLM's where it can serve the model: our own engine has no fast kernels for GPUs;
 - the other one where only that can serve the model.
+
+All workers of a cluster have one engine, since pages of two engines never meet. So the rule looks at the devices of
+all roles. `baton up` applies it where all workers run on its machine, and sets `model.engine` for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +20,8 @@ from typing import Literal
 from baton.checkpoint_files import read_object
 from baton.config import Config
 from baton.errors import ConfigError, UnsupportedModel
+from baton.messages import WorkerRole
+from engine.device.gpus import VisibleGpus, resolve_device
 from engine.models.config import load_spec
 from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
 
@@ -62,17 +67,22 @@ def choose(facts: EngineFacts) -> EngineChoice:
     return EngineChoice(None, f"our own engine can't: {facts.native_lack}; vLLM's runner can't: {facts.vllm_lack}")
 
 
-def engine_facts(config: Config, path: Path, device: str, found: Installation | None) -> EngineFacts:
-    """Read the config of the checkpoint in `path` and return the facts. `device` is "cpu" or a CUDA device.
+def engine_facts(config: Config, path: Path, devices: Collection[str], found: Installation | None) -> EngineFacts:
+    """Read the config of the checkpoint in `path` and return the facts. `devices`, of all roles: "cpu" or CUDA devices.
 
     Raises ModelError for a checkpoint without a readable config.
     """
     ranks = _most_ranks(config)
     raw, held = read_object(path / "config.json"), config.model.kv_cache_dtype
-    vllm = problem(found, raw, config.pages.page_size, device, ranks, held)
+    lacks = [problem(found, raw, config.pages.page_size, device, ranks, held) for device in devices]
+    vllm = next(filter(None, lacks), "")
+    if len({device.partition(":")[0] for device in devices}) > 1:
+        vllm = vllm or "its pages on a GPU have another form than those on a CPU, and roles differ in their devices"
     if config.pages.recompute_share:
         vllm = vllm or "pages.recompute_share is set, and only our own engine compares pages"
-    return EngineFacts(config.model.engine, _setting_lack(config) or native_lack(path), vllm, on_gpu=device != "cpu")
+    return EngineFacts(
+        config.model.engine, _setting_lack(config) or native_lack(path), vllm, on_gpu=set(devices) != {"cpu"}
+    )
 
 
 def _setting_lack(config: Config) -> str:
@@ -91,10 +101,18 @@ def native_lack(path: Path) -> str:
     return ""
 
 
-def engine_of(config: Config, path: Path, device: str) -> EngineChoice:
-    """Return the engine that serves the checkpoint in `path` on this machine. Raises UnsupportedModel if none can,
+def devices_of(config: Config, found: VisibleGpus) -> Mapping[WorkerRole, str]:
+    """Return the devices of the roles that the cluster begins with, as they are on this machine. A CUDA device need not
+    be here: workers of that role may run elsewhere."""
+    roles: Sequence[WorkerRole] = ("prefill", "decode") if config.cluster.prefill else ("decode",)
+    devices: dict[WorkerRole, str] = {role: config.device_of(role) for role in roles}
+    return {role: resolve_device(each, found) if each == "auto" else each for role, each in devices.items()}
+
+
+def engine_of(config: Config, path: Path, devices: Collection[str]) -> EngineChoice:
+    """Return the engine that serves the checkpoint in `path` on these devices. Raises UnsupportedModel if none can,
     ConfigError if vLLM's runner can't and `model.engine` or another setting asks for it."""
-    choice = choose(engine_facts(config, path, device, Installation.find()))
+    choice = choose(engine_facts(config, path, devices, Installation.find()))
     if choice.engine is None:
         if config.model.engine == "vllm" or _setting_lack(config):
             raise ConfigError(f"model.engine is {config.model.engine}, and {choice.why}")

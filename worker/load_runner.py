@@ -22,7 +22,7 @@ from engine.vllm_runner import compiling
 from engine.vllm_runner.pages import asked_of_vllm, largest_page
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.layout import PageLayout
-from worker.engine_choice import engine_of
+from worker.engine_choice import devices_of, engine_of
 from worker.pool_size import CudaMemory, await_memory, fitting_pages, pool_pages
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,9 @@ def load(config: Config, role: WorkerRole) -> Runner:
     """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError, NotEnoughMemory, or
     StartupError for a CUDA device that is not here or a process that ends too early."""
     path = hub.resolve(config.model.path, say=log.info)
-    device = resolve_device(config.device_of(role), visible_gpus())
-    choice = engine_of(config, path, device)
+    gpus = visible_gpus()
+    device = resolve_device(config.device_of(role), gpus)
+    choice = engine_of(config, path, {device, *devices_of(config, gpus).values()})
     log.info("the engine is %s: %s", choice.engine, choice.why)
     return _vllm(config, role, device) if choice.engine == "vllm" else _native(config, role)
 

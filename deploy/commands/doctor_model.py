@@ -56,7 +56,7 @@ def examine_model(config: Config, model: str) -> ModelReport:
     Raises ModelNotFound if it is not on this machine, ModelError for a config that can't be read, and StartupError for
     a device that is not here.
     """
-    from worker.engine_choice import choose, engine_facts  # imports torch
+    from worker.engine_choice import choose, devices_of, engine_facts  # imports torch
 
     preflight.check_model(model)
     path = hub.resolve(model, say=err.print) if model in named.MODELS else hub.cached(model)
@@ -67,8 +67,9 @@ def examine_model(config: Config, model: str) -> ModelReport:
     path = path.resolve()
     gpus = visible_gpus()
     device = resolve_device(config.device_of("decode"), gpus)
+    devices = {device, *devices_of(config, gpus).values()}
     raw, installed = read_object(path / "config.json"), Installation.find()
-    facts = engine_facts(config, path, device, installed)
+    facts = engine_facts(config, path, devices, installed)
     choice = choose(facts)
     spec = _spec(path)
     report = checkpoint.examine(config, path, [(choice.engine, device)] if choice.engine else [])

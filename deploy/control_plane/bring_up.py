@@ -54,8 +54,9 @@ def bring_up(
             preflight.check(config, say)
             made_keys = not named and not config.cluster.key_path.exists()
             config = _settle(config, say)
-            for note in checkpoint.check(config):
-                say(f"note: {note}")
+            config, told = checkpoint.check(config)
+            for each in told:
+                say(each)
             _compile_kernels(config, say)
         try:
             with interruptible():

@@ -18,7 +18,6 @@ from baton.checkpoint_files import read_object, text_settings
 from baton.config import Config
 from baton.errors import BatonError, ModelError
 from baton.hosts import is_loopback
-from baton.messages import WorkerRole
 from engine.device.gpus import resolve_device, visible_gpus
 from router.frontend.chat.template import ChatTemplate
 from router.frontend.chat.template_process import environment
@@ -50,29 +49,30 @@ def examine(config: Config, path: Path, engines: Sequence[tuple[Literal["native"
     return report
 
 
-def check(config: Config) -> Sequence[str]:
-    """Check the checkpoint in `model.path`, a directory, for all workers. Return what is odd. Raises the first problem.
+def check(config: Config) -> tuple[Config, Sequence[str]]:
+    """Check the checkpoint in `model.path`, a directory, for all workers. Return the configuration with the engine that
+    all of them have, and what is to be told. Raises the first problem.
 
     Where workers may run on other machines, their engine is not known here. If it is not set, of the weights only the
     files are looked at.
     """
-    from worker.engine_choice import engine_of  # imports torch
+    from worker.engine_choice import devices_of, engine_of  # imports torch
 
     path = Path(config.model.path)
-    roles: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
-    engines: list[tuple[Literal["native", "vllm"], str]] = []
-    for role, count in roles:
-        if not is_loopback(config.router.host):
-            engines.append(("native" if config.model.engine == "native" else "vllm", "cpu"))
-        elif count:
-            device = resolve_device(config.device_of(role), visible_gpus())
-            choice = engine_of(config, path, device)
-            assert choice.engine is not None
-            engines.append((choice.engine, device))
-    report = examine(config, path, engines)
+    if not is_loopback(config.router.host):
+        report = examine(config, path, [("native" if config.model.engine == "native" else "vllm", "cpu")])
+        notes: Sequence[str] = ()
+    else:
+        gpus = visible_gpus()
+        devices = [resolve_device(device, gpus) for device in devices_of(config, gpus).values()]
+        choice = engine_of(config, path, devices)
+        assert choice.engine is not None
+        report = examine(config, path, [(choice.engine, device) for device in devices])
+        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, engine=choice.engine))
+        notes = [f"the engine is {'our own' if choice.engine == 'native' else 'vLLM'}: {choice.why}"]
     if report.problems:
         raise report.problems[0]
-    return report.notes
+    return config, [*notes, *(f"note: {note}" for note in report.notes)]
 
 
 def _template_notes(template: ChatTemplate | None) -> Sequence[str]:

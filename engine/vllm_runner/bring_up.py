@@ -8,17 +8,16 @@ warm-up.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from baton.errors import UnsupportedModel
+from engine.vllm_runner.device_memory import await_memory
 from engine.vllm_runner.lora_on_cpu import use_the_cpu
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.ranks import fork_ranks
 from engine.vllm_runner.requirements import Installation, wrong_version
 
 EXTENSION = "engine.vllm_runner.extension.BatonExtension"
-_PREDECESSOR, _POLL = 10.0, 0.25  # seconds
 _BLOCKWISE = "BHLNC"  # a block is one range, KV heads outermost. Kernels for CUDA take it, those for a CPU don't
 NULL_BLOCKS = 1  # vLLM keeps its first block for padding; page i is block i + 1
 
@@ -52,7 +51,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
         # Else vLLM measures what is free and refuses a model whose weights take more than `memory_share` of all memory.
         config.cache_config.kv_cache_memory_bytes = (order.num_pages + NULL_BLOCKS) * _page_bytes(config)
     elif order.device == "cuda":
-        _await_memory(order.memory_share)
+        await_memory(order.gpus, order.memory_share)
     if (heads := config.model_config.get_total_num_kv_heads()) % order.ranks:
         raise UnsupportedModel(
             f"{heads} KV heads can't be shared evenly by {order.ranks} ranks; lower tensor_parallel_size"
@@ -138,18 +137,6 @@ def engine_arguments(order: Load) -> dict[str, Any]:
     if order.num_pages is None:
         return arguments | {"max_model_len": -1}
     return arguments | {"num_gpu_blocks_override": order.num_pages + NULL_BLOCKS}
-
-
-def _await_memory(share: float) -> None:
-    """Wait until that part of the GPU is free: the driver gives a killed predecessor's memory back some time later."""
-    import torch
-
-    deadline = time.monotonic() + _PREDECESSOR
-    while time.monotonic() < deadline:
-        free, total = torch.cuda.mem_get_info()
-        if free >= share * total:
-            return
-        time.sleep(_POLL)
 
 
 def _page_bytes(config: Any) -> int:

@@ -4,10 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import importlib
+import logging
+import time
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from baton.errors import NotEnoughMemory
+
+log = logging.getLogger(__name__)
 
 LACKS = (
     "Free memory on device",
@@ -17,6 +22,29 @@ LACKS = (
     "Cannot auto-fit max_model_len",
 )
 """What vLLM's errors say where a device has too little memory, or another process took some while vLLM measured."""
+
+
+_PREDECESSOR, _POLL = 10.0, 0.25  # seconds
+
+
+def await_memory(gpus: Sequence[str], share: float) -> None:
+    """Wait until that part of each GPU is free: the driver gives a killed predecessor's memory back some time later.
+
+    NVML tells, which vLLM brings. To ask CUDA would leave a context of half a gigabyte on the first GPU, also where the
+    ranks are processes of their own.
+    """
+    nvml = importlib.import_module("vllm.third_party.pynvml")
+    deadline = time.monotonic() + _PREDECESSOR
+    try:
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByUUID(gpu) for gpu in gpus]
+        while time.monotonic() < deadline:
+            told = [nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
+            if all(memory.free >= share * memory.total for memory in told):
+                return
+            time.sleep(_POLL)
+    except nvml.NVMLError as error:
+        log.warning("can't tell how much memory of %s is free: %s", ", ".join(gpus), error)
 
 
 @contextmanager

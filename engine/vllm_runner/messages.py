@@ -162,6 +162,7 @@ class Load(Struct, frozen=True, tag=True):
     kv_cache_dtype: str = "auto"  # by vLLM's names
     exact: bool = True  # a row's bits must not depend on other rows
     attention_backend: str = ""  # by vLLM's names; empty: vLLM chooses
+    gpus: Sequence[str] = ()  # UUIDs of the ranks' GPUs
 
     @property
     def companion(self) -> bool:

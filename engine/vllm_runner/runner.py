@@ -178,8 +178,7 @@ class VllmRunner:
         the bits of a sequence depend on no other one and on no borders of chunks. No test has shown that on a GPU.
         On a GPU it waits while another process loads a model there (`engine.device.gpu_locks`). `attention_backend`
         names one of vLLM's; empty means that vLLM chooses. Raises ModelError (UnsupportedModel where vLLM or this
-        runner can't serve the model), NotEnoughMemory, StartupError and
-        FolderUntrusted.
+        runner can't serve the model), NotEnoughMemory, StartupError and FolderUntrusted.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
         order = Load(
@@ -200,13 +199,14 @@ class VllmRunner:
             kv_cache_dtype,
             exact,
             attention_backend,
+            _gpus(device, ranks),
         )
         fingerprint = _fingerprint(path)
         environment = child_environment(os.environ, device, threads, ranks, exact=exact)
         if not eager:
             environment |= compiling.environment(order.device)
         cards = tuple(one.card for one in adapters)
-        with gpu_locks.locked(_gpus(device, ranks), _PATIENCE):
+        with gpu_locks.locked(order.gpus, _PATIENCE):
             try:
                 return cls._start(order, environment, fingerprint, device, cards)
             except NotEnoughMemory as error:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from baton.config import load
 from bench import random_model
 from deploy.cli import app
 from deploy.commands import doctor_model
+from deploy.control_plane import checkpoint
 from engine.device.gpus import Gpu, VisibleGpus
 from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, requirements
 from engine.vllm_runner.requirements import Installation
@@ -160,3 +162,15 @@ def test_a_checkpoint_without_weights_or_with_a_strange_config(model: Path, doct
 def test_architectures_that_are_called_tested_have_a_checkpoint_in_the_tests():
     recipes = (*checkpoints.RECIPES.values(), *checkpoints.VLLM_RECIPES.values())
     assert {recipe.model.__name__ for recipe in recipes} == TESTED_ARCHITECTURES
+
+
+def test_a_cluster_of_one_machine_is_told_its_engine_and_why(model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its workers need not choose again. Those of other machines may have other packages."""
+    monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
+    monkeypatch.setattr(checkpoint, "visible_gpus", lambda: VisibleGpus(problem="none in a test"))
+    config = load(overrides={"model.path": str(model)})
+    chosen, told = checkpoint.check(config)
+    assert chosen.model.engine == "native"
+    assert told[0] == "the engine is our own: our own engine can serve the model, and it is exact and fast on a CPU"
+    elsewhere = load(overrides={"model.path": str(model), "router.host": "192.0.2.1", "api.insecure": True})
+    assert checkpoint.check(elsewhere)[0] == elsewhere

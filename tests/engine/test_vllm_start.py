@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from engine import numerics
 from engine.device import gpu_locks
 from engine.device.gpus import Gpu, VisibleGpus
 from engine.step.batch import Chunk
-from engine.vllm_runner import runner
+from engine.vllm_runner import device_memory, runner
 from engine.vllm_runner.device_memory import lacks_of_memory
 from engine.vllm_runner.runner import VllmRunner
 
@@ -204,6 +206,27 @@ def test_what_a_step_on_a_gpu_ends_with(
     else:
         loaded.check()
     loaded.close()
+
+
+def test_the_memory_of_all_ranks_is_awaited_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context of CUDA in the process that starts the ranks would stay."""
+    free = {"GPU-a": [90], "GPU-b": [10, 10, 90]}
+
+    def memory(gpu: str) -> SimpleNamespace:
+        return SimpleNamespace(total=100, free=free[gpu].pop(0) if len(free[gpu]) > 1 else free[gpu][0])
+
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=str, nvmlDeviceGetMemoryInfo=memory, NVMLError=OSError
+    )
+    monkeypatch.setitem(sys.modules, "vllm.third_party.pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.setattr(device_memory, "_POLL", 0.01)
+    device_memory.await_memory(["GPU-a", "GPU-b"], 0.8)
+    assert free["GPU-b"] == [90]
+    assert not torch.cuda.is_initialized()
+    monkeypatch.setattr(device_memory, "_PREDECESSOR", 0.05)
+    device_memory.await_memory(["GPU-a"], 0.95)  # vLLM says so then
+    nvml.nvmlDeviceGetHandleByUUID = os.stat  # fails, as for a GPU that NVML does not know
+    device_memory.await_memory(["GPU-a"], 0.95)
 
 
 def test_all_gpus_of_the_ranks_are_locked_and_no_others(tmp_path: Path) -> None:
