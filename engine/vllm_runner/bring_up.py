@@ -131,6 +131,8 @@ def engine_arguments(order: Load) -> dict[str, Any]:
             "max_cpu_loras": places,
             "max_lora_rank": order.max_lora_rank,
         }
+    if order.attention_backend:
+        arguments["attention_backend"] = order.attention_backend
     if order.ranks > 1:
         arguments["distributed_executor_backend"] = "mp"
     if order.num_pages is None:

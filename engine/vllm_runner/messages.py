@@ -161,6 +161,7 @@ class Load(Struct, frozen=True, tag=True):
     deadline: float = 60.0  # seconds that several ranks may take for an order
     kv_cache_dtype: str = "auto"  # by vLLM's names
     exact: bool = True  # a row's bits must not depend on other rows
+    attention_backend: str = ""  # by vLLM's names; empty: vLLM chooses
 
     @property
     def companion(self) -> bool:

@@ -166,6 +166,7 @@ class VllmRunner:
         deadline: float = 60.0,
         kv_cache_dtype: str = "auto",
         exact: bool = True,
+        attention_backend: str = "",
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
 
@@ -175,6 +176,7 @@ class VllmRunner:
         `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost. vLLM
         compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. With `exact`,
         the bits of a sequence depend on no other one and on no borders of chunks. No test has shown that on a GPU.
+        `attention_backend` names one of vLLM's; empty means that vLLM chooses.
         On a GPU it waits while another process loads a model there (`engine.device.gpu_locks`). Raises ModelError
         (UnsupportedModel where vLLM or this runner can't serve the model), NotEnoughMemory, StartupError and
         FolderUntrusted.
@@ -197,6 +199,7 @@ class VllmRunner:
             deadline,
             kv_cache_dtype,
             exact,
+            attention_backend,
         )
         fingerprint = _fingerprint(path)
         environment = child_environment(os.environ, device, threads, ranks, exact=exact)
