@@ -2,7 +2,7 @@
 
     python -m bench.gpu_bundle                               # .bundle: wheels, and vLLM's Python without its kernels
     python -m bench.gpu_bundle --into .bundle2 --parts fa3      # vLLM's FlashAttention 3 for Hopper
-    python -m bench.gpu_bundle --into .bundle2 --parts c1       # vLLM's other kernels, first half; then the same with c2
+    python -m bench.gpu_bundle --into .bundle2 --parts c1       # half of its other kernels; then the same with c2
 
 There, in the project's root and in a shell of its own:
 
@@ -41,8 +41,8 @@ _BATON = (
 )  # fmt: skip
 """Of the router, the workers, the store and their tests, pinned by constraints.txt."""
 _VLLM = (
-    "annotated-doc", "annotated-types", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2", "compressed-tensors",
-    "depyf", "dill", "distro", "fastapi", "httpcore2", "httpx2", "jiter", "loguru", "openai", "oss-harmony",
+    "annotated-doc", "annotated-types", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2",
+    "compressed-tensors", "depyf", "dill", "distro", "fastapi", "httpcore2", "httpx2", "jiter", "loguru", "openai", "oss-harmony",
     "partial-json-parser", "pybase64", "pydantic", "pydantic-core", "setproctitle", "truststore", "typing-extensions",
     "typing-inspection", "xgrammar",
 )  # fmt: skip
@@ -58,7 +58,7 @@ _INSTALL = """\
 site=${site:-/tmp/site}
 bundle=$(dirname "${BASH_SOURCE[0]}")
 if ls "$bundle"/*.whl > /dev/null 2>&1; then
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$bundle"/*.whl
+    python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" "$bundle"/*.whl
 fi
 mkdir -p "$site.parts" && cp "$bundle"/kernels.*.part "$site.parts" 2> /dev/null
 if [ -e "$site.parts/kernels.1.part" ] && [ -e "$site.parts/kernels.2.part" ]; then

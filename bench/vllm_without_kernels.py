@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 _compiled, _caches = torch.library.Library("_C", "FRAGMENT"), torch.library.Library("_C_cache_ops", "FRAGMENT")
 
@@ -25,14 +25,14 @@ def _operation(schema: str, library: torch.library.Library = _compiled) -> Calla
 
 def _gated(name: str, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
     @_operation(f"{name}(Tensor! result, Tensor input) -> ()")
-    def compute(result: torch.Tensor, input: torch.Tensor) -> None:  # noqa: A002 - vLLM's name
+    def compute(result: torch.Tensor, input: torch.Tensor) -> None:
         gate, up = input.chunk(2, -1)
         result.copy_(activation(gate) * up)
 
 
-_gated("silu_and_mul", F.silu)
-_gated("gelu_and_mul", F.gelu)
-_gated("gelu_tanh_and_mul", lambda gate: F.gelu(gate, approximate="tanh"))
+_gated("silu_and_mul", functional.silu)
+_gated("gelu_and_mul", functional.gelu)
+_gated("gelu_tanh_and_mul", lambda gate: functional.gelu(gate, approximate="tanh"))
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
@@ -42,12 +42,12 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> tor
 
 
 @_operation("rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()")
-def _(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:  # noqa: A002
+def _(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
     result.copy_(_normed(input, weight, epsilon))
 
 
 @_operation("fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()")
-def _(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:  # noqa: A002
+def _(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
     residual.copy_(input.float() + residual.float())
     input.copy_(_normed(residual, weight, epsilon))
 
