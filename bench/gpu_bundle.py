@@ -2,7 +2,7 @@
 
     python -m bench.gpu_bundle                               # .bundle: wheels, and vLLM's Python without its kernels
     python -m bench.gpu_bundle --into .bundle2 --parts fa3      # vLLM's FlashAttention 3 for Hopper
-    python -m bench.gpu_bundle --into .bundle2 --parts c1       # half of its other kernels; then the same with c2
+    python -m bench.gpu_bundle --into .bundle2 --parts c1       # half of the other kernels; then the same with c2
 
 There, in the project's root and in a shell of its own:
 
@@ -42,9 +42,9 @@ _BATON = (
 """Of the router, the workers, the store and their tests, pinned by constraints.txt."""
 _VLLM = (
     "annotated-doc", "annotated-types", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2",
-    "compressed-tensors", "depyf", "dill", "distro", "fastapi", "httpcore2", "httpx2", "jiter", "loguru", "openai", "oss-harmony",
-    "partial-json-parser", "pybase64", "pydantic", "pydantic-core", "setproctitle", "truststore", "typing-extensions",
-    "typing-inspection", "xgrammar",
+    "compressed-tensors", "depyf", "dill", "distro", "fastapi", "httpcore2", "httpx2", "jiter", "loguru", "openai",
+    "oss-harmony", "partial-json-parser", "pybase64", "pydantic", "pydantic-core", "setproctitle", "truststore",
+    "typing-extensions", "typing-inspection", "xgrammar",
 )  # fmt: skip
 """What importing vLLM and running a model takes besides."""
 _FOR = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
@@ -154,9 +154,8 @@ def _download(into: Path, wanted: Sequence[str]) -> list[Path]:
 
 def _needs(into: Path) -> list[str]:
     """What the wheels need that is not among them in a version that suits."""
-    held = {
-        canonicalize_name(name): version for name, version in (file.name.split("-")[:2] for file in into.glob("*.whl"))
-    }
+    parts = (file.name.split("-") for file in into.glob("*.whl"))
+    held = {canonicalize_name(name): version for name, version, *_ in parts}
     needs: set[str] = set()
     for file in into.glob("*.whl"):
         with zipfile.ZipFile(file) as wheel:

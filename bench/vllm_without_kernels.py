@@ -119,4 +119,6 @@ for _name in (
     "cutlass_group_gemm_supported",
 ):  # fmt: skip
     setattr(torch.ops._C, _name, lambda capability: False)
-torch.ops._C_cuda_utils.get_max_shared_memory_per_block_device_attribute = lambda device: 227 * 1_024  # of Hopper
+torch.ops._C_cuda_utils.get_max_shared_memory_per_block_device_attribute = lambda device: (
+    torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+)
