@@ -4,6 +4,8 @@ Python prefers a compiled module of this name, so this one is idle once that lie
 vLLM's kernels up to rounding, and it is slow: it is here to show that steps, pages and draws are right.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
