@@ -67,6 +67,7 @@ check: setup
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
 	$(BIN)/python .ci/english.py
+	$(BIN)/python .ci/size.py
 
 soak: setup
 	$(BIN)/python -m tests.soak

@@ -289,7 +289,6 @@ class DiskConfig(_Section, frozen=True):
 
     path: str = ""  # directory of the disk tier; each node takes a folder of its own name in it; "": none
     max_bytes: Bytes = Bytes(10 * 2**30)  # of one node
-    segment_bytes: Bytes = Bytes(64 * 2**20)  # one file
     admit_after: Positive = 2  # uses after which a page is written; 1: every page, also those used once
     queue_pages: Positive = 256  # waiting to be written; more are dropped
 

@@ -151,7 +151,7 @@ TABLE: Mapping[str, MetricSpec] = {
     "disk_writes_dropped": MetricSpec(
         "counter", "Pages not written to disk: no room, no time, or the disk has failed."
     ),
-    "disk_torn_records": MetricSpec("counter", "Records found at start whose writing was cut off."),
+    "disk_torn_records": MetricSpec("counter", "Pages found at start whose writing was cut off."),
     "store_misses": MetricSpec("counter", "Pages asked for that were not in the arena."),
     "store_calls": MetricSpec("counter", "Calls from workers.", ("call",)),
     "store_pages_awaited": MetricSpec("gauge", "Pages that a worker waits for."),

@@ -5,13 +5,14 @@
 
 The limit is one thread that writes, or reads, one file from end to end in blocks of 4 MiB, between the same memory and
 the same directory. Both sides keep the same rules: direct I/O where the file system has it, so that nothing comes from
-the page cache; where it has not, the cache is dropped before each reading; fdatasync before a writing counts as done.
-Only pages are counted as bytes, not the headers that the tier adds. Sides alternate, each first in turn.
+the page cache; where it has not, the cache is dropped before each reading; the file system is synced before a writing
+counts as done, although the tier does not wait for that. Sides alternate, each first in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import mmap
 import os
 import secrets
@@ -29,15 +30,13 @@ from typing import Literal
 from baton.config import Bytes, DiskConfig
 from bench import report
 from kvstore.checksum import page_checksum
-from kvstore.disk.files import takes_direct_io
+from kvstore.disk.file_names import BLOCK, footprint
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.interface import DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 from kvstore.disk.io_threads import DiskTier
-from kvstore.disk.orders import DeleteFolder, FolderDeleted
-from kvstore.disk.record_format import RecordLayout
 
 KV_HEADS = 8  # of a page: each is hashed on its own
-PAGE_SIZES = (128 * 2**10, 2**20)
+PAGE_SIZES = (128 * 2**10, 2 * 2**20)
 TARGET = 0.8
 
 _BLOCK = 4 * 2**20  # of raw access
@@ -68,11 +67,8 @@ def measure(directory: Path, page_bytes: int, size: int, runs: int) -> tuple[Spe
     with tempfile.TemporaryDirectory(prefix="baton-disk-", dir=directory) as name:
         folder = Path(name)
         setting = DiskConfig(path=name, max_bytes=Bytes(4 * size + 2**30))
-        layout = RecordLayout(page_bytes, KV_HEADS)
-        per_segment = (setting.segment_bytes - layout.header_bytes) // layout.record_bytes
-        segments = max(1, size // setting.segment_bytes)
-        memory = _Memory(page_bytes, segments * per_segment)
-        direct = takes_direct_io(folder) and layout.aligned
+        memory = _Memory(page_bytes, size // footprint(page_bytes))
+        direct = page_bytes % BLOCK == 0 and _takes_direct_io(folder)
         found: dict[str, list[float]] = {"tier write": [], "raw write": [], "tier read": [], "raw read": []}
         for run in range(runs + 1):
             sides: list[tuple[str, _Side]] = [
@@ -153,7 +149,7 @@ class _Raw(_Side):
         fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | self._flags, 0o600)
         for at, block in self._blocks():
             assert os.pwrite(fd, block, at) == len(block)
-        os.fdatasync(fd)
+        _sync(self._path.parent)
         seconds = time.perf_counter() - began
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
@@ -186,7 +182,6 @@ class _Tier(_Side):
         self._queue = setting.queue_pages
         self._index = DiskIndex(setting)
         self._tier = DiskTier(folder, memory.slot)
-        self._flushed = False
         self._ended: list[DiskOutcome] = []
         self._keys = [secrets.token_bytes(16) for _ in range(memory.pages)]
         self._carry_out(self._index.open(b"bench", memory.page_bytes, KV_HEADS))
@@ -203,9 +198,7 @@ class _Tier(_Side):
             self._room_for(start + len(batch))
             self._carry_out(self._index.write(batch))
         self._until(lambda: len(self._ended) == len(pages))
-        # The last segment is full: it is synced like the others, and what is ordered after that tells when.
-        self._tier.submit(DeleteFolder(1, "none"))
-        self._until(lambda: self._flushed)
+        _sync(self._folder)
         seconds = time.perf_counter() - began
         assert all(isinstance(ended, WriteEnded) and ended.intact for ended in self._ended)
         assert self._index.prefix(self._keys[:_CHAIN]) == min(_CHAIN, len(pages)), self._index.stats()
@@ -241,10 +234,23 @@ class _Tier(_Side):
         while not done():
             select.select([self._tier.fileno()], [], [])
             for event in self._tier.poll():
-                if isinstance(event, FolderDeleted):
-                    self._flushed = True
-                else:
-                    self._carry_out(self._index.handle(event))
+                self._carry_out(self._index.handle(event))
+
+
+def _takes_direct_io(folder: Path) -> bool:
+    """Whether files here can be opened to pass the page cache by."""
+    try:
+        os.close(os.open(folder / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the file system of a folder has written everything."""
+    fd = os.open(folder, os.O_RDONLY)
+    ctypes.CDLL(None).syncfs(fd)
+    os.close(fd)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,24 +8,24 @@ import runpy
 import sys
 import threading
 import time
-from collections.abc import Sequence
 
-from kvstore.disk.files import SegmentFiles
+from kvstore.disk.file_names import PageFile
+from kvstore.disk.files import PageFiles
 
 
 def slow_down(bytes_per_second: float, latency: float) -> None:
-    """From now on reads of segments in this process take that long; one is under way at a time."""
-    read = SegmentFiles.read
+    """From now on reads of pages in this process take that long; one is under way at a time."""
+    read = PageFiles.read
     device = threading.Lock()
 
-    def slowly(self: SegmentFiles, number: int, offset: int, buffers: Sequence[memoryview]) -> int:
+    def slowly(self: PageFiles, page: PageFile, room: memoryview) -> int:
         with device:
             began = time.monotonic()
-            size = read(self, number, offset, buffers)
+            size = read(self, page, room)
             time.sleep(max(0.0, began + latency + size / bytes_per_second - time.monotonic()))
             return size
 
-    SegmentFiles.read = slowly
+    PageFiles.read = slowly
 
 
 def main() -> None:

@@ -106,8 +106,7 @@ class ModelTiming(Struct, frozen=True, forbid_unknown_fields=True):
             "store.host_cache_bytes": self.host_cache_bytes,
         }
         if self.disk is not None:
-            segment = 64 * page_size * self.token_bytes
-            own |= {"disk.path": "simulated", "disk.max_bytes": self.disk.max_bytes, "disk.segment_bytes": segment}
+            own |= {"disk.path": "simulated", "disk.max_bytes": self.disk.max_bytes}
         config = load(None, {**own, **self.config, **overrides})
         if config.disk.path and self.disk is None:
             raise ConfigError(

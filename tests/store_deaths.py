@@ -39,7 +39,6 @@ SETTINGS: Mapping[str, object] = {
     "decode.kv_cache_bytes": 112 * PAGE_BYTES,
     "disk.admit_after": 1,
     "disk.max_bytes": "64MiB",
-    "disk.segment_bytes": "1MiB",
 }
 """Small tiers: none but the disk has room for all the pages of `documents`."""
 

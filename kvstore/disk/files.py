@@ -1,12 +1,17 @@
 """The disk tier's directory: whose it is, and the files in it.
 
-    <path>/<node>/                     0700, one store at a time
-        lock                           0600, locked for as long as the store lives
-        <namespace>-<page bytes>/      0700, one for each kind of page that was ever served
-            segment-00000000.kv        0600
+    <path>/<node>/                         0700, one store at a time
+        lock                               0600, locked for as long as the store lives
+        <namespace>-<page bytes>/          0700, one for each kind of page that was ever served
+            00/ … ff/                      0700, by the last byte of the key
+                <name>.kv                  0600, one page (`kvstore.disk.file_names`)
+                <name>.kv.tmp              a page that is being written, or whose writing was cut off
 
-Only what bears these names is ever read, counted or deleted; other files are left alone. Nothing here knows what a
-segment holds: that is `kvstore.disk.record_format`'s and `kvstore.disk.recovery_scan`'s.
+Only files with these names are ever read, counted or deleted. Other files are left alone.
+
+A page is written beside its place and then renamed, so a file with a page's name is whole when a process is killed.
+Nothing is synced. After a power loss the pages of the last seconds may be missing. If the file system kept a name but
+not all of its bytes, the file's size or the page's checksum shows it, and the page is computed again.
 """
 
 from __future__ import annotations
@@ -14,23 +19,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
+import logging
 import os
 import re
 import stat
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from baton.errors import StartupError
+from kvstore.disk.file_names import BLOCK, PAGE_NAME, UNFINISHED, FileNames, PageFile, footprint
 from kvstore.disk.orders import FoundFolder
-from kvstore.disk.record_format import BLOCK, RecordLayout, segment_header
 
-_SEGMENT = re.compile(r"segment-(\d{8})\.kv")
-_FOLDER = re.compile(r"(?:[0-9a-f]{2}){1,64}-[1-9]\d{0,11}")
-_PROBE = ".probe"
-_MOST_OPEN = 32  # files per thread
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_DIRECT_FROM = 2**20  # smaller files are written twice as fast through the page cache
+_FOLDER = re.compile(r"(?:[0-9a-f]{2}){1,64}-([1-9]\d{0,11})")
+_SPREAD = re.compile(r"[0-9a-f]{2}")
+_SEGMENT = re.compile(r"segment-\d{8}\.kv")  # of former releases
 
 
 class NodeDirectory:
@@ -38,6 +46,7 @@ class NodeDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.read_only = ""  # why nothing can be written
         self._lock = -1
         self.renew()
 
@@ -63,28 +72,46 @@ class NodeDirectory:
     def others(self, own: Path) -> list[FoundFolder]:
         """The folders of other kinds of pages, the one that was not used for longest first. Raises OSError."""
         found: list[tuple[float, FoundFolder]] = []
-        for folder in self.path.iterdir():
-            if folder == own or not _FOLDER.fullmatch(folder.name):
-                continue
-            info = folder.lstat()
-            if stat.S_ISDIR(info.st_mode):
-                size = sum(size for _, size in segment_files(folder))
-                found.append((info.st_mtime, FoundFolder(folder.name, size)))
+        for folder in self._folders():
+            if folder != own:
+                pages = sum(1 for _ in page_files(folder))
+                size = pages * footprint(int(folder.name.rpartition("-")[2]))
+                found.append((folder.lstat().st_mtime, FoundFolder(folder.name, size)))
         return [folder for _, folder in sorted(found)]
 
     def delete(self, name: str) -> None:
-        """Delete the segments in another kind's folder, and the folder if nothing else is in it. Raises OSError."""
+        """Delete the pages in another kind's folder, and the folder if nothing else is in it. Raises OSError."""
         folder = self.path / name
         with contextlib.suppress(FileNotFoundError):
-            for number, _ in segment_files(folder):
-                segment_path(folder, number).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # files that are not ours stay, and so does the folder
+            for entry in page_files(folder):
+                remove(entry.path)
+            with contextlib.suppress(OSError):  # files that are not ours stay, and so does their folder
+                for spread in sorted(folder.iterdir()):
+                    spread.rmdir()
+            with contextlib.suppress(OSError):
                 folder.rmdir()
+
+    def delete_segments(self) -> None:
+        """Delete the files of former releases, which nothing reads."""
+        removed = 0
+        with contextlib.suppress(OSError):
+            for file in [file for folder in self._folders() for file in folder.glob("segment-*.kv")]:
+                if _SEGMENT.fullmatch(file.name) and stat.S_ISREG(file.lstat().st_mode):
+                    file.unlink()
+                    removed += 1
+        if removed:
+            log.info("removed %d segment files of a former release below %s; their pages are lost", removed, self.path)
 
     def close(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def _folders(self) -> Iterator[Path]:
+        """The folders that are named like those of a kind of page."""
+        for folder in self.path.iterdir():
+            if _FOLDER.fullmatch(folder.name) and stat.S_ISDIR(folder.lstat().st_mode):
+                yield folder
 
     def _take_lock(self) -> None:
         path = self.path / "lock"
@@ -94,11 +121,13 @@ class NodeDirectory:
                     return
             self.close()
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        self.read_only = ""
         try:
             lock = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES):
                 raise
+            self.read_only = os.strerror(error.errno)
             lock = os.open(path, flags | os.O_RDONLY)  # a directory that can only be read is better than none
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,159 +141,98 @@ class NodeDirectory:
         self._lock = lock
 
 
-def segment_path(folder: Path, number: int) -> Path:
-    return folder / f"segment-{number:08d}.kv"
+def page_files(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """The entries of a kind's folder that are named like a page's file, finished or not. Raises OSError."""
+    with os.scandir(folder) as entries:
+        spreads = [each.path for each in entries if _SPREAD.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
+    for spread in spreads:
+        with os.scandir(spread) as entries:
+            for entry in entries:
+                named = PAGE_NAME.fullmatch(entry.name.removesuffix(UNFINISHED))
+                if named and entry.is_file(follow_symlinks=False):
+                    yield entry
 
 
-def segment_files(folder: Path) -> Iterator[tuple[int, int]]:
-    """Number and size of each regular file in `folder` that is named like a segment. Raises OSError."""
-    for path in folder.iterdir():
-        match = _SEGMENT.fullmatch(path.name)
-        if match is None:
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            info = path.lstat()
-            if stat.S_ISREG(info.st_mode):
-                yield int(match[1]), info.st_size
+class PageFiles:
+    """The pages of one namespace. Any thread may use it: two never write or delete the same page.
 
+    Where the file system takes it, bytes pass the page cache by: the arena is the cache, and its bytes go from and to
+    the disk without a copy."""
 
-def takes_direct_io(folder: Path) -> bool:
-    """Whether files here can be written past the page cache. Raises OSError when no file can be made at all."""
-    probe = folder / _PROBE
-    probe.unlink(missing_ok=True)
-    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
-    try:
-        fd = os.open(probe, flags | os.O_DIRECT, 0o600)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
+    def __init__(self, folder: Path, names: FileNames) -> None:
+        self.folder = folder
+        self._names = names
+        self._aligned = names.page_bytes % BLOCK == 0
+
+    def write(self, page: PageFile, content: memoryview) -> None:
+        """Make a page's file, which is there whole or not at all. Raises OSError."""
+        place = self._place(page)
+        beside = place + UNFINISHED
+
+        def put(fd: int) -> None:
+            done = 0
+            while done < len(content):
+                done += os.write(fd, content[done:])
+
+        try:
+            direct = self._aligned and len(content) >= _DIRECT_FROM
+            _opened(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, direct, put)
+            os.rename(beside, place)  # noqa: PTH104
+        except OSError:
+            with contextlib.suppress(OSError):
+                remove(beside)
             raise
-        probe.unlink(missing_ok=True)  # some kernels make the file before they refuse
-        os.close(os.open(probe, flags, 0o600))
-        probe.unlink()
-        return False
+
+    def read(self, page: PageFile, room: memoryview) -> int:
+        """Fill `room` with a page, and return how many bytes of it there were. Raises OSError."""
+
+        def get(fd: int) -> int:
+            done = 0
+            while done < len(room) and (more := os.readv(fd, [room[done:]])):
+                done += more
+            return done
+
+        return _opened(self._place(page), os.O_RDONLY, self._aligned, get)
+
+    def delete(self, page: PageFile) -> None:
+        """Remove a page's file, if it is there. A read that has begun is not disturbed. Raises OSError."""
+        remove(self._place(page))
+
+    def make_folders(self) -> None:
+        """Make the folders of all files, where they are missing. Raises OSError."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        for spread in range(256):
+            (self.folder / f"{spread:02x}").mkdir(mode=0o700, exist_ok=True)
+
+    def _place(self, page: PageFile) -> str:
+        return f"{self.folder}/{self._names.name(page)}"
+
+
+def remove(path: str) -> None:
+    """Delete a file, if it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # noqa: PTH108
+
+
+def _opened(path: str, flags: int, direct: bool, use: Callable[[int], T]) -> T:
+    """Open a file, use it and close it, by direct I/O if that is wanted and works here."""
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+    if direct:
+        try:
+            return _used(path, flags | os.O_DIRECT, use)
+        except OSError as error:
+            # This file system, or this memory, is not what direct I/O asks for.
+            if error.errno != errno.EINVAL:
+                raise
+    return _used(path, flags, use)
+
+
+def _used(path: str, flags: int, use: Callable[[int], T]) -> T:
+    fd = os.open(path, flags, 0o600)
     try:
-        with mmap.mmap(-1, BLOCK) as block:
-            return os.pwrite(fd, block, 0) == BLOCK
-    except OSError as error:
-        return error.errno != errno.EINVAL  # a disk that is full may take direct I/O another time
+        result = use(fd)
+        if not flags & os.O_DIRECT:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # starts writing, and drops what is written
+        return result
     finally:
         os.close(fd)
-        probe.unlink()
-
-
-class SegmentFiles:
-    """The files of one namespace's segments, opened when they are needed. Each thread has its own; but any may make it
-    forget a segment that it does not use.
-
-    With `direct`, bytes pass the page cache by: the arena is the cache, and its bytes go from and to the disk without a
-    copy. Where that is refused for these buffers, the files are opened the usual way and dropped from the page cache
-    once they are done with."""
-
-    def __init__(self, folder: Path, layout: RecordLayout, namespace: bytes, direct: bool, writable: bool) -> None:
-        self.folder = folder
-        self._layout = layout
-        self._header = memoryview(mmap.mmap(-1, layout.header_bytes))
-        self._header[:] = segment_header(layout, namespace)
-        self._direct = direct and layout.aligned
-        self._access = os.O_RDWR if writable else os.O_RDONLY
-        self._fds: OrderedDict[int, int] = OrderedDict()
-        self._lock = threading.Lock()  # of _fds
-
-    def create(self, number: int) -> memoryview:
-        """Make the file of a segment, which must not be there yet, and return the header that it begins with."""
-        flags = os.O_CREAT | os.O_EXCL | self._access | os.O_NOFOLLOW
-        self._keep(number, os.open(segment_path(self.folder, number), self._flags(flags), 0o600))
-        return self._header
-
-    def read(self, number: int, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill `buffers` from one place on, and return how many bytes there were. Raises OSError."""
-        total = sum(map(len, buffers))
-        done = self._retried(os.preadv, number, offset, buffers)
-        while 0 < done < total:
-            more = self._retried(os.preadv, number, offset + done, _rest(buffers, done))
-            if not more:
-                break
-            done += more
-        if not self._direct:
-            os.posix_fadvise(self._fd(number), offset, total, os.POSIX_FADV_DONTNEED)
-        return done
-
-    def write(self, number: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write all of `buffers` at one place. Raises OSError; then part of it may be written."""
-        total = sum(map(len, buffers))
-        done = self._retried(os.pwritev, number, offset, buffers)
-        while done < total:
-            more = self._retried(os.pwritev, number, offset + done, _rest(buffers, done))
-            if not more:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            done += more
-
-    def finish(self, number: int) -> None:
-        """Nothing will be written to a segment any more. Raises OSError when it did not reach the disk."""
-        fd = self._fds.get(number)
-        if fd is None:
-            return
-        try:
-            os.fdatasync(fd)
-            if not self._direct:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            self.forget(number)
-
-    def forget(self, number: int) -> None:
-        with self._lock:
-            fd = self._fds.pop(number, None)
-        if fd is not None:
-            os.close(fd)
-
-    def close(self) -> None:
-        for number in list(self._fds):
-            self.forget(number)
-
-    def _retried(
-        self,
-        call: Callable[[int, Sequence[memoryview], int], int],
-        number: int,
-        offset: int,
-        buffers: Sequence[memoryview],
-    ) -> int:
-        try:
-            return call(self._fd(number), buffers, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not self._direct:
-                raise
-        # These buffers, or this file system, are not what direct I/O asks for.
-        self._direct = False
-        self.close()
-        return call(self._fd(number), buffers, offset)
-
-    def _fd(self, number: int) -> int:
-        with self._lock:
-            fd = self._fds.get(number)
-            if fd is not None:
-                self._fds.move_to_end(number)
-                return fd
-        flags = self._flags(self._access | os.O_NOFOLLOW)
-        return self._keep(number, os.open(segment_path(self.folder, number), flags))
-
-    def _keep(self, number: int, fd: int) -> int:
-        with self._lock:
-            self._fds[number] = fd
-            oldest = next(iter(self._fds))
-            full = len(self._fds) > _MOST_OPEN
-        if full:
-            self.forget(oldest)
-        return fd
-
-    def _flags(self, flags: int) -> int:
-        return flags | os.O_CLOEXEC | (os.O_DIRECT if self._direct else 0)
-
-
-def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of `buffers` after their first `done` bytes."""
-    rest: list[memoryview] = []
-    for buffer in buffers:
-        if done < len(buffer):
-            rest.append(buffer[done:])
-        done = max(0, done - len(buffer))
-    return rest

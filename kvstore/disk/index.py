@@ -1,17 +1,17 @@
-"""What is on disk, where, what may be written and what goes: the disk tier's mind. Its hands are
-`kvstore.disk.io_threads`.
+"""What is on disk, what may be written and what goes: the disk tier's mind. Its hands are `kvstore.disk.io_threads`.
 
     write ──Write──▶ threads ──Written──▶ readable ──read──▶ Read ──▶ PagesRead ──▶ ReadEnded
                                              │ evicted, corrupt, or its parent went
                                              ▼
-                                       dead bytes in its segment ──cleaned──▶ room
+                                          Delete ──▶ Deleted: its bytes are room again
 
 Pages on disk are closed under prefix, as everywhere: a page is written only after its parent, and a page that goes
 takes its subtree along. A page is *readable* once it and all before it are written. Being on its way or being read
-protects a page and its prefix from eviction; a record that is read protects its segment from deletion.
+protects a page and its prefix from eviction.
 
 Nothing here waits. A page that can't be written now is not written; a disk that fails is left alone for a while, and
-what it has is read for as long as that works. After a restart evicted pages may be back: they are what their keys name.
+what it has is read for as long as that works. Each file counts as the bytes that it takes on the disk, from the order
+to write it until it has been deleted. Pages go before the room is used up, so that the next writes find some.
 
 Pure: calls and events in, orders and outcomes out. Time comes with `tick`.
 """
@@ -22,38 +22,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from baton.config import DiskConfig
 from baton.messages import TierSpeed
+from kvstore.disk.file_names import MAX_NAMESPACE, PageFile, footprint
 from kvstore.disk.interface import DiskEvent, DiskOrder, DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 from kvstore.disk.orders import (
     Delete,
     Deleted,
     DeleteFolder,
-    Finish,
     FolderDeleted,
     Found,
-    Invalidate,
-    Move,
-    Moved,
-    MovePage,
     Open,
     Opened,
     OpenFailed,
     PagesRead,
     Read,
     ReadFinished,
-    ReadPage,
-    Scanned,
-    Trouble,
+    SlotPage,
     Write,
-    WritePage,
     Written,
 )
 from kvstore.disk.page_index import DiskPages, StoredPage
-from kvstore.disk.record_format import MAX_NAMESPACE, RecordLayout
-from kvstore.disk.segments import Segment, Segments
 from kvstore.disk.stats import DiskCounters, DiskStats
 from kvstore.events.changes import CacheChange
 from kvstore.keys import START
@@ -62,22 +53,29 @@ from kvstore.load_or_recompute import SpeedMeter
 RETRY_SECONDS = 30.0
 """How long a disk that has failed is left alone."""
 
+_RESERVE = 8  # one part in so many is kept free for the pages that come next, if the queue can take so many
+_FEWEST = 2 * _RESERVE  # pages that there must be room for
+
 
 class _Coming(NamedTuple):
-    """A record that is being written: from a slot, or from another segment, where its place is."""
+    """A page that is being written."""
 
     page: StoredPage
-    key: bytes
     slot: int
-    source: tuple[Segment[StoredPage], int] | None
 
 
 class _Reading(NamedTuple):
     key: bytes
     slot: int
     page: StoredPage
-    segment: Segment[StoredPage]
-    record: int
+
+
+@dataclass(slots=True)
+class _Folder:
+    """Another namespace's."""
+
+    size: int  # bytes
+    state: Literal["idle", "deleting", "stuck"] = "idle"
 
 
 @dataclass(slots=True)
@@ -86,8 +84,11 @@ class _Outbox:
 
     orders: list[DiskOrder] = field(default_factory=list[DiskOrder])
     ended: list[DiskOutcome] = field(default_factory=list[DiskOutcome])
+    deletes: list[PageFile] = field(default_factory=list[PageFile])
 
-    def result(self) -> DiskResult:
+    def result(self, epoch: int) -> DiskResult:
+        if self.deletes:
+            self.orders.append(Delete(epoch, tuple(self.deletes)))
         return DiskResult(self.orders, self.ended)
 
 
@@ -106,19 +107,25 @@ class DiskIndex:
         self._hopeless = False  # no retry will help
         self._numbers = 0  # of reads
         self._out = _Outbox()
-        self._begin(RecordLayout(1, 1))
+        self._begin(1)
 
-    def _begin(self, layout: RecordLayout) -> None:
-        self._segments: Segments[StoredPage] = Segments(layout, self._settings.segment_bytes, self._settings.max_bytes)
+    def _begin(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._footprint = footprint(page_bytes)
+        self._limit = int(self._settings.max_bytes)
+        self._used = 0  # bytes of everything
+        self._going = 0  # of these, bytes of what is being deleted
+        self._folders: dict[str, _Folder] = {}
         self._pages.clear()
         self._open = False  # all that lies there is known
         self._accepting = False  # pages to write
         self._full = False  # why not
-        self._coming: dict[tuple[int, int], _Coming] = {}  # by segment and index
+        self._coming: dict[bytes, _Coming] = {}
+        self._deleting: set[bytes] = set()  # keys of files that are still there
+        self._stuck: list[PageFile] = []  # those of them that could not be deleted
         self._reads: dict[int, dict[int, _Reading]] = {}  # by number and place in the order
         self._read_bytes: dict[int, int] = {}  # by number: what has come well
-        self._writing = self._reading = 0
-        self._sequence = 1
+        self._reading = 0
 
     # --- what can be asked ------------------------------------------------------------------------------------------
 
@@ -142,8 +149,8 @@ class DiskIndex:
         return node.parent_key if node is not None else None
 
     def wants(self, key: bytes) -> bool:
-        """Whether `write` would take this page if there is room: it is neither here nor on its way."""
-        return self._accepting and key not in self._pages
+        """Whether `write` would take this page if there is room: its file is not here, nor on its way here or away."""
+        return self._accepting and not (key in self._pages or key in self._coming or key in self._deleting)
 
     def prefix(self, keys: Sequence[bytes], parent: bytes = START) -> int:
         """How many of the first `keys`, which follow `parent`, can be read now."""
@@ -161,11 +168,9 @@ class DiskIndex:
         return DiskStats(
             state=self._state(),
             pages=self._pages.readable,
-            bytes=self._segments.used,
-            live_bytes=self._segments.live_bytes,
-            segments=len(self._segments),
+            bytes=self._used,
             reading=self._reading,
-            writing=self._writing,
+            writing=len(self._coming),
             **asdict(self._count),
         )
 
@@ -174,49 +179,42 @@ class DiskIndex:
     def open(self, namespace: bytes, page_bytes: int, kv_heads: int) -> DiskResult:
         """Serve this namespace from now on. Nothing may be in flight for the caller, which reports the end of all
         pages of the last one itself."""
-        assert not self._writing
+        assert not self._coming
         assert not self._reading
         if not self._settings.path:
             return DiskResult()
         assert 0 < len(namespace) <= MAX_NAMESPACE
         assert page_bytes > 0
         self._namespace = (namespace, page_bytes, kv_heads)
-        self._reopen(namespace, page_bytes, kv_heads)
+        self._reopen(*self._namespace)
         self._pages.drain_events()
         return self._settled()
 
     def write(self, pages: Sequence[DiskPage]) -> DiskResult:
         """Take those pages that can be taken; parents first. Each ends in one WriteEnded, now or later."""
-        run: list[WritePage] = []
-        last: tuple[Segment[StoredPage], int] | None = None
-        for page in pages:
-            place = self._admit(page)
-            if place is None:
-                self._out.ended.append(WriteEnded(page.key, page.slot))
-                continue
-            if last is not None and place[0] is not last[0]:
-                self._append(last, run)
-            run.append(WritePage(page.key, page.parent, page.checksum, self._sequence, page.slot))
-            self._sequence += 1
-            last = place
-        self._append(last, run)
+        order: list[SlotPage] = []
+        for each in pages:
+            file = PageFile(each.key, each.parent, each.checksum)
+            if self._admit(file, each.slot):
+                order.append(SlotPage(file, each.slot))
+            else:
+                self._out.ended.append(WriteEnded(each.key, each.slot))
+        if order:
+            self._out.orders.append(Write(self._epoch, tuple(order)))
         return self._settled()
 
     def read(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
         """Bring pages that can be read into these slots: (key, slot). Each ends in one ReadEnded."""
         self._numbers += 1
-        order: list[ReadPage] = []
+        order: list[SlotPage] = []
         reading: dict[int, _Reading] = {}
         for key, slot in pages:
             node = self._pages.find(key)
             if node is None:
                 self._out.ended.append(ReadEnded(key, slot, 0, ok=False))
                 continue
-            page = node.value
-            assert page.segment is not None
-            self._segments.read_began(page.segment)
-            reading[len(order)] = _Reading(key, slot, page, page.segment, page.record)
-            order.append(ReadPage(key, page.checksum, page.segment.number, page.record, slot))
+            reading[len(order)] = _Reading(key, slot, node.value)
+            order.append(SlotPage(node.value.file, slot))
         for each in reversed(reading.values()):  # the deepest first: it protects the others at one go
             self._pages.pin(each.page)
         if order:
@@ -240,7 +238,7 @@ class DiskIndex:
             self._retry_at = None
             if self._open:
                 self._accepting = True  # the state says failed until a write has succeeded
-                self._segments.retry()
+                self._try_deleting_again()
             else:
                 self._reopen(*self._namespace)
         return self._settled()
@@ -250,17 +248,10 @@ class DiskIndex:
         if getattr(event, "epoch", None) != self._epoch:
             return DiskResult()  # of a namespace that is served no more
         match event:
-            case Scanned():
-                self._scanned(event)
             case Found():
                 self._found(event)
-            case Opened(read_only=reason):
-                self._segments.all_found()
-                self._open = True
-                self._failure = ""
-                self._accepting = not reason
-                if reason:
-                    self._fail(reason)
+            case Opened():
+                self._opened(event)
             case OpenFailed(reason=reason):
                 self._fail(reason)
             case Written():
@@ -269,22 +260,10 @@ class DiskIndex:
                 self._pages_read(event)
             case ReadFinished():
                 self._read_finished(event)
-            case Moved():
-                self._moved(event)
-            case Deleted(segment=number, reason=reason):
-                if reason:
-                    self._segments.not_deleted(self._segments[number])
-                    self._fail(reason)
-                else:
-                    self._segments.deleted(self._segments[number])
+            case Deleted():
+                self._deleted(event)
             case FolderDeleted(name=name, reason=reason):
-                if reason:
-                    self._segments.folder_not_deleted(name)
-                    self._fail(reason)
-                else:
-                    self._segments.folder_deleted(name)
-            case Trouble(reason=reason):
-                self._fail(reason)
+                self._folder_deleted(name, reason)
             case _:
                 raise AssertionError(f"{type(event).__name__} is no event of the disk's threads")
         return self._settled()
@@ -292,93 +271,78 @@ class DiskIndex:
     # --- opening ------------------------------------------------------------------------------------------------------
 
     def _reopen(self, namespace: bytes, page_bytes: int, kv_heads: int) -> None:
-        layout = RecordLayout(page_bytes, kv_heads)
-        self._begin(layout)
+        self._begin(page_bytes)
         self._epoch += 1
         self._failure = ""
         self._retry_at = None
-        limit = self._settings.max_bytes
-        self._hopeless = self._segments.needed > limit
+        self._hopeless = _FEWEST * self._footprint > self._limit
         if self._hopeless:
-            self._fail(f"disk.max_bytes is {limit}, too little for pages of {page_bytes} bytes; raise it")
+            self._fail(f"disk.max_bytes is {self._limit}, too little for pages of {page_bytes} bytes; raise it")
         else:
-            self._out.orders.append(Open(self._epoch, namespace, page_bytes, kv_heads, limit))
+            self._out.orders.append(Open(self._epoch, namespace, page_bytes, kv_heads))
 
-    def _scanned(self, event: Scanned) -> None:
-        for segment in event.segments:
-            self._segments.found(*segment)
-        for folder in event.folders:
-            self._segments.found_folder(*folder)
-        self._sequence = event.next_sequence
+    def _found(self, event: Found) -> None:
+        pages = [StoredPage(file) for file in event.pages]
+        self._used += len(pages) * self._footprint
+        for page in pages:
+            if self._pages.can_follow(page.file.parent):
+                self._pages.plant(page)
+                self._pages.place(page)
+            else:  # its parent has turned out to be unreadable meanwhile
+                self._delete(page)
+        for page in pages:
+            self._pages.unpin(page)
+
+    def _opened(self, event: Opened) -> None:
+        for name, size in event.folders:
+            self._folders[name] = _Folder(size)
+            self._used += size
+        self._used += event.stray_bytes
         self._count.torn += event.torn
         self._count.corrupt += event.corrupt
         self._count.orphans += event.orphans
         self._count.duplicates += event.duplicates
-
-    def _found(self, event: Found) -> None:
-        pages: list[StoredPage] = []
-        for key, parent, checksum, number, record in event.records:
-            if key in self._pages or not self._pages.can_follow(parent):
-                continue  # its parent has turned out to be unreadable meanwhile
-            page = StoredPage(checksum)
-            page.segment, page.record = self._segments.revive(number, record, page), record
-            self._pages.plant(page, key, parent)
-            self._pages.placed(page)
-            pages.append(page)
-        for page in pages:
-            self._pages.unpin(page)
+        self._open = True
+        self._failure = ""
+        self._accepting = True
+        if event.read_only:
+            self._fail(event.read_only)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def _admit(self, page: DiskPage) -> tuple[Segment[StoredPage], int] | None:
-        """A place for a page, which is on its way from now on."""
-        if page.key in self._pages:
-            return None
-        place = None
-        room = self._writing < self._settings.queue_pages
-        if room and self._accepting and self._pages.can_follow(page.parent):
-            place = self._segments.append(moving=False)
-        if place is None:
+    def _admit(self, file: PageFile, slot: int) -> bool:
+        """Whether a page is taken; then it is on its way."""
+        if file.key in self._pages:
+            return False
+        queued = len(self._coming) < self._settings.queue_pages
+        room = self._used + self._footprint <= self._limit
+        if not (queued and room and self.wants(file.key) and self._pages.can_follow(file.parent)):
             self._count.dropped_writes += 1
-            return None
-        written = StoredPage(page.checksum)
-        self._pages.plant(written, page.key, page.parent)
-        self._coming[place[0].number, place[1]] = _Coming(written, page.key, page.slot, None)
-        self._writing += 1
-        return place
-
-    def _append(self, last: tuple[Segment[StoredPage], int] | None, run: list[WritePage]) -> None:
-        """Order the pages of a run, of which `last` is the last one's place, to be written."""
-        if last is None or not run:
-            return
-        segment, index = last
-        self._out.orders.append(Write(self._epoch, segment.number, index + 1 - len(run), tuple(run)))
-        run.clear()
-        if segment.state != "open":
-            self._out.orders.append(Finish(self._epoch, segment.number))
+            return False
+        page = StoredPage(file)
+        self._pages.plant(page)
+        self._coming[file.key] = _Coming(page, slot)
+        self._used += self._footprint
+        return True
 
     def _written(self, event: Written) -> None:
-        segment = self._segments[event.segment]
+        for key, outcome in event.outcomes:
+            page, slot = self._coming.pop(key)
+            self._out.ended.append(WriteEnded(key, slot, outcome != "damaged"))
+            if outcome == "ok":
+                self._count.written += 1
+                if page.node is None:
+                    self._delete(page)  # it was dropped meanwhile
+                else:
+                    self._pages.place(page)
+                    self._pages.unpin(page)
+            else:
+                self._count.damaged += outcome == "damaged"
+                self._used -= self._footprint
+                self._drop(page)
         if event.reason:
             self._fail(event.reason, event.full)
-        for index, intact in enumerate(event.intact, event.first):
-            page, key, slot, _ = self._coming.pop((event.segment, index))
-            self._writing -= 1
-            self._count.damaged += not intact
-            self._out.ended.append(WriteEnded(key, slot, intact))
-            if event.reason or not intact:
-                self._drop(page)
-                self._segments.came(segment, index, None)
-                continue
-            self._count.written += 1
-            if page.node is None:
-                self._segments.came(segment, index, None)
-                continue
-            page.segment, page.record = segment, index
-            self._segments.came(segment, index, page)
-            self._pages.placed(page)
-            self._pages.unpin(page)
-        if not event.reason and self._accepting:
+        elif self._accepting:
             self._failure = ""
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -386,123 +350,95 @@ class DiskIndex:
     def _pages_read(self, event: PagesRead) -> None:
         reading = self._reads[event.number]
         for place, outcome in event.outcomes:
-            key, slot, page, segment, index = reading.pop(place)
+            key, slot, page = reading.pop(place)
             self._reading -= 1
-            self._out.ended.append(ReadEnded(key, slot, page.checksum, outcome == "ok"))
+            self._out.ended.append(ReadEnded(key, slot, page.file.checksum, outcome == "ok"))
             if outcome == "ok":
                 self._count.read += 1
-                self._read_bytes[event.number] += self._segments.layout.page_bytes
+                self._read_bytes[event.number] += self._page_bytes
+            elif page.node is not None:
+                self._count.corrupt += outcome == "corrupt"
+                self._count.errors += outcome != "corrupt"
+            if outcome in ("ok", "busy"):
                 self._pages.unpin(page)
             else:
-                self._spoilt(page, segment, index, outcome == "corrupt")
-            self._segments.read_ended(segment)
+                self._drop(page)
 
     def _read_finished(self, event: ReadFinished) -> None:
         assert not self._reads.pop(event.number), "pages of a read have not been told of"
         size = self._read_bytes.pop(event.number)
         if size:
             # The rate is that of what came after the first page; of a read that came all at once, of all pages alike.
-            pages = size // self._segments.layout.page_bytes
+            pages = size // self._page_bytes
             self._meter.loaded(
                 event.first_seconds, max(event.seconds - event.first_seconds, event.seconds / pages), size
             )
-
-    def _spoilt(self, page: StoredPage, segment: Segment[StoredPage], index: int, corrupt: bool) -> None:
-        """A record could not be read: it goes, and what hangs from it."""
-        if corrupt:
-            self._count.corrupt += 1
-            self._out.orders.append(Invalidate(self._epoch, segment.number, index))
-        else:
-            self._count.errors += 1
-        self._drop(page)
 
     # --- making room --------------------------------------------------------------------------------------------------
 
     def _settled(self) -> DiskResult:
         """The end of every call: see to room, and hand over what the call has led to."""
-        self._delete()
         if self._open and (self._accepting or self._full):
             self._reclaim()
-            self._delete()
         out, self._out = self._out, _Outbox()
-        return out.result()
+        return out.result(self._epoch)
 
     def _reclaim(self) -> None:
-        """Start on what makes enough room: first records that can't be read, then sparse segments, then pages."""
-        while self._segments.short:
-            folder = self._segments.oldest_folder()
-            if folder is not None:
-                self._out.orders.append(DeleteFolder(self._epoch, folder))
-                continue
-            victim = self._segments.victim() if self._accepting else None
-            if victim is not None:
-                self._clean(victim)
+        """Start on what makes enough room: first folders of other namespaces, then pages."""
+        queue = self._settings.queue_pages * self._footprint
+        free = max(self._footprint, min(queue, self._limit // _RESERVE))
+        while self._used - self._going > self._limit - free:
+            name = next((name for name, folder in self._folders.items() if folder.state == "idle"), None)
+            if name is not None:
+                self._folders[name].state = "deleting"
+                self._going += self._folders[name].size
+                self._out.orders.append(DeleteFolder(self._epoch, name))
             elif self._pages.evictable:
                 self._evict()
             else:
                 return
 
-    def _delete(self) -> None:
-        self._out.orders.extend(Delete(self._epoch, segment.number) for segment in self._segments.deletable())
-
-    def _clean(self, victim: Segment[StoredPage]) -> None:
-        """Move what is live in `victim` to the end of the open segment."""
-        self._segments.clean(victim)
-        run: list[MovePage] = []
-        last: tuple[Segment[StoredPage], int] | None = None
-
-        def order() -> None:
-            assert last is not None
-            self._out.orders.append(Move(self._epoch, last[0].number, last[1] + 1 - len(run), tuple(run)))
-            run.clear()
-            if last[0].state != "open":
-                self._out.orders.append(Finish(self._epoch, last[0].number))
-
-        for index, page in sorted(victim.live.items(), key=_by_index):
-            place = self._segments.append(moving=True)
-            assert place is not None, "the room for cleaning was there"
-            assert page.node is not None
-            if last is not None and last[0] is not place[0]:
-                order()
-            node = page.node
-            run.append(MovePage(node.key, node.parent_key, page.checksum, self._sequence, victim.number, index))
-            self._sequence += 1
-            self._coming[place[0].number, place[1]] = _Coming(page, node.key, -1, (victim, index))
-            last = place
-        order()
-
-    def _moved(self, event: Moved) -> None:
-        segment = self._segments[event.segment]
-        if event.reason:
-            self._fail(event.reason, event.full)
-        for index, outcome in enumerate(event.outcomes, event.first):
-            page, _, _, source = self._coming.pop((event.segment, index))
-            assert source is not None
-            victim, old = source
-            if not event.reason and outcome != "ok":
-                self._spoilt(page, victim, old, outcome == "corrupt")
-            if event.reason or page.node is None:
-                self._segments.came(segment, index, None)
-            else:
-                self._segments.died(victim, old)
-                page.segment, page.record = segment, index
-                self._segments.came(segment, index, page)
-                self._count.cleaned_bytes += self._segments.layout.record_bytes
-            self._segments.left(victim)
-
     def _evict(self) -> None:
-        self._retire_record(self._pages.evict())
+        self._delete(self._pages.evict())
         self._count.evictions += 1
 
     def _drop(self, page: StoredPage) -> None:
+        """A page is not on the disk, or can't be read: it goes, and what hangs from it."""
         for each in self._pages.drop(page):
-            self._retire_record(each)
+            if each.placed:
+                self._delete(each)
 
-    def _retire_record(self, page: StoredPage) -> None:
-        """Retire a record whose page can't be found any more: it is dead, or will be when it is written."""
-        if page.segment is not None:
-            self._segments.died(page.segment, page.record)
-            page.segment = None
+    def _delete(self, page: StoredPage) -> None:
+        """Have the file of a page deleted that can't be found any more."""
+        self._deleting.add(page.file.key)
+        self._out.deletes.append(page.file)
+        self._going += self._footprint
+
+    def _deleted(self, event: Deleted) -> None:
+        self._going -= self._footprint * (len(event.deleted) + len(event.left))
+        self._used -= self._footprint * len(event.deleted)
+        self._deleting.difference_update(page.key for page in event.deleted)
+        if event.left:
+            self._stuck += event.left
+            self._fail(event.reason)
+
+    def _folder_deleted(self, name: str, reason: str) -> None:
+        folder = self._folders[name]
+        self._going -= folder.size
+        if reason:
+            folder.state = "stuck"
+            self._fail(reason)
+        else:
+            self._used -= folder.size
+            del self._folders[name]
+
+    def _try_deleting_again(self) -> None:
+        stuck, self._stuck = self._stuck, []
+        self._out.deletes += stuck
+        self._going += self._footprint * len(stuck)
+        for folder in self._folders.values():
+            if folder.state == "stuck":
+                folder.state = "idle"
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
@@ -512,12 +448,9 @@ class DiskIndex:
         self._failure = reason
         self._accepting = False
         self._full = full
-        if full:
-            self._segments.shrink()
+        if full:  # before the limit is reached: what is used now is the limit, but no less than such a part of it
+            self._limit = max(self._settings.max_bytes // _RESERVE, min(self._limit, self._used))
         self._retry_at = None
-        segment = self._segments.close_open()
-        if segment is not None:
-            self._out.orders.append(Finish(self._epoch, segment.number))
 
     def _state(self) -> str:
         if self._namespace is None:
@@ -526,25 +459,20 @@ class DiskIndex:
             return f"failed: {self._failure}"
         return "on" if self._open else "opening"
 
-    def validate(self, intact: Callable[[bytes, int, int], bool] = lambda key, segment, index: True) -> None:
-        """Check every invariant; for tests. `intact` says whether a record with this key is at its place."""
-        self._segments.validate()
-        assert self._segments.used <= self._settings.max_bytes or not self._coming
-        live = {(s.number, record): page for s in self._segments for record, page in s.live.items()}
+    def validate(self, intact: Callable[[PageFile], bool] = lambda page: True) -> None:
+        """Check every invariant; for tests. `intact` says whether a page's file is there."""
         placed = self._pages.validate()
         for key, page in placed.items():
-            assert page.segment is not None
-            assert live[page.segment.number, page.record] is page
-            assert intact(key, page.segment.number, page.record), "readable, but its record is not there"
-        assert len(placed) == len(live), "a record is live that no key leads to"
-        writes = sum(coming.source is None for coming in self._coming.values())
-        assert writes == self._writing <= self._settings.queue_pages
+            assert page.file.key == key
+            assert intact(page.file), "readable, but its file is not there"
+        away = len(self._deleting)
+        assert {page.key for page in self._stuck} <= self._deleting
+        assert not self._deleting & placed.keys()
+        assert not self._deleting & self._coming.keys(), "written and deleted at the same time"
+        assert not placed.keys() & self._coming.keys()
+        folders = sum(folder.size for folder in self._folders.values())
+        assert self._used >= self._footprint * (len(placed) + len(self._coming) + away) + folders
+        deleting = sum(folder.size for folder in self._folders.values() if folder.state == "deleting")
+        assert self._going == self._footprint * (away - len(self._stuck)) + deleting
+        assert len(self._coming) <= self._settings.queue_pages
         assert sum(map(len, self._reads.values())) == self._reading
-        for segment in self._segments:
-            assert segment.coming == sum(number == segment.number for number, _ in self._coming)
-            reading = [each for reads in self._reads.values() for each in reads.values() if each.segment is segment]
-            assert segment.reading == len(reading)
-
-
-def _by_index(item: tuple[int, StoredPage]) -> int:
-    return item[0]

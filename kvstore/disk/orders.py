@@ -1,12 +1,9 @@
 """What the disk's index asks the disk's threads to do, and what it hears back: `kvstore.disk.index` with
 `kvstore.disk.io_threads`.
 
-The index decides where every record goes, so the threads only carry out. Each order but `Finish` and `Invalidate` is
-answered, however it ends. A reason that is not empty says why it failed. `epoch` names one opening of one namespace,
-and events of an earlier epoch are dropped.
-
-Writes and moves to one segment are carried out in the order in which they were given; reads at any time. A segment is
-deleted only when no order that names it is left.
+Orders are carried out in any order and side by side. So the index never has two orders on their way that write or
+delete the same page. Each order is answered, however it ends. A reason that is not empty says why it failed. `epoch`
+names one opening of one namespace, and events of an earlier epoch are dropped.
 """
 
 # pyright: strict
@@ -16,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from kvstore.disk.file_names import PageFile
 from kvstore.disk.interface import DiskEvent, DiskOrder
 
 # --- orders -----------------------------------------------------------------------------------------------------------
@@ -23,111 +21,63 @@ from kvstore.disk.interface import DiskEvent, DiskOrder
 
 @dataclass(frozen=True, slots=True)
 class Open(DiskOrder):
-    """Lock the directory, if that is not done, and find out what lies in this namespace's folder: Scanned, Found …,
-    Opened; or OpenFailed. A file larger than `max_bytes` is none of ours."""
+    """Lock the directory, if that is not done, and list this namespace's folder: Found …, Opened; or OpenFailed."""
 
     epoch: int
     namespace: bytes
     page_bytes: int
     kv_heads: int
-    max_bytes: int
 
 
-class WritePage(NamedTuple):
-    key: bytes
-    parent: bytes
-    checksum: int
-    sequence: int
+class SlotPage(NamedTuple):
+    """A page of the disk, and the slot of the arena that its bytes come from or go to."""
+
+    page: PageFile
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Write(DiskOrder):
-    """Append these pages of the arena to a segment, from record `first` on; it is made when `first` is 0. Answered by
-    one Written or several, in order."""
+    """Write these pages. Answered by one Written or several."""
 
     epoch: int
-    segment: int
-    first: int
-    pages: tuple[WritePage, ...]
-
-
-class ReadPage(NamedTuple):
-    key: bytes
-    checksum: int
-    segment: int
-    record: int
-    slot: int
+    pages: tuple[SlotPage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Read(DiskOrder):
-    """Bring these pages into the arena, in any order: PagesRead …, then ReadFinished."""
+    """Bring these pages into the arena: PagesRead …, then ReadFinished."""
 
     epoch: int
     number: int
-    pages: tuple[ReadPage, ...]
-
-
-class MovePage(NamedTuple):
-    key: bytes
-    parent: bytes
-    checksum: int
-    sequence: int
-    segment: int
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Move(DiskOrder):
-    """Copy these records to the end of a segment, as for Write. Answered by one Moved or several, in order."""
-
-    epoch: int
-    segment: int
-    first: int
-    pages: tuple[MovePage, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Finish(DiskOrder):
-    """Nothing will be appended to this segment any more. Answered only by Trouble."""
-
-    epoch: int
-    segment: int
+    pages: tuple[SlotPage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Delete(DiskOrder):
-    """Delete a segment."""
+    """Delete the files of these pages. One that is not there counts as deleted."""
 
     epoch: int
-    segment: int
+    pages: tuple[PageFile, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteFolder(DiskOrder):
-    """Delete the segments of another namespace."""
+    """Delete the pages of another namespace."""
 
     epoch: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Invalidate(DiskOrder):
-    """Mark a record as holding no page, lest a restart find it again. Answered only by Trouble."""
-
-    epoch: int
-    segment: int
-    record: int
-
-
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-class FoundSegment(NamedTuple):
-    number: int
-    size: int  # bytes
-    records: int
+@dataclass(frozen=True, slots=True)
+class Found(DiskEvent):
+    """Some of the pages that lie there, each once, parents before children, otherwise oldest first."""
+
+    epoch: int
+    pages: tuple[PageFile, ...]
 
 
 class FoundFolder(NamedTuple):
@@ -136,42 +86,18 @@ class FoundFolder(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Scanned(DiskEvent):
-    """What lies in the directory. Folders are those of other namespaces, oldest first. What was left out of the records
-    that follow is counted: `torn` ones, whose writing was cut off; `corrupt` ones; `orphans`; `duplicates`."""
-
-    epoch: int
-    segments: tuple[FoundSegment, ...]
-    folders: tuple[FoundFolder, ...]
-    next_sequence: int
-    torn: int
-    corrupt: int
-    orphans: int
-    duplicates: int
-
-
-class FoundRecord(NamedTuple):
-    key: bytes
-    parent: bytes
-    checksum: int
-    segment: int
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Found(DiskEvent):
-    """Some of the records that lie there, each once, parents before children, otherwise oldest first."""
-
-    epoch: int
-    records: tuple[FoundRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Opened(DiskEvent):
-    """All records have been told of. A reason says why they can only be read."""
+    """All pages have been found. Folders are those of other namespaces, oldest first. Useless files were deleted and
+    are counted; `stray_bytes` is what could not be. `read_only` says why nothing can be written."""
 
     epoch: int
-    read_only: str
+    folders: tuple[FoundFolder, ...] = ()
+    stray_bytes: int = 0
+    torn: int = 0
+    corrupt: int = 0
+    orphans: int = 0
+    duplicates: int = 0
+    read_only: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,25 +106,27 @@ class OpenFailed(DiskEvent):
     reason: str
 
 
+WriteOutcome: TypeAlias = Literal["ok", "damaged", "failed"]
+
+
 @dataclass(frozen=True, slots=True)
 class Written(DiskEvent):
-    """These records are written, or, with a reason, none of them. `intact` says of each page whether it matched its
-    checksum; what did not is not on the disk. `full`: the reason is that there is no space."""
+    """How some pages of a Write went. A page is "damaged" if it did not match its checksum in the arena. `reason` says
+    why others failed; `full`: there is no space. Only pages that went well are on the disk."""
 
     epoch: int
-    segment: int
-    first: int
-    intact: tuple[bool, ...]
+    outcomes: tuple[tuple[bytes, WriteOutcome], ...]  # by key
     reason: str = ""
     full: bool = False
 
 
-ReadOutcome: TypeAlias = Literal["ok", "corrupt", "unreadable"]
+ReadOutcome: TypeAlias = Literal["ok", "corrupt", "unreadable", "busy"]
 
 
 @dataclass(frozen=True, slots=True)
 class PagesRead(DiskEvent):
-    """How some pages of a Read went: (place in the order, outcome)."""
+    """How some pages of a Read went: (place in the order, outcome). A page is "busy" if the process had no descriptor
+    or memory left for it: later it may be read."""
 
     epoch: int
     number: int
@@ -207,7 +135,7 @@ class PagesRead(DiskEvent):
 
 @dataclass(frozen=True, slots=True)
 class ReadFinished(DiskEvent):
-    """All pages of a Read have been told of. Seconds since it was given, until the first page and until the last."""
+    """All pages of a Read have been told of. Seconds since it was begun, until the first page and until the last."""
 
     epoch: int
     number: int
@@ -216,37 +144,19 @@ class ReadFinished(DiskEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Moved(DiskEvent):
-    """These records are copied, or, with a reason, none of them. An outcome that is not "ok" is that of reading the
-    original; there is no copy. `full`: the reason is that there is no space."""
-
-    epoch: int
-    segment: int
-    first: int
-    outcomes: tuple[ReadOutcome, ...]
-    reason: str = ""
-    full: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Deleted(DiskEvent):
+    """A Delete has ended. Those pages that could not be deleted, for this reason, are still there."""
+
     epoch: int
-    segment: int
+    deleted: tuple[PageFile, ...]
+    left: tuple[PageFile, ...] = ()
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderDeleted(DiskEvent):
-    """Its segments are gone, or, with a reason, some of them are still there."""
+    """Its pages are gone, or, with a reason, some of them are still there."""
 
     epoch: int
     name: str
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble(DiskEvent):
-    """A Finish or an Invalidate failed."""
-
-    epoch: int
-    reason: str

@@ -1,8 +1,8 @@
 """The pages on disk or on their way there, their order of eviction, and which of them are published.
 
 Pages are closed under prefix, as everywhere: each hangs from its parent, and one that goes takes its subtree along. A
-page is *placed* once its record is written, and *readable* once it and all before it are placed. A pin protects a page
-and its prefix from eviction. Where records lie in files, and what becomes of their bytes, is the index's to see to.
+page is *placed* once its file is written, and *readable* once it and all before it are placed. A pin protects a page
+and its prefix from eviction. What becomes of files and their bytes is the index's to see to.
 """
 
 # pyright: strict
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from kvstore.arena.eviction import LeafFirstLru
 from kvstore.arena.radix_tree import RadixNode, RadixTree
-from kvstore.disk.segments import Segment
+from kvstore.disk.file_names import PageFile
 from kvstore.events.changes import CacheChange, ChangeLog
 from kvstore.keys import START
 
@@ -21,12 +21,11 @@ from kvstore.keys import START
 class StoredPage:
     """A page that is written or being written. `node` is none once it can't be found any more."""
 
-    __slots__ = ("checksum", "node", "readable", "record", "segment")
+    __slots__ = ("file", "node", "placed", "readable")
 
-    def __init__(self, checksum: int) -> None:
-        self.checksum = checksum
-        self.segment: Segment[StoredPage] | None = None  # none while it is on its way
-        self.record = 0
+    def __init__(self, file: PageFile) -> None:
+        self.file = file
+        self.placed = False
         self.readable = False
         self.node: RadixNode[StoredPage] | None = None
 
@@ -69,13 +68,15 @@ class DiskPages:
         """Whether a page may hang from `parent`."""
         return parent == START or parent in self._tree
 
-    def plant(self, page: StoredPage, key: bytes, parent: bytes) -> None:
-        """Take on a page that is new and may follow `parent`. It is pinned once."""
+    def plant(self, page: StoredPage) -> None:
+        """Take on a page that is new and may follow its parent. It is pinned once."""
+        key, parent, _ = page.file
         page.node = self._tree.add(key, self._tree.find(parent) if parent != START else None, page)
         self._lru.insert(page.node)
 
-    def placed(self, page: StoredPage) -> None:
-        """Its record is written: if all before it can be read, so can it, and what waited below it."""
+    def place(self, page: StoredPage) -> None:
+        """Its file is written: if all before it can be read, so can it, and what waited below it."""
+        page.placed = True
         node = page.node
         assert node is not None
         if node.parent is not None and not node.parent.value.readable:
@@ -86,7 +87,7 @@ class DiskPages:
             here.value.readable = True
             self.readable += 1
             self._changes.stored(here.key, here.parent_key)
-            waiting.extend(child for child in here.children.values() if child.value.segment is not None)
+            waiting.extend(child for child in here.children.values() if child.value.placed)
 
     def pin(self, page: StoredPage) -> None:
         assert page.node is not None
@@ -145,9 +146,9 @@ class DiskPages:
         for node in self._tree.preorder():
             page = node.value
             assert page.node is node
-            assert page.readable == (page.segment is not None and (node.parent is None or node.parent.value.readable))
+            assert page.readable == (page.placed and (node.parent is None or node.parent.value.readable))
         assert self.readable == sum(node.value.readable for node in self._tree.preorder())
-        return {node.key: node.value for node in self._tree.preorder() if node.value.segment is not None}
+        return {node.key: node.value for node in self._tree.preorder() if node.value.placed}
 
     def _strike(self, node: RadixNode[StoredPage]) -> None:
         page = node.value

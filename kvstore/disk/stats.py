@@ -14,12 +14,11 @@ class DiskCounters:
     written: int = 0  # pages
     read: int = 0  # pages
     evictions: int = 0
-    cleaned_bytes: int = 0  # moved to make room
     dropped_writes: int = 0  # pages not taken: no room, no time, no disk
-    torn: int = 0  # records whose writing was cut off
-    corrupt: int = 0  # records that did not match their checksum
-    orphans: int = 0  # records found without those before them
-    duplicates: int = 0  # records found twice
+    torn: int = 0  # files whose writing was cut off
+    corrupt: int = 0  # files that did not match their checksum, or whose name did not
+    orphans: int = 0  # pages found without those before them
+    duplicates: int = 0  # pages found twice
     damaged: int = 0  # pages that did not match their checksum in the arena
     errors: int = 0  # orders that failed
 
@@ -31,15 +30,12 @@ class DiskStats:
     state: str  # "off", "opening", "on", "failed: reason"
     pages: int  # readable
     bytes: int  # of all files that are ours, those on their way included
-    live_bytes: int  # of these, records of pages
-    segments: int
     reading: int  # pages
     writing: int  # pages
 
     written: int
     read: int
     evictions: int
-    cleaned_bytes: int
     dropped_writes: int
     torn: int
     corrupt: int

@@ -9,58 +9,39 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from baton.config import Bytes, DiskConfig
 from kvstore.checksum import page_checksum
+from kvstore.disk.file_names import FileNames, PageFile, footprint
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.interface import DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
+from kvstore.disk.interface import DiskEvent, DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 from kvstore.disk.io_threads import DiskTier
-from kvstore.disk.orders import DiskOrder, Read, Write
-from kvstore.disk.record_format import RecordLayout
+from kvstore.disk.orders import Delete, Deleted, DeleteFolder, FolderDeleted
 from tests.kvstore.chains import key, keys, parent
 
 NAMESPACE = b"namespace 16 byt"
 KV_HEADS = 4  # of a page: each is hashed on its own
-SMALL = 1_000  # bytes of a page whose records are packed
-LARGE = 65_536  # whose records are aligned
+SMALL = 1_000  # bytes of a page that passes through the page cache
+LARGE = 65_536  # that does not, where the file system has direct I/O
 _PATIENCE = 20.0
-
-
-class CountingTier(DiskTier):
-    """Counts the orders that end without a word, such as Invalidate, and how many of them are done."""
-
-    def __init__(self, directory: Path, arena: Callable[[int], memoryview]) -> None:
-        self.orders = self.done = 0
-        super().__init__(directory, arena)
-
-    def submit(self, order: DiskOrder) -> None:
-        self.orders += not isinstance(order, Read | Write)
-        super().submit(order)
-
-    def _append(self, order: Any) -> None:
-        super()._append(order)
-        self.done += isinstance(order, DiskOrder)
 
 
 class Rig:
     """Pages are named by words, as in `tests.kvstore.chains`; what is in a page follows from its key."""
 
-    def __init__(
-        self, path: Path, page_bytes: int = SMALL, records: int = 4, segments: int = 16, slots: int = 64
-    ) -> None:
-        self.layout = RecordLayout(page_bytes, KV_HEADS)
-        full = self.layout.offset(records)
-        self.settings = DiskConfig(
-            path=str(path), segment_bytes=Bytes(full), max_bytes=Bytes(segments * full), queue_pages=32
-        )
+    def __init__(self, path: Path, page_bytes: int = SMALL, room: int = 64, slots: int = 64) -> None:
+        """`room`: for so many pages on the disk."""
+        self.page_bytes = page_bytes
+        self.settings = DiskConfig(path=str(path), max_bytes=Bytes(room * footprint(page_bytes)), queue_pages=32)
         self.path = path / "node"
         self.folder = self.path / f"{NAMESPACE.hex()}-{page_bytes}"
         self._slots = slots
         self._memory = memoryview(mmap.mmap(-1, slots * page_bytes))
         self.index = DiskIndex(self.settings)
-        self.tier = CountingTier(self.path, self.slot)
+        self.tier = DiskTier(self.path, self.slot)
         self.ended: list[DiskOutcome] = []
+        self.deleting = 0  # orders that have not been answered
 
     def __enter__(self) -> Self:
         return self.open()
@@ -71,15 +52,15 @@ class Rig:
         self.tier.close()
 
     def slot(self, number: int) -> memoryview:
-        size = self.layout.page_bytes
+        size = self.page_bytes
         return self._memory[number * size : (number + 1) * size]
 
     def content(self, name: bytes) -> bytes:
         block = blake2b(name).digest()
-        return (block * (self.layout.page_bytes // len(block) + 1))[: self.layout.page_bytes]
+        return (block * (self.page_bytes // len(block) + 1))[: self.page_bytes]
 
     def open(self) -> Self:
-        self.follow(self.index.open(NAMESPACE, self.layout.page_bytes, KV_HEADS))
+        self.follow(self.index.open(NAMESPACE, self.page_bytes, KV_HEADS))
         self.until(lambda: self.state != "opening")
         return self
 
@@ -89,8 +70,13 @@ class Rig:
 
     def follow(self, result: DiskResult) -> None:
         for order in result.orders:
+            self.deleting += isinstance(order, Delete | DeleteFolder)
             self.tier.submit(order)
         self.ended += result.ended
+
+    def hear(self, event: DiskEvent) -> None:
+        self.deleting -= isinstance(event, Deleted | FolderDeleted)
+        self.follow(self.index.handle(event))
 
     def until(self, done: Callable[[], bool]) -> None:
         end = time.monotonic() + _PATIENCE
@@ -98,18 +84,12 @@ class Rig:
             assert time.monotonic() < end, "the disk's threads do not answer"
             select.select([self.tier.fileno()], [], [], 0.05)
             for event in self.tier.poll():
-                self.follow(self.index.handle(event))
+                self.hear(event)
         self.index.validate()
 
     def settle(self) -> None:
-        """Until the threads have carried out every order, and nothing has happened for a moment after that."""
-        self.until(lambda: self.tier.done == self.tier.orders)
-        quiet = time.monotonic()
-        while time.monotonic() - quiet < 0.04:
-            if select.select([self.tier.fileno()], [], [], 0.02)[0]:
-                for event in self.tier.poll():
-                    self.follow(self.index.handle(event))
-                quiet = time.monotonic()
+        """Until all that was to be deleted is."""
+        self.until(lambda: not self.deleting)
 
     def pages(self, word: str) -> list[DiskPage]:
         pages: list[DiskPage] = []
@@ -131,7 +111,7 @@ class Rig:
         """Whether each page came, as it should be."""
         before = len(self.ended)
         for slot in range(len(names)):
-            self.slot(slot)[:] = bytes(self.layout.page_bytes)
+            self.slot(slot)[:] = bytes(self.page_bytes)
         self.follow(self.index.read([(name, slot) for slot, name in enumerate(names)]))
         self.until(lambda: len(self.ended) == before + len(names))
         came: dict[bytes, bool] = {}
@@ -154,8 +134,14 @@ class Rig:
             assert all(self.read(names[start : start + self._slots]).values())
         return {name.lstrip(b".").decode() for name in names}
 
-    def segments(self) -> list[Path]:
-        return sorted(self.folder.glob("segment-*.kv"))
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob("*/*.kv"))
+
+    def file(self, word: str) -> Path:
+        """The file of the last page of a word."""
+        name, above = key(word), parent(word, len(word) - 1)
+        page = PageFile(name, above, page_checksum(self.content(name), KV_HEADS))
+        return self.folder / FileNames(NAMESPACE, self.page_bytes).name(page)
 
 
 def prefixes(*words: str) -> set[str]:

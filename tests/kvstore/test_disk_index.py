@@ -18,20 +18,18 @@ from hypothesis.stateful import (
 )
 
 from baton.config import Bytes, DiskConfig
+from kvstore.disk.file_names import footprint
 from kvstore.disk.index import RETRY_SECONDS, DiskIndex
 from kvstore.disk.interface import DiskEvent, DiskPage, DiskResult, ReadEnded, WriteEnded
-from kvstore.disk.orders import Deleted, Moved, Open, OpenFailed, PagesRead, Written
-from kvstore.disk.record_format import RecordLayout
-from kvstore.disk.segments import Segment, Segments
+from kvstore.disk.orders import Deleted, Open, OpenFailed, PagesRead, Read, ReadOutcome, Written
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from tests.kvstore.chains import CHAINS, key, keys, parent
 from tests.kvstore.disk_fixtures import PaperDisk
 from tests.support.thorough import automaton
 
 PAGE = 1_000
-LAYOUT = RecordLayout(PAGE, 1)
-SEGMENT = LAYOUT.offset(4)
-SETTINGS = DiskConfig(path="disk", segment_bytes=Bytes(SEGMENT), max_bytes=Bytes(8 * SEGMENT), queue_pages=12)
+FILE = footprint(PAGE)
+SETTINGS = DiskConfig(path="disk", max_bytes=Bytes(32 * FILE), queue_pages=12)
 NAMESPACE = b"n" * 16
 FAULT = st.sampled_from(["", "", "", "full", "broken"])
 PICK = st.integers(0, 11)
@@ -42,7 +40,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.disk = PaperDisk(LAYOUT, folders={"aa-5": 2 * SEGMENT, "bb-6": SEGMENT})
+        self.disk = PaperDisk(PAGE, folders={"aa-5": 8 * FILE, "bb-6": 4 * FILE})
         self.now = 0.0
         self.slots = 0
         self.begin()
@@ -52,14 +50,19 @@ class DiskMachine(RuleBasedStateMachine):
         self.index = DiskIndex(SETTINGS)
         self.writes: Counter[tuple[bytes, int]] = Counter()
         self.reads: Counter[tuple[bytes, int]] = Counter()
+        self.asked: dict[int, list[tuple[bytes, int]]] = {}  # by number of the read
+        self.rubbish: set[tuple[bytes, int]] = set()  # reads that went wrong
         self.damaged: dict[bytes, bool] = {}
         self.told: dict[bytes, bytes] = {}
         self.spoilt = False  # something has just been found so
+        self.late: set[tuple[bytes, int]] = set()  # reads of pages that were found so; these may be written anew
         self.events: deque[DiskEvent] = deque()
         self.follow(self.index.open(NAMESPACE, PAGE, 1))
 
     def follow(self, result: DiskResult) -> None:
         for order in result.orders:
+            if isinstance(order, Read):
+                self.asked[order.number] = [(page.key, slot) for page, slot in order.pages]
             self.disk.submit(order)
         for ended in result.ended:
             match ended:
@@ -70,6 +73,7 @@ class DiskMachine(RuleBasedStateMachine):
                     self.reads[ended.key, ended.slot] -= 1
                     assert self.reads[ended.key, ended.slot] == 0, "a read ended that was not on its way"
                     assert not ended.ok or ended.checksum == hash(ended.key) % 2**64
+                    assert not ended.ok or (ended.key, ended.slot) not in self.rubbish, "the bytes of another page"
         for change in self.index.drain_events():
             match change:
                 case PagesStored(above, stored):
@@ -80,8 +84,9 @@ class DiskMachine(RuleBasedStateMachine):
                         above = each
                 case PagesRemoved(removed):
                     for each in removed:
-                        reading = sum(count for (name, _), count in self.reads.items() if name == each)
-                        assert self.spoilt or not reading, "evicted while it is being read"
+                        reading = {place for place, count in self.reads.items() if place[0] == each and count}
+                        assert self.spoilt or reading <= self.late, "evicted while it is being read"
+                        self.late |= reading
                         assert each not in self.told.values(), "removed before what is after it"
                         del self.told[each]
                 case PagesCleared():
@@ -89,13 +94,11 @@ class DiskMachine(RuleBasedStateMachine):
 
     def hear(self, events: list[DiskEvent]) -> None:
         for event in events:
-            match event:
-                case PagesRead():
-                    self.spoilt = any(outcome != "ok" for _, outcome in event.outcomes)
-                case Moved():
-                    self.spoilt = any(outcome != "ok" for outcome in event.outcomes)
-                case _:
-                    self.spoilt = False
+            self.spoilt = False
+            if isinstance(event, PagesRead):
+                bad = [self.asked[event.number][place] for place, outcome in event.outcomes if outcome != "ok"]
+                self.spoilt = bool(bad)
+                self.rubbish.update(bad)
             self.follow(self.index.handle(event))
         self.spoilt = False
 
@@ -155,14 +158,12 @@ class DiskMachine(RuleBasedStateMachine):
     # --- what the disk does -------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.disk.orders)
-    @rule(orders=st.integers(1, 6), pages=st.integers(1, 5), fault=FAULT)
-    def carry_out(self, orders: int, pages: int, fault: str) -> None:
+    @rule(orders=st.integers(1, 6), pages=st.integers(1, 5), fault=FAULT, pick=PICK)
+    def carry_out(self, orders: int, pages: int, fault: str, pick: int) -> None:
         for _ in range(orders):
             if not self.disk.orders:
                 return
-            opening = isinstance(self.disk.orders[0], Open)
-            damaged = frozenset() if opening else frozenset(self.damaged)
-            self.hear(self.disk.step(pages, fault, damaged))
+            self.hear(self.disk.step(pages, fault, frozenset(self.damaged), pick))
             fault = ""
 
     @rule()
@@ -175,22 +176,20 @@ class DiskMachine(RuleBasedStateMachine):
             if self.disk.orders:
                 self.hear(self.disk.step(pages, ""))
             if self.disk.reads:
-                self.hear(self.disk.read(0, pages, unreadable=False))
+                self.hear(self.disk.read(0, pages, None))
 
     @precondition(lambda self: self.disk.reads)
-    @rule(pick=PICK, pages=st.integers(1, 4), unreadable=st.sampled_from([False] * 7 + [True]))
-    def bring(self, pick: int, pages: int, unreadable: bool) -> None:
-        self.hear(self.disk.read(pick % len(self.disk.reads), pages, unreadable))
+    @rule(pick=PICK, pages=st.integers(1, 4), failure=st.sampled_from([None] * 7 + ["unreadable", "busy"]))
+    def bring(self, pick: int, pages: int, failure: ReadOutcome | None) -> None:
+        self.hear(self.disk.read(pick % len(self.disk.reads), pages, failure))
 
-    @precondition(lambda self: self.disk.segments)
-    @rule(pick=PICK, record=st.integers(0, 3))
-    def rot(self, pick: int, record: int) -> None:
-        segments = sorted(self.disk.segments)
-        segment = segments[pick % len(segments)]
-        if record in self.disk.segments[segment]:
-            self.disk.rot(segment, record)
+    @precondition(lambda self: self.disk.files)
+    @rule(pick=PICK)
+    def rot(self, pick: int) -> None:
+        files = sorted(self.disk.files.values())
+        self.disk.rotten.add(files[pick % len(files)])
 
-    @rule(written=st.integers(0, 3), unlucky=st.sampled_from([False, False, False, False, True]))
+    @rule(written=st.integers(0, 7), unlucky=st.sampled_from([False, False, False, False, True]))
     def kill(self, written: int, unlucky: bool) -> None:
         """Kill the store and start another."""
         if not unlucky or self.index.stats().state == "opening":
@@ -218,7 +217,6 @@ class DiskMachine(RuleBasedStateMachine):
         assert stats.reading == self.reads.total()
         assert self.disk.bytes <= SETTINGS.max_bytes, "more than is allowed"
         assert self.disk.bytes <= stats.bytes or stats.state == "opening"
-        assert stats.live_bytes <= stats.bytes
 
     def teardown(self) -> None:
         self.work(100)
@@ -233,27 +231,30 @@ TestDiskIndex = DiskMachine.TestCase
 # --- the invariants notice what is wrong ------------------------------------------------------------------------------
 
 
-def deletes_under_readers(self: Segments[object]) -> list[Segment[object]]:
-    dying = [segment for segment in self if segment.state == "dying"]
-    self._ready.clear()
-    for segment in dying:
-        segment.state = "deleting"
-    return dying
-
-
 def believes_failed_writes(original: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: DiskIndex, event: Written) -> None:
-        original(self, Written(event.epoch, event.segment, event.first, event.intact))
+        original(self, Written(event.epoch, tuple((key, "ok") for key, _ in event.outcomes)))
 
     return mutant
 
 
-def believes_corrupt_moves(original: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: DiskIndex, event: Moved) -> None:
-        outcomes = ("ok",) * len(event.outcomes)
-        original(self, Moved(event.epoch, event.segment, event.first, outcomes, event.reason, event.full))
+def believes_corrupt_reads(original: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: DiskIndex, event: PagesRead) -> None:
+        outcomes: list[tuple[int, ReadOutcome]] = [(place, "ok") for place, _ in event.outcomes]
+        original(self, PagesRead(event.epoch, event.number, tuple(outcomes)))
 
     return mutant
+
+
+def forgets_files_that_are_left(original: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: DiskIndex, event: Deleted) -> None:
+        original(self, Deleted(event.epoch, (*event.deleted, *event.left)))
+
+    return mutant
+
+
+def writes_before_the_old_file_is_gone(self: DiskIndex, key: bytes) -> bool:
+    return self._accepting and not (key in self._pages or key in self._coming)
 
 
 def evicts_parents_first(self: DiskIndex) -> None:
@@ -261,13 +262,13 @@ def evicts_parents_first(self: DiskIndex) -> None:
     self._drop(page)
 
 
-def appends_without_limit(original: Callable[..., object]) -> Callable[..., object]:
-    def mutant(self: Segments[object], moving: bool) -> object:
-        limit, self.max_bytes = self.max_bytes, 2**60
+def writes_without_limit(original: Callable[..., bool]) -> Callable[..., bool]:
+    def mutant(self: DiskIndex, *page: object) -> bool:
+        limit, self._limit = self._limit, 2**60
         try:
-            return original(self, moving)
+            return original(self, *page)
         finally:
-            self.max_bytes = limit
+            self._limit = limit
 
     return mutant
 
@@ -282,18 +283,19 @@ def forgets_to_end(original: Callable[..., None]) -> Callable[..., None]:
 
 
 MUTATIONS = {
-    "deletes under readers": lambda m: m.setattr(Segments, "deletable", deletes_under_readers),
-    "believes failed writes": lambda m: m.setattr(DiskIndex, "_written", believes_failed_writes(DiskIndex._written)),
-    "believes corrupt moves": lambda m: m.setattr(DiskIndex, "_moved", believes_corrupt_moves(DiskIndex._moved)),
-    "evicts what is being read": lambda m: m.setattr(DiskIndex, "_evict", evicts_parents_first),
-    "appends without limit": lambda m: m.setattr(Segments, "append", appends_without_limit(Segments.append)),
-    "forgets to end failed writes": lambda m: m.setattr(DiskIndex, "_written", forgets_to_end(DiskIndex._written)),
+    "believes failed writes": ("_written", believes_failed_writes(DiskIndex._written)),
+    "believes corrupt reads": ("_pages_read", believes_corrupt_reads(DiskIndex._pages_read)),
+    "evicts what is being read": ("_evict", evicts_parents_first),
+    "writes without limit": ("_admit", writes_without_limit(DiskIndex._admit)),
+    "forgets to end failed writes": ("_written", forgets_to_end(DiskIndex._written)),
+    "forgets files that are left": ("_deleted", forgets_files_that_are_left(DiskIndex._deleted)),
+    "writes before the old file is gone": ("wants", writes_before_the_old_file_is_gone),
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_invariants_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTATIONS[name](monkeypatch)
+    monkeypatch.setattr(DiskIndex, *MUTATIONS[name])
     caught = settings(
         max_examples=2_000, stateful_step_count=60, deadline=None, phases=[Phase.generate], database=None,
         derandomize=True, print_blob=False, report_multiple_bugs=False,
@@ -306,7 +308,7 @@ def test_the_invariants_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def opened(settings: DiskConfig = SETTINGS) -> tuple[DiskIndex, PaperDisk]:
-    index, disk = DiskIndex(settings), PaperDisk(LAYOUT)
+    index, disk = DiskIndex(settings), PaperDisk(PAGE)
     finish(index, disk, index.open(NAMESPACE, PAGE, 1))
     return index, disk
 
@@ -317,7 +319,7 @@ def finish(index: DiskIndex, disk: PaperDisk, result: DiskResult, fault: str = "
     for order in result.orders:
         disk.submit(order)
     while disk.orders or disk.reads:
-        events = disk.step(100, fault) if disk.orders else disk.read(0, 100, unreadable=False)
+        events = disk.step(100, fault) if disk.orders else disk.read(0, 100, None)
         for event in events:
             result = index.handle(event)
             ended += result.ended
@@ -372,12 +374,12 @@ def test_a_failed_disk_is_tried_again_and_read_meanwhile() -> None:
     ended = finish(index, disk, index.write(pages("ccc")), fault="broken")
     assert len(ended) == 3
     assert index.stats().state == "failed: broken"
-    assert not index.wants(key("c"))
+    assert not index.wants(key("cc"))
     assert finish(index, disk, index.read([(key("a"), 7)])) == [ReadEnded(key("a"), 7, hash(key("a")) % 2**64, ok=True)]
     index.tick(100.0)
-    assert not index.wants(key("c"))
+    assert not index.wants(key("cc"))
     index.tick(100.0 + RETRY_SECONDS)
-    assert index.wants(key("c"))
+    assert index.wants(key("cc"))
     finish(index, disk, index.write(pages("ccc")))
     assert index.stats().state == "on"
     assert index.has(key("ccc"))
@@ -396,7 +398,7 @@ def test_a_disk_that_fills_up_makes_a_smaller_tier() -> None:
     stats = index.stats()
     assert stats.state == "on"
     assert stats.evictions > 0
-    assert disk.bytes <= stats.bytes <= max(before + SEGMENT, 4 * SEGMENT)
+    assert disk.bytes <= stats.bytes <= before
 
 
 def test_a_directory_that_could_not_be_opened_is_tried_again() -> None:
@@ -412,9 +414,9 @@ def test_a_directory_that_could_not_be_opened_is_tried_again() -> None:
 
 
 def test_too_little_room_is_said_and_not_tried() -> None:
-    index = DiskIndex(DiskConfig(path="disk", max_bytes=Bytes(2_000)))
+    index = DiskIndex(DiskConfig(path="disk", max_bytes=Bytes(40_000)))
     assert not index.open(NAMESPACE, PAGE, 1).orders
-    assert index.stats().state.startswith("failed: disk.max_bytes is 2000")
+    assert index.stats().state.startswith("failed: disk.max_bytes is 40000")
     index.tick(0.0)
     assert not index.tick(1e9).orders
 
@@ -426,11 +428,11 @@ def test_another_namespace_starts_anew_and_old_events_are_nobodys() -> None:
     index.open(b"m" * 16, PAGE, 1)
     assert index.drain_events() == [], "whoever opened it anew tells of that"
     assert not index.has(key("a"))
-    assert index.handle(Deleted(1, 0)) == DiskResult()
+    assert index.handle(Deleted(1, ())) == DiskResult()
 
 
 def test_other_namespaces_go_first_when_room_is_needed() -> None:
-    index, disk = DiskIndex(SETTINGS), PaperDisk(LAYOUT, folders={"aa-5": 3 * SEGMENT, "bb-6": 3 * SEGMENT})
+    index, disk = DiskIndex(SETTINGS), PaperDisk(PAGE, folders={"aa-5": 13 * FILE, "bb-6": 13 * FILE})
     finish(index, disk, index.open(NAMESPACE, PAGE, 1))
     finish(index, disk, index.write(pages("abca")))
     assert list(disk.folders) == ["bb-6"]
@@ -445,28 +447,14 @@ def test_what_was_touched_goes_last() -> None:
         index.touch(keys("aaaa"))
     assert index.stats().evictions > 0
     assert index.prefix(keys("aaaa")) == 4
-    assert index.stats().cleaned_bytes > 0
 
 
-def test_cleaning_never_moves_more_than_it_wins() -> None:
-    index, disk = opened()
-    for number in range(300):
-        word = "".join("abc"[number // 3**place % 3] for place in range(4))
-        finish(index, disk, index.write(pages(word)))
-        if number % 5 == 0:
-            index.touch(keys("aaaa"))
-    stats = index.stats()
-    assert stats.evictions > 0
-    assert 0 < stats.cleaned_bytes <= stats.written * LAYOUT.record_bytes
-
-
-def test_a_slow_read_outlives_the_cleaning_of_its_segment() -> None:
+def test_a_page_that_is_read_slowly_is_not_evicted() -> None:
     index, disk = opened()
     finish(index, disk, index.write(pages("aaaa")))
     for order in index.read([(each, slot) for slot, each in enumerate(keys("aaaa"))]).orders:
         disk.submit(order)
-    assert len(disk.reads) == 1
-    for word in ("bbbb", "cccc", "caaa", "cbaa", "baaa", "bcaa"):
+    for word in ("bbbb", "cccc", "caaa", "cbaa", "baaa", "bcaa", "abbb", "acac", "bbaa"):
         result = index.write(pages(word))
         for order in result.orders:
             disk.submit(order)
@@ -475,8 +463,19 @@ def test_a_slow_read_outlives_the_cleaning_of_its_segment() -> None:
                 for order in index.handle(event).orders:
                     disk.submit(order)
         index.validate(disk.holds)
-    assert 0 in disk.segments
-    assert all(ended.ok for ended in finish(index, disk, DiskResult()) if isinstance(ended, ReadEnded))
+    assert index.stats().evictions > 0
+    ended = finish(index, disk, DiskResult())
+    assert [each.ok for each in ended if isinstance(each, ReadEnded)] == [True] * 4
+
+
+def test_a_page_that_there_was_no_descriptor_for_stays() -> None:
+    index, disk = opened()
+    finish(index, disk, index.write(pages("ab")))
+    (order,) = index.read([(key("a"), 7)]).orders
+    disk.submit(order)
+    ended = [each for event in disk.read(0, 1, "busy") for each in index.handle(event).ended]
+    assert [each.ok for each in ended if isinstance(each, ReadEnded)] == [False]
+    assert index.prefix(keys("ab")) == 2
 
 
 def test_the_speed_is_that_of_the_reads() -> None:

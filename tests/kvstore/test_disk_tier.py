@@ -8,31 +8,29 @@ import select
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvstore.disk import files, io_threads
+from kvstore.disk import files
+from kvstore.disk.files import PageFiles
 from kvstore.disk.index import RETRY_SECONDS
 from kvstore.disk.interface import WriteEnded
-from kvstore.disk.records import RecordReader, RecordWriter
 from tests.kvstore.chains import key, keys
 from tests.kvstore.disk_rig import KV_HEADS, LARGE, NAMESPACE, SMALL, Rig, prefixes
 
 pytestmark = pytest.mark.slow
 
-SIZES = pytest.mark.parametrize("page_bytes", [SMALL, LARGE, LARGE + 8])
+SIZES = pytest.mark.parametrize("page_bytes", [SMALL, LARGE, LARGE + 8, 2**20])
 
 
 @SIZES
 def test_what_is_written_is_read_back_also_by_the_next_store(tmp_path: Path, page_bytes: int) -> None:
     with Rig(tmp_path, page_bytes) as rig:
-        assert rig.write("abcabc", "abb", "cc") == [
-            *(WriteEnded(each, slot) for slot, each in enumerate(keys("abcabc"))),
-            *(WriteEnded(each, slot) for slot, each in enumerate(keys("abb"))),
-            *(WriteEnded(each, slot) for slot, each in enumerate(keys("cc"))),
-        ]
+        for word in ("abcabc", "abb", "cc"):
+            ended = sorted(rig.write(word), key=lambda each: each.slot)
+            assert ended == [WriteEnded(each, slot) for slot, each in enumerate(keys(word))]
         assert rig.readable() == prefixes("abcabc", "abb", "cc")
     with Rig(tmp_path, page_bytes) as rig:
         assert rig.state == "on"
@@ -45,16 +43,25 @@ def test_what_is_written_is_read_back_also_by_the_next_store(tmp_path: Path, pag
 
 
 def test_without_direct_io_it_works_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_threads, "takes_direct_io", lambda folder: False)
-    with Rig(tmp_path, LARGE) as rig:
+    real: Callable[..., int] = os.open
+    refused: list[str] = []
+
+    def refusing(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(files.os, "open", refusing)
+    with Rig(tmp_path, 2**20) as rig:
         rig.write("abc")
         assert rig.reads_all_of("abc")
+    assert len(refused) == 6
 
 
 def test_memory_that_direct_io_refuses_is_written_the_usual_way(tmp_path: Path) -> None:
-    with Rig(tmp_path, LARGE) as rig:
-        askew = memoryview(bytearray(64 * LARGE + 1))[1:]
-        rig._memory = askew
+    with Rig(tmp_path, 2**20) as rig:
+        rig._memory = memoryview(bytearray(64 * 2**20 + 1))[1:]
         rig.write("abc")
         assert rig.reads_all_of("abc")
 
@@ -93,42 +100,66 @@ def test_one_store_at_a_time(tmp_path: Path) -> None:
 
 
 def test_room_is_made_and_what_is_used_stays(tmp_path: Path) -> None:
-    with Rig(tmp_path, records=4, segments=8) as rig:
+    with Rig(tmp_path, room=32) as rig:
         rig.write("abc")
         for number in range(60):
             rig.write("".join("abc"[number // 3**place % 3] for place in range(4)) + "ab")
             rig.index.touch(keys("abc"))
             rig.settle()
-            size = sum(path.stat().st_size for path in rig.path.rglob("*"))
-            assert size <= rig.settings.max_bytes + 8 * 4_096  # the folders themselves
-        stats = rig.index.stats()
-        assert stats.evictions > 50
-        assert stats.cleaned_bytes > 0
+            assert len(rig.files()) == rig.index.stats().pages
+            assert rig.index.stats().bytes == 4_096 * len(rig.files()) <= rig.settings.max_bytes
+        assert rig.index.stats().evictions > 50
         here = rig.readable()
         assert prefixes("abc") <= here
-    with Rig(tmp_path, records=4, segments=8) as rig:
-        assert here <= rig.readable(), "what was moved has not been found again"
+    with Rig(tmp_path, room=32) as rig:
+        assert here == rig.readable(), "a page that was written has not been found again"
 
 
-def test_a_deleted_segment_gives_its_bytes_back(tmp_path: Path) -> None:
-    with Rig(tmp_path, LARGE, records=2, segments=8) as rig:
+def test_a_page_that_is_deleted_while_it_is_read_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.readv
+
+    def readv(fd: int, buffers: list[memoryview]) -> int:
+        Path(os.readlink(f"/proc/self/fd/{fd}")).unlink(missing_ok=True)  # noqa: PTH115
+        return real(fd, buffers)
+
+    with Rig(tmp_path, LARGE) as rig:
+        rig.write("abc")
+        monkeypatch.setattr(files.os, "readv", readv)
+        assert rig.reads_all_of("abc")
+        assert not rig.files()
+        assert rig.read([key("a")]) == {key("a"): False}
+        assert rig.index.stats().pages == 0
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    with Rig(tmp_path, LARGE, room=20) as rig:
         for number in range(12):
             rig.write("abc"[number % 3] + "abc"[number // 3 % 3] + "abc"[number // 9])
             rig.readable()
             rig.settle()
         # The descriptor that lists the folder is gone by the time it is looked at.
         names = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]  # noqa: PTH115
-        assert not [name for name in names if name.startswith(str(rig.path)) and name.endswith("(deleted)")]
+        assert [name for name in names if name.startswith(str(rig.path))] == [str(rig.path / "lock")]
+
+
+def test_without_a_descriptor_no_page_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Rig(tmp_path) as rig:
+        rig.write("abc")
+        with monkeypatch.context() as patch:
+            fail_opening(patch, errno.EMFILE, os.O_RDONLY)
+            assert not any(rig.read(keys("abc")).values())
+        assert rig.reads_all_of("abc")
 
 
 def test_other_namespaces_are_deleted_when_room_is_needed_and_foreign_files_never(tmp_path: Path) -> None:
-    with Rig(tmp_path, records=4, segments=8) as rig:
+    with Rig(tmp_path, room=32) as rig:
         rig.write("abcabc", "bbb")
-    with Rig(tmp_path, SMALL + KV_HEADS, records=4, segments=8) as other:
-        foreign = [other.path / "notes.txt", other.path / "aabb-7" / "notes.txt", other.folder / "segment-1.kv"]
-        foreign += [other.path / "AABB-7" / "segment-00000001.kv", other.path / "aabb" / "segment-00000001.kv"]
+        page = f"00/{rig.file('a').name}"
+    with Rig(tmp_path, SMALL + KV_HEADS, room=32) as other:
+        names = ["notes.txt", "aabb-7/notes.txt", "aabb-7/00/notes.kv", f"aabb/{page}", f"AABB-7/{page}"]
+        foreign = [other.path / name for name in names] + [other.folder / "00" / "notes.kv.tmp", other.folder / "0.kv"]
         for path in foreign:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("mine")
         assert other.index.stats().bytes == 0 or rig.folder.exists()
         for number in range(40):
@@ -141,33 +172,21 @@ def test_other_namespaces_are_deleted_when_room_is_needed_and_foreign_files_neve
 
 @SIZES
 def test_a_page_that_rots_is_found_dropped_and_not_found_again(tmp_path: Path, page_bytes: int) -> None:
-    with Rig(tmp_path, page_bytes, records=3) as rig:
+    with Rig(tmp_path, page_bytes) as rig:
         rig.write("abcabc")
-        flip(rig.segments()[0], rig.layout.offset(1) + rig.layout.header_bytes + page_bytes // 2)
+        flip(rig.file("ab"), page_bytes // 2)
         came = rig.read(keys("abcabc"))
         assert came == {each: each != key("ab") for each in keys("abcabc")}
         assert rig.index.prefix(keys("abcabc")) == 1
         assert rig.index.stats().corrupt == 1
         rig.settle()
-    with Rig(tmp_path, page_bytes, records=3) as rig:
+        assert rig.files() == [rig.file("a")]
+    with Rig(tmp_path, page_bytes) as rig:
         assert rig.readable() == {"a"}
-        assert rig.index.stats().corrupt == 0
-        assert rig.index.stats().orphans == 1  # the other segment has been deleted
+        stats = rig.index.stats()
+        assert (stats.corrupt, stats.orphans) == (0, 0)
         rig.write("abcabc")
         assert rig.readable() == prefixes("abcabc")
-
-
-def test_a_page_that_rots_before_it_is_moved_is_not_moved(tmp_path: Path) -> None:
-    with Rig(tmp_path, records=4, segments=8) as rig:
-        rig.write("ab", "bc")
-        flip(rig.segments()[0], rig.layout.offset(0) + 500)
-        for number in range(40):
-            rig.write("c" + "".join("abc"[number // 3**place % 3] for place in range(4)))
-            rig.index.touch(keys("ab"))
-            rig.settle()
-        assert rig.index.stats().corrupt == 1
-        assert rig.index.prefix(keys("ab")) == 0
-        rig.readable()
 
 
 def test_a_page_that_is_rubbish_in_the_arena_is_not_written(tmp_path: Path) -> None:
@@ -179,9 +198,10 @@ def test_a_page_that_is_rubbish_in_the_arena_is_not_written(tmp_path: Path) -> N
         assert rig.ended[1] == WriteEnded(key("ab"), 1, intact=False)
         assert rig.readable() == {"a"}
         assert rig.index.stats().damaged == 1
+        rig.settle()
     with Rig(tmp_path) as rig:
         assert rig.readable() == {"a"}
-        assert (rig.index.stats().orphans, rig.index.stats().corrupt, rig.index.stats().torn) == (1, 0, 0)
+        assert (rig.index.stats().orphans, rig.index.stats().corrupt, rig.index.stats().torn) == (0, 0, 0)
 
 
 class Faulty:
@@ -189,16 +209,13 @@ class Faulty:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         self.number = number
-        self._pwritev = os.pwritev
-        monkeypatch.setattr(files.os, "pwritev", self.pwritev)
+        self._write = os.write
+        monkeypatch.setattr(files.os, "write", self.write)
 
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def write(self, fd: int, content: memoryview) -> int:
         if not self.number:
-            return self._pwritev(fd, buffers, offset)
-        if offset % 2 == 0 and len(buffers) > 1 and self.number == errno.ENOSPC:
-            self.number = -errno.ENOSPC
-            return self._pwritev(fd, buffers[:1], offset)
-        self.number = abs(self.number)
+            return self._write(fd, content)
+        self._write(fd, content[: len(content) // 2 & -512])
         raise OSError(self.number, os.strerror(self.number))
 
 
@@ -208,13 +225,14 @@ def test_a_disk_that_can_not_be_written_is_read_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_bytes: int, number: int
 ) -> None:
     faulty = Faulty(monkeypatch, 0)
-    with Rig(tmp_path, page_bytes, records=16) as rig:
+    with Rig(tmp_path, page_bytes, room=128) as rig:
         rig.write("abc")
         faulty.number = number
         assert [ended.intact for ended in rig.write("bcabca")] == [True] * 6
         assert rig.state == f"failed: {os.strerror(number)}"
         assert rig.reads_all_of("abc")
         assert not rig.index.wants(key("b"))
+        assert not list(rig.folder.glob("*/*.tmp"))
         faulty.number = 0
         rig.follow(rig.index.tick(0.0))
         rig.follow(rig.index.tick(RETRY_SECONDS))
@@ -227,10 +245,10 @@ def test_a_disk_that_can_not_be_written_is_read_and_tried_again(
 
 def test_a_file_size_limit_of_the_process_is_a_failure_like_any_other(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
-    with Rig(tmp_path, records=8) as rig:
+    with Rig(tmp_path) as rig:
         old = resource.getrlimit(resource.RLIMIT_FSIZE)
         rig.write("abc")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (rig.layout.offset(3) + 100, old[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL // 2, old[1]))
         try:
             rig.write("bcb")
             assert rig.state == f"failed: {os.strerror(errno.EFBIG)}"
@@ -257,7 +275,7 @@ def test_a_directory_that_can_not_be_made_is_no_tier(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_removed_is_made_again(tmp_path: Path) -> None:
-    with Rig(tmp_path, records=2) as rig:
+    with Rig(tmp_path) as rig:
         rig.write("abcabc")
         for path in sorted(rig.path.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
@@ -271,6 +289,7 @@ def test_a_directory_that_is_removed_is_made_again(tmp_path: Path) -> None:
         assert (rig.path / "lock").exists()
         rig.settle()
         rig.read([name for name, _ in rig.index.pages()])
+        rig.settle()
         rig.write("aacc")
         assert rig.readable() <= prefixes("aacc", "bb", "cc", "abcabc")
         assert rig.reads_all_of("aacc")
@@ -278,14 +297,14 @@ def test_a_directory_that_is_removed_is_made_again(tmp_path: Path) -> None:
 
 def test_a_disk_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
-    real = os.pwritev
+    real = os.write
     rig = Rig(tmp_path).open()
 
-    def pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def write(fd: int, content: memoryview) -> int:
         hangs.wait()
-        return real(fd, buffers, offset)
+        return real(fd, content)
 
-    monkeypatch.setattr(files.os, "pwritev", pwritev)
+    monkeypatch.setattr(files.os, "write", write)
     began = time.monotonic()
     for number in range(27):
         rig.follow(rig.index.write(rig.pages("".join("abc"[number // 3**place % 3] for place in range(3)))))
@@ -299,10 +318,8 @@ def test_a_disk_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.Monk
             thread.join()
 
 
-@pytest.mark.parametrize(("hand", "deed"), [(RecordWriter, "append"), (RecordReader, "read")])
-def test_what_a_thread_dies_of_is_heard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hand: type[object], deed: str
-) -> None:
+@pytest.mark.parametrize("deed", ["write", "read"])
+def test_what_a_thread_dies_of_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str) -> None:
     """No disk can bring that about; a store that went on with fewer hands would hold pages for ever."""
 
     def fails(*_: object) -> None:
@@ -310,18 +327,18 @@ def test_what_a_thread_dies_of_is_heard(
 
     with Rig(tmp_path) as rig:
         rig.write("ab")
-        monkeypatch.setattr(hand, deed, fails)
-        act = (lambda: rig.write("abc")) if deed == "append" else (lambda: rig.read(keys("ab")))
+        monkeypatch.setattr(PageFiles, deed, fails)
+        act = (lambda: rig.write("abc")) if deed == "write" else (lambda: rig.read(keys("ab")))
         with pytest.raises(ZeroDivisionError, match=deed):
             act()
 
 
 def test_an_index_of_many_pages_comes_in_parts(tmp_path: Path) -> None:
     words = ["".join("abc"[number // 3**place % 3] for place in range(6)) for number in range(3**6)]
-    with Rig(tmp_path, page_bytes=64, records=700) as rig:
+    with Rig(tmp_path, page_bytes=64, room=2_000) as rig:
         rig.write(*words)
         assert rig.index.stats().pages == 1_092
-    rig = Rig(tmp_path, page_bytes=64, records=700)
+    rig = Rig(tmp_path, page_bytes=64, room=2_000)
     rig.follow(rig.index.open(NAMESPACE, 64, KV_HEADS))
     parts: list[int] = []
     while rig.state == "opening":
@@ -342,13 +359,12 @@ def test_an_order_of_another_opening_is_nobodys(tmp_path: Path) -> None:
         rig.index._epoch = 10
         rig.open()
         rig.follow(late)
-        rig.settle()
         assert rig.reads_all_of("abc")
 
 
 @SIZES
 def test_a_large_read_comes_in_parts_the_first_one_soon(tmp_path: Path, page_bytes: int) -> None:
-    with Rig(tmp_path, page_bytes, records=16) as rig:
+    with Rig(tmp_path, page_bytes) as rig:
         words = ["".join("abc"[number // 3**place % 3] for place in range(3)) for number in range(27)]
         rig.write(*words)
         assert rig.readable() == prefixes(*words)
@@ -366,11 +382,16 @@ def flip(path: Path, offset: int) -> None:
 
 def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The file system is mounted so that it can only be read."""
+    fail_opening(monkeypatch, errno.EROFS, os.O_WRONLY, os.O_RDWR, os.O_CREAT)
+
+
+def fail_opening(monkeypatch: pytest.MonkeyPatch, number: int, *kinds: int) -> None:
+    """No file can be opened with any of these flags, or (0, O_RDONLY) at all."""
     real: Callable[..., int] = os.open
 
-    def only_read(path: object, flags: int, mode: int = 0o777) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    def failing(path: object, flags: int, mode: int = 0o777) -> int:
+        if any(flags & kind or not kind for kind in kinds):
+            raise OSError(number, os.strerror(number))
         return real(path, flags, mode)
 
-    monkeypatch.setattr(files.os, "open", only_read)
+    monkeypatch.setattr(files.os, "open", failing)

@@ -50,7 +50,6 @@ SMALL: Mapping[str, object] = {
     "decode.kv_cache_bytes": 112 * PAGE_BYTES,
     "disk.admit_after": 1,
     "disk.max_bytes": "64MiB",
-    "disk.segment_bytes": "1MiB",
 }
 """Tiers so small that pages leave them, and come back from the disk."""
 

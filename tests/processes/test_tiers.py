@@ -126,7 +126,7 @@ class Site:
 def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     path = checkpoint("llama")
-    small = {"disk.path": str(folder / "disk"), "disk.segment_bytes": 16 * PAGE_BYTES, "disk.max_bytes": LIMIT}
+    small = {"disk.path": str(folder / "disk"), "disk.max_bytes": LIMIT}
     entering = folder / "enter.sh"
     entering.write_text('exec "$@"\n')
     node = LocalNode(NODE, enter=("sh", str(entering)))
