@@ -142,7 +142,7 @@ class ClusterConfig(_Section, frozen=True):
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")] = "baton"  # tells clusters of one machine apart
     prefill: Natural = 1  # prefill workers; 0 is the colocated mode
     decode: Positive = 1  # decode workers
-    routers: Positive = 1  # each takes requests; the first listens where router says, the others at any free port
+    routers: Positive = 1  # each takes requests; all listen at the same ports for clients
     log_dir: str = ""  # default: ~/.local/state/baton/<name>/logs
     log_max_bytes: Bytes = Bytes(64 * 2**20)  # a log file of this size is renamed to .log.1 and a new one begun
     log_files: Positive = 4  # renamed log files that are kept of each process; older ones are removed
@@ -251,7 +251,6 @@ class ApiConfig(_Section, frozen=True):
     keys_file: str = ""  # of the clients' API keys; default: api-keys.json in ~/.local/state/baton/<cluster>
     require_keys: bool = False  # clients need a key even while there is no such file
     trust_request_chat_template: bool = False  # a request may bring its own template, which is a program
-    processes: Natural = 0  # that serve the HTTP APIs beside the router; 0: the router's own process does
     allowed_origins: list[str] = []  # of web pages that may use the HTTP APIs: https://chat.example; *: all
     allowed_hosts: list[str] = []  # that clients may write in Host besides this machine's names; *: all
 

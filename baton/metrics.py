@@ -38,9 +38,6 @@ class MetricSpec:
 
 
 TABLE: Mapping[str, MetricSpec] = {
-    # front
-    "front_requests": MetricSpec("counter", "Requests that a front has handed to its router."),
-    "front_requests_running": MetricSpec("gauge", "Of them, those that the router has not ended."),
     # router
     "time_to_first_token_seconds": MetricSpec("seconds", "Request received to first token sent."),
     "inter_token_latency_seconds": MetricSpec("seconds", "Gap between two streamed tokens."),

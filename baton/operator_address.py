@@ -10,6 +10,7 @@ from baton.errors import ConfigError
 from baton.hosts import bracketed, is_loopback
 
 SUFFIX = ".sock"
+FIRST_ROUTER = "router"
 _SCHEME = "unix:"
 
 
@@ -49,12 +50,17 @@ def parse_operator(setting: str) -> Path | Loopback | None:
     return Loopback(host.strip("[]"), int(port))
 
 
+def router_names(count: int) -> list[str]:
+    """Return the names of a cluster's routers, the first one's first."""
+    return [FIRST_ROUTER, *(f"{FIRST_ROUTER}-{number}" for number in range(1, count))]
+
+
 def operator_of_router(setting: str, router: str) -> str:
-    """The setting as another router than the first takes it: any free port, or a path with the router's name in it."""
+    """Return the setting as one of several routers takes it: a path with its name in it. A port is the first one's."""
     match parse_operator(setting):
-        case Loopback(host=host):
-            return str(Loopback(host, 0))
-        case Path() as path:
+        case Path() as path if router != FIRST_ROUTER:
             return str(path.with_name(f"{path.name.removesuffix(SUFFIX)}.{router}{SUFFIX}"))
-        case None:
+        case Loopback() if router != FIRST_ROUTER:
             return ""
+        case _:
+            return setting

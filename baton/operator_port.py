@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from baton.errors import PortInUse, StartupError
-from baton.operator_address import _SCHEME, SUFFIX
+from baton.operator_address import _SCHEME, SUFFIX, Loopback, operator_of_router, parse_operator
 
 MAX_PATH_BYTES = 107  # Linux's sun_path has 108, and the last one is 0
 _SHARED = Path("/tmp")  # noqa: S108 - sticky; the folder in it is checked before it is used
@@ -64,6 +64,15 @@ def prepare(path: Path, made_up: bool) -> None:
 def target(path: Path) -> str:
     """The path as gRPC takes it."""
     return f"{_SCHEME}{quote(str(path))}"
+
+
+def target_of(setting: str, cluster: str, router: str) -> str:
+    """The gRPC target at which one of several routers serves its operator."""
+    match parse_operator(operator_of_router(setting, router)):
+        case Loopback() as port:
+            return str(port)
+        case path:
+            return target(path or default_path(cluster, router))
 
 
 def paths(targets: Iterable[str]) -> list[Path]:

@@ -3,6 +3,10 @@
 A port in Linux's range of outgoing ports (net.ipv4.ip_local_port_range) may be the local end of any program's
 connection, and one that has ended holds its port for another minute (TIME_WAIT). SO_REUSEADDR helps against connections
 of our own predecessor only. So a listener waits for its port, for as long as such a minute takes.
+
+Routers of one cluster share their ports for clients (SO_REUSEPORT): the kernel spreads connections over those that
+listen. It would let any process of the same user take part that sets the option, such as another server. So a router
+first looks at each process that listens there: it must hold the operator's address of a router of this cluster.
 """
 
 from __future__ import annotations
@@ -12,13 +16,15 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from baton.config import Config
 from baton.errors import PortInUse, StartupError
 from baton.hosts import bracketed, is_wildcard
+from baton.operator_port import target
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +60,7 @@ class FixedPort:
     host_setting: str = "router.host"
     any_port: str = ""  # the setting that takes any port, unless it is `setting`=0
     patience: Patience = _PATIENCE
+    partners: Sequence[str] = ()  # the operator's gRPC targets of the routers that may listen there, too
 
     def __str__(self) -> str:
         return f"{bracketed(self.host)}:{self.port}"
@@ -93,7 +100,7 @@ class FixedPort:
 
         async def listen() -> socket.socket:
             try:
-                return _listen(self.host, self.port)
+                return _listen(self.host, self.port, shared=bool(self.partners))
             except OSError as error:
                 raise PortInUse(f"can't listen on {self} ({self.setting}): {error.strerror}") from None
 
@@ -102,7 +109,7 @@ class FixedPort:
     def _free(self) -> bool:
         """Whether it can be bound now. Raises StartupError where that is not a question of time."""
         try:
-            _bound(self.host, self.port).close()
+            _bound(self.host, self.port, shared=bool(self.partners)).close()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return False
@@ -110,7 +117,7 @@ class FixedPort:
             if error.errno == errno.EADDRNOTAVAIL:
                 why = f"{self.host_setting} is {self.host}, which is no address of this machine (`ip addr` shows them)"
             raise StartupError(f"{why}; change {self.host_setting} or {self.setting}") from None
-        return True
+        return not (self.partners and self.port and any(each.status == "LISTEN" for each in _sockets_at(self)))
 
 
 @dataclass(frozen=True)
@@ -123,14 +130,17 @@ class RouterPorts:
     api: FixedPort
 
     @classmethod
-    def of(cls, config: Config, inner: str = "", patience: Patience = _PATIENCE) -> RouterPorts:
-        """`inner`: where it listens for workers and stores, unless that is router.host."""
+    def of(
+        cls, config: Config, inner: str = "", patience: Patience = _PATIENCE, partners: Sequence[str] = ()
+    ) -> RouterPorts:
+        """`inner`: where it listens for workers and stores, unless that is router.host. `partners`: the operator's
+        gRPC targets of the routers with which it shares its ports for clients."""
         router, api = config.router, config.api
         return cls(
-            grpc=FixedPort("router.grpc_port", api.host, router.grpc_port, "api.host", patience=patience),
+            grpc=FixedPort("router.grpc_port", api.host, router.grpc_port, "api.host", "", patience, partners),
             internal=FixedPort("router.internal_port", inner or router.host, router.internal_port, patience=patience),
             http=FixedPort("router.http_port", router.host, router.http_port, patience=patience),
-            api=FixedPort("api.port", api.host, api.port, "api.host", patience=patience),
+            api=FixedPort("api.port", api.host, api.port, "api.host", "", patience, partners),
         )
 
 
@@ -145,14 +155,14 @@ class _Holder:
         return f"end it, or keep outgoing connections off: sysctl -w net.ipv4.ip_local_reserved_ports={port}"
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    listener = _bound(host, port)
+def _listen(host: str, port: int, *, shared: bool) -> socket.socket:
+    listener = _bound(host, port, shared=shared)
     listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
     """Return a socket that is bound there. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sends small segments at once only where it is told that this is TCP. Otherwise a token waits for the ACK
@@ -160,6 +170,8 @@ def _bound(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family is socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # "::" is every interface, for IPv4 too
         bound.bind((host, port))
@@ -173,13 +185,7 @@ def _holder(door: FixedPort) -> _Holder:
     """Return what holds a port. A live connection counts before one that has ended: it may last for ever."""
     import psutil  # a tenth of a second, and few need it
 
-    here = [
-        each
-        for each in psutil.net_connections("tcp")
-        if each.laddr
-        and each.laddr.port == door.port
-        and (is_wildcard(door.host) or is_wildcard(each.laddr.ip) or each.laddr.ip == _address(door.host))
-    ]
+    here = _sockets_at(door)
     for each in here:
         if each.status == psutil.CONN_LISTEN:
             return _Holder("listener", f"{_process(each.pid)} listens there")
@@ -190,6 +196,31 @@ def _holder(door: FixedPort) -> _Holder:
     if here:
         return _Holder("ended", "a connection that has ended holds it for up to a minute (TIME_WAIT)")
     return _Holder("unseen", "a process holds it with a socket that does not listen")
+
+
+def _sockets_at(door: FixedPort) -> list[Any]:
+    """Return the sockets at a port, but for those of the routers that share it."""
+    import psutil
+
+    found: list[Any] = psutil.net_connections("all" if door.partners else "tcp")
+    partners = {each.pid for each in found if each.pid and _text(each.laddr) in door.partners}
+    return [
+        each
+        for each in found
+        if each.type == socket.SOCK_STREAM
+        and each.family != socket.AF_UNIX
+        and each.laddr
+        and each.laddr.port == door.port
+        and (is_wildcard(door.host) or is_wildcard(each.laddr.ip) or each.laddr.ip == _address(door.host))
+        and each.pid not in partners
+    ]
+
+
+def _text(address: Any) -> str:
+    """Return the address of a socket as a gRPC target."""
+    if not address or isinstance(address, str):
+        return target(Path(address)) if address else ""
+    return f"{bracketed(address.ip)}:{address.port}"
 
 
 def _process(pid: int | None) -> str:

@@ -1,6 +1,6 @@
 """Measure what the doors cost: beside each other on one cluster, and by themselves beside vLLM's own front.
 
-    bench/frontends.py [--rounds N] [--streams N] [--processes N] [--quick] [--only cluster|speed|rate|readers]
+    bench/frontends.py [--rounds N] [--streams N] [--quick] [--only cluster|speed|rate|readers]
     bench/frontends.py --prepare        # once: vLLM's environment, 5 minutes and 3.4 GB; without it vLLM is left out
 
 `cluster`: a colocated cluster serves eight streams at a time, by each door in turns, to clients in another process. The
@@ -54,11 +54,11 @@ _STALLED = 100  # tokens that at least wait in the front for a reader that does 
 # --- a cluster --------------------------------------------------------------------------------------------------------
 
 
-def against_grpc(client: Client, model: Path, rounds: int, streams: int, count: int, processes: int) -> None:
-    """The doors in turns on one cluster, whose HTTP APIs have so many processes of their own."""
+def against_grpc(client: Client, model: Path, rounds: int, streams: int, count: int) -> None:
+    """The doors in turns on one cluster."""
     firsts: dict[str, list[float]] = {door: [] for door in _DOORS}
     gaps: dict[str, list[float]] = {door: [] for door in _DOORS}
-    with cluster.local(model, 0, 1, {"decode.kv_cache_bytes": "64MiB", "api.processes": processes}) as running:
+    with cluster.local(model, 0, 1, {"decode.kv_cache_bytes": "64MiB"}) as running:
         assert running.addresses is not None
         for number in range(rounds + 1):
             for door in _DOORS:
@@ -222,7 +222,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--model", default="100m", help="of the cluster: tiny, 100m or a directory")
-    parser.add_argument("--processes", type=int, default=0, help="api.processes of the cluster")
     parser.add_argument("--quick", action="store_true", help="three rounds of short streams")
     parser.add_argument("--only", action="append", choices=_PARTS, help="may be said several times")
     parser.add_argument("--peers", type=Path, default=cache / "baton-bench" / "peers", help="of vLLM's environment")
@@ -238,7 +237,7 @@ def main() -> int:
         if "cluster" in parts:
             with closing(Client()) as client:
                 model = models.directory(given.model)
-                against_grpc(client, model, rounds, given.streams, count, given.processes)
+                against_grpc(client, model, rounds, given.streams, count)
         if parts - {"cluster"}:
             with closing(Client()) as client:
                 alone(client, models.directory("tiny"), parts, rounds, count, given.peers)

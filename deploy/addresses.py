@@ -1,15 +1,14 @@
-"""Addresses of routers, and the gRPC targets made of them."""
+"""Addresses of routers, the configurations that keep them, and the gRPC target made of them."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from baton.config import Config
-from baton.errors import Unavailable
 from baton.hosts import bracketed
+from baton.operator_address import FIRST_ROUTER
 
 
 class ServiceAddresses(msgspec.Struct, frozen=True):
@@ -27,7 +26,7 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
     api: str = ""
 
     def pin(self, config: Config) -> Config:
-        """Return the configuration with which a restarted router listens at the same addresses."""
+        """Return the configuration with which the first router listens at the same addresses when it is restarted."""
         ports = {f"{kind}_port": _port(getattr(self, kind)) for kind in ("grpc", "internal", "http")}
         pinned = msgspec.structs.replace(config.router, **ports)
         if config.router.operator and self.operator:  # else chosen again: its folder may have gone
@@ -53,35 +52,24 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def target(routers: Iterable[ServiceAddresses]) -> str:
-    """Return one gRPC target for these routers, which listen on one host.
-
-    A channel to the target connects to the first router. If that can't be reached, it connects to the next one. Raises
-    Unavailable if the host's name can't be resolved.
-    """
-    return _joined([router.grpc for router in routers])
+def listening(config: Config, router: str, known: Mapping[str, ServiceAddresses]) -> Config:
+    """Return the configuration with which a router listens: at its own ports if it has served, and for clients where
+    the first router does. `known`: addresses of routers that have served, by name."""
+    if (first := known.get(FIRST_ROUTER)) is not None:
+        config = first.pin(config)
+    if router == FIRST_ROUTER:
+        return config
+    own = {kind: _port(getattr(known[router], kind)) if router in known else 0 for kind in ("internal", "http")}
+    ports = {f"{kind}_port": port for kind, port in own.items()}
+    return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, **ports))
 
 
 def operator_target(routers: Iterable[ServiceAddresses]) -> str:
-    """Return one gRPC target for the routers' operator ports: all Unix sockets, or all TCP. Raises Unavailable."""
-    return _joined([router.operator for router in routers])
+    """Return one gRPC target for the routers' operator ports. Each answers for all.
 
-
-def _joined(addresses: Sequence[str]) -> str:
-    first, *others = addresses
-    if not others:
+    A channel to the target connects to the first router. If that can't be reached, it connects to the next one, unless
+    the first has a port and the others have sockets."""
+    first, *others = [router.operator for router in routers]
+    if not first.startswith("unix:"):
         return first
-    if first.startswith("unix:"):
-        return ",".join([first, *(address.removeprefix("unix:") for address in others)])
-    literal = [_literal(address) for address in addresses]
-    return f"{'ipv6' if literal[0].startswith('[') else 'ipv4'}:{','.join(literal)}"
-
-
-def _literal(address: str) -> str:
-    """Return the address with the host's name resolved: in a list of targets, gRPC accepts no names."""
-    host, _, port = address.rpartition(":")
-    try:
-        (family, *_, found), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise Unavailable(f"the router's host {host} is not known here: {error.strerror}") from None
-    return f"[{found[0]}]:{port}" if family is socket.AF_INET6 else f"{found[0]}:{port}"
+    return ",".join([first, *(address.removeprefix("unix:") for address in others)])

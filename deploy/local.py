@@ -12,8 +12,8 @@ One machine may stand in for several nodes, each with a store of its own:
 A `LocalNode` may also have an address of its own, and a command prefix that runs a command there, such as in a network
 namespace. All nodes must share the files below `directory` and the process ids.
 
-Several routers may share the workers: with `cluster.routers` 2 there is "router-1" beside "router", each with its own
-addresses (`address_of`).
+Several routers may share the workers and the ports for clients: with `cluster.routers` 2 there is "router-1" beside
+"router". Each has an operator's address of its own (`operator_of`).
 
 The routers start first, and each prints its addresses in one line of JSON. Then all other processes start at once.
 Every process dies with this one, however this one ends. No process is restarted automatically: only the supervisor does
@@ -43,12 +43,12 @@ from baton.client import Client, is_up
 from baton.config import Config, dump
 from baton.errors import BatonError, StartupError
 from baton.hosts import LOOPBACK
-from baton.operator_address import operator_of_router
+from baton.operator_address import FIRST_ROUTER, operator_of_router
 from baton.operator_port import MAX_PATH_BYTES
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
-from deploy.addresses import ServiceAddresses
-from deploy.placement.desired import ClusterScale, ProcessSpec, listening, plan, scale_of, worker_role, workers_on
+from deploy.addresses import ServiceAddresses, listening
+from deploy.placement.desired import ClusterScale, ProcessSpec, plan, scale_of, worker_role, workers_on
 from deploy.placement.gpu_sharing import GpuShare, share_gpus, uses_assigned_gpu, wanted_gpus, with_share
 from deploy.processes import ProcessIdentity, end, share_cores
 from engine.device.gpus import visible_gpus
@@ -192,31 +192,26 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """host:port of the first router's public gRPC port."""
-        return self.address_of("router")
-
-    def address_of(self, router: str) -> str:
-        """Return host:port of a router's public gRPC port."""
-        if router not in self._addresses:
-            raise StartupError(f"{router} is not up; call up() first")
-        return self.reach(self._addresses[router].grpc)
+        """host:port of the public gRPC port, which all routers share."""
+        return self.reach(self._addresses_of(FIRST_ROUTER).grpc)
 
     def api_of(self, router: str) -> str:
-        """Return host:port of a router's HTTP API."""
-        if router not in self._addresses:
-            raise StartupError(f"{router} is not up; call up() first")
-        return self.reach(self._addresses[router].api)
+        """Return host:port of a router's HTTP API, which is the same for all."""
+        return self.reach(self._addresses_of(router).api)
 
     @property
     def operator(self) -> str:
         """The gRPC target of the first router's operator port, valid on this machine."""
-        return self.operator_of("router")
+        return self.operator_of(FIRST_ROUTER)
 
     def operator_of(self, router: str) -> str:
         """Return the gRPC target of a router's operator port, valid on this machine."""
+        return self._addresses_of(router).operator
+
+    def _addresses_of(self, router: str) -> ServiceAddresses:
         if router not in self._addresses:
             raise StartupError(f"{router} is not up; call up() first")
-        return self._addresses[router].operator
+        return self._addresses[router]
 
     @property
     def operator_key(self) -> str:
@@ -226,7 +221,7 @@ class LocalCluster:
     @property
     def addresses(self) -> ServiceAddresses | None:
         """The addresses of the first router; None until it serves."""
-        return self._addresses.get("router")
+        return self._addresses.get(FIRST_ROUTER)
 
     @property
     def _routers(self) -> list[str]:
@@ -265,7 +260,7 @@ class LocalCluster:
         pid = self._spawn(spec)
         if spec.role == "router":
             self._addresses[name] = self._read_addresses(name)
-            if name == "router":
+            if name == FIRST_ROUTER:
                 self.config = self._addresses[name].pin(self.config)
         return pid
 
@@ -289,7 +284,7 @@ class LocalCluster:
 
     def _wait_listed(self, router: str, names: Sequence[str], deadline: float) -> cluster_pb2.GetStatusResponse:
         problem = "it has not answered"
-        with Client(operator=self.operator_of(router), api_key=self.operator_key) as client:
+        with Client(operator=self.operator_of(router), api_key=self.operator_key, one_router=True) as client:
             while time.monotonic() < deadline:
                 for name in names:
                     self._check_running(name)
@@ -372,9 +367,7 @@ class LocalCluster:
 
     def _config_of(self, spec: ProcessSpec) -> Config:
         """Return the configuration of a process. A router that has served keeps its addresses."""
-        if (known := self._addresses.get(spec.name)) is not None:
-            return known.pin(self.config)
-        return listening(self.config, spec.name) if spec.role == "router" else self.config
+        return listening(self.config, spec.name, self._addresses) if spec.role == "router" else self.config
 
     def _operator(self, setting: str) -> str:
         """Return the path of the routers' operator sockets, unless the configuration sets one.

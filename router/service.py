@@ -29,6 +29,7 @@ from baton.logs import RateLimitedLog
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
+from baton.operator_address import operator_of_router
 from baton.ports import RouterPorts
 from baton.process import settle
 from baton.wire import Listener, ReplayClient, Subscriber, operator_key, refused
@@ -38,11 +39,11 @@ from router.frontend.api.app import HttpApi
 from router.frontend.api.server import ApiServer
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.dashboard_feed import DashboardFeed
-from router.frontend.front.fleet import FrontProcesses
 from router.frontend.generation import GenerationService
-from router.frontend.grpc_api.grpc_server import ClientServer, FrontLink, OperatorServer
+from router.frontend.grpc_api.grpc_server import ClientServer, OperatorServer
 from router.frontend.http_server import HttpServer
 from router.frontend.identity import Gatekeeper
+from router.frontend.other_routers import OtherRouters
 from router.frontend.served_model import load
 from router.frontend.tokenizer_threads import TokenizerThreads
 from router.tracing.request_spans import SpanSink
@@ -88,7 +89,9 @@ async def serve(
     me = Peer("router", name, node, f"{name}.{secrets.token_hex(8)}", os.getpid())
     async with contextlib.AsyncExitStack() as cleanup:
         inner = host if hosts.is_wildcard(router.host) else router.host
-        ports = RouterPorts.of(config, inner)
+        others = OtherRouters(config, name, operator_key())
+        cleanup.push_async_callback(others.close)
+        ports = RouterPorts.of(config, inner, partners=others.targets)
 
         async def listen_inside() -> Listener:
             return Listener(hosts.endpoint(inner, router.internal_port), me)
@@ -109,16 +112,20 @@ async def serve(
         cleanup.callback(tokenizing.close)
         service = GenerationService(driver, clock, tokenizing, tracer=tracer)
         cleanup.push_async_callback(service.close)
-        client_server, operator = ClientServer(service, gate), OperatorServer(service, gate)
+        feed = DashboardFeed(driver, clock, others)
+        client_server, operator = ClientServer(service, gate), OperatorServer(service, gate, others, feed)
         cleanup.push_async_callback(_stop, client_server, operator)
+        operator_setting = operator_of_router(router.operator, name) if others.names else router.operator
+        operator_address = await operator.start(operator_setting, config.cluster.name, name)
+        # Only now: by the operator's address, the other routers know a process that may share these ports.
         grpc_address = await ports.grpc.taken(partial(client_server.start, config.api.host, router.grpc_port, tls))
-        operator_address = await operator.start(router.operator, config.cluster.name, name)
-        feed = DashboardFeed(driver, clock)
         door = await ports.api.listener()
         cleanup.callback(door.close)
         api_address = f"{hosts.bracketed(config.api.host)}:{door.getsockname()[1]}"
-        await _start_api(cleanup, config, service, http, gate, tls, http_address, feed, door)
-        cleanup.callback(driver.stop)  # before the front stops: its streams still say why they end
+        api = ApiServer(HttpApi(service, http.page, gate, feed, config.api), router.max_concurrent_rpcs, tls)
+        cleanup.push_async_callback(api.stop)
+        await api.serve(door)
+        cleanup.callback(driver.stop)  # before the servers stop: their streams still say why they end
         driver.address = _reachable(http_address, router.host)
         settle()
         log.info("router %s serves %s: gRPC %s, HTTP API %s", me.incarnation, model.name, grpc_address, api_address)
@@ -127,7 +134,9 @@ async def serve(
         log.info("clients need %s; they connect %s TLS", needed, "with" if tls else "without")
         addresses = RouterAddresses(grpc_address, listener.endpoint, http_address, operator_address, api_address)
         ready(addresses)
-        again = _listen_again(driver, operator, lambda target: ready(replace(addresses, operator=target)))
+        again = _listen_again(
+            driver, operator, operator_setting, lambda target: ready(replace(addresses, operator=target))
+        )
         loops = (
             again,
             _listen(driver, listener),
@@ -136,7 +145,7 @@ async def serve(
             feed.run(),
             _watch(driver, (client_server, operator), listener, clock),
         )
-        await _until_stopped(_drained(driver, stop), *loops)
+        await _until_stopped(_drained(driver, stop, api, client_server), *loops)
 
 
 async def _tracer(cleanup: contextlib.AsyncExitStack, config: Config, me: Peer, clock: Clock) -> SpanSink | None:
@@ -161,44 +170,21 @@ async def _tracer(cleanup: contextlib.AsyncExitStack, config: Config, me: Peer, 
     return tracer
 
 
-async def _start_api(
-    cleanup: contextlib.AsyncExitStack,
-    config: Config,
-    service: GenerationService,
-    http: HttpServer,
-    gate: Gatekeeper,
-    tls: ServerTls | None,
-    http_address: str,
-    feed: DashboardFeed,
-    door: socket.socket,
-) -> None:
-    """Serve the HTTP APIs on the socket `door`, here or in processes of their own. Raises StartupError."""
-    if config.api.processes:
-        name = service.driver.me.name
-        link = FrontLink(service, gate, feed)
-        cleanup.push_async_callback(link.stop)
-        target = await link.start(config.router.operator, config.cluster.name, name)
-        pages = f"{hosts.LOOPBACK}:{http_address.rpartition(':')[2]}"  # "::" is every interface for IPv4, too
-        pages = pages if hosts.is_wildcard(config.router.host) else http_address
-        fronts = FrontProcesses(config, name, target, pages, operator_key())
-        cleanup.push_async_callback(fronts.stop)
-        http.fronts = lambda: [(name, _reachable(at, config.router.host)) for name, at in fronts.metrics]
-        await fronts.start(door)
-        return
-    api = HttpApi(service, http.page, gate, feed, config.api)
-    server = ApiServer(api, config.router.max_concurrent_rpcs, tls)
-    cleanup.push_async_callback(server.stop)
-    await server.serve(door)
+async def _drained(driver: RouterDriver, stop: asyncio.Event, api: ApiServer, client_server: ClientServer) -> None:
+    """Wait for `stop`. Then take no more requests, and wait until those that run have ended or time is up.
 
-
-async def _drained(driver: RouterDriver, stop: asyncio.Event) -> None:
-    """Wait for `stop`. Then take no more requests, and wait until those that run have ended or time is up."""
+    Where other routers share the ports, new connections go to them, and those that are open end with an answer."""
     await stop.wait()
     driver.stopping = True
     patience = driver.config.router.shutdown_timeout_ms / 1_000
+    shared = driver.config.cluster.routers > 1
+    if shared:
+        api.refuse_connections()
+        client_server.refuse_connections(patience + _GRACE)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(patience):
-            while driver.busy:  # noqa: ASYNC110 - streams end in many places, and this is once in a router's life
+            # Streams end in many places, and this is once in a router's life.
+            while driver.busy or (shared and api.has_connections and driver.state.unready is None):  # noqa: ASYNC110
                 await asyncio.sleep(_DRAIN_LOOK)
 
 
@@ -227,7 +213,7 @@ async def _stop(client_server: ClientServer, operator: OperatorServer) -> None:
 
 
 async def _watch(
-    driver: RouterDriver, fronts: tuple[ClientServer, OperatorServer], listener: Listener, clock: Clock
+    driver: RouterDriver, servers: tuple[ClientServer, OperatorServer], listener: Listener, clock: Clock
 ) -> None:
     """Tell the state the time, and whether this loop was itself paused: then no other process is to blame."""
     beat = driver.config.cluster.heartbeat_ms / 1_000
@@ -235,20 +221,22 @@ async def _watch(
     while True:
         driver.handle(Tick(pauses.tick(clock.now())))
         driver.metrics.loop_turned()
-        driver.publish(listener.malformed + sum(client_server.undecodable for client_server in fronts), refused())
-        for client_server in fronts:
-            client_server.set_serving(driver.unready is None)
+        driver.publish(listener.malformed + sum(server.undecodable for server in servers), refused())
+        for server in servers:
+            server.set_serving(driver.unready is None)
         await asyncio.sleep(beat / 5)
 
 
-async def _listen_again(driver: RouterDriver, operator: OperatorServer, moved: Callable[[str], object]) -> None:
+async def _listen_again(
+    driver: RouterDriver, operator: OperatorServer, setting: str, moved: Callable[[str], object]
+) -> None:
     """Look after the operator's socket: where its file has been removed, listen anew."""
     while True:
         await asyncio.sleep(_LOOK)
         if not operator.lost:
             continue
         try:
-            target = await operator.start(driver.config.router.operator, driver.config.cluster.name, driver.me.name)
+            target = await operator.start(setting, driver.config.cluster.name, driver.me.name)
         except BatonError as error:
             log.warning("the operator's socket has been removed, and there can be no other one: %s", error)
             await asyncio.sleep(_LOOK * 30)

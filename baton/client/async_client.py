@@ -30,6 +30,7 @@ class AsyncClient:
         http: str = "",
         api_key: str | None = None,
         tls: TlsArgument = False,
+        one_router: bool = False,
     ) -> None:
         """Name the addresses; nothing is connected yet.
 
@@ -38,8 +39,9 @@ class AsyncClient:
         `operator` alone sends its health checks there.
 
         `api_key`: by default $BATON_API_KEY. `tls`: True to trust the public authorities, a PEM file of those to trust,
-        or a ClientTls. It holds for `address` and `http`; the operator's port speaks no TLS."""
-        self._connection = ClientConnection(address, operator, http, api_key, tls)
+        or a ClientTls. It holds for `address` and `http`; the operator's port speaks no TLS. `one_router`: the
+        operator's calls are about the router at `operator` alone, and not about all routers of its cluster."""
+        self._connection = ClientConnection(address, operator, http, api_key, tls, one_router=one_router)
 
     @property
     def address(self) -> str:

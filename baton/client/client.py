@@ -84,9 +84,10 @@ class Client:
         http: str = "",
         api_key: str | None = None,
         tls: TlsArgument = False,
+        one_router: bool = False,
     ) -> None:
         """Name the addresses, as `AsyncClient` has them; nothing is connected yet."""
-        self._client = AsyncClient(address, operator, http=http, api_key=api_key, tls=tls)
+        self._client = AsyncClient(address, operator, http=http, api_key=api_key, tls=tls, one_router=one_router)
         self._loop: LoopThread | None = LoopThread.acquire()
 
     @property

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 TlsArgument: TypeAlias = bool | str | Path | ClientTls
 
 REASON, RETRY_AFTER = "baton-reason", "retry-after-ms"
+ONE_ROUTER = "baton-one-router"
+"""Metadata of an operator's call that is about the asked router alone. Without it, it is about all of the cluster's."""
 KEY_VARIABLE = "BATON_API_KEY"
 _LOCAL_GRPC, _LOCAL_HTTP = "127.0.0.1:50051", "http://127.0.0.1:8000"
-_OPTIONS = [
+OPTIONS = [
     # Reconnect to a restarted router within 0.5 s, instead of after gRPC's long back-off.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_http_proxy", 0),
+    # Or all clients of a process would share one connection, and with it one of the routers at the port.
+    ("grpc.use_local_subchannel_pool", 1),
     # A machine that vanished ends a call. gRPC's servers take no ping more often than every 300 s.
     ("grpc.keepalive_time_ms", 310_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -36,7 +40,9 @@ _OPTIONS = [
 class ClientConnection:
     """The addresses, the key and the channels of one client. Its event loop is the one of the first call."""
 
-    def __init__(self, address: str, operator: str, http: str, api_key: str | None, tls: TlsArgument) -> None:
+    def __init__(
+        self, address: str, operator: str, http: str, api_key: str | None, tls: TlsArgument, *, one_router: bool = False
+    ) -> None:
         """`AsyncClient` describes the arguments."""
         if not (address or operator or http):
             address, http = _LOCAL_GRPC, _LOCAL_HTTP
@@ -47,6 +53,7 @@ class ClientConnection:
         self._tls = ClientTls.of(tls)
         key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
         self._authorization = f"Bearer {key}" if key else ""
+        self._one_router = one_router
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[tuple[type, str], Any] = {}
         self._session: Any = None
@@ -55,7 +62,8 @@ class ClientConnection:
     @property
     def metadata(self) -> Sequence[tuple[str, str]]:
         """What is sent with every gRPC call."""
-        return [("authorization", self._authorization)] if self._authorization else []
+        key = [("authorization", self._authorization)] if self._authorization else []
+        return [*key, (ONE_ROUTER, "1")] if self._one_router else key
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -107,9 +115,9 @@ class ClientConnection:
         self._check_open()
         if (channel := self._channels.get(target)) is None:
             if tls is not None:
-                channel = grpc.aio.secure_channel(target, tls.grpc_credentials(), _OPTIONS)
+                channel = grpc.aio.secure_channel(target, tls.grpc_credentials(), OPTIONS)
             else:
-                channel = grpc.aio.insecure_channel(target, _OPTIONS)
+                channel = grpc.aio.insecure_channel(target, OPTIONS)
             self._channels[target] = channel
         return channel
 

@@ -20,9 +20,9 @@ def cluster(console: Console, found: dict[str, Any]) -> None:
     console.print(f"[bold]{found['cluster']}[/] {serving} {escape(found['model'])}")
     ray = found["ray"]
     owner = "started by baton" if ray["started_by_baton"] else "yours"
-    for router in found["routers"].values():
-        metrics = f"http://{router['http'].removeprefix('http://')}/metrics"
-        console.print(escape(f"gRPC {router['grpc']}   metrics {metrics}"))
+    for number, router in enumerate(found["routers"].values()):
+        metrics = f"metrics http://{router['http'].removeprefix('http://')}/metrics"
+        console.print(escape(metrics if number else f"gRPC {router['grpc']}   {metrics}"))  # they share the first one
     token = "token" if ray["mode"] == "token" else "[yellow]no token[/]"
     console.print(f"Ray {escape(ray['address'])} ({owner}, {token})")
     console.print(f"logs {escape(found['log_dir'])}")

@@ -112,11 +112,11 @@ def _as_json(state: State) -> dict[str, Any]:
 def _shown(state: State, overview: ClusterOverview | None) -> Iterator[str]:
     """Yield the lines that say where the cluster is."""
     yield f"[bold green]{state.name} serves {escape(state.model)}[/]"
+    api = f"{'https' if state.tls else 'http'}://{state.first.api}"
+    yield escape(f"  HTTP API {api}/v1")
+    yield escape(f"  watch    {api}/dashboard")
+    yield escape(f"  gRPC     {state.first.grpc}")
     for router in state.routers.values():
-        api = f"{'https' if state.tls else 'http'}://{router.api}"
-        yield escape(f"  HTTP API {api}/v1")
-        yield escape(f"  watch    {api}/dashboard")
-        yield escape(f"  gRPC     {router.grpc}")
         yield escape(f"  operator {router.operator}")
         yield escape(f"  metrics  http://{router.http.removeprefix('http://')}/metrics")
     for process in overview.processes if overview is not None else ():

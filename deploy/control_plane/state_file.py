@@ -17,7 +17,7 @@ import msgspec
 
 from baton.errors import KeysUnusable, StartupError
 from baton.wire import ClusterKeys
-from deploy.addresses import ServiceAddresses, operator_target, target
+from deploy.addresses import ServiceAddresses, operator_target
 from deploy.processes import ProcessIdentity
 
 
@@ -59,8 +59,8 @@ class State(msgspec.Struct, frozen=True):
 
     @property
     def target(self) -> str:
-        """The gRPC target for clients: the first router that can be reached."""
-        return target(self.routers.values())
+        """The gRPC target for clients, which all routers share."""
+        return self.first.grpc
 
     @property
     def operator(self) -> str:

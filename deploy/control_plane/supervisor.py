@@ -24,9 +24,10 @@ from baton.client import Client
 from baton.clock import PauseDetector
 from baton.config import Config, decode_size, encode_size
 from baton.errors import BatonError
+from baton.operator_address import FIRST_ROUTER
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys as ClusterKeys
-from deploy.addresses import ServiceAddresses
+from deploy.addresses import ServiceAddresses, listening
 from deploy.control_plane.actor_registry import SUPERVISOR, ActorRegistry
 from deploy.control_plane.actors import Order
 from deploy.control_plane.kv import RayKvKeys
@@ -42,7 +43,7 @@ from deploy.control_plane.reconcile import (
 )
 from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview, SupervisedProcess, gpu_text
 from deploy.control_plane.state_file import replace
-from deploy.placement.desired import ClusterScale, ProcessSpec, listening, plan, workers_on
+from deploy.placement.desired import ClusterScale, ProcessSpec, plan, workers_on
 from deploy.placement.gpu_sharing import GpuShare, NodeHardware, with_share
 
 DESIRED_KEY = "desired"
@@ -155,10 +156,10 @@ class Supervisor:
         config, known = self._desired.config, self._desired.routers
         if spec.role != "router" and len(known) < config.cluster.routers:
             return  # it must get the addresses of all routers at its start
-        if spec.name in known:
-            config = known[spec.name].pin(config)
-        elif spec.role == "router":
-            config = listening(config, spec.name)
+        if spec.role == "router":
+            if spec.name != FIRST_ROUTER and FIRST_ROUTER not in known:
+                return  # it listens where the first one does
+            config = listening(config, spec.name, known)
         routers = () if spec.role == "router" else tuple(router.endpoint for router in known.values())
         workers = workers_on(spec.node, self._specs())
         order = Order(
@@ -191,14 +192,14 @@ class Supervisor:
     def _ask_router(self, name: str) -> cluster_pb2.GetStatusResponse | Literal["alive"] | None:
         """Return a router's status, "alive", or None if it does not answer.
 
-        If its operator socket was removed, a router still serves clients. It counts as alive while its public port
-        answers.
+        If its operator socket was removed, a router still serves clients. It counts as alive while its metrics port
+        answers: at the port for clients any router may.
         """
         if name not in self._clients:
             router = self._desired.routers[name]
             # `baton up` places the supervisor and all routers on one node, so it reaches their Unix sockets.
             key = self._cluster_keys.operator_key
-            self._clients[name] = Client(router.grpc, router.operator, api_key=key)
+            self._clients[name] = Client(operator=router.operator, api_key=key, one_router=True)
         try:
             return self._clients[name].status(timeout=1.0)
         except BatonError as error:
@@ -206,10 +207,7 @@ class Supervisor:
             return "alive" if self._answers(name) else None
 
     def _answers(self, name: str) -> bool:
-        """Whether a router's public port answers. With TLS its metrics port stands in: our clients may not trust the
-        certificate, or have none of their own."""
-        if not self._desired.config.tls.cert_file:
-            return self._clients[name].answers()
+        """Whether a router's metrics port answers."""
         connection = http.client.HTTPConnection(self._desired.routers[name].http, timeout=1.0)
         try:
             connection.request("GET", "/healthz")

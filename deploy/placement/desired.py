@@ -14,12 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-import msgspec
-
 from baton.config import Config
 from baton.hosts import is_loopback
 from baton.messages import Role, WorkerRole
-from baton.operator_address import operator_of_router
+from baton.operator_address import FIRST_ROUTER, router_names
 from deploy.placement.gpu_sharing import (
     GpuShare,
     NodeHardware,
@@ -31,7 +29,6 @@ from deploy.placement.gpu_sharing import (
 )
 
 START_ORDER: tuple[Role, ...] = ("router", "store", "prefill", "decode")
-_FIRST = "router"  # name of the first router; the next one is router-1
 
 
 @dataclass(frozen=True)
@@ -86,15 +83,15 @@ def plan(
     if not nodes:
         raise ValueError("a cluster needs at least one node")
     placed = placed or {}
-    router_node = placed.get(_FIRST, nodes[0])
+    router_node = placed.get(FIRST_ROUTER, nodes[0])
     ordered = [router_node, *(node for node in nodes if node != router_node)]
     usable = ordered if one_machine else reachable_nodes(config, ordered)
 
     workers = _on_gpus(config, _workers(config, scale, usable, placed, hardware or {}), hardware or {}, held or {})
     # Stores are numbered in the order of their nodes. A running store keeps its name.
     stores = _stores(usable, {w.node for w in workers}, placed)
-    others = [ProcessSpec(f"{_FIRST}-{index}", "router", router_node) for index in range(1, config.cluster.routers)]
-    return [ProcessSpec(_FIRST, "router", router_node), *others, *stores, *workers]
+    routers = [ProcessSpec(name, "router", router_node) for name in router_names(config.cluster.routers)]
+    return [*routers, *stores, *workers]
 
 
 def _workers(
@@ -178,15 +175,6 @@ def worker_role(role: Role) -> WorkerRole:
     if role == "prefill" or role == "decode":
         return role
     raise ValueError(f"{role} is no role of a worker")
-
-
-def listening(config: Config, router: str) -> Config:
-    """Return the configuration of a router that has never served: only the first one uses the configured ports."""
-    if router == _FIRST:
-        return config
-    operator = operator_of_router(config.router.operator, router)
-    anywhere = msgspec.structs.replace(config.router, grpc_port=0, internal_port=0, http_port=0, operator=operator)
-    return msgspec.structs.replace(config, router=anywhere, api=msgspec.structs.replace(config.api, port=0))
 
 
 def workers_on(node: str, specs: Iterable[ProcessSpec]) -> int:

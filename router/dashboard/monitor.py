@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import baton
 from baton.config import Config
 from baton.messages import Medium, Peer
+from baton.operator_address import router_names
 from kvstore.prefix_map.survey import PrefixPicture, Survey
 from router.dashboard import snapshot as views
 from router.dashboard.notices import Notices
@@ -95,6 +96,7 @@ class DashboardMonitor:
                 page_size=self._config.pages.page_size,
                 page_bytes=card.page_bytes if card else 0,
                 max_context=card.max_context if card else 0,
+                routers=router_names(self._config.cluster.routers),
             ),
             unready=unready or "",
             processes=cards,

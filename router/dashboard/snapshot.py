@@ -155,6 +155,7 @@ class RouterCard(Struct, frozen=True):
     page_size: int  # tokens
     page_bytes: int  # 0: no worker has told
     max_context: int
+    routers: Sequence[str]  # names of all of the cluster, this one among them
 
 
 class Snapshot(Struct, frozen=True):

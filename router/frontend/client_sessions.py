@@ -110,7 +110,7 @@ class RouterDriver:
         self.tracer = tracer
         self.monitor = DashboardMonitor(me, config, model.name, self.state)
         self.address = ""  # host:port of our own metrics
-        self.stopping = False  # no request is taken any more; those that run may end
+        self.stopping = False  # requests that run may end, and hardly any is taken
         self.draw_seed: Callable[[], int] = partial(secrets.randbits, 63)
         self._sockets = wire
         self._clock = clock
@@ -149,7 +149,7 @@ class RouterDriver:
         The request begins when the leader's prompt is computed, at its first token, to share its pages. If the leader
         fails before that, so does the request. `spans` are told of its beginning and its end. Raises Unavailable once
         the router is stopping."""
-        if self.stopping:
+        if self.stopping and self.config.cluster.routers == 1:  # else only connections that are still open send any
             raise Unavailable("the router is stopping; ask again, or ask another router")
         # A client may use a name twice, here and at another router; the cluster never does.
         name = f"{validated.request_id}-{self._number()}"

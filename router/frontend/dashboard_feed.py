@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Literal, TypeAlias
 
 import msgspec
 from google.protobuf import json_format
@@ -21,11 +21,10 @@ from baton.clock import Clock
 from baton.errors import InvalidRequest
 from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.other_routers import OtherRouters
 
 log = logging.getLogger(__name__)
 
-DASHBOARD = "/baton.router.Front/Dashboard"
-"""The gRPC method by which a front process reads: a DashboardAsk as JSON goes in, JSON comes out."""
 PERIOD = 1.0  # seconds between two snapshots
 _VIEWED = 5.0  # seconds for which an answer counts as a viewer
 SLICE = 256
@@ -34,32 +33,34 @@ _REST = 0.01  # seconds between two slices
 _SURVEY_EVERY = 2.0  # seconds from the end of one look at the prefix map to the next
 
 
+Part: TypeAlias = Literal["snapshot", "history", "request"]
+
+
 class DashboardAsk(Struct, frozen=True):
     """What a page asks for: the snapshot, the history of all samples, or how one request was served."""
 
-    part: Literal["snapshot", "history", "request"]
+    part: Part
     request: str = ""  # a request's name, in the cluster or by its client
 
 
-class DashboardSource(Protocol):
-    """Where a door gets the page's data."""
-
-    async def read(self, ask: DashboardAsk) -> bytes:
-        """Return JSON. Raises RequestNotFound for a request that is not remembered, Unavailable without a router."""
-        ...
-
-
 class DashboardFeed:
-    """The source within the router's own process."""
+    """Makes the data."""
 
-    def __init__(self, driver: RouterDriver, clock: Clock) -> None:
-        self._driver, self._clock = driver, clock
+    def __init__(self, driver: RouterDriver, clock: Clock, others: OtherRouters) -> None:
+        self._driver, self._clock, self._others = driver, clock, others
         self._snapshot: tuple[int, bytes] = (-1, b"")  # its sequence, JSON
         self._seen = float("-inf")  # when a viewer last asked
         self._surveyed = float("-inf")
         self.snapshots = 0  # made so far
 
-    async def read(self, ask: DashboardAsk) -> bytes:
+    async def read_of(self, router: str, ask: DashboardAsk) -> bytes:
+        """Return JSON of the router of that name; "": of this one. Raises BatonError."""
+        if router in ("", self._driver.me.name):
+            return self.read(ask)
+        return await self._others.read_dashboard(router, msgspec.json.encode(ask))
+
+    def read(self, ask: DashboardAsk) -> bytes:
+        """Return JSON. Raises RequestNotFound for a request that is not remembered."""
         match ask.part:
             case "snapshot":
                 return self._read_snapshot()

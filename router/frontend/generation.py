@@ -50,64 +50,6 @@ class Apart(Protocol):
     async def __call__(self, size: int, work: Callable[[], T]) -> T: ...
 
 
-class Generations(Protocol):
-    """What a door needs: the router itself, or a link to it."""
-
-    @property
-    def model(self) -> ServedModel: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-    async def start(
-        self, request: generation_pb2.GenerateRequest, request_id: str, received: float, deadline: float | None = None
-    ) -> list[Generation]: ...
-
-    async def apart(self, size: int, work: Callable[[], T]) -> T: ...
-
-    async def unready(self) -> str | None: ...
-
-    def fingerprint(self, model: str) -> str:
-        """What decides the tokens of a request that has begun to be answered, besides the request: see
-        `kvstore.keys.system_fingerprint`. `model`: as the request names it."""
-        ...
-
-
-class RequestChecker:
-    """Checks requests. The router and each front process have one."""
-
-    def __init__(self, model: ServedModel, apart: Apart) -> None:
-        self._model = model
-        self._apart = apart
-        self._grammars = GrammarChecker(model)
-
-    async def close(self) -> None:
-        """End what runs beside it."""
-        await self._grammars.close()
-
-    async def check(
-        self,
-        request: generation_pb2.GenerateRequest,
-        request_id: str,
-        draw_seed: Callable[[], int],
-    ) -> ValidatedRequest:
-        """Check a request of this task's caller. Raises BatonError."""
-        check = partial(parse_generate_request, request, request_id, self._model, draw_seed)
-        validated: ValidatedRequest = await self._apart(request.ByteSize(), check)
-        who = caller.get()
-        if who.max_prompt_tokens is not None and len(validated.prompt) > who.max_prompt_tokens:
-            raise ContextTooLong(
-                f"a prompt of {len(validated.prompt)} tokens exceeds the {who.max_prompt_tokens} that the API key "
-                f"{who.name!r} may send"
-            )
-        if validated.length_penalty is not None:
-            check_width(validated.best_of, len(validated.stop_token_ids))
-        if (grammar := validated.sampling.grammar) is not None:
-            checked = structs.replace(validated.sampling, grammar=await self._grammars.check(grammar, who.tenant))
-            validated = replace(validated, sampling=checked)
-        return validated
-
-
 class GenerationService:
     """Starts requests. One object serves all doors."""
 
@@ -124,21 +66,19 @@ class GenerationService:
         self.clock = clock
         self.tracer = tracer
         self._tokenizing = tokenizing
-        self._checker = RequestChecker(driver.model, self.apart)
+        self._grammars = GrammarChecker(driver.model)
 
     async def close(self) -> None:
         """End what runs beside the service."""
-        await self._checker.close()
+        await self._grammars.close()
 
     @property
     def model(self) -> ServedModel:
         return self.driver.model
 
-    async def unready(self) -> str | None:
-        """Why no request can be served now; none: one can."""
-        return self.driver.unready
-
     def fingerprint(self, model: str) -> str:
+        """What decides the tokens of a request that has begun to be answered, besides the request: see
+        `kvstore.keys.system_fingerprint`. `model`: as the request names it."""
         return self.driver.fingerprint(self.model.adapter_of(model))
 
     async def start(
@@ -162,7 +102,7 @@ class GenerationService:
         deadline: float | None,
         spans: RequestSpans | None,
     ) -> list[Generation]:
-        validated = await self._checker.check(request, request_id, self.driver.draw_seed)
+        validated = await self._check(request, request_id)
         complete: Callable[[], None] | None = None
         submit = partial(self.driver.submit, received=received, deadline=deadline, tenant=caller.get().tenant)
         if spans is not None:
@@ -184,6 +124,23 @@ class GenerationService:
             Generation(validated.sample(number), stream, partial(self._close, stream))
             for number, stream in enumerate(streams)
         ]
+
+    async def _check(self, request: generation_pb2.GenerateRequest, request_id: str) -> ValidatedRequest:
+        """Check a request of this task's caller. Raises BatonError."""
+        check = partial(parse_generate_request, request, request_id, self.model, self.driver.draw_seed)
+        validated: ValidatedRequest = await self.apart(request.ByteSize(), check)
+        who = caller.get()
+        if who.max_prompt_tokens is not None and len(validated.prompt) > who.max_prompt_tokens:
+            raise ContextTooLong(
+                f"a prompt of {len(validated.prompt)} tokens exceeds the {who.max_prompt_tokens} that the API key "
+                f"{who.name!r} may send"
+            )
+        if validated.length_penalty is not None:
+            check_width(validated.best_of, len(validated.stop_token_ids))
+        if (grammar := validated.sampling.grammar) is not None:
+            checked = structs.replace(validated.sampling, grammar=await self._grammars.check(grammar, who.tenant))
+            validated = replace(validated, sampling=checked)
+        return validated
 
     async def _submitted(self, validated: ValidatedRequest, submit: Callable[..., OutputStream]) -> list[OutputStream]:
         """Submit each sample in a turn of its own: many samples of a long prompt take a while."""

@@ -45,8 +45,6 @@ class HttpServer:
         self._driver = driver
         self._gate = gate
         self._open = True  # on loopback
-        self.fronts: Callable[[], list[tuple[str, str]]] = list
-        """Returns name and host:port of the metrics of each front of this router."""
         self._routes: dict[str, Callable[[], Awaitable[web.Response]]] = {
             "/metrics": self._metrics,
             "/discovery": self._discovery,
@@ -124,10 +122,6 @@ class HttpServer:
             }
             for view in (me, *others)
             if view.metrics and view.gone is None
-        ]
-        targets += [
-            {"targets": [address], "labels": {"role": "front", "node": me.peer.node, "name": name}}
-            for name, address in self.fronts()
         ]
         return web.json_response(targets)
 

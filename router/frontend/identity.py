@@ -16,9 +16,6 @@ log = RateLimitedLog(logging.getLogger(__name__))
 caller: ContextVar[Identity] = ContextVar("caller", default=ANONYMOUS)
 """The client of the call that this task serves. A door sets it before any handler runs."""
 
-IDENTITY = "baton-identity"
-"""Metadata of a call from a front process: the client's identity, as JSON."""
-
 THIS_USER = Identity(name="", operator=True)
 """A client that could open the operator's Unix socket, so it runs as the router's own user."""
 

@@ -58,11 +58,6 @@ class RequestSpans:
     _cancelled: bool = False
     _ended: list[_Ended] = field(default_factory=list[_Ended])
 
-    @property
-    def start(self) -> float:
-        """When the client's call came."""
-        return self.received if self.origin.received is None else min(self.origin.received, self.received)
-
     def asked(self, attributes: Mapping[str, Value], shown: int) -> None:
         """The request has been checked: what it asks for, and how many requests to the workers are to be shown."""
         self.attributes |= attributes
@@ -107,7 +102,7 @@ class RequestSpans:
 
     def _emit_if_over(self) -> None:
         if self._complete and not self._open and (self._requests or self._failed):
-            self.sink.emit(self.origin, self.start, self.span)
+            self.sink.emit(self.origin, self.received, self.span)
 
     def span(self) -> RequestSpan:
         """The whole tree."""
@@ -116,11 +111,9 @@ class RequestSpans:
             "gen_ai.operation.name": self.origin.operation,
             "gen_ai.provider.name": PROVIDER,
             **self.attributes,
-            "gen_ai.latency.e2e": end - self.start,
+            "gen_ai.latency.e2e": end - self.received,
         }
         children: list[Span] = []
-        if self.start < self.received:
-            children.append(Span("front", self.start, self.received))
         told: list[SpanEvent] = []
         if self._ended:
             first = self._ended[0]
@@ -133,7 +126,7 @@ class RequestSpans:
         if self._failed is not None:
             attributes["error.type"] = self._failed.reason
         error = None if self._failed is None else _told(self._failed)
-        return RequestSpan("llm_request", self.start, end, attributes, children, told[:_MOST_EVENTS], error)
+        return RequestSpan("llm_request", self.received, end, attributes, children, told[:_MOST_EVENTS], error)
 
     def _outcome(self, first: _Ended) -> dict[str, Value]:
         """The attributes that tell what came of it."""
@@ -160,7 +153,7 @@ class RequestSpans:
             if account.predicted_ttft is not None:
                 attributes["baton.predicted.time_to_first_token"] = account.predicted_ttft
         seconds = {
-            "time_to_first_token": _between(self.start, line.first_token),
+            "time_to_first_token": _between(self.received, line.first_token),
             "time_in_queue": _between(line.received, placed),
             "time_in_model_prefill": _between(placed, line.first_token),
             "time_in_model_decode": _between(line.first_token, line.ended),

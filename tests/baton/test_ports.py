@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from baton import ports
 from baton.errors import PortInUse, StartupError
+from baton.operator_port import target
 from baton.ports import FixedPort, Patience
 from tests.support.outgoing import outgoing
 
@@ -103,3 +106,20 @@ def test_a_connection_that_comes_between_the_look_and_the_bind_is_waited_for() -
 def test_a_host_that_is_not_of_this_machine(port: int) -> None:
     with pytest.raises(StartupError, match=r"api\.host is 192\.0\.2\.1, which is no address of this machine"):
         list(door(port, "192.0.2.1").waits())
+
+
+def test_routers_share_a_port_with_one_another_and_with_no_stranger(tmp_path: Path) -> None:
+    """A process is a router of the cluster if it holds the operator's address of one."""
+    operator = tmp_path / "router.sock"
+    shared = replace(door(0), partners=[target(tmp_path / "nothing.sock"), target(operator)])
+    with asyncio.run(shared.listener()) as listener, socket.socket(socket.AF_UNIX) as mine:
+        shared = replace(shared, port=listener.getsockname()[1])
+        with pytest.raises(PortInUse, match=rf"process {os.getpid()} \(.*listens there"):
+            list(shared.waits())
+        mine.bind(str(operator))
+        mine.listen()
+        with asyncio.run(shared.listener()) as other:
+            assert other.getsockname() == listener.getsockname()
+        held(shared.port)  # a port that is not shared
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(PortInUse):  # it lacks the option
+        list(replace(shared, port=server.getsockname()[1]).waits())

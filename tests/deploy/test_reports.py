@@ -10,7 +10,7 @@ from rich.console import Console
 from baton.client import Generated, Timing, TokenUsage, Work
 from baton.config import Config, load
 from baton.errors import CorruptWeights, StartupError, Unavailable
-from deploy.addresses import ServiceAddresses, target
+from deploy.addresses import ServiceAddresses, listening
 from deploy.commands import generate, show
 from deploy.commands.progress import Progress
 from deploy.control_plane.bring_up import why_failed
@@ -36,14 +36,20 @@ def test_a_router_comes_back_at_its_addresses():
     assert ADDRESSES.endpoint == "tcp://127.0.0.1:1002"
 
 
-def test_a_client_is_told_of_all_routers():
-    other = ServiceAddresses("127.0.0.1:2001", "tcp://127.0.0.1:2002", "127.0.0.1:2003")
-    assert target([ADDRESSES]) == "127.0.0.1:1001"
-    assert target([ADDRESSES, other]) == "ipv4:127.0.0.1:1001,127.0.0.1:2001"
-    assert target([ServiceAddresses("localhost:1", "", ""), ServiceAddresses("localhost:2", "", "")]).endswith(":2")
-    with pytest.raises(Unavailable, match=r"no\.such\.host"):
-        target([ServiceAddresses("no.such.host.invalid:1", "", ""), ServiceAddresses("no.such.host.invalid:2", "", "")])
-    assert target([ServiceAddresses("[::1]:1", "", ""), ServiceAddresses("[::1]:2", "", "")]) == "ipv6:[::1]:1,[::1]:2"
+def test_routers_share_the_ports_for_clients_and_have_the_others_to_themselves():
+    config = load(overrides={"router.grpc_port": 0, "api.port": 0, "router.operator": "127.0.0.1:0"})
+    first = ServiceAddresses("127.0.0.1:1", "tcp://127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4", "127.0.0.1:5")
+    other = ServiceAddresses("127.0.0.1:1", "tcp://127.0.0.1:12", "127.0.0.1:13", "unix:/x", "127.0.0.1:5")
+
+    def ports(router: str, *known: ServiceAddresses) -> tuple[int, int, int, int, str]:
+        made = listening(config, router, dict(zip(("router", "router-1"), known, strict=False)))
+        own = made.router
+        return own.grpc_port, made.api.port, own.internal_port, own.http_port, own.operator
+
+    assert ports("router") == (0, 0, config.router.internal_port, config.router.http_port, "127.0.0.1:0")
+    assert ports("router", first) == (1, 5, 2, 3, "127.0.0.1:4")
+    assert ports("router-1", first) == (1, 5, 0, 0, "127.0.0.1:4")
+    assert ports("router-1", first, other) == (1, 5, 12, 13, "127.0.0.1:4")
 
 
 def test_every_interface_means_nothing_elsewhere():

@@ -117,10 +117,6 @@ def fuzz(
         plans = {name: told for name, told in plan(cluster, groups, path).items() if not only or name in only}
         if "workers" in needed:
             plans["workers"] |= addresses_of(groups["workers"])
-        if "fronts" in needed:
-            served = groups["fronts"].addresses("router-7")
-            link = groups["fronts"].link("router-7")
-            plans["fronts"] = {"address": link, "operator": served.operator, "api": served.api}
         orderly = [(group, name) for group in needed.values() for name in group.pids]
         which: dict[str, object] = {"seed": seed} if case is None else {"seed": seed, "first": case, "most": 1}
         before = sizes(cluster)
@@ -255,7 +251,6 @@ def victims_of(config: Config, folder: Path) -> dict[str, Victims]:
         "orders": Victims(config, folder, "orders", ("store-9", "prefill-9", "decode-9")),
         "replies": Victims(config, folder, "replies", ("prefill-8", "decode-8")),
         "workers": Victims(config, folder, "workers", ("router-9",)),
-        "fronts": Victims(config, folder, "fronts", ("router-7", "decode-7"), fronts=1),
     }
 
 
@@ -297,7 +292,6 @@ def plan(cluster: LocalCluster, victims: Mapping[str, Victims], path: Path) -> d
             "endpoint": victims["replies"].endpoint, "keys": keys, "processes": 2,
             "address": victims["replies"].store_address,
         },
-        "fronts": {},
         "helpers": {"tokenizer": str(path / "tokenizer.json"), "vocab_size": card.vocab_size, "eos": checkpoints.EOS},
         "store": {
             "address": store_address(config.cluster.name, cluster.node), "namespace": namespace,

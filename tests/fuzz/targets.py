@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from tests.fuzz.case import Target
 from tests.fuzz.false_workers import FalseWorkers
-from tests.fuzz.front_link import FrontLinkCalls
 from tests.fuzz.grpc_api import GrpcApi
 from tests.fuzz.helper_pipes import HelperPipes
 from tests.fuzz.http_api import HttpApi
@@ -30,7 +29,6 @@ TARGETS: Mapping[str, Callable[..., Target]] = {
     "store": StoreCalls,
     "replies": StoreReplies,
     "pages": StorePages,
-    "fronts": FrontLinkCalls,
     "helpers": HelperPipes,
     "ports": PlainPorts,
 }

@@ -32,9 +32,9 @@ _START = 90.0  # seconds in which a router must have said where it listens
 class Victims:
     """A group of processes. Those with a router look for it at `endpoint`."""
 
-    def __init__(self, config: Config, folder: Path, tag: str, names: Sequence[str], fronts: int = 0) -> None:
+    def __init__(self, config: Config, folder: Path, tag: str, names: Sequence[str]) -> None:
         """`names` such as "decode-9", whose beginnings are roles; the number must be one that nothing else has. A
-        router of the group listens at `endpoint`, and has so many `fronts`."""
+        router of the group listens at `endpoint`."""
         # Bound for good: else a connection may be given this port. ZMQ listens there all the same.
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,7 +57,7 @@ class Victims:
                 attempt_timeout_ms=2_000,
                 operator=str(Path(config.router.operator).with_name(f"{tag}.sock")),
             ),
-            api=replace(config.api, port=0, processes=fronts),
+            api=replace(config.api, port=0),
         )
         self._folder, self._names = folder, names
         self._running: dict[str, Child] = {}
@@ -98,11 +98,6 @@ class Victims:
                 return msgspec.json.decode(line, type=ServiceAddresses)
             time.sleep(0.05)
         raise AssertionError(f"{router} does not serve: {(self._folder / f'{router}.err').read_text()[-2_000:]}")
-
-    def link(self, router: str) -> str:
-        """The gRPC target where a router takes requests of its fronts."""
-        operator = Path(self.addresses(router).operator.removeprefix("unix:"))
-        return f"unix:{operator.with_name(f'{operator.stem}-fronts.sock')}"
 
     @property
     def pids(self) -> Mapping[str, int]:

@@ -1,76 +1,107 @@
-"""Two routers on the same workers and store: each has its own streams, and loses only those when it dies."""
+"""Two routers on the same workers, store and ports: each has its own streams, and loses only those when it dies."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
 import signal
-from collections.abc import Callable, Sequence
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.client import Client, Generated
-from baton.errors import BatonError
+from baton.errors import BatonError, PinNotFound, RequestNotFound, StartupError
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.processes.test_failures import DEADLINE, expected
 from tests.support import workload
+from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 
 _RNG = random.Random(11)
 PROMPTS = [[_RNG.randrange(3, checkpoints.VOCAB) for _ in range(count)] for count in (300, 150, 220, 40)]
 TOKENS = 150
+ROUTERS = ("router", "router-1")
+QUICK = {
+    "cluster.heartbeat_ms": 100,
+    "cluster.heartbeat_timeout_ms": 1_000,
+    "cluster.routers": 2,
+    "prefill.max_num_seqs": 8,
+    **workload.SLOW_ENGINE,
+}
 
 
 class Stream:
-    """One request through one router, whose tokens can be watched as they come."""
+    """One request at the shared port, whose tokens can be watched as they come. The kernel chooses its router."""
 
-    def __init__(self, pool: ThreadPoolExecutor, address: str, prompt: Sequence[int]) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, address: str, prompt: Sequence[int], name: str) -> None:
         self.tokens: list[int] = []
         self.prompt = prompt
+        self.name = name
         self._address = address
         self.end: Future[Generated] = pool.submit(self._run)
 
     def _run(self) -> Generated:
-        same = "same"  # at both routers
         with Client(self._address) as client:
             stream = client.generate(
-                self.prompt, max_tokens=TOKENS, temperature=0.0, ignore_eos=True, request_id=same, timeout=DEADLINE
+                self.prompt, max_tokens=TOKENS, temperature=0.0, ignore_eos=True, request_id=self.name, timeout=DEADLINE
             )
             for delta in stream:
                 self.tokens += delta.token_ids
             return stream.result()
 
 
+@contextlib.contextmanager
+def asked(cluster: LocalCluster, router: str) -> Iterator[Client]:
+    """The operator's client of one router alone."""
+    with Client(operator=cluster.operator_of(router), one_router=True) as client:
+        yield client
+
+
 def loads(cluster: LocalCluster, router: str) -> dict[str, cluster_pb2.Load]:
     """How busy each process is, as that router sees it."""
-    with Client(operator=cluster.operator_of(router)) as client:
+    with asked(cluster, router) as client:
         return {p.name: p.load for p in client.status(timeout=DEADLINE).processes if p.role != cluster_pb2.ROLE_ROUTER}
+
+
+def router_of(cluster: LocalCluster, name: str) -> str:
+    """The router that has the request, "" while none has."""
+    for router in ROUTERS:
+        with asked(cluster, router) as client, contextlib.suppress(RequestNotFound):
+            if client.explain(name, DEADLINE).request.name:
+                return router
+    return ""
+
+
+def streams_at_both(cluster: LocalCluster, pool: ThreadPoolExecutor) -> dict[str, list[Stream]]:
+    """Streams until each router has two of them, by router. Each has a connection of its own."""
+    found: dict[str, list[Stream]] = {router: [] for router in ROUTERS}
+    for number in range(32):
+        stream = Stream(pool, cluster.address, PROMPTS[number % len(PROMPTS)], f"stream-{number}")
+        eventually(lambda stream=stream: router_of(cluster, stream.name), "the request under way")
+        found[router_of(cluster, stream.name)].append(stream)
+        if all(len(streams) >= 2 for streams in found.values()):
+            return found
+    raise AssertionError(f"the kernel gave every connection to one router: {found}")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_of_two_routers_dies(checkpoint: Callable[[str], Path], tmp_path: Path, how: signal.Signals) -> None:
     path = checkpoint("llama")
-    quick = {
-        "cluster.heartbeat_ms": 100,
-        "cluster.heartbeat_timeout_ms": 1_000,
-        "cluster.routers": 2,
-        "prefill.max_num_seqs": 8,
-    }
-    quick |= workload.SLOW_ENGINE
     with (
-        LocalCluster(workload.settings(path, 1, 2, **quick), tmp_path) as cluster,
-        ThreadPoolExecutor(8) as pool,
+        LocalCluster(workload.settings(path, 1, 2, **QUICK), tmp_path) as cluster,
+        ThreadPoolExecutor(32) as pool,
     ):
-        ours, theirs = (
-            [Stream(pool, cluster.address_of(router), prompt) for prompt in PROMPTS]
-            for router in ("router", "router-1")
-        )
+        ours, theirs = streams_at_both(cluster, pool).values()
         eventually(lambda: all(len(stream.tokens) > 5 for stream in (*ours, *theirs)), what="all streams under way")
-        for router in ("router", "router-1"):  # the load of both, within a heartbeat
-            eventually(lambda r=router: sum(load.running for load in loads(cluster, r).values()) >= 8, "all seen")
         cluster.kill("router-1", how)
         for stream in ours:
             assert stream.end.result(DEADLINE).work.attempts == 1, "it should not have noticed"
@@ -93,9 +124,85 @@ def test_one_of_two_routers_dies(checkpoint: Callable[[str], Path], tmp_path: Pa
             for stream in theirs:
                 with pytest.raises(BatonError):
                     stream.end.result(DEADLINE)
+            for prompt in PROMPTS:  # new connections go to the router that is left
+                assert workload.ask(cluster.address, prompt, 5).token_ids == expected(path, prompt, TOKENS)[:5]
             cluster.start("router-1")
         cluster.wait_live(["router-1", "store-0", "prefill-0", "decode-0", "decode-1"])
         for stream in theirs:
-            answer = workload.ask(cluster.address_of("router-1"), stream.prompt, TOKENS)
+            answer = workload.ask(cluster.address, stream.prompt, TOKENS)
             assert answer.token_ids == expected(path, stream.prompt, TOKENS)
             assert stream.tokens == answer.token_ids[: len(stream.tokens)]
+        if how == signal.SIGKILL:  # both take connections again
+            for each in (stream for streams in streams_at_both(cluster, pool).values() for stream in streams):
+                each.end.result(DEADLINE)
+
+
+def dashboard(cluster: LocalCluster, part: str) -> Any:
+    with urllib.request.urlopen(f"http://{cluster.api_of('router')}/dashboard/api/{part}", timeout=DEADLINE) as answer:
+        return json.load(answer)
+
+
+def test_any_router_answers_its_operator_for_all(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    path = checkpoint("llama")
+    with (
+        LocalCluster(workload.settings(path, 1, 1, **QUICK), tmp_path) as cluster,
+        ThreadPoolExecutor(32) as pool,
+    ):
+        assert cluster.api_of("router") == cluster.api_of("router-1")
+        found = streams_at_both(cluster, pool)
+        every = [stream.name for streams in found.values() for stream in streams]
+        worker: dict[str, int] = {}
+        for router in ROUTERS:
+            with Client(operator=cluster.operator_of(router)) as client:
+                status = client.status(timeout=DEADLINE)
+                rows = {process.name: process for process in status.processes}
+                assert set(rows) == {*ROUTERS, "store-0", "prefill-0", "decode-0"}
+                worker[router] = status.counts.running + status.counts.finished
+                for name in every:
+                    assert client.explain(name).request.request_id == name
+                with pytest.raises(RequestNotFound):
+                    client.explain("nothing")
+                assert {one.request_id for one in client.requests(len(every))} == set(every)
+        assert set(worker.values()) == {len(every)}
+        for router, other in (ROUTERS, ROUTERS[::-1]):
+            with Client(operator=cluster.operator_of(router)) as mine, asked(cluster, other) as theirs:
+                theirs.pin_prefix(PROMPTS[1], id=f"of-{other}", timeout=DEADLINE)
+                assert f"of-{other}" in {pin.id for pin in mine.pins()}
+                mine.unpin(f"of-{other}")
+                assert not theirs.pins()
+                with pytest.raises(PinNotFound):
+                    mine.unpin(f"of-{other}")
+                mine.drain("decode-0")
+                states = {process.name: process.state for process in theirs.status(timeout=DEADLINE).processes}
+                assert states["decode-0"] == cluster_pb2.PROCESS_STATE_DRAINING
+                mine.drain("decode-0", undo=True)
+        for router, streams in found.items():  # whichever router takes the connection
+            snapshot = dashboard(cluster, f"snapshot?router={router}")
+            assert (snapshot["router"]["name"], snapshot["router"]["routers"]) == (router, [*ROUTERS])
+            assert {row["request_id"] for row in snapshot["requests"]} == {stream.name for stream in streams}
+            assert dashboard(cluster, f"request?router={router}&name={streams[0].name}")["request"]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            dashboard(cluster, "snapshot?router=router-7")
+        for streams in found.values():
+            for stream in streams:
+                assert stream.end.result(DEADLINE).token_ids == expected(path, stream.prompt, TOKENS)
+        cluster.kill("router-1")
+        with Client(operator=cluster.operator) as client:
+            assert "router-1" not in {process.name for process in client.status(timeout=DEADLINE).processes}
+        eventually(lambda: at_rest(cluster), what="everything freed")
+
+
+def test_a_stranger_at_the_shared_port_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """vLLM's server sets SO_REUSEPORT, too: the kernel would give it a part of the connections."""
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        for setting in ("api.port", "router.grpc_port"):
+            settings = workload.settings(checkpoint("llama"), 0, 1, **{**QUICK, setting: port})
+            with (
+                pytest.raises(StartupError, match=rf"(?s)127\.0\.0\.1:{port} \({setting}\) is in use: process \d+ "),
+                LocalCluster(settings, tmp_path),
+            ):
+                pass

@@ -315,7 +315,9 @@ def test_other_routers_have_ports_of_their_own() -> None:
     of_router = operator_of_router
     assert of_router("", "router-1") == ""
     assert of_router("/run/x/router.sock", "router-1") == "/run/x/router.router-1.sock"
-    assert of_router("[::1]:50054", "router-1") == "[::1]:0"
+    assert of_router("[::1]:50054", "router-1") == ""
+    assert of_router("[::1]:50054", "router") == "[::1]:50054"
+    assert of_router("/run/x/router.sock", "router") == "/run/x/router.sock"
 
 
 def test_the_default_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from router.events import Finished, RequestEnded, ServingAccount, Shutdown, Summ
 from router.tracing import export
 from router.tracing.export import SpanTracer
 from router.tracing.hop_spans import hops
-from router.tracing.origin import ORIGIN, Origin, front_origin, http_origin, origin, passed_on
+from router.tracing.origin import Origin, http_origin, origin
 from router.tracing.span import RequestSpan, Span
 from tests.router.driven import Bench, read_end, run
 from tests.support.eventually import eventually, eventually_async
@@ -304,26 +304,6 @@ def ended(line: Timeline, prefill: str = "") -> RequestEnded:
 def test_the_hops_of_a_summary(line: Timeline, expected: list[tuple[str, float, float]]) -> None:
     made = hops(ended(line, "prefill-0"), None)
     assert [(span.name, span.start, span.end) for span in made] == expected
-
-
-def test_a_front_passes_on_what_names_a_trace_and_nothing_that_metadata_can_not_hold() -> None:
-    headers = {"traceparent": "00-a-b-01", "tracestate": "é=1", "baggage": "user=7"}
-    metadata = dict(passed_on(http_origin("/v1/messages", headers), 4.5, ["traceparent", "tracestate"]))
-    assert metadata.keys() == {ORIGIN, "traceparent"}
-    call = front_origin(metadata)
-    assert (call.operation, call.received, call.headers["traceparent"]) == ("chat", 4.5, "00-a-b-01")
-
-
-def test_the_time_in_a_front_is_a_hop() -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
-        with called(Origin({}, "chat", 99.98)):
-            await bench.start()
-        bench.answer(bench.orders[0], 9, finish="stop")
-        assert milliseconds(spans.root()) == (-20, 0)
-        (front,) = [span for span in spans.spans() if span.name == "front"]
-        assert milliseconds(front) == (-20, 0)
-
-    traced(test)
 
 
 class Collector(SpanExporter):

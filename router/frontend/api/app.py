@@ -69,8 +69,8 @@ from router.frontend.api.sites import behind_site_gate
 from router.frontend.api.structured_outputs import name_field
 from router.frontend.api.token_logprobs import TokenNames
 from router.frontend.api.tools import ToolPlan, checked, planned
-from router.frontend.dashboard_feed import DashboardSource
-from router.frontend.generation import Generation, Generations
+from router.frontend.dashboard_feed import DashboardFeed
+from router.frontend.generation import Generation, GenerationService
 from router.frontend.identity import Gatekeeper
 
 log = logging.getLogger(__name__)
@@ -99,10 +99,10 @@ class HttpApi:
 
     def __init__(
         self,
-        service: Generations,
+        service: GenerationService,
         metrics_page: Callable[[], Awaitable[bytes]],
         gate: Gatekeeper,
-        dashboard: DashboardSource | None = None,
+        dashboard: DashboardFeed | None = None,
         config: ApiConfig | None = None,
         *,
         linger: float = LINGER,
@@ -341,7 +341,7 @@ class HttpApi:
         return json_response({"status": "live"})
 
     async def _ready(self, request: Request) -> Response:
-        if (reason := await self._service.unready()) is None:
+        if (reason := self._service.driver.unready) is None:
             return json_response({"status": "ready"})
         return json_response(errors.described(503, reason), 503)
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from baton.errors import BodyTimeout, Overloaded, PayloadTooLarge
 from router.frontend.api.protocol import decode
-from router.frontend.generation import Generations
+from router.frontend.generation import GenerationService
 from router.frontend.identity import caller
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -29,7 +29,7 @@ _CONTAINERS = 2**17  # objects and lists of a body
 class BodyReader:
     """Counts the bytes of all bodies that are being read."""
 
-    def __init__(self, service: Generations) -> None:
+    def __init__(self, service: GenerationService) -> None:
         model = service.model
         context = model.limits.max_context
         text = model.tokenizer.max_bytes(context) if model.tokenizer else 0

@@ -30,6 +30,7 @@ from router.frontend.api.closing import ClosingTransport
 from router.frontend.api.places import Places
 
 KEEP_ALIVE = 75  # seconds that a connection may be idle between requests; load generators keep theirs that long
+ENDING_SECONDS = 1  # the same once the server takes no more connections
 HEAD_SECONDS = 15.0  # in which a new connection's first request, and each request's head, must have come
 UNREAD_SECONDS = 60.0  # in which a client must read something while its answer comes
 MAX_HEADERS = 128  # of a request, and as many trailers
@@ -78,6 +79,14 @@ class Connection(HttpToolsProtocol):
     def abort(self) -> None:
         """End the connection at once."""
         self.transport.abort()
+
+    def end_soon(self) -> None:
+        """Wait for the client's next request for no longer than `ENDING_SECONDS`. Closing at once would lose a request
+        that is on its way."""
+        self.timeout_keep_alive = ENDING_SECONDS
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(ENDING_SECONDS, self.timeout_keep_alive_handler)
 
     def pause_writing(self) -> None:
         super().pause_writing()

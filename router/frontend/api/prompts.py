@@ -11,7 +11,7 @@ from baton.errors import InvalidRequest
 from router.frontend.api.parameters import token_ids
 from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, samples
 from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, rendering, text_of
-from router.frontend.generation import Generations
+from router.frontend.generation import GenerationService
 from router.frontend.identity import caller
 from router.frontend.prompt_tokens import kept_tokens, tokenized
 
@@ -44,7 +44,7 @@ class PromptBuilder:
 
     What takes time in proportion to a request is a plain function here: the doors run it by `apart`."""
 
-    def __init__(self, service: Generations, max_text: int, *, trust_templates: bool) -> None:
+    def __init__(self, service: GenerationService, max_text: int, *, trust_templates: bool) -> None:
         """`max_text`: characters of a rendered chat. `trust_templates`: requests may bring templates of their own."""
         self._service = service
         self._model = service.model

@@ -19,7 +19,7 @@ from baton.doors import ServerTls
 from baton.logs import RateLimitedLog
 from baton.unix import NO_DESCRIPTORS
 from router.frontend.api.app import HttpApi
-from router.frontend.api.connection import KEEP_ALIVE, Connection
+from router.frontend.api.connection import ENDING_SECONDS, KEEP_ALIVE, Connection
 from router.frontend.api.places import Places
 
 log = RateLimitedLog(logging.getLogger(__name__))
@@ -63,7 +63,29 @@ class ApiServer:
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections from a socket that listens."""
+        self._listener = listener
         self._tasks = [asyncio.create_task(self._accept(listener)), asyncio.create_task(self._server.serve([listener]))]
+
+    def refuse_connections(self) -> None:
+        """Stop listening: others that listen at the port get what comes from now on. Connections end with their next
+        answer, or soon."""
+        with contextlib.suppress(OSError):
+            while True:  # until none waits: closing the socket would reset them
+                self._take(self._listener.accept()[0])
+        # The task that accepts is not cancelled: it may hold a connection already.
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
+        ending, state = (b"connection", b"close"), self._server.server_state
+        self._config.encoded_headers.append(ending)  # of all answers, from uvicorn's next second on
+        state.default_headers = [*state.default_headers, ending]
+        self._config.timeout_keep_alive = ENDING_SECONDS
+        for connection in self._server.server_state.connections:
+            assert isinstance(connection, Connection)
+            connection.end_soon()
+
+    @property
+    def has_connections(self) -> bool:
+        return bool(self._beginning or self._server.server_state.connections)
 
     async def stop(self) -> None:
         """Stop listening, let clients read how their streams ended, and end."""
@@ -86,15 +108,21 @@ class ApiServer:
                     if error.errno in NO_DESCRIPTORS:
                         log.warning("no connection is accepted for %.1f s: %s", _PAUSE, error.strerror)
                         await asyncio.sleep(_PAUSE)
+                    if listener.fileno() < 0:
+                        return
                     continue
-                begun = loop.create_task(self._begin(connection))
-                self._beginning[begun] = None
-                begun.add_done_callback(lambda task: self._beginning.pop(task, None))
-                if len(self._beginning) > HANDSHAKES:
-                    oldest = next(iter(self._beginning))
-                    del self._beginning[oldest]
-                    oldest.cancel()
+                self._take(connection)
             await asyncio.sleep(0)
+
+    def _take(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        begun = asyncio.create_task(self._begin(connection))
+        self._beginning[begun] = None
+        begun.add_done_callback(lambda task: self._beginning.pop(task, None))
+        if len(self._beginning) > HANDSHAKES:
+            oldest = next(iter(self._beginning))
+            del self._beginning[oldest]
+            oldest.cancel()
 
     async def _begin(self, connection: socket.socket) -> None:
         """Give a connection to a protocol, once TLS is agreed on."""

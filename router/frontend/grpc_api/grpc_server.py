@@ -22,9 +22,9 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton import operator_port
-from baton.api_keys import ANONYMOUS, Identity
+from baton.api_keys import ANONYMOUS
 from baton.doors import ServerTls
-from baton.errors import InvalidRequest, PortInUse, RequestCancelled, Unauthenticated
+from baton.errors import InvalidRequest, PinNotFound, PortInUse, RequestCancelled, RequestNotFound
 from baton.hosts import bracketed
 from baton.messages import UNREADABLE
 from baton.operator_address import Loopback, parse_operator
@@ -40,12 +40,13 @@ from baton.v1 import (
 from router.events import Finished, Summary
 from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
-from router.frontend.dashboard_feed import DASHBOARD, DashboardAsk, DashboardSource
+from router.frontend.dashboard_feed import DashboardAsk, DashboardFeed
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.grpc_api.grpc_answers import LINGER, StreamedAnswer, abort, typed
 from router.frontend.grpc_api.message_guard import Admit, MessageGuard
 from router.frontend.grpc_api.open_calls import PREFIXES, HealthServicer
-from router.frontend.identity import IDENTITY, THIS_USER, Gatekeeper, caller
+from router.frontend.identity import THIS_USER, Gatekeeper, caller
+from router.frontend.other_routers import DASHBOARD, OtherRouters, add_status, newest
 from router.frontend.output_stream import Output
 from router.frontend.request_parsing import (
     ValidatedPin,
@@ -56,7 +57,7 @@ from router.frontend.request_parsing import (
     steps_of,
 )
 from router.role_changes import PATIENCE
-from router.tracing.origin import Origin, front_origin, origin
+from router.tracing.origin import Origin, origin
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +123,10 @@ class _OwnRendering:
 class CacheServicer(cache_pb2_grpc.CacheServicer):
     """Prefixes that are to be pinned."""
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: GenerationService, others: OtherRouters) -> None:
         self._service = service
         self._driver = service.driver
+        self._others = others
 
     async def PinPrefix(self, request: cache_pb2.PinPrefixRequest, context: Any) -> cache_pb2.PinPrefixResponse:  # noqa: N802
         left = context.time_remaining()
@@ -135,14 +137,22 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         raise AssertionError("abort returned")
 
     async def UnpinPrefix(self, request: cache_pb2.UnpinPrefixRequest, context: Any) -> cache_pb2.UnpinPrefixResponse:  # noqa: N802
+        elsewhere = await self._others.ask(context, cache_pb2_grpc.CacheStub, "UnpinPrefix", request)
         async with typed(context):
-            self._driver.unpin_prefix(request.id, request.tenant)
+            try:
+                self._driver.unpin_prefix(request.id, request.tenant)
+            except PinNotFound:
+                if not elsewhere:
+                    raise
         return cache_pb2.UnpinPrefixResponse()
 
     async def ListPins(  # noqa: N802
         self, request: cache_pb2.ListPinsRequest, context: Any
     ) -> cache_pb2.ListPinsResponse:
-        return cache_pb2.ListPinsResponse(pins=map(responses.pin, self._driver.pins()))
+        pins = [*map(responses.pin, self._driver.pins())]
+        for other in await self._others.ask(context, cache_pb2_grpc.CacheStub, "ListPins", request):
+            pins += other.pins
+        return cache_pb2.ListPinsResponse(pins=sorted(pins, key=lambda pin: (pin.id, pin.tenant)))
 
     async def _parse(self, request: cache_pb2.PinPrefixRequest, pin: str) -> ValidatedPin:
         work = partial(parse_pin_request, request, pin, self._driver.model)
@@ -150,10 +160,11 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
-    """What the cluster looks like from here."""
+    """What the cluster looks like, to this router and the others."""
 
-    def __init__(self, driver: RouterDriver) -> None:
+    def __init__(self, driver: RouterDriver, others: OtherRouters) -> None:
         self._driver = driver
+        self._others = others
 
     async def GetStatus(  # noqa: N802 gRPC's name
         self, request: cluster_pb2.GetStatusRequest, context: Any
@@ -163,7 +174,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         first = responses.process(me)
         first.ClearField("heartbeat_age_ms")
         card, stats = driver.state.card, driver.state.stats()
-        return cluster_pb2.GetStatusResponse(
+        status = cluster_pb2.GetStatusResponse(
             processes=[first, *map(responses.process, others)],
             model=responses.model_card(card) if card else None,
             log_dir=str(driver.config.cluster.logs),
@@ -172,6 +183,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             cluster=driver.config.cluster.name,
             model_name=driver.model.name,
         )
+        for other in await self._others.ask(context, cluster_pb2_grpc.ClusterStub, "GetStatus", request):
+            add_status(status, other)
+        return status
 
     async def Profile(  # noqa: N802 gRPC's name
         self, request: cluster_pb2.ProfileRequest, context: Any
@@ -187,8 +201,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:  # noqa: N802
         async with typed(context):
-            view = self._driver.drain(request.worker, request.now, request.undo)
-            return cluster_pb2.DrainResponse(worker=responses.process(view))
+            worker = responses.process(self._driver.drain(request.worker, request.now, request.undo))
+            for other in await self._others.ask(context, cluster_pb2_grpc.ClusterStub, "Drain", request):
+                worker.attempts += other.worker.attempts
+            return cluster_pb2.DrainResponse(worker=worker)
         raise AssertionError("abort returned")
 
     async def SetRole(  # noqa: N802 gRPC's name
@@ -202,21 +218,32 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def Explain(self, request: explain_pb2.ExplainRequest, context: Any) -> explain_pb2.ExplainResponse:  # noqa: N802
         async with typed(context):
-            return responses.explained(*self._driver.explain(request.request_id))
+            try:
+                return responses.explained(*self._driver.explain(request.request_id))
+            except RequestNotFound:
+                found = await self._others.ask(context, cluster_pb2_grpc.ClusterStub, "Explain", request)
+                if not found:
+                    raise
+                return min(found, key=lambda one: one.request.age_ms)
         raise AssertionError("abort returned")
 
     async def ListRequests(  # noqa: N802 gRPC's name
         self, request: explain_pb2.ListRequestsRequest, context: Any
     ) -> explain_pb2.ListRequestsResponse:
-        records, now = self._driver.recent(request.last or _LISTED)
-        return explain_pb2.ListRequestsResponse(requests=[responses.request_summary(record, now) for record in records])
+        count = request.last or _LISTED
+        records, now = self._driver.recent(count)
+        mine = [responses.request_summary(record, now) for record in records]
+        others = await self._others.ask(context, cluster_pb2_grpc.ClusterStub, "ListRequests", request)
+        return explain_pb2.ListRequestsResponse(requests=newest(mine, others, count))
 
 
 class _GrpcServer:
     """A gRPC server with health and reflection beside the services that are added to it."""
 
-    def __init__(self, own: Sequence[str], driver: RouterDriver, max_rpcs: int, admit: Admit) -> None:
-        """`own` are the names of its services."""
+    def __init__(
+        self, own: Sequence[str], driver: RouterDriver, max_rpcs: int, admit: Admit, *, shared: bool = False
+    ) -> None:
+        """`own` are the names of its services. `shared`: other routers listen at the same port."""
         self._own = tuple(own)
         limits, tokenizer = driver.model.limits, driver.model.tokenizer
         max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
@@ -233,7 +260,7 @@ class _GrpcServer:
                 ("grpc.max_connection_idle_ms", _IDLE_MS),
                 ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
                 ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-                ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
+                ("grpc.so_reuseport", int(shared)),  # gRPC's own default is 1
             ],
         )
         self._health = HealthServicer()
@@ -283,7 +310,8 @@ class ClientServer:
         max_rpcs = service.driver.config.router.max_concurrent_rpcs
         engine = _vllm_engine(service)
         own = (GENERATION,) if engine is None else (GENERATION, VLLM_ENGINE)
-        self._server = _GrpcServer(own, service.driver, max_rpcs, partial(_admit, gate, False))
+        shared = service.driver.config.cluster.routers > 1
+        self._server = _GrpcServer(own, service.driver, max_rpcs, partial(_admit, gate, False), shared=shared)
         generation = GenerationServicer(service)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
         if engine is not None:
@@ -294,6 +322,11 @@ class ClientServer:
         remedy = "stop what listens there or change router.grpc_port"
         bound = await self._server.start(f"{bracketed(host)}:{port}", remedy, tls)
         return f"{bracketed(host)}:{bound}"
+
+    def refuse_connections(self, patience: float) -> None:
+        """Stop listening: other processes that listen at the port get what comes from now on, and clients go there with
+        their next call. Calls that run may go on for so many seconds."""
+        self._ending = asyncio.create_task(self._server.stop(patience))
 
     def set_serving(self, serving: bool) -> None:
         """What health checks are told."""
@@ -308,58 +341,20 @@ class ClientServer:
         await self._server.stop(grace)
 
 
-class FrontLink:
-    """Where the router's front processes hand it their requests: `Generation` on a Unix socket of this user's, and the
-    data of the page at /dashboard. A front has identified its clients, and says which one each request comes from."""
-
-    def __init__(self, service: GenerationService, gate: Gatekeeper, dashboard: DashboardSource) -> None:
-        max_rpcs = service.driver.config.router.max_concurrent_rpcs
-        self._dashboard = dashboard
-        self._server = _GrpcServer((GENERATION,), service.driver, max_rpcs, partial(_admit_front, gate))
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(service), self._server.grpc)
-        read = grpc.unary_unary_rpc_method_handler(self._read, request_deserializer=bytes)
-        service_name, _, method = DASHBOARD.strip("/").partition("/")
-        handlers = grpc.method_handlers_generic_handler(service_name, {method: read})
-        self._server.grpc.add_generic_rpc_handlers((handlers,))
-
-    async def _read(self, asked: bytes, context: Any) -> bytes:
-        """A part of the dashboard's data, as JSON. `asked` is a DashboardAsk as JSON."""
-        async with typed(context):
-            try:
-                ask = msgspec.json.decode(asked, type=DashboardAsk)
-            except UNREADABLE:
-                raise InvalidRequest("this is no request of a front") from None
-            return await self._dashboard.read(ask)
-        raise AssertionError("abort returned")
-
-    async def start(self, setting: str, cluster: str, router: str) -> str:
-        """Listen beside the operator's socket, which `router.operator` may name; returns the gRPC target. Raises
-        ConfigError, StartupError and PortInUse."""
-        chosen = parse_operator(setting)
-        named = chosen if isinstance(chosen, Path) else None
-        path = named.with_name(f"{named.stem}-fronts.sock") if named else None
-        made_up, path = path is None, path or operator_port.default_path(cluster, f"{router}-fronts")
-        operator_port.prepare(path, made_up=made_up)
-        target = operator_port.target(path)
-        await self._server.start(target, "stop the router of that name")
-        path.chmod(0o600)
-        return target
-
-    async def stop(self) -> None:
-        await self._server.stop(0)
-
-
 class OperatorServer:
-    """The operator's gRPC servers: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback. On loopback a
-    call needs an operator's key, once there are keys.
+    """The operator's gRPC servers: `Cluster`, `Cache` and the data of the page at /dashboard, on a Unix socket of this
+    user's or on loopback. On loopback a call needs an operator's key, once there are keys.
 
     A socket's file may be removed while the router lives, such as with $XDG_RUNTIME_DIR when the user logs out. Then
     another server listens anew, and connections to the first one live on."""
 
-    def __init__(self, service: GenerationService, gate: Gatekeeper) -> None:
+    def __init__(
+        self, service: GenerationService, gate: Gatekeeper, others: OtherRouters, dashboard: DashboardFeed
+    ) -> None:
         self._driver = service.driver
         self._gate = gate
-        self._cache, self._cluster = CacheServicer(service), ClusterServicer(service.driver)
+        self._cache, self._cluster = CacheServicer(service, others), ClusterServicer(service.driver, others)
+        self._dashboard = dashboard
         self._servers: list[_GrpcServer] = []
         self._path: Path | None = None  # of the socket
 
@@ -370,6 +365,9 @@ class OperatorServer:
         server = _GrpcServer((CLUSTER, CACHE), self._driver, _OPERATOR_RPCS, admit)
         cache_pb2_grpc.add_CacheServicer_to_server(self._cache, server.grpc)
         cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, server.grpc)
+        read = grpc.unary_unary_rpc_method_handler(self._read, request_deserializer=bytes)
+        service_name, _, method = DASHBOARD.strip("/").partition("/")
+        server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, {method: read}),))
         remedy = "stop what listens there or change router.operator"
         if isinstance(chosen, Loopback):
             bound = await server.start(str(chosen), remedy)
@@ -384,6 +382,16 @@ class OperatorServer:
             self._path = path
         self._servers.append(server)
         return target
+
+    async def _read(self, asked: bytes, context: Any) -> bytes:
+        """A part of the page's data, as JSON, for another router. `asked` is a DashboardAsk as JSON."""
+        async with typed(context):
+            try:
+                ask = msgspec.json.decode(asked, type=DashboardAsk)
+            except UNREADABLE:
+                raise InvalidRequest("this is no request of a router") from None
+            return self._dashboard.read(ask)
+        raise AssertionError("abort returned")
 
     @property
     def lost(self) -> bool:
@@ -445,21 +453,6 @@ def _admit(gate: Gatekeeper, operator: bool, method: str, metadata: Mapping[str,
     identity = gate.identify(metadata, operator=operator)
     caller.set(identity)
     origin.set(Origin(metadata))
-    return gate.enter(identity)
-
-
-def _admit_front(gate: Gatekeeper, method: str, metadata: Mapping[str, str]) -> Callable[[], None]:
-    """Take a front's word for its client, and count the RPC until its end. Raises BatonError."""
-    if method.startswith(PREFIXES):
-        caller.set(ANONYMOUS)
-        return _nothing
-    try:
-        identity = msgspec.json.decode(metadata.get(IDENTITY, ""), type=Identity)
-        call = front_origin(metadata)
-    except UNREADABLE:
-        raise Unauthenticated("only the router's front processes may call here") from None
-    caller.set(identity)
-    origin.set(call)
     return gate.enter(identity)
 
 

@@ -6,6 +6,8 @@
     GET /dashboard/api/history          the samples of the last five minutes
     GET /dashboard/api/request?name=N   how a request was served, as `baton explain --json` has it
 
+With `router=NAME`, the data is that of another router of the cluster, which this one asks.
+
 `router.frontend.api.gate` asks for the operator's key.
 """
 
@@ -22,7 +24,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, Overloaded
 from router.frontend.api.dashboard.files import PAGE, SECURITY_HEADERS, static_files
 from router.frontend.api.http_responses import error_response
-from router.frontend.dashboard_feed import DashboardAsk, DashboardSource
+from router.frontend.dashboard_feed import DashboardAsk, DashboardFeed, Part
 
 MAX_VIEWERS = 32
 VIEWER = "x-baton-viewer"
@@ -36,8 +38,8 @@ _DATA_HEADERS = {**SECURITY_HEADERS, "cache-control": "no-store", "content-type"
 class DashboardRoutes:
     """`routes` serves the page and its data."""
 
-    def __init__(self, source: DashboardSource, clock: Clock) -> None:
-        self._source = source
+    def __init__(self, feed: DashboardFeed, clock: Clock) -> None:
+        self._feed = feed
         self._files = static_files()
         self._viewers = Viewers(clock)
         get = partial(Route, methods=["GET"])
@@ -45,9 +47,9 @@ class DashboardRoutes:
             get("/dashboard", self._page),
             get("/dashboard/", self._slash),
             get("/dashboard/static/{name}", self._static),
-            get("/dashboard/api/snapshot", self._data(self._snapshot)),
-            get("/dashboard/api/history", self._data(self._history)),
-            get("/dashboard/api/request", self._data(self._request)),
+            get("/dashboard/api/snapshot", self._data("snapshot")),
+            get("/dashboard/api/history", self._data("history")),
+            get("/dashboard/api/request", self._data("request")),
         ]
 
     async def _page(self, request: Request) -> Response:
@@ -63,22 +65,13 @@ class DashboardRoutes:
             return Response("there is no such file\n", 404, headers={**SECURITY_HEADERS, "content-type": "text/plain"})
         return file.answer(request)
 
-    async def _snapshot(self, request: Request) -> bytes:
-        self._viewers.admit(request.headers.get(VIEWER, ""))
-        return await self._source.read(DashboardAsk("snapshot"))
-
-    async def _history(self, request: Request) -> bytes:
-        self._viewers.admit(request.headers.get(VIEWER, ""))
-        return await self._source.read(DashboardAsk("history"))
-
-    async def _request(self, request: Request) -> bytes:
-        self._viewers.admit(request.headers.get(VIEWER, ""))
-        return await self._source.read(DashboardAsk("request", request.query_params.get("name", "")))
-
-    def _data(self, read: Callable[[Request], Awaitable[bytes]]) -> Callable[[Request], Awaitable[Response]]:
+    def _data(self, part: Part) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
-                return Response(await read(request), headers=_DATA_HEADERS)
+                self._viewers.admit(request.headers.get(VIEWER, ""))
+                ask = DashboardAsk(part, request.query_params.get("name", ""))
+                told = await self._feed.read_of(request.query_params.get("router", ""), ask)
+                return Response(told, headers=_DATA_HEADERS)
             except BatonError as error:
                 response = error_response(error)
                 response.headers.update(_DATA_HEADERS)

@@ -11,6 +11,12 @@ try {
   // Storage may be forbidden; then the key lives as long as this page.
 }
 
+let router = ""; // whose data is shown; none: of the one that answers
+
+export const setRouter = (name) => {
+  router = name;
+};
+
 export const hasKey = () => key !== "";
 
 export function setKey(value) {
@@ -38,7 +44,9 @@ export async function read(path) {
   if (key) headers.authorization = `Bearer ${key}`;
   let answer;
   try {
-    answer = await fetch(new URL(`dashboard/api/${path}`, document.baseURI), {
+    const url = new URL(`dashboard/api/${path}`, document.baseURI);
+    if (router) url.searchParams.set("router", router);
+    answer = await fetch(url, {
       headers,
       cache: "no-store",
       credentials: "omit",

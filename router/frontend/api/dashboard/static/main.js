@@ -1,6 +1,6 @@
 // The page's loop: it asks its router once a second and shows what comes back.
 
-import { hasKey, read, setKey } from "./api.js";
+import { hasKey, read, setKey, setRouter } from "./api.js";
 import { Chart, Tile } from "./charts.js";
 import { $, text } from "./dom.js";
 import { Events } from "./events.js";
@@ -140,6 +140,7 @@ class Dashboard {
       : unready ? `No request can be served: ${unready}.` : "";
     banner(what);
     text($("clock"), `${router.name} · up ${age(router.uptime_s * 1_000)}`);
+    follow(router.name, router.routers);
   }
 }
 
@@ -200,6 +201,22 @@ for (const input of $("theme").querySelectorAll("input")) {
   });
 }
 
+// --- the routers ---
+
+/** Go on with this router, whichever of them takes the page's next connection, until another one is chosen. */
+function follow(name, routers) {
+  setRouter(name);
+  const choice = $("routers");
+  choice.hidden = routers.length < 2;
+  if (choice.options.length !== routers.length) choice.replaceChildren(...routers.map((one) => new Option(one)));
+  choice.value = name;
+}
+
+$("routers").addEventListener("change", (event) => {
+  setRouter(event.target.value);
+  wake();
+});
+
 // --- the loop ---
 
 let wake = () => {};
@@ -249,6 +266,7 @@ async function run() {
         await rest(2 ** 30);
         continue;
       }
+      setRouter(""); // another one may answer
       pause = Math.max(error.retryAfter, WAITS[Math.min(errors, WAITS.length - 1)]);
       errors += 1;
       tell("lost", error.status === 429 ? "Too many viewers" : "Connection lost");
