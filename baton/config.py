@@ -107,7 +107,7 @@ class ModelConfig(_Section, frozen=True):
     )
     served_model_name: str | tuple[str, ...] = ""  # names clients use, the first in answers; default: end of path
     device: str = "auto"  # torch device; auto: cuda where there is one, else cpu
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "openai", "pythonic"] = (
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "openai"] = (
         "auto"  # format of tool calls, by vLLM's names; auto: as the chat template tells
     )
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss", "qwen3"] = (

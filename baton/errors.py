@@ -24,7 +24,6 @@ BatonError                        INTERNAL
 ├── RequestCancelled              CANCELLED            the client went away
 ├── Unavailable                   UNAVAILABLE          no live worker can take the request, or its router is stopping
 │   └── AttemptsExhausted         UNAVAILABLE          every attempt, the decode-local one included, failed
-├── UnsupportedCall               UNIMPLEMENTED        a call of another server's protocol that has no meaning here
 ├── DeviceLost                    UNAVAILABLE          a worker's GPU can't be used by its process any more, which ends
 ├── NonFiniteLogits               INTERNAL             the model's logits are NaN or infinite: no attempt would help
 ├── ProtocolError                 INTERNAL             a peer said what the protocol does not allow
@@ -215,13 +214,6 @@ class AttemptsExhausted(Unavailable):
     """Every attempt at a request failed, the decode-local one included."""
 
     reason = "attempts_exhausted"
-
-
-class UnsupportedCall(BatonError):
-    """A call of another server's protocol that a cluster can't, or may not, serve."""
-
-    status = "UNIMPLEMENTED"
-    reason = "unsupported_call"
 
 
 class DeviceLost(BatonError):

@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
-from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from baton.v1 import generation_pb2, generation_pb2_grpc
 
@@ -54,7 +53,7 @@ class Stream:
 @dataclass(frozen=True)
 class Order:
     """A round: so many streams at a time, two after each other, each of `count` tokens, while `stalled` more read
-    nothing. `door` is http, grpc or vllm (vLLM's engine protocol over gRPC)."""
+    nothing. `door` is http or grpc."""
 
     door: str
     address: str
@@ -142,18 +141,6 @@ async def grpc_stream(stub: Any, count: int) -> Stream:
     return Stream(began, times)
 
 
-async def vllm_stream(stub: Any, count: int) -> Stream:
-    """Read one call of vLLM's engine protocol."""
-    params = vllm_engine_pb2.SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
-    tokenized = vllm_engine_pb2.TokenizedInput(input_ids=PROMPT)
-    request = vllm_engine_pb2.GenerateRequest(tokenized=tokenized, sampling_params=params, stream=True)
-    began, times = time.perf_counter(), list[float]()
-    async for response in stub.Generate(request):
-        if response.HasField("chunk"):
-            times.append(time.perf_counter())
-    return Stream(began, times)
-
-
 async def _round(order: Order) -> list[Stream]:
     async with AsyncExitStack() as stack:
         clients = await _clients(order, stack)
@@ -174,8 +161,6 @@ async def _clients(order: Order, stack: AsyncExitStack) -> list[Ask]:
         connections = [await HttpClient.connect(order.address) for _ in range(order.streams)]
         return [stack.enter_context(closing(connection)).ask for connection in connections]
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(order.address))
-    if order.door == "vllm":
-        return [partial(vllm_stream, vllm_engine_pb2_grpc.VllmEngineStub(channel))] * order.streams
     return [partial(grpc_stream, generation_pb2_grpc.GenerationStub(channel))] * order.streams
 
 

@@ -41,7 +41,7 @@ from deploy.load.figures import percentile
 
 TARGET = 1.10
 TARGET_TOKENS = 10_000
-_DOORS = {"http": "HTTP", "grpc": "gRPC", "vllm": "VllmEngine"}
+_DOORS = {"http": "HTTP", "grpc": "gRPC"}
 _PARTS = ("cluster", "speed", "rate", "readers")
 _PEER, _PEER_LOGGING = "vLLM's HTTP", "vLLM's HTTP with its statistics"
 _OUTPUT = 200  # tokens of a stream
@@ -175,7 +175,7 @@ def alone(client: Client, model: Path, parts: Collection[str], rounds: int, coun
     given = fronts.words(model)
     with ExitStack() as stack:
         http, grpc = (fronts.baton(door, model, given, stack) for door in ("http", "grpc"))
-        running = [Front("HTTP", "http", http), Front("gRPC", "grpc", grpc), Front("VllmEngine", "vllm", grpc)]
+        running = [Front("HTTP", "http", http), Front("gRPC", "grpc", grpc)]
         if parts == {"readers"}:
             pass
         elif environments.prepared(VLLM, peers):

@@ -1,7 +1,7 @@
 """Fronts by themselves, each in a process, before an engine that computes nothing: Baton's, and vLLM's own.
 
-`python -m bench.fronts DOOR MODEL WORDS` is the process of one of Baton's doors: http, or grpc, which serves both
-`baton.v1` and vLLM's engine protocol. WORDS is a JSON list of token ids.
+`python -m bench.fronts DOOR MODEL WORDS` is the process of one of Baton's doors, http or grpc.
+WORDS is a JSON list of token ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import grpc
-from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from baton.api_keys import KeyRing
 from baton.config import ModelConfig
@@ -34,7 +33,6 @@ from router.frontend.api.server import ApiServer
 from router.frontend.detokenizer import TextStream
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_server import GenerationServicer
-from router.frontend.grpc_api.vllm_engine import VllmEngineServicer
 from router.frontend.identity import Gatekeeper
 from router.frontend.output_stream import OutputStream, StopVerdict
 from router.frontend.request_parsing import ValidatedRequest
@@ -154,7 +152,6 @@ async def _serve(door: str, model: str, given: list[int], answers: TextIO) -> No
     else:
         server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(service), server)
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(service), server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
     running = asyncio.create_task(driver.run())

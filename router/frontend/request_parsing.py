@@ -95,11 +95,6 @@ def name_of(request: pb.GenerateRequest) -> str:
     return _named("request_id", request.request_id)
 
 
-def checked_name(given: str) -> str:
-    """Do the same for another service's `request_id`. Raises InvalidRequest."""
-    return _named("request_id", given)
-
-
 def pin_of(request: cache_pb2.PinPrefixRequest) -> str:
     """What the pin is called. Raises InvalidRequest."""
     return _named("id", request.id)

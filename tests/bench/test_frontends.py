@@ -118,7 +118,7 @@ def test_the_doors_serve_all_tokens_of_the_fake_engine(tmp_path: Path) -> None:
     words = fronts.words(checkpoint)
     with ExitStack() as stack, closing(Client()) as client:
         http, grpc = (fronts.baton(door, checkpoint, words, stack) for door in ("http", "grpc"))
-        for front in (Front("HTTP", "http", http), Front("gRPC", "grpc", grpc), Front("VllmEngine", "vllm", grpc)):
+        for front in (Front("HTTP", "http", http), Front("gRPC", "grpc", grpc)):
             before = front.cpu_seconds()
             for interval in (None, 0.001):
                 front.pace(interval)

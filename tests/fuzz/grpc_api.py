@@ -26,7 +26,6 @@ GENERATE = "/baton.v1.Generation/Generate"
 _METHODS = (
     "/baton.v1.Generation/Nothing", "/baton.v1.Cluster/GetStatus", "/baton.v1.Cluster/Drain", "/a/b", "/", "//", "",
     "/baton.v1.Generation/", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
-    "/vllm.grpc.engine.VllmEngine/Generate", "/vllm.grpc.engine.VllmEngine/GetModelInfo",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "/x" * 2_000,
 )  # fmt: skip
 _CODES = grpc.StatusCode

@@ -83,8 +83,8 @@ _ALL = (
     ),
     Suite(
         "smg",
-        "`smg launch` with Baton's gRPC port as its one worker (`vllm.grpc.engine.VllmEngine`): chats whole and as "
-        "streams through the gateway say what Baton's own HTTP API says",
+        "`smg launch` with Baton's HTTP API as its one worker: chats whole and as streams through the gateway say what "
+        "Baton's own HTTP API says",
         ["smg==1.13.0"],
         ["smg"],
         smg.run,

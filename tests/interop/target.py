@@ -42,7 +42,6 @@ class Target:
     """What a suite is told of the cluster."""
 
     address: str  # host:port of the HTTP APIs
-    grpc: str  # host:port of the public gRPC port
     folder: Path  # of the checkpoint
     model: str = MODEL
 
@@ -66,4 +65,4 @@ def cluster(checkpoint: Path, folder: Path, *, prefill: int = 1, decode: int = 1
     names = [MODEL, *ALIASES]
     settings = workload.settings(checkpoint, prefill, decode, **{"model.served_model_name": names}, **more)
     with LocalCluster(settings, folder) as running:
-        yield Target(running.api_of("router"), running.address, checkpoint)
+        yield Target(running.api_of("router"), checkpoint)

@@ -14,7 +14,6 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from smg_grpc_proto import vllm_engine_pb2
 
 from baton import api_keys
 from baton.api_keys import Identity
@@ -164,14 +163,12 @@ def test_health_needs_no_key(tmp_path: Path) -> None:
 def test_no_other_path_or_call_is_open(tmp_path: Path) -> None:
     """A path or service that is added later needs a key, too."""
     key_in(tmp_path)
-    services = [generation_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR]
     calls = [
         f"/{service.full_name}/{method.name}"
-        for file in services
-        for service in file.services_by_name.values()
+        for service in generation_pb2.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     ]
-    assert len(calls) > 5
+    assert calls
 
     async def test() -> None:
         async with (

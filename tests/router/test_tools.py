@@ -245,7 +245,7 @@ def test_the_template_tells_the_format() -> None:
         ("{{ tools }}<tool_call><function=", None, None),
         ("{{ tools }}<|start_header_id|>", "llama3_json", None),
         ("<|start_header_id|>", None, None),
-        ("{{ tools }}<|start_header_id|>[func_name1(", "pythonic", None),
+        ("{{ tools }}<|start_header_id|>[func_name1(", None, None),
         ("{{ tools }}[TOOL_CALLS][THINK]", "mistral", "mistral"),
         ("{{ tools }}<|channel|>analysis", "openai", "openai_gptoss"),
         ("<｜Assistant｜><think>", None, "deepseek_r1"),

@@ -14,7 +14,6 @@ from router.frontend.chat.harmony import HarmonyParser
 from router.frontend.chat.hermes import HermesParser
 from router.frontend.chat.llama3_json import Llama3JsonParser
 from router.frontend.chat.mistral import MistralParser
-from router.frontend.chat.pythonic import PythonicParser
 from router.frontend.chat.text_parser import DeltaWriter, PlainText, TextParser
 from router.frontend.chat.thinking import ThinkMarkers, ThinkSplitter
 
@@ -24,7 +23,6 @@ TOOL_PARSERS: dict[str, type[TextParser]] = {
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
     "openai": HarmonyParser,
-    "pythonic": PythonicParser,
 }
 REASONING: dict[str, ThinkMarkers | None] = {
     "deepseek_r1": ThinkMarkers(*_THINK, begins_inside=True),
@@ -137,10 +135,8 @@ def _tool_parser(template: str) -> str | None:
     if "<tool_call>" in template:
         # Qwen3-Coder, GLM and others write XML between these markers.
         return None if "<function=" in template or "<arg_key>" in template else "hermes"
-    if "[func_name1(" in template or "<|python_start|>" in template:
-        return "pythonic"
     if "<|python_tag|>" in template or "<|start_header_id|>" in template:
-        return "llama3_json"
+        return None if "[func_name1(" in template else "llama3_json"  # the former asks for Python
     return None
 
 

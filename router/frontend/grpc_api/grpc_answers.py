@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NoReturn
 
 import grpc
 
@@ -18,7 +18,8 @@ from baton.errors import BatonError, Overloaded, RequestCancelled, shown
 from baton.futures import looked_at
 from baton.logs import RequestLog
 from baton.v1 import generation_pb2
-from router.events import Cancelled, Failed, Finished, RequestEnded, Summary
+from router.events import Cancelled, Failed, Finished, RequestEnded
+from router.frontend import responses
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.grpc_api.message_guard import connected
 from router.frontend.output_stream import Output
@@ -35,30 +36,6 @@ _MAX_DETAILS = 1_000  # characters of an error: gRPC's clients take 16 KiB of he
 _LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
 
 
-class Rendering(Protocol):
-    """The messages of one request's answer, as one service has them. `index` numbers its outputs."""
-
-    def request(self) -> generation_pb2.GenerateRequest:
-        """What is asked for. Raises BatonError."""
-        ...
-
-    def started(self, generations: Sequence[Generation]) -> None:
-        """The request has been submitted."""
-        ...
-
-    def piece(self, output: Output, index: int) -> Iterator[Any]:
-        """Yield the messages of new output."""
-        ...
-
-    def finished(self, finished: Finished, summary: Summary, index: int) -> Iterator[Any]:
-        """Yield the messages of an end."""
-        ...
-
-    def cancelled(self, why: str, summary: Summary, index: int) -> Iterator[Any]:
-        """Yield the messages of a request that was cancelled. Raises RequestCancelled where that is an error."""
-        ...
-
-
 def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
     """The status and trailing metadata that a client gets for an error."""
     metadata = [(REASON, error.reason)]
@@ -70,9 +47,16 @@ def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str]
 class StreamedAnswer:
     """One call that generates: from its request to the last message, or to the error that it ends in."""
 
-    def __init__(self, service: GenerationService, rendering: Rendering, context: Any, linger: float = LINGER) -> None:
+    def __init__(
+        self,
+        service: GenerationService,
+        request: generation_pb2.GenerateRequest,
+        context: Any,
+        linger: float = LINGER,
+    ) -> None:
         self._service = service
-        self._rendering = rendering
+        self._request = request
+        self._generations: Sequence[Generation] = ()
         self._context = context
         self._linger = linger
         self._received = service.clock.now()
@@ -83,14 +67,11 @@ class StreamedAnswer:
         context, self._request_id = self._context, request_id
         left = context.time_remaining()
         deadline = None if left is None else self._received + left
-        generations: list[Generation] = []
         try:
             with connected():
                 await context.send_initial_metadata(((REQUEST_ID, request_id),))
-            request = self._rendering.request()
-            generations = await self._service.start(request, request_id, self._received, deadline)
-            self._rendering.started(generations)
-            streams = [generation.stream for generation in generations]
+            self._generations = await self._service.start(self._request, request_id, self._received, deadline)
+            streams = [generation.stream for generation in self._generations]
             if not await self._pass_on(streams):
                 await self._give_up(streams)
         except BatonError as error:
@@ -101,7 +82,7 @@ class StreamedAnswer:
             RequestLog(log, request_id).exception("failed in the router")
             await abort(context, BatonError("internal error; the router's log says more"), request_id)
         finally:
-            for generation in generations:
+            for generation in self._generations:
                 generation.close()
 
     async def _pass_on(self, streams: Sequence[ReadableStream]) -> bool:
@@ -129,17 +110,24 @@ class StreamedAnswer:
             async with contextlib.aclosing(merged(streams)) as outputs:
                 async for index, news in outputs:
                     ended = isinstance(news, RequestEnded)
-                    for message in self._ending(news, index) if ended else self._rendering.piece(news, index):
-                        await self._context.write(message)
+                    await self._context.write(self._last(news, index) if ended else self._piece(news, index))
 
-    def _ending(self, end: RequestEnded, index: int) -> Iterator[Any]:
+    def _piece(self, output: Output, index: int) -> generation_pb2.GenerateResponse:
+        return responses.delta(output, index, self._service.fingerprint(self._request.model))
+
+    def _last(self, end: RequestEnded, index: int) -> generation_pb2.GenerateResponse:
+        """Return the last message of an output. Raises BatonError where it ended in one."""
         match end.outcome:
-            case Finished() as finished:
-                return self._rendering.finished(finished, end.summary, index)
+            case Finished(reason=reason):
+                generation = self._generations[index]
+                validated, stop = generation.validated, generation.stream.stop_string
+                name, seed = validated.request_id, validated.sampling.seed
+                fingerprint = self._service.fingerprint(self._request.model)
+                return responses.finished(reason, end.summary, name, seed, index, stop, fingerprint)
             case Failed(error=error):
                 raise error
             case Cancelled(why=why):
-                return self._rendering.cancelled(why, end.summary, index)
+                raise RequestCancelled(why)
 
     async def _give_up(self, streams: Sequence[ReadableStream]) -> None:
         """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from baton import operator_port
 from baton.api_keys import ANONYMOUS
 from baton.doors import ServerTls
-from baton.errors import InvalidRequest, PinNotFound, PortInUse, RequestCancelled, RequestNotFound
+from baton.errors import InvalidRequest, PinNotFound, PortInUse, RequestNotFound
 from baton.hosts import bracketed
 from baton.messages import UNREADABLE
 from baton.operator_address import Loopback, parse_operator
@@ -37,17 +36,15 @@ from baton.v1 import (
     generation_pb2,
     generation_pb2_grpc,
 )
-from router.events import Finished, Summary
 from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.dashboard_feed import DashboardAsk, DashboardFeed
-from router.frontend.generation import Generation, GenerationService
+from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_answers import LINGER, StreamedAnswer, abort, typed
 from router.frontend.grpc_api.message_guard import Admit, MessageGuard
 from router.frontend.grpc_api.open_calls import PREFIXES, HealthServicer
 from router.frontend.identity import THIS_USER, Gatekeeper, caller
 from router.frontend.other_routers import DASHBOARD, OtherRouters, add_status, newest
-from router.frontend.output_stream import Output
 from router.frontend.request_parsing import (
     ValidatedPin,
     name_of,
@@ -58,8 +55,6 @@ from router.frontend.request_parsing import (
 )
 from router.role_changes import PATIENCE
 from router.tracing.origin import Origin, origin
-
-log = logging.getLogger(__name__)
 
 _ID_BYTES = 6  # of one token id in a message: at most 5, and a tag where a client does not pack them
 _OTHER_BYTES = (
@@ -73,11 +68,9 @@ _IDLE_MS = 120_000  # that a connection may have no call; gRPC's clients then co
 _TEXTS: Mapping[str, Sequence[int]] = {  # the fields that hold a prompt's text
     "/baton.v1.Generation/Generate": (2,),
     "/baton.v1.Cache/PinPrefix": (2,),
-    "/vllm.grpc.engine.VllmEngine/Generate": (2, 3),
 }
 _LISTED = 10  # requests, unless the client says how many
 _OPERATOR_RPCS = 256
-VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 GENERATION, CACHE, CLUSTER = "baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster"
 
 
@@ -89,35 +82,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._linger = linger
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
-        answer = StreamedAnswer(self._service, _OwnRendering(request, self._service), context, self._linger)
+        answer = StreamedAnswer(self._service, request, context, self._linger)
         async with typed(context):
             await answer.serve(name_of(request))
-
-
-class _OwnRendering:
-    """The answer to a call of `Generation`."""
-
-    def __init__(self, request: generation_pb2.GenerateRequest, service: GenerationService) -> None:
-        self._request, self._service = request, service
-        self._generations: Sequence[Generation] = ()
-
-    def request(self) -> generation_pb2.GenerateRequest:
-        return self._request
-
-    def started(self, generations: Sequence[Generation]) -> None:
-        self._generations = generations
-
-    def piece(self, output: Output, index: int) -> Iterator[generation_pb2.GenerateResponse]:
-        yield responses.delta(output, index, self._service.fingerprint(self._request.model))
-
-    def finished(self, finished: Finished, summary: Summary, index: int) -> Iterator[generation_pb2.GenerateResponse]:
-        validated, stop = self._generations[index].validated, self._generations[index].stream.stop_string
-        name, seed = validated.request_id, validated.sampling.seed
-        fingerprint = self._service.fingerprint(self._request.model)
-        yield responses.finished(finished.reason, summary, name, seed, index, stop, fingerprint)
-
-    def cancelled(self, why: str, summary: Summary, index: int) -> Iterator[generation_pb2.GenerateResponse]:
-        raise RequestCancelled(why)
 
 
 class CacheServicer(cache_pb2_grpc.CacheServicer):
@@ -303,19 +270,14 @@ class _GrpcServer:
 
 
 class ClientServer:
-    """The public gRPC server: `Generation` and vLLM's `VllmEngine`, and nothing by which a client could change or watch
-    the cluster."""
+    """The public gRPC server: `Generation`, and nothing by which a client could change or watch the cluster."""
 
     def __init__(self, service: GenerationService, gate: Gatekeeper) -> None:
         max_rpcs = service.driver.config.router.max_concurrent_rpcs
-        engine = _vllm_engine(service)
-        own = (GENERATION,) if engine is None else (GENERATION, VLLM_ENGINE)
         shared = service.driver.config.cluster.routers > 1
-        self._server = _GrpcServer(own, service.driver, max_rpcs, partial(_admit, gate, False), shared=shared)
+        self._server = _GrpcServer((GENERATION,), service.driver, max_rpcs, partial(_admit, gate, False), shared=shared)
         generation = GenerationServicer(service)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
-        if engine is not None:
-            engine(self._server.grpc)
 
     async def start(self, host: str, port: int, tls: ServerTls | None = None) -> str:
         """Listen, with TLS if it is given; returns "host:port". Raises PortInUse."""
@@ -410,19 +372,6 @@ class OperatorServer:
 
     async def stop(self, grace: float) -> None:
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
-
-
-def _vllm_engine(service: GenerationService) -> Callable[[grpc.aio.Server], None] | None:
-    """Return what adds vLLM's service to a server; None where its stubs can't be imported: another package may have
-    taken the name of their common.proto in this process."""
-    try:
-        from smg_grpc_proto import vllm_engine_pb2_grpc
-
-        from router.frontend.grpc_api.vllm_engine import VllmEngineServicer
-    except (ImportError, TypeError, RuntimeError) as error:
-        log.warning("%s is not served: %s", VLLM_ENGINE, error)
-        return None
-    return partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, VllmEngineServicer(service))
 
 
 def _credentials(tls: ServerTls) -> grpc.ServerCredentials:

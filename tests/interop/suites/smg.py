@@ -1,12 +1,9 @@
-"""smg: a gateway that takes Baton's gRPC port for one vLLM engine, and speaks OpenAI's API itself."""
+"""smg: a gateway that takes Baton's HTTP API for one engine's, and passes OpenAI's API on."""
 
 from __future__ import annotations
 
 import json
 import socket
-
-import grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tests.interop.environment import Environment
 from tests.interop.http import RefusedError, get, post
@@ -14,19 +11,16 @@ from tests.interop.result import Case, SuiteResult
 from tests.interop.target import Target
 from tests.support.eventually import eventually
 
-ENGINE = "vllm.grpc.engine.VllmEngine"
 _READY_SECONDS = 60.0
 _PROMPTS = ("bonfan korles dimin taras", "nossa ser sosbesken", "kontur")
 
 
 def run(target: Target, environment: Environment) -> SuiteResult:
     """Start the gateway and compare what comes through it with what Baton says itself."""
-    if ENGINE not in _services(target):
-        return SuiteResult([Case.skipped("chat", f"the gRPC port has no {ENGINE} in this version of Baton")])
     port, log = _free_port(), environment.scratch / "smg.log"
     gateway = f"http://127.0.0.1:{port}"
     argv = [
-        environment.program("smg"), "launch", "--worker-urls", f"grpc://{target.grpc}",
+        environment.program("smg"), "launch", "--worker-urls", target.url,
         "--model-path", str(target.folder), "--host", "127.0.0.1", "--port", str(port),
         "--prometheus-port", str(_free_port()),
     ]  # fmt: skip
@@ -64,11 +58,6 @@ def _compared(prompt: str, target: Target, gateway: str, model: str) -> list[Cas
         Case(name, "passed") if found == right != "" else Case.failed(name, f"{found!r} instead of {right!r}")
         for name, found in ((whole, through), (streamed, joined))
     ]
-
-
-def _services(target: Target) -> list[str]:
-    with grpc.insecure_channel(target.grpc) as channel:
-        return list(ProtoReflectionDescriptorDatabase(channel).get_services())
 
 
 def _has_model(gateway: str) -> bool:

@@ -35,7 +35,6 @@ class Family:
 FAMILIES = {
     "hermes": Family(ChatFormat("hermes"), Calls.AUTO, transcripts.HERMES),
     "llama3_json": Family(ChatFormat("llama3_json"), Calls.AUTO, transcripts.LLAMA),
-    "pythonic": Family(ChatFormat("pythonic"), Calls.AUTO, transcripts.PYTHONIC),
     "mistral": Family(ChatFormat("mistral"), Calls.AUTO, transcripts.MISTRAL),
     "openai": Family(ChatFormat("openai", "openai_gptoss"), Calls.AUTO, transcripts.HARMONY),
     "deepseek_r1": Family(ChatFormat(None, "deepseek_r1"), Calls.NONE, transcripts.DEEPSEEK),
