@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 GRAFANA = ROOT / "deploy" / "grafana"
 PROMETHEUS = GRAFANA / "prometheus"
 RULE_TESTS = [Path(__file__).parent / name for name in ("alerts.test.yml", "alerts-of-days.test.yml")]
-RUNBOOKS = ROOT / "docs" / "operations.md"
+RUNBOOKS = ROOT / "docs" / "fail.md"
 
 Board = Mapping[str, Any]
 BOARDS: list[Board] = [json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))]
@@ -161,7 +161,7 @@ def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
     assert len(set(names)) == len(names)
     assert headings == set(names)
     for rule in alerts():
-        assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == f"docs/fail.md#{rule['alert'].lower()}"
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"].endswith(".")
