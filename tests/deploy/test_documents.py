@@ -14,7 +14,7 @@ from tests.support import documents
 from tests.support.documents import ROOT, Command, Page
 
 READ = documents.pages()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REFERENCE = runpy.run_path(str(ROOT / ".ci" / "cli_reference.py"))
 
 
