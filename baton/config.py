@@ -292,8 +292,8 @@ class DiskConfig(_Section, frozen=True):
     queue_pages: Positive = 256  # waiting to be written; more are dropped
 
 
-class PrefillConfig(_Section, frozen=True):
-    """Prefill workers."""
+class WorkerConfig(_Section, frozen=True):
+    """What workers of both roles have."""
 
     device: str = ""  # torch device of these workers; "": as model.device
     num_gpus: GpuPart = "auto"  # of one worker, at most 1; auto: equal shares of its node's GPUs
@@ -301,26 +301,25 @@ class PrefillConfig(_Section, frozen=True):
     tensor_parallel_size: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0  # 0: as model.tensor_parallel_size
     kv_cache_bytes: CacheBytes = CacheBytes(0)  # device pages, of all ranks; auto: what GPUs have left, 512MiB on a CPU
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the worker's GPU or share of it, in all
+    copies_per_step: Positive = 256  # pages copied from or to the arena per step
+    threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
+
+
+class PrefillConfig(WorkerConfig, frozen=True):
+    """Prefill workers."""
+
     step_ms: Positive = 50  # about how long a step lasts while several prompts are at hand; four times that for one
     max_num_batched_tokens: Positive = 2_048  # tokens per step at most, over all prompts
-    copies_per_step: Positive = 256  # pages copied from or to the arena per step
     max_num_seqs: Positive = 2  # prompts taken at a time; the others wait in the router
     lm_head: bool = True  # load the output head too, so that it may become a decode worker; false: less memory
     store_timeout_ms: Positive = (
         10_000  # a prompt that gets no answer from the store, or no slots that last, for longer fails
     )
-    threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 
 
-class DecodeConfig(_Section, frozen=True):
+class DecodeConfig(WorkerConfig, frozen=True):
     """Decode workers."""
 
-    device: str = ""  # torch device of these workers; "": as model.device
-    num_gpus: GpuPart = "auto"  # of one worker, at most 1; auto: equal shares of its node's GPUs
-    node_selector: dict[str, str] = {}  # labels that Ray's node must have, such as ray.io/accelerator-type: H100
-    tensor_parallel_size: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0  # 0: as model.tensor_parallel_size
-    kv_cache_bytes: CacheBytes = CacheBytes(0)  # device pages, of all ranks; auto: what GPUs have left, 512MiB on a CPU
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the worker's GPU or share of it, in all
     max_num_seqs: Annotated[int, Meta(ge=4)] = 256  # of a step at most; vLLM reserves memory for so many
     max_num_batched_tokens: Positive = (
         512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
@@ -328,10 +327,8 @@ class DecodeConfig(_Section, frozen=True):
     itl_ms: Natural = 0  # what a step with both decoding sequences and prompts may take; 0: eight steps without prompts
     first_step_ms: Natural = 200  # a sequence that lacks a page at most waits no longer for others' tokens
     ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting
-    copies_per_step: Positive = 256  # pages copied from or to the arena per step
     copy_share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # of a decoding step's time, at most for copies before it
     fetch_timeout_ms: Positive = 10_000  # a fetch or write without progress for longer ends with what is here
-    threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 
 
 class Config(_Section, frozen=True):
@@ -371,32 +368,6 @@ class Config(_Section, frozen=True):
         return None
 
 
-_RENAMED: Mapping[str, Mapping[str, str]] = {
-    "model": {"name": "served_model_name"},
-    "cluster": {"silence_ms": "heartbeat_timeout_ms", "stuck_ms": "step_timeout_ms"},
-    "router": {
-        "queue_ms": "queue_timeout_ms",
-        "progress_ms": "attempt_timeout_ms",
-        "classes": "slo_classes",
-        "split": "disaggregation",
-    },
-    "store": {"arena_bytes": "host_cache_bytes", "hold_ms": "lease_ms"},
-    "prefill": {
-        "pool_bytes": "kv_cache_bytes",
-        "chunk_tokens": "max_num_batched_tokens",
-        "max_prompts": "max_num_seqs",
-        "head": "lm_head",
-        "store_ms": "store_timeout_ms",
-    },
-    "decode": {
-        "pool_bytes": "kv_cache_bytes",
-        "step_tokens": "max_num_batched_tokens",
-        "fetch_ms": "fetch_timeout_ms",
-    },
-}
-"""By section: the settings that have another name now. Their old names are refused, with the new one."""
-
-
 def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> Config:
     """Read `path` (none: defaults) and lay `overrides` ("section.setting" → value) over it. Raises ConfigError."""
     tree: dict[str, Any] = {}
@@ -423,7 +394,6 @@ def parse(text: str) -> Config:
 
 
 def _converted(tree: dict[str, Any], path: Path | None) -> Config:
-    _refuse_renamed(tree, path)
     try:
         config = msgspec.convert(tree, Config, dec_hook=decode_size)
     except msgspec.ValidationError as error:
@@ -477,14 +447,6 @@ def _origin(text: str) -> str:
     """The origin of a URL; "": it is none."""
     parts = urlsplit(text)
     return f"{parts.scheme}://{parts.netloc}".lower() if parts.scheme and parts.netloc and "@" not in text else ""
-
-
-def _refuse_renamed(tree: Mapping[str, Any], path: Path | None) -> None:
-    """Raise ConfigError for a setting that has another name now, and say which."""
-    for section, renamed in _RENAMED.items():
-        settings = tree.get(section)
-        for old in renamed.keys() & settings.keys() if isinstance(settings, Mapping) else ():
-            raise ConfigError(f"{path or 'configuration'}: {section}.{old} is now called {section}.{renamed[old]}")
 
 
 def _check(config: Config) -> None:

@@ -36,7 +36,7 @@ from engine.vllm_runner import VLLM_VERSION
 _ROOT = Path(__file__).parent.parent
 _BATON = (
     "grpcio", "grpcio-health-checking", "grpcio-reflection", "httptools", "jsonschema", "jsonschema-specifications",
-    "llguidance", "msgspec", "protobuf", "pyzmq", "referencing", "rpds-py", "smg-grpc-proto", "sniffio", "starlette",
+    "llguidance", "msgspec", "protobuf", "pyzmq", "referencing", "rpds-py", "sniffio", "starlette",
     "uvicorn",
 )  # fmt: skip
 """Of the router, the workers, the store and their tests, pinned by constraints.txt."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.markup import escape
 import baton
 from baton.system_memory import available_memory
 from deploy.commands.terminal import Json, command, out, print_json, size
+from deploy.control_plane.preflight import version_of
 from engine.device.gpus import visible_gpus
 
 _PACKAGES = (
@@ -27,6 +29,7 @@ _VARIABLES = re.compile(r"(OMP|MKL|KMP|CUDA|NCCL|TORCH|PYTORCH|HF|RAY|OTEL|LD|PY
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|HEADERS|AUTH", re.IGNORECASE)
 _LOGIN = re.compile(r"//[^/@\s]+@")  # the user and password of a URL
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
+_GPU = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version,compute_cap", "--format=csv,noheader")
 _PATIENCE = 10.0  # seconds, for each program that is asked
 
 
@@ -45,12 +48,20 @@ def collect_env(as_json: Json = False) -> None:
 
 def collect() -> dict[str, dict[str, Any]]:
     """Return everything by section, as plain data. Nothing here raises: what can't be found is left out."""
+    folder = Path(baton.__file__).parent.parent
+    rows = _found({"gpus": lambda: _output(*_GPU)}).get("gpus", "").splitlines()
     return {
-        "baton": _baton(),
-        "system": _system(),
-        "packages": {name: version for name in _PACKAGES if (version := version_of(name))},
+        "baton": _found(
+            {
+                "version": lambda: baton.__version__,
+                "commit": lambda: _output("git", f"--git-dir={folder / '.git'}", "rev-parse", "HEAD"),
+                "installed in": lambda: str(folder),
+            }
+        ),
+        "system": _found(_SYSTEM),
+        "packages": _found({name: partial(version_of, name) for name in _PACKAGES}),
         "torch": _torch(),
-        "gpus": _gpus(),
+        "gpus": {index: about for index, _, about in (row.partition(", ") for row in rows) if about},
         "environment": environment(os.environ),
     }
 
@@ -61,29 +72,14 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: "(left out)" if _SECRET.search(name) else _LOGIN.sub("//", value) for name, value in kept.items()}
 
 
-def _baton() -> dict[str, Any]:
-    folder = Path(baton.__file__).parent.parent
-    commit = _output("git", "-C", str(folder), "rev-parse", "HEAD") if (folder / ".git").exists() else ""
-    found = {"version": baton.__version__, "commit": commit, "installed in": str(folder)}
-    return {name: value for name, value in found.items() if value}
-
-
-def _system() -> dict[str, Any]:
-    room = available_memory()
-    found = {
-        "os": _os_name(),
-        "kernel": platform.release(),
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "libc": " ".join(platform.libc_ver()),
-        "compiler": _output("c++", "--version").partition("\n")[0],
-        "processor": _processor("model name") or platform.machine(),
-        "instructions": " ".join(flag for flag in _INSTRUCTIONS if flag in _processor("flags").split()),
-        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
-        "memory": f"{size(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}, {size(room.available)} left "
-        f"({room.bound})",
-        "shared memory": _shared_memory(),
-    }
-    return {name: value for name, value in found.items() if value}
+def _found(facts: Mapping[str, Callable[[], str | None]]) -> dict[str, Any]:
+    """Look each fact up, and leave out what this machine does not tell."""
+    found: dict[str, Any] = {}
+    for name, look in facts.items():
+        with suppress(OSError, subprocess.SubprocessError):
+            if value := look():
+                found[name] = value
+    return found
 
 
 def _torch() -> dict[str, Any]:
@@ -96,53 +92,38 @@ def _torch() -> dict[str, Any]:
     return found
 
 
-def _gpus() -> dict[str, Any]:
-    rows = _output(
-        "nvidia-smi", "--query-gpu=index,name,memory.total,driver_version,compute_cap", "--format=csv,noheader"
-    )
-    return {index: about for index, _, about in (row.partition(", ") for row in rows.splitlines()) if about}
-
-
-def _os_name() -> str:
-    try:
-        return platform.freedesktop_os_release().get("PRETTY_NAME", "")
-    except OSError:
-        return platform.system()
-
-
 def _processor(field: str) -> str:
     """Return the first value of a field of /proc/cpuinfo, "" if there is none."""
-    found = re.search(rf"^{field}\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    text = Path("/proc/cpuinfo").read_text(errors="replace")
+    found = re.search(rf"^{field}\s*:\s*(.*)$", text, re.MULTILINE)
     return found[1] if found else ""
 
 
+def _memory() -> str:
+    room = available_memory()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{size(total)}, {size(room.available)} left ({room.bound})"
+
+
 def _shared_memory() -> str:
-    try:
-        found = os.statvfs("/dev/shm")  # noqa: S108 the file system is asked for its size
-    except OSError:
-        return ""
+    found = os.statvfs("/dev/shm")  # noqa: S108 the file system is asked for its size
     return f"{size(found.f_bavail * found.f_frsize)} of {size(found.f_blocks * found.f_frsize)} left"
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def _output(*argv: str) -> str:
-    """Return what a program prints, "" if it can't be run, fails or takes too long."""
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_PATIENCE, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    """Return what a program prints. Raises OSError and SubprocessError if it can't run, fails or takes too long."""
+    return subprocess.check_output(argv, text=True, timeout=_PATIENCE, stderr=subprocess.DEVNULL).strip()  # noqa: S603
 
 
-def version_of(package: str) -> str | None:
-    """Return the version of an installed package, None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+_SYSTEM: Mapping[str, Callable[[], str]] = {
+    "os": lambda: platform.freedesktop_os_release().get("PRETTY_NAME", ""),
+    "kernel": lambda: f"{platform.system()} {platform.release()}",
+    "python": lambda: f"{platform.python_version()} ({sys.executable})",
+    "libc": lambda: " ".join(platform.libc_ver()),
+    "compiler": lambda: _output("c++", "--version").partition("\n")[0],
+    "processor": lambda: _processor("model name") or platform.machine(),
+    "instructions": lambda: " ".join(flag for flag in _INSTRUCTIONS if flag in _processor("flags").split()),
+    "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+    "memory": _memory,
+    "shared memory": _shared_memory,
+}

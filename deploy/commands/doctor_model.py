@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from baton.checkpoint_files import read_object
 from baton.checkpoints import hub, named
@@ -13,9 +13,9 @@ from baton.config import Config
 from baton.errors import ModelError, ModelNotFound
 from baton.messages import WorkerRole
 from baton.system_memory import available_memory
-from deploy.commands.collect_env import version_of
 from deploy.commands.terminal import err, size
 from deploy.control_plane import checkpoint, preflight
+from deploy.control_plane.preflight import Finding, Level, version_of
 from engine.device.gpus import VisibleGpus, resolve_device, visible_gpus
 from engine.models.config_file import ConfigFile
 from engine.vllm_runner import TESTED_ARCHITECTURES
@@ -25,18 +25,6 @@ from engine.vllm_runner.requirements import CPU_PAGE, CUDA_PAGE, Installation
 if TYPE_CHECKING:
     from engine.spec import ModelSpec
     from worker.engine_choice import EngineChoice, EngineFacts
-
-Level: TypeAlias = Literal["ok", "warn", "bad"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check. `advice` is empty if there is no problem."""
-
-    level: Level
-    subject: str
-    found: str
-    advice: str = ""
 
 
 @dataclass(frozen=True)

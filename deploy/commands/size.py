@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton.checkpoints import hub
-from baton.config import MAX_RANKS, Bytes, Config
+from baton.config import MAX_RANKS, Bytes, Config, load
 from baton.errors import ConfigError, InvalidRequest
 from baton.system_memory import available_memory
 from deploy.commands.terminal import Json, command, err, out, print_json
 from deploy.commands.terminal import size as shown
+from deploy.control_plane.preflight import runs_on_cpu
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.device.gpus import visible_gpus
 from engine.vllm_runner.pages import FP8
@@ -25,14 +25,6 @@ from engine.vllm_runner.pages import FP8
 if TYPE_CHECKING:
     from engine.models.memory import WorkerMemory
     from engine.spec import ModelSpec
-
-_DEFAULTS = Config()
-_DEFAULT_OF = {
-    "model.dtype": "auto",
-    "model.kv_cache_dtype": "auto",
-    "model.tensor_parallel_size": 1,
-    "pages.page_size": _DEFAULTS.pages.page_size,
-}
 
 
 class Device(StrEnum):
@@ -59,7 +51,7 @@ def size(
         str, typer.Option(help="Of pages: auto (as --dtype), one of the same, or fp8, vLLM's runner only.")
     ] = "auto",
     device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.AUTO,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = _DEFAULTS.pages.page_size,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = Config().pages.page_size,
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker, vLLM's runner only; sizes are those of one.")
     ] = 1,
@@ -73,20 +65,19 @@ def size(
         room = Bytes.parse(memory) if memory else None
     except ValueError as error:
         raise ConfigError(f"--memory: {error}") from None
-    spec = _spec(model)
-    answer = compute(
-        spec, context, concurrency, dtype, kv_cache_dtype, device.value, page_size, room, tensor_parallel_size
-    )
+    flags = {
+        "model.dtype": dtype,
+        "model.kv_cache_dtype": kv_cache_dtype,
+        "model.tensor_parallel_size": tensor_parallel_size,
+        "pages.page_size": page_size,
+    }
+    sizes = compute(load(None, {**flags, "model.device": device.value}), _spec(model), context, concurrency, room)
     if as_json:
-        print_json(answer.as_json())
+        print_json(sizes.as_json())
     else:
-        settings = {
-            "model.dtype": dtype,
-            "model.kv_cache_dtype": kv_cache_dtype,
-            "model.tensor_parallel_size": tensor_parallel_size,
-            "pages.page_size": page_size,
-        }
-        _show(model, answer, {name: value for name, value in settings.items() if value != _DEFAULT_OF[name]})
+        _show(
+            model, sizes, [f"{name}={value}" for name, value in flags.items() if load(None, {name: value}) != Config()]
+        )
 
 
 @dataclass(frozen=True)
@@ -112,25 +103,11 @@ class Sizes:
     longest: int  # tokens of one sequence alone
 
     def as_json(self) -> dict[str, Any]:
-        workers = {role: asdict(each) | {"total": each.total} for role, each in self._workers.items()}
-        return asdict(self) | workers
-
-    @property
-    def _workers(self) -> dict[str, WorkerMemory]:
-        return {"decode": self.decode, "prefill": self.prefill}
+        workers = {"decode": self.decode, "prefill": self.prefill}
+        return asdict(self) | {role: asdict(each) | {"total": each.total} for role, each in workers.items()}
 
 
-def compute(
-    spec: ModelSpec,
-    context: int,
-    concurrency: int,
-    dtype: str,
-    kv_cache_dtype: str,
-    device: str,
-    page_size: int,
-    room: int | None,
-    ranks: int = 1,
-) -> Sizes:
+def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, room: int | None) -> Sizes:
     """Compute all sizes; `room` is the memory of one worker, None for what is free here. With several ranks all sizes
     are those of one, and so is `room`: its equal part of weights and KV heads, and the activations of a whole worker.
 
@@ -141,41 +118,37 @@ def compute(
     from engine.models.memory import WorkerMemory, activation_bytes, weight_bytes
     from engine.models.weights import TORCH_DTYPES
 
+    model, page_size, ranks = config.model, config.pages.page_size, config.model.tensor_parallel_size
     if context > spec.max_positions:
         raise InvalidRequest(f"a context of {context} tokens is more than the model's {spec.max_positions}")
     if spec.num_kv_heads % ranks:
         raise InvalidRequest(f"{ranks} ranks can't share {spec.num_kv_heads} KV heads evenly")
-    if held := FP8.get(kv_cache_dtype):
-        layout = replace(layout_of(spec, dtype, page_size), dtype=held)
-    else:
-        layout = layout_of(spec, dtype, page_size, kv_cache_dtype)
-    layout = replace(layout, num_kv_heads=spec.num_kv_heads // ranks)
-    dtype = dtype_of(spec, dtype)
-    kind = TORCH_DTYPES[dtype]
-    on_cpu = device == "cpu" or (device == "auto" and not visible_gpus().gpus)
-    maker = linear_maker("cpu" if on_cpu else "cuda")
+    held = FP8.get(model.kv_cache_dtype)
+    layout = layout_of(spec, model.dtype, page_size, "auto" if held else model.kv_cache_dtype)
+    layout = replace(layout, num_kv_heads=spec.num_kv_heads // ranks, dtype=held or layout.dtype)
+    dtype, on_cpu = dtype_of(spec, model.dtype), runs_on_cpu(config, "decode")
+    kind, maker = TORCH_DTYPES[dtype], linear_maker("cpu" if on_cpu else "cuda")
     weights = -(-weight_bytes(spec, kind, maker) // ranks)
     per_sequence = -(-context // page_size)
 
-    def worker(pages: int, tokens: int, rows: int) -> WorkerMemory:
-        activations = activation_bytes(spec, kind, tokens, rows, maker)
-        parts = WorkerMemory(weights, pages * layout.page_bytes, activations)
+    def worker(sequences: int, tokens: int) -> WorkerMemory:
+        activations = activation_bytes(spec, kind, tokens, sequences, maker)
+        parts = WorkerMemory(weights, per_sequence * sequences * layout.page_bytes, activations)
         return parts if on_cpu else replace(parts, process=CONTEXT_BYTES)
 
-    decode = worker(per_sequence * concurrency, _DEFAULTS.decode.max_num_batched_tokens, concurrency)
-    step = _DEFAULTS.prefill.max_num_batched_tokens
-    prefill = worker(per_sequence * _DEFAULTS.prefill.max_num_seqs, step, _DEFAULTS.prefill.max_num_seqs)
+    decode = worker(concurrency, config.decode.max_num_batched_tokens)
+    prefill = worker(config.prefill.max_num_seqs, config.prefill.max_num_batched_tokens)
     memory, bound = (GpuMemory(room, room), "--memory") if room is not None else _free(on_cpu, ranks)
     if on_cpu:
         left = memory.free - (decode.total - decode.pages)
     else:
-        utilization = _DEFAULTS.decode.gpu_memory_utilization
+        utilization = config.decode.gpu_memory_utilization
         left = pool_bytes(memory, GpuUse(weights, decode.activations), utilization)
         bound += f"; gpu_memory_utilization {utilization:g}"
-    pages, room = max(0, left) // layout.page_bytes, memory.free
+    pages = max(0, left) // layout.page_bytes
     return Sizes(
         _parameters(spec), dtype, layout.dtype, "cpu" if on_cpu else "cuda", ranks, context, concurrency,
-        layout.token_bytes, layout.page_bytes, per_sequence * concurrency, decode, prefill, room, bound,
+        layout.token_bytes, layout.page_bytes, per_sequence * concurrency, decode, prefill, memory.free, bound,
         pages // per_sequence, min(pages * page_size, spec.max_positions),
     )  # fmt: skip
 
@@ -211,7 +184,7 @@ def _spec(model: str) -> ModelSpec:
     return load_spec(hub.resolve(model, ["config.json"], err.print))
 
 
-def _show(model: str, found: Sizes, settings: Mapping[str, object]) -> None:
+def _show(model: str, found: Sizes, settings: list[str]) -> None:
     """`settings` are those that a cluster of these sizes has otherwise than by default."""
     out.print(
         f"[bold]{escape(model)}[/]: {found.parameters / 1e6:,.1f} M parameters in {found.dtype} on {found.device}; KV "
@@ -237,7 +210,7 @@ def _show(model: str, found: Sizes, settings: Mapping[str, object]) -> None:
         room = "all of it"
         if found.device == "cpu":
             room = f"{found.concurrency} sequences of {found.context} tokens"
-            settings = {**settings, "decode.kv_cache_bytes": f"{pool}MiB"}
+            settings = [*settings, f"decode.kv_cache_bytes={pool}MiB"]
         engine = " --engine vllm" if found.ranks > 1 or found.kv_dtype in FP8.values() else ""
-        given = "".join(f" --set {name}={value}" for name, value in settings.items())
+        given = "".join(f" --set {setting}" for setting in settings)
         out.print(f"for {room}: baton up --model {escape(model)}{engine}{given}")

@@ -1,25 +1,32 @@
-"""Cheap checks before anything is started. Each error says how to fix it."""
+"""The checks of a machine and a configuration: `baton up` ends at the first error, `baton doctor` shows what all find.
+
+Each error says how to fix it. A check that passes returns a line about what it saw, if that is worth to be shown.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from baton import doors
 from baton.api_keys import KeyRing
 from baton.checkpoint_files import read_object
 from baton.checkpoints import hub
-from baton.config import Config, DecodeConfig, PrefillConfig
-from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, StartupError
+from baton.config import Config, WorkerConfig
+from baton.errors import BatonError, ConfigError, ModelNotFound, NotEnoughMemory, StartupError
 from baton.hosts import is_loopback
 from baton.messages import WorkerRole
 from baton.operator_address import Loopback, parse_operator
 from baton.ports import FixedPort, Patience, RouterPorts
 from baton.system_memory import AvailableMemory, available_memory
 from baton.wire import ClusterKeys
-from deploy.control_plane import state_file
+from deploy.control_plane import probe, state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
 from deploy.processes import session_members
@@ -28,10 +35,25 @@ from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
 
+Level: TypeAlias = Literal["ok", "warn", "bad"]
+
 # Memory of processes besides KV pages and weights, about; measured with a tiny model.
 _PROCESS_BYTES = 300 * 2**20  # of a worker
 _VLLM_BYTES = 500 * 2**20  # of vLLM beside it
 _RANK_BYTES = 350 * 2**20  # of each rank beside that, where there are several
+
+_LITTLE_MEMORY = 4 * 2**30
+_FEW_FILES = 4_096
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. `advice` is empty if there is no problem."""
+
+    level: Level
+    subject: str
+    found: str
+    advice: str = ""
 
 
 def check(config: Config, say: Callable[[str], object]) -> None:
@@ -44,6 +66,62 @@ def check(config: Config, say: Callable[[str], object]) -> None:
     check_device(config)
     check_engine(config)
     check_memory(config, available_memory())
+
+
+def examine(config: Config) -> list[Finding]:
+    """Run all checks but those of the model. A failed one is a finding, never an exception."""
+    room, ports = available_memory(), _ports(config)
+    return [
+        *_findings("Ray", f"{version_of('ray')}; can't be used", check_ray),
+        _memory(room),
+        *_findings("memory", "too little for this configuration", lambda: check_memory(config, room)),
+        *_findings("ports", f"{ports}: can't all be had", lambda: _own_ports(config) or check_ports(config)),
+        *_findings("keys", f"{config.cluster.key_path} can't be used", lambda: check_keys(config)),
+        *_findings("clients", f"the doors at {config.api.host} can't open", lambda: check_doors(config)),
+        _torch(),
+        *_findings("device", "not here", lambda: check_device(config)),
+        cores(config),
+        _files(),
+        *_clusters(config.cluster.state_dir.parent),
+    ]
+
+
+def _findings(subject: str, failed: str, look: Callable[[], Finding | str | None]) -> Iterator[Finding]:
+    """Turn what a check returns or raises into findings. `failed` is what an error means."""
+    try:
+        found = look()
+    except BatonError as error:
+        yield Finding("bad", subject, failed, str(error))
+    else:
+        if found is not None:
+            yield found if isinstance(found, Finding) else Finding("ok", subject, found)
+
+
+def check_ray() -> Finding:
+    """Find a Ray that `baton up` would join. Raises RayUnusable."""
+    version = version_of("ray")
+    if version is None:
+        return Finding("bad", "Ray", "not installed", "pip install 'ray[default]'")
+    address = probe.find()
+    if address is None:
+        return Finding("ok", "Ray", f"{version}; none runs here, so `baton up` starts one of its own")
+    if probe.link(address).mode == "token":
+        return Finding("ok", "Ray", f"{version} at {address}, which asks for a token; ours is accepted")
+    return Finding(
+        "warn",
+        "Ray",
+        f"{version} at {address}, without authentication",
+        "whoever reaches its ports can run code here: `ray stop`, `ray get-auth-token --generate`, then "
+        "`RAY_AUTH_MODE=token ray start --head`",
+    )
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_model(model: str) -> None:
@@ -71,20 +149,27 @@ def check_adapters(modules: Mapping[str, str]) -> None:
                 )
 
 
-def check_keys(config: Config) -> None:
+def check_keys(config: Config) -> str:
     """Check that the cluster's keys can be used. The default file may be missing: `baton up` makes it."""
     path = config.cluster.key_path
     if config.cluster.key_file or path.exists():
         ClusterKeys.read(path)
+        return f"{path}, for its owner alone; every link of the cluster is encrypted with them"
+    if is_loopback(config.router.host):
+        return f"the cluster's first process makes {path}"
+    return f"`baton up` makes {path}; processes started by hand on other nodes need the file"
 
 
-def check_doors(config: Config) -> None:
-    """Check TLS and the clients' keys. Raises StartupError and KeysUnusable."""
+def check_doors(config: Config) -> str:
+    """Check what a client needs: TLS and a key. Raises StartupError and KeysUnusable."""
     doors.server_tls(config.tls)
-    doors.check_keys(config, KeyRing(config.api_keys_path, required=config.api.require_keys))
+    ring = KeyRing(config.api_keys_path, required=config.api.require_keys)
+    doors.check_keys(config, ring)
+    keys = "every client needs an API key" if ring.required else "clients need no API key"
+    return f"{keys}; {'TLS' if config.tls.cert_file else 'no TLS'}, at {config.api.host}"
 
 
-def check_ports(config: Config, say: Callable[[str], object] | None = None) -> None:
+def check_ports(config: Config, say: Callable[[str], object] | None = None) -> str:
     """Check that the router's ports can be had. With `say`, wait while a connection holds one, and tell that. Raises
     PortInUse, and StartupError for a host that is no address of this machine."""
     patience = Patience(listener=0.0, connection=5.0) if say else Patience(0.0, 0.0, 0.0, 0.0)
@@ -98,6 +183,29 @@ def check_ports(config: Config, say: Callable[[str], object] | None = None) -> N
             if say is not None and not turn:
                 say(f"waiting for {door}: a connection holds it")
             time.sleep(pause)
+    return f"{_ports(config)}: free"
+
+
+def _own_ports(config: Config) -> str:
+    """The ports of this very cluster, if it runs; "" if it does not."""
+    return f"{_ports(config)}: this cluster is up and has its ports" if _is_up(config.cluster.state_dir) else ""
+
+
+def _ports(config: Config) -> str:
+    router, api = config.router, config.api
+    clients, inside = ((router.grpc_port, api.port), (router.internal_port, router.http_port))
+    return f"{_listed(clients)} on {api.host}, {_listed(inside)} on {router.host}"
+
+
+def _listed(ports: Sequence[int]) -> str:
+    return ", ".join(str(port) if port else "any" for port in ports)
+
+
+def _memory(room: AvailableMemory) -> Finding:
+    found = f"{room.available / 2**30:.1f} GiB left, bounded by {room.bound}"
+    if room.available < _LITTLE_MEMORY:
+        return Finding("warn", "memory", found, "end something, or raise the limit")
+    return Finding("ok", "memory", found)
 
 
 def check_memory(config: Config, room: AvailableMemory) -> None:
@@ -109,7 +217,7 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     prefill, decode = config.cluster.prefill, config.cluster.decode
     if not is_loopback(config.router.host):
         prefill, decode = 0, 1
-    roles: Sequence[tuple[WorkerRole, PrefillConfig | DecodeConfig, int]] = [
+    roles: Sequence[tuple[WorkerRole, WorkerConfig, int]] = [
         ("prefill", config.prefill, prefill),
         ("decode", config.decode, decode),
     ]
@@ -177,6 +285,40 @@ def ranks_problem(config: Config, role: WorkerRole, device: str, gpus: int) -> s
     )
 
 
+def _torch() -> Finding:
+    version = version_of("torch")
+    if version is None:
+        return Finding("bad", "torch", "not installed", "pip install torch")
+    import torch
+
+    found = visible_gpus()
+    if found.gpus:
+        return Finding("ok", "torch", f"{version}; {found}")
+    if found.wasted:
+        return Finding("warn", "torch", f"{version}, CPU only, though this machine has an NVIDIA driver", found.problem)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return Finding("ok", "torch", f"{version}, CPU only ({capability}): {found.problem}")
+
+
+def cores(config: Config) -> Finding:
+    """Compare this machine's cores with the workers that would share them."""
+    here = len(os.sched_getaffinity(0))
+    counts: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
+    workers = sum(count for _, count in counts)
+    ranks = sum(count * config.ranks_of(role) for role, count in counts)
+    found = f"{here} for {workers} workers" + (f" of {ranks} ranks in all" if ranks > workers else "")
+    if here < ranks and any(count and runs_on_cpu(config, role) for role, count in counts):
+        return Finding("warn", "cores", found, "they will take turns; fine for trying out, not for speed")
+    return Finding("ok", "cores", found)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _FEW_FILES:
+        return Finding("warn", "open files", f"at most {soft}", f"ulimit -n {min(hard, 65_536)}, before `ray start`")
+    return Finding("ok", "open files", f"at most {soft}")
+
+
 def check_engine(config: Config) -> None:
     """Check that vLLM's runner can serve the model if a setting asks for it and all workers run here.
 
@@ -212,6 +354,33 @@ def check_name_free(folder: Path) -> None:
             f"a cluster named {state.name!r} is up already, at {state.target}; end it with `baton down --name "
             f"{state.name}`, or give this one another name: --name"
         )
+
+
+def _is_up(folder: Path) -> bool:
+    """Whether the cluster of that folder runs, according to a readable state file."""
+    try:
+        state_file.read(folder)
+    except BatonError:
+        return False
+    try:
+        check_name_free(folder)
+    except BatonError:
+        return True
+    return False
+
+
+def _clusters(folder: Path) -> Iterator[Finding]:
+    """Say of each cluster of this user whether it runs or has left something."""
+    for path in sorted(folder.glob("*/cluster.json")):
+        name = path.parent.name
+        try:
+            check_name_free(path.parent)
+        except BatonError as error:
+            found, _, advice = str(error).partition(";")
+            up = _is_up(path.parent)
+            yield Finding("ok" if up else "bad", "cluster", f"{name}: {found}", "" if up else advice.strip())
+        else:
+            yield Finding("warn", "cluster", f"{name} has died", f"baton down --name {name} clears away what is left")
 
 
 def _alive(folder: Path, state: State) -> bool:

@@ -18,9 +18,9 @@ from baton.errors import NotEnoughMemory
 from baton.system_memory import AvailableMemory
 from bench import random_model
 from deploy.cli import app
-from deploy.commands.doctor import Finding, examine
 from deploy.control_plane import preflight
 from deploy.control_plane.bring_up import _settle
+from deploy.control_plane.preflight import Finding, examine
 from deploy.models import with_demo_model
 from engine.device.gpus import visible_gpus
 from engine.models.config import load_spec

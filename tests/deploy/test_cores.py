@@ -7,7 +7,7 @@ import os
 import pytest
 
 from baton.config import Config, load
-from deploy.commands import doctor
+from deploy.control_plane import preflight
 from deploy.placement.desired import ClusterScale, plan, workers_on
 from deploy.processes import share_cores
 
@@ -33,6 +33,6 @@ def test_only_workers_of_the_node_count() -> None:
 def test_doctor_counts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     config = load(None, {"cluster.prefill": 1, "cluster.decode": 1, "model.device": "cpu"})
-    assert (doctor._cores(config).level, doctor._cores(config).found) == ("ok", "3 for 2 workers")
+    assert (preflight.cores(config).level, preflight.cores(config).found) == ("ok", "3 for 2 workers")
     ranks = load(None, {"decode.tensor_parallel_size": 3, "prefill.device": "cpu", "decode.device": "cpu"})
-    assert (doctor._cores(ranks).level, doctor._cores(ranks).found) == ("warn", "3 for 2 workers of 4 ranks in all")
+    assert (preflight.cores(ranks).level, preflight.cores(ranks).found) == ("warn", "3 for 2 workers of 4 ranks in all")

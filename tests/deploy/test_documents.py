@@ -14,7 +14,7 @@ from tests.support import documents
 from tests.support.documents import ROOT, Command, Page
 
 READ = documents.pages()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REFERENCE = runpy.run_path(str(ROOT / ".ci" / "cli_reference.py"))
 
 
@@ -40,6 +40,21 @@ def test_baton_commands_that_are_not_run_parse(page: Page):
             words = shlex.split(command.text, comments=True)
             name = max((name for name in known if words[: len(name.split())] == name.split()), key=len)
             known[name].make_context(name, words[len(name.split()) :])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading_of_it(page: Path):
+    for file, heading in re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        assert not heading or heading in _headings(target), f"{file}#{heading}"
+
+
+def _headings(page: Path) -> set[str]:
+    """The names by which GitHub links to the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 _FILES = ("cpp", "key", "json", "log", "md", "py", "yaml")

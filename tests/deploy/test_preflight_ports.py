@@ -6,7 +6,6 @@ import pytest
 
 from baton.config import Config, load
 from baton.errors import PortInUse
-from deploy.commands.doctor import examine
 from deploy.control_plane import preflight
 from tests.support.outgoing import outgoing
 
@@ -36,6 +35,6 @@ def test_a_connection_that_stays_is_named() -> None:
 def test_the_doctor_does_not_wait() -> None:
     with outgoing() as connection:
         connection.end()
-        (ports,) = (finding for finding in examine(at(connection.port)) if finding.subject == "ports")
+        (ports,) = (finding for finding in preflight.examine(at(connection.port)) if finding.subject == "ports")
         assert ports.level == "bad"
         assert "TIME_WAIT" in ports.advice

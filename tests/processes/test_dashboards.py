@@ -23,11 +23,9 @@ from baton import api_keys
 from baton.api_keys import Identity
 from baton.client import Client
 from baton.errors import BatonError, ContextTooLong, ObjectiveUnreachable
-from deploy.grafana.board import Panel
-from deploy.grafana.boards import BOARDS
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.deploy.test_grafana import PROMETHEUS, VARIABLES, alerts, expressions
+from tests.deploy.test_grafana import BOARDS, PROMETHEUS, VARIABLES, alerts, choices, expressions
 from tests.store_deaths import PAGE_BYTES
 from tests.support import workload
 from tests.support.eventually import DEADLINE, eventually
@@ -170,13 +168,11 @@ def test_every_label_value_that_a_query_asks_for_is_told_by_a_process(
 
 
 def test_every_panel_shows_something(prometheus: str) -> None:
+    names = {rule["alert"] for rule in alerts()}
     missing = {
-        f"{board.uid}: {item.title}: {one.legend}": filled(one.expr, VARIABLES)
-        for board in BOARDS
-        for item in board.items
-        if isinstance(item, Panel)
-        for one in item.queries
-        if ONLY_WITH_A_GPU not in one.expr
+        place: filled(expression, VARIABLES)
+        for place, expression, _ in expressions()
+        if place not in names and ONLY_WITH_A_GPU not in expression
     }
 
     def all_show() -> bool:
@@ -192,8 +188,9 @@ def test_every_panel_shows_something(prometheus: str) -> None:
 
 def test_every_variable_of_a_dashboard_has_choices(prometheus: str) -> None:
     for board in BOARDS:
-        for expression in ("baton_peers", *([board.names] if board.names else [])):
-            assert query(prometheus, expression), board.uid
+        for expression, label in choices(board):
+            found = query(prometheus, filled(expression, VARIABLES))
+            assert {each["metric"][label] for each in found}, board["uid"]
 
 
 def test_every_alert_reads_what_there_is(prometheus: str) -> None:
