@@ -123,7 +123,7 @@ def _archive(wheel: zipfile.ZipFile, names: Iterable[str], more: dict[str, bytes
 def _pinned() -> list[str]:
     """Our own wheels, as constraints.txt pins them."""
     lines = (_ROOT / "constraints.txt").read_text().splitlines()
-    pins = {canonicalize_name(line.partition("==")[0]): line for line in lines if "==" in line}
+    pins: dict[str, str] = {canonicalize_name(line.partition("==")[0]): line for line in lines if "==" in line}
     return [pins[name] for name in _BATON]
 
 
