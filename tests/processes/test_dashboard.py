@@ -198,7 +198,7 @@ def test_a_lost_router_an_empty_and_a_draining_cluster_are_told(browser: Any, lo
                 change(shown)
             route.fulfill(json=shown)
 
-        page.route("**/dashboard/api/snapshot", answer)
+        page.route("**/dashboard/api/snapshot*", answer)
         page.locator("#status-text", has_text="Connection lost").wait_for()
         assert "Trying again" in page.locator("#banner").inner_text()
         assert page.locator(".proc[data-key='store-0']").is_visible()  # what was known stays
