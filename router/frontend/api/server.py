@@ -12,14 +12,13 @@ import resource
 import socket
 from asyncio import sslproto
 from collections.abc import Iterator
-from typing import Protocol
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from baton.doors import ServerTls
 from baton.logs import RateLimitedLog
 from baton.unix import NO_DESCRIPTORS
+from router.frontend.api.app import HttpApi
 from router.frontend.api.connection import ENDING_SECONDS, KEEP_ALIVE, Connection
 from router.frontend.api.places import Places
 
@@ -34,33 +33,13 @@ _PAUSE = 0.5  # seconds without accepting, after the process had no descriptor l
 _GRACE = 1  # seconds that clients get to read how their streams ended
 
 
-class Application(Protocol):
-    """What answers the requests."""
-
-    @property
-    def app(self) -> ASGIApp: ...
-
-    async def close(self) -> None:
-        """End what runs beside it."""
-        ...
-
-
 class ApiServer:
     """The server. It listens on one address and ends with the router."""
 
-    def __init__(
-        self,
-        api: Application,
-        max_connections: int,
-        tls: ServerTls | None = None,
-        connection: type[Connection] = Connection,
-    ) -> None:
-        """`max_connections`: besides `places.SPARE`. `connection`: the class of each."""
+    def __init__(self, api: HttpApi, max_connections: int, tls: ServerTls | None = None) -> None:
         self._api = api
-        self._connection_class = connection
         self._config = uvicorn.Config(
             api.app,
-            interface="asgi3",
             http=Connection,
             ws="none",
             lifespan="off",
@@ -155,7 +134,7 @@ class ApiServer:
             await asyncio.get_running_loop().connect_accepted_socket(self._connection, connection, **more)
 
     def _connection(self) -> Connection:
-        return self._connection_class(self._config, self._server.server_state, self._places)
+        return Connection(self._config, self._server.server_state, self._places)
 
 
 class _UvicornServer(uvicorn.Server):
