@@ -24,11 +24,11 @@ from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from tests.router import model, served
 from tests.router.served import Served, settings_for
+from tests.support.machine_speed import slowness
 
 pytestmark = pytest.mark.slow
 
-LONGEST = 0.05  # seconds of a turn, on a machine that counts to `_COUNT` in `_COUNTED`
-_COUNT, _COUNTED = 300_000, 0.008
+LONGEST = 0.05  # seconds of a turn, on the machine of `machine_speed`
 CONTEXT = 131_072
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 WORDS = "the quick brown fox jumps over the lazy dog "
@@ -67,17 +67,6 @@ def measured() -> Iterator[Turns]:
     finally:
         gc.callbacks.remove(collected)
         asyncio.events.Handle._run = run  # type: ignore[method-assign]
-
-
-def counted() -> float:
-    """Return the seconds of processor time in which this machine counts."""
-
-    def once() -> float:
-        began = time.thread_time()
-        sum(number & 7 for number in range(_COUNT))
-        return time.thread_time() - began
-
-    return min(once() for _ in range(7))
 
 
 def chat(**fields: Any) -> tuple[str, Any]:
@@ -197,8 +186,8 @@ def test_no_body_holds_up_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await asyncio.wait_for(test(), 280)
 
     asyncio.run(main())
-    slowness = max(1.0, counted() / _COUNTED)
-    print(f"slowness {slowness:.2f}")
+    slower = slowness()
+    print(f"slowness {slower:.2f}")
     for name, (took, what) in sorted(stalls.items(), key=lambda each: -each[1][0]):
         print(f"{1_000 * took:7.1f} ms {statuses[name]} {name:32} {what[:300]}")
-    assert not {name: stall for name, stall in stalls.items() if stall[0] > LONGEST * slowness}
+    assert not {name: stall for name, stall in stalls.items() if stall[0] > LONGEST * slower}
