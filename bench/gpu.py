@@ -116,6 +116,13 @@ Rows = Iterator[Result]
 
 def main(argv: Sequence[str] | None = None) -> int:
     asked = _parse(argv)
+    with tempfile.TemporaryDirectory(prefix="baton-gpu-") as folder:
+        asked.out = asked.out or Path(folder)
+        asked.out.mkdir(parents=True, exist_ok=True)
+        return _run(asked)
+
+
+def _run(asked: argparse.Namespace) -> int:
     gpus = visible_gpus()
     fake = asked.fake or not gpus.gpus
     device = Device("cpu" if not gpus.gpus or asked.fake else "cuda:0", fake)
@@ -446,13 +453,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--call", type=int, choices=CALLS, help="the parts of one sitting")
     parser.add_argument("--parts", help="those to run, in this order")
     parser.add_argument("--short", action="store_true", help="fewer repeats")
-    parser.add_argument("--out", type=Path, help="folder for rows.jsonl and logs (a temporary one)")
+    parser.add_argument("--out", type=Path, help="folder for rows.jsonl and logs (a temporary one, removed at the end)")
     asked = parser.parse_args(argv)
     asked.parts = [part for part in (asked.parts or ",".join(CALLS.get(asked.call, names))).split(",") if part]
     if unknown := set(asked.parts) - set(names):
         parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    asked.out = asked.out or Path(tempfile.mkdtemp(prefix="baton-gpu-"))
-    asked.out.mkdir(parents=True, exist_ok=True)
     return asked
 
 

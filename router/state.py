@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 from baton import messages
 from baton.clock import Tick
@@ -151,7 +152,7 @@ class RouterState:
         self._out = Outbox(self._members)
         self._prediction_errors = PredictionErrors()
         self._costs, self._slowness = FittedCosts(self._prediction_errors), Slowness()
-        placer = placer or policy_named(config.router.policy)
+        placer = placer or policy_named(config.router.policy, seed=crc32(me.incarnation.encode()))
         self._admission = AdmissionControl(config.router)
         self._explanations = Explanations(config.router.explain_requests)
         self._utilization = UtilizationMonitor()

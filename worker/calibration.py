@@ -33,10 +33,9 @@ def calibrate(
     decodes: bool,
     most_rows: int = 32,
 ) -> tuple[StepSample, ...]:
-    """Run `step` on chunks of all sizes that fit into `num_pages` pages, with rows if the worker `decodes`, at
-    most `most_rows` of them. What is in
-    the pages is read as if it were computed, and written over. `step` returns seconds by the device's clock. `now`
-    tells those of the host's, which bounds the whole."""
+    """Run `step` on chunks of all sizes that fit into `num_pages` pages, with rows if the worker `decodes`, at most
+    `most_rows` of them. What is in the pages is read as if it were computed, and written over. `step` returns seconds
+    by the device's clock. `now` tells those of the host's, which bounds the whole."""
     limit = min(max_context, num_pages * page_size)  # of all tokens, that which is drawn among them
     fitting = [
         chunks

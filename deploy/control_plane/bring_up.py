@@ -54,9 +54,9 @@ def bring_up(
             preflight.check(config, say)
             made_keys = not named and not config.cluster.key_path.exists()
             config = _settle(config, say)
-            config, told = checkpoint.check(config)
-            for each in told:
-                say(each)
+            config, notes = checkpoint.check(config)
+            for note in notes:
+                say(note)
             _compile_kernels(config, say)
         try:
             with interruptible():

@@ -4,7 +4,6 @@ with its source."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from secrets import randbits
 
 from router.placement.policy import LowestTtft, PlacementPolicy
 from router.placement.worker_table import CostModels
@@ -33,13 +32,10 @@ RULES: Mapping[str, Callable[[int], Rule]] = {
 POLICIES = (OWN, *RULES)
 
 
-def policy_named(
-    policy: str, seed: int | None = None, costs: CostModels | None = None, link: float = LINK
-) -> PlacementPolicy:
+def policy_named(policy: str, seed: int, costs: CostModels | None = None, link: float = LINK) -> PlacementPolicy:
     """Return the policy of that name, one of POLICIES. Ties are broken at random, with `seed`.
 
     `costs` are those of all workers, and `link` the bandwidth between their nodes in bytes per second: what a simulator
     knows. Without `costs` a rule takes those that the router has fitted to its workers' steps.
     """
-    seed = randbits(32) if seed is None else seed
     return LowestTtft() if policy == OWN else RulePolicy(RULES[policy](seed), costs, link)
