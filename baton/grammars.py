@@ -1,7 +1,7 @@
 """Grammars that an output must match, compiled by llguidance.
 
 A router checks with this module what decode workers later compile with it, so both have the same limits. Nothing here
-holds a state: `engine.sampling.grammars` keeps the matchers, `router.frontend.grammars.grammar_process` throws them
+holds a state: `engine.sampling.grammars` keeps the matchers, `router.frontend.grammar_process` throws them
 away.
 """
 

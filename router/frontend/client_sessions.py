@@ -56,11 +56,11 @@ from router.events import (
     UnpinPrefix,
     Unsubscribe,
 )
-from router.frontend.metrics.metric_samples import heartbeat_age, metric_samples
-from router.frontend.metrics.vllm_metrics import EngineLoad, VllmMetrics
+from router.frontend.metric_samples import heartbeat_age, metric_samples
 from router.frontend.output_stream import OutputStream, StopVerdict
 from router.frontend.request_parsing import ValidatedPin, ValidatedRequest
 from router.frontend.served_model import ServedModel
+from router.frontend.vllm_metrics import EngineLoad, VllmMetrics
 from router.requests.explain import RequestRecord
 from router.requests.hops import ttft_hops
 from router.state import ProcessView, RouterState, RouterStats

@@ -17,14 +17,13 @@ from msgspec import structs
 from baton.clock import Clock
 from baton.errors import BatonError, ContextTooLong
 from baton.v1 import generation_pb2
+from router.frontend.beam_search import TextOf, beam_search
+from router.frontend.beams import check_width
 from router.frontend.client_sessions import RouterDriver
-from router.frontend.grammars.grammar_checker import GrammarChecker
+from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.identity import caller
 from router.frontend.output_stream import OutputStream
-from router.frontend.parallel_sampling.beam_search import TextOf, beam_search
-from router.frontend.parallel_sampling.beams import check_width
-from router.frontend.parallel_sampling.best_of import best_of
-from router.frontend.parallel_sampling.result_stream import ReadableStream, ResultSet
+from router.frontend.parallel_sampling import ReadableStream, ResultSet, best_of
 from router.frontend.request_parsing import ValidatedRequest, parse_generate_request
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads

@@ -19,7 +19,7 @@ from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
 from router.frontend.detokenizer import DEFAULT_TEXT, TextOptions, TextStream, Tokenizer
-from router.frontend.grammars.grammar_parsing import grammar_of
+from router.frontend.grammar_parsing import grammar_of
 from router.frontend.prompt_tokens import kept_tokens, tokenized
 from router.frontend.served_model import ServedModel
 

@@ -5,11 +5,11 @@ Never the weights: those are the workers' business, and so is whether the engine
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from baton.checkpoint_files import read_object, read_optional, text_settings
 from baton.checkpoints import hub
@@ -20,7 +20,6 @@ from baton.tokenizer_files import tokenizer_folder
 from router.frontend.chat.families import NO_FORMAT, ChatFormat, chosen
 from router.frontend.chat.template import ChatTemplate, special_token
 from router.frontend.detokenizer import Tokenizer
-from router.frontend.end_tokens import end_tokens
 from router.queueing.admission import ModelLimits
 
 _MAX_TEMPERATURE = 3e38  # what a request can ask for, as a 32-bit float
@@ -143,3 +142,44 @@ def _defaults(generation: Mapping[str, Any]) -> SamplingParams:
         top_k=int(max(0, values["top_k"])),
         min_p=float(values["min_p"]),
     )
+
+
+_FIELD = "eos_token_id"
+
+
+def end_tokens(
+    named: str | None,
+    token_of: Callable[[str], int | None],
+    generation: Mapping[str, Any],
+    config: Mapping[str, Any],
+    vocab_size: int,
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ids of the tokens that end an output, the tokenizer's own first, and what of them is odd.
+
+    A chat model's config.json often has the base model's token, and only its tokenizer, with the text `named`, the one
+    that ends a turn. So the files add up. What the model can't write ends nothing, as with transformers.
+    Raises ModelError for a value that is no token id.
+    """
+    ids: list[int] = []
+    notes: list[str] = []
+    if named is not None:
+        if (own := token_of(named)) is not None:
+            ids.append(own)
+        else:
+            notes.append(f"eos_token {named!r} of the tokenizer's settings is no token of it; it ends no output")
+    ids += _ids(generation, "generation_config.json") + _ids(config, "config.json")
+    for one in dict.fromkeys(ids):
+        if one >= vocab_size:
+            notes.append(f"end-of-sequence token {one} is beyond the vocabulary of {vocab_size}; it ends no output")
+    known = tuple(one for one in dict.fromkeys(ids) if one < vocab_size)
+    if not known:
+        notes.append("the checkpoint names no end-of-sequence token; its outputs end at max_tokens or a stop string")
+    return known, tuple(notes)
+
+
+def _ids(settings: Mapping[str, Any], file: str) -> list[int]:
+    value: Any = settings.get(_FIELD)
+    ids = cast("list[Any]", value if isinstance(value, list) else [] if value is None else [value])
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+        raise ModelError(f"{_FIELD} is {value!r} in {file}; it must be a token id or a list of them")
+    return ids

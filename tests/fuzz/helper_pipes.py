@@ -22,7 +22,7 @@ import msgspec
 from baton.errors import BatonError, InvalidGrammar, InvalidRequest, Overloaded
 from baton.messages import MAX_GRAMMAR, Grammar
 from router.frontend.chat.template import TemplateRenderer, normalized, rendering
-from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
+from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
 from tests.fuzz import false_helper, values
 from tests.fuzz.case import Case
 from tests.fuzz.false_helper import NUMBER, answer, order
@@ -66,7 +66,7 @@ class HelperPipes:
         """`tokenizer` is the checkpoint's tokenizer.json."""
         self._loop = asyncio.new_event_loop()
         self._renderer = TemplateRenderer(_MOST)
-        grammar = "router.frontend.grammars.grammar_process"
+        grammar = "router.frontend.grammar_process"
         self._grammars = HelperProcess(grammar, tokenizer, str(vocab_size), str(eos), deadline=3.0, most=MAX_GRAMMAR)
         self._false = HelperProcess("tests.fuzz.false_helper", deadline=1.0, most=_MOST)
         assert Path(tokenizer).is_file()

@@ -16,9 +16,8 @@ import baton
 from baton import api_keys
 from baton.api_keys import Identity
 from bench.memory import Memory
-from router.frontend.api import bodies, closing, connection
-from router.frontend.api.connection import MAX_HEADERS
-from router.frontend.api.places import SPARE
+from router.frontend.api import bodies, connection
+from router.frontend.api.connection import MAX_HEADERS, SPARE
 from tests.router.served import Served, served, settings_for
 from tests.router.strangers import HOST, PATIENCE, Stranger, get, post, say
 from tests.support.eventually import eventually_async
@@ -40,7 +39,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines that a test can wait for."""
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
-    monkeypatch.setattr(closing, "LINGER", 0.5)
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.5)
     monkeypatch.setattr(bodies, "_BODY_SECONDS", 1.0)
 
 
@@ -341,7 +340,7 @@ def test_health_is_answered_while_all_places_are_taken(tmp_path: Path) -> None:
 def test_an_answer_that_is_not_read_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
     """The answers are more than the kernel buffers. Where they are the last ones, the server has closed behind them."""
     monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.5)
-    monkeypatch.setattr(closing, "UNREAD", 0.5)
+    monkeypatch.setattr(connection, "LAST_UNREAD_SECONDS", 0.5)
     size = 2**24
     monkeypatch.setattr(baton, "__version__", "9" * size)
 

@@ -15,7 +15,7 @@ from baton.messages import Accepted, Prefilled, Started
 from baton.metrics import TABLE
 from baton.timeline import Timeline
 from router.events import ClientGone, ServingAccount, Shutdown, Summary
-from router.frontend.metrics.metric_samples import heartbeat_age, metric_samples
+from router.frontend.metric_samples import heartbeat_age, metric_samples
 from router.placement.reuse_ceiling import ReuseCeiling
 from router.requests.hops import HOPS, ttft_hops
 from tests.router.lab import Lab

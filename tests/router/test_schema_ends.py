@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidGrammar
-from router.frontend.grammars.schema_ends import check_ends
+from router.frontend.grammar_process import check_ends
 
 INTEGER = {"type": "integer"}
 LOOP = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/loop"}}

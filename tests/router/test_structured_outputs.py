@@ -21,8 +21,8 @@ from baton.v1 import generation_pb2 as pb
 from router.frontend.api.protocol import CompletionRequest, refuse_unserved
 from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
 from router.frontend.api.structured_outputs import set_structured_output
-from router.frontend.grammars.grammar_checker import GrammarChecker
-from router.frontend.grammars.grammar_parsing import grammar_of
+from router.frontend.grammar_checker import GrammarChecker
+from router.frontend.grammar_parsing import grammar_of
 from router.frontend.request_parsing import parse_generate_request
 from router.frontend.served_model import ServedModel, load
 from tests.router.model import EOS

@@ -17,7 +17,7 @@ from baton.messages import PromptTokenLogprob, TokenLogprob
 from router.events import Finished, RequestEnded
 from router.frontend.api import errors
 from router.frontend.api.token_logprobs import Json, TokenNames, added_texts, completion_logprobs
-from router.frontend.chat.chat_parser import ChatParser
+from router.frontend.chat.families import ChatParser
 from router.frontend.detokenizer import TextStream
 from router.frontend.output_stream import Output
 

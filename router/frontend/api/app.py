@@ -40,7 +40,7 @@ from router.frontend.api.bodies import BodyReader
 from router.frontend.api.chat_answers import ChatCompletion
 from router.frontend.api.dashboard.routes import DashboardRoutes
 from router.frontend.api.errors import ErrorBody
-from router.frontend.api.gate import KeyGate
+from router.frontend.api.gates import KeyGate, behind_site_gate
 from router.frontend.api.http_responses import (
     AnswerOrder,
     EventStream,
@@ -65,7 +65,6 @@ from router.frontend.api.protocol import (
 )
 from router.frontend.api.responses import ModelResponse
 from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
-from router.frontend.api.sites import behind_site_gate
 from router.frontend.api.structured_outputs import name_field
 from router.frontend.api.token_logprobs import TokenNames
 from router.frontend.api.tools import ToolPlan, checked, planned

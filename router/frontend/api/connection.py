@@ -10,13 +10,20 @@ has a deadline. `Places` bounds what all connections hold together.
 | reading a body | the deadline of `bodies.py`; a path that reads none answers at once, and then closes |
 | answering | the answer's end; `UNREAD_SECONDS` while the client does not read |
 | idle | `KEEP_ALIVE` |
-| closing | the deadlines of `closing.py` |
+| closing | `LINGER_SECONDS` if the client may still send, `LAST_UNREAD_SECONDS` while it does not read |
+
+A connection *waits for its client* unless a request of it is being served: it is new, idle, in the middle of a head, or
+its client does not read. A client without a key can bring a connection into no other state for longer than an answer
+takes. So whenever places or memory run out, connections that wait are closed, the longest first.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 import httptools
 import msgspec
@@ -26,13 +33,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from router.frontend.api import errors
-from router.frontend.api.closing import ClosingTransport
-from router.frontend.api.places import Places
 
 KEEP_ALIVE = 75  # seconds that a connection may be idle between requests; load generators keep theirs that long
 ENDING_SECONDS = 1  # the same once the server takes no more connections
 HEAD_SECONDS = 15.0  # in which a new connection's first request, and each request's head, must have come
 UNREAD_SECONDS = 60.0  # in which a client must read something while its answer comes
+LINGER_SECONDS = 5.0  # in which a client may go on sending what nothing reads
+LAST_UNREAD_SECONDS = 30.0  # in which the client of a closed connection must have read something
 MAX_HEADERS = 128  # of a request, and as many trailers
 _HEAD_BYTES = 64 * 2**10  # of a head, of all trailers, and of anything else between two parts of a body
 _SLICE = 16 * 2**10  # bytes that are parsed between two looks at these bounds
@@ -40,6 +47,110 @@ _PIPELINED = 32  # requests that wait for the one before them
 _CYCLE_BYTES = 4 * 2**10  # that such a request takes, about
 _DROPPED = 256 * 2**20  # bytes of a client that goes on sending after its last answer
 _NOT_HTTP = "these bytes are no HTTP/1.1 request"
+SPARE = 64  # connections beyond the configured ones, for health checks and operators
+OPERATORS = SPARE // 2  # of them
+HELD = 64 * 2**20  # bytes that all connections that wait may hold: unfinished heads, answers that are not read
+
+
+class Closable(Protocol):
+    def abort(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+class Places(Generic[C]):
+    """The connections that wait for their clients, the longest first."""
+
+    def __init__(self, most: int, held: int = HELD) -> None:
+        """`most`: connections that may be served at a time, besides health checks and operators."""
+        self.most = most
+        self._most_held = held
+        self._held = 0
+        self._waiting: dict[C, int] = {}  # with the bytes that each holds
+
+    def enter(self, connection: C, count: int) -> bool:
+        """Add a new connection, and close another one where there are more than there may be. `count` includes it.
+
+        Return False if all others are served: then the new one has no place."""
+        if count > self.most + SPARE:
+            oldest = next(iter(self._waiting), None)
+            if oldest is None:
+                return False
+            self._close(oldest)
+        self._waiting[connection] = 0
+        return True
+
+    def waits(self, connection: C, held: int) -> None:
+        """Note that a connection waits for its client and holds so many bytes. A turn in the line is kept."""
+        self._held += held - self._waiting.get(connection, 0)
+        self._waiting[connection] = held
+        while self._held > self._most_held:
+            self._close(next(other for other, size in self._waiting.items() if size))
+
+    def leave(self, connection: C) -> None:
+        """Note that a connection is served, or has ended."""
+        self._held -= self._waiting.pop(connection, 0)
+
+    def _close(self, connection: C) -> None:
+        self.leave(connection)
+        connection.abort()
+
+
+class ClosingTransport:
+    """A transport whose `close` lets the client read the last answer. Everything else is the transport's own.
+
+    A socket that is closed while its client still sends is reset, and a reset destroys what the client has not read.
+    So the server first says that it will send no more, and then drops what still comes."""
+
+    def __init__(self, transport: asyncio.Transport, still_sends: Callable[[], bool]) -> None:
+        """`still_sends` tells whether the client may be in the middle of a request."""
+        self._transport = transport
+        self._still_sends = still_sends
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self.write = transport.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._closed or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Send what is written, and end the connection once the client has read it."""
+        if self._closed:
+            return
+        self._closed = True
+        self.write = _drop
+        transport = self._transport
+        if self._still_sends() and not transport.is_closing():
+            if transport.can_write_eof():
+                with contextlib.suppress(OSError):  # the client has gone
+                    transport.write_eof()
+            transport.resume_reading()
+            self._timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.abort)
+        else:
+            transport.close()
+            self._until_read(math.inf)
+
+    def lost(self) -> None:
+        """Note that the connection has ended."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _until_read(self, before: float) -> None:
+        """Abort the connection if its client reads nothing for so long. asyncio itself would wait for ever."""
+        left = self._transport.get_write_buffer_size()
+        if left >= before:
+            self._transport.abort()
+        elif left:
+            self._timer = asyncio.get_running_loop().call_later(LAST_UNREAD_SECONDS, self._until_read, left)
+
+
+def _drop(data: object) -> None:
+    pass
 
 
 class Connection(HttpToolsProtocol):

@@ -28,7 +28,7 @@ from router.frontend.api.errors import ErrorBody
 from router.frontend.api.protocol import GenerationFields
 from router.frontend.generation import Apart, Generation
 from router.frontend.output_stream import Output
-from router.frontend.parallel_sampling.merge import merged
+from router.frontend.parallel_sampling import merged
 
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _JSON = "application/json"

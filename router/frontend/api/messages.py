@@ -12,8 +12,7 @@ import msgspec
 from baton.errors import BatonError
 from router.frontend.api import errors
 from router.frontend.api.answers import Answer, AnswerOptions, Json, Sample
-from router.frontend.chat.deltas import Content, Item, ToolCall
-from router.frontend.chat.items import ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream
+from router.frontend.chat.deltas import Content, Item, ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream, ToolCall
 from router.frontend.chat.json_calls import decoded
 from router.frontend.output_stream import Output
 

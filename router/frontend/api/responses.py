@@ -12,8 +12,19 @@ from baton.errors import BatonError
 from router.frontend.api import errors
 from router.frontend.api.answers import Answer, AnswerOptions, Json, Sample
 from router.frontend.api.responses_input import ResponsesRequest
-from router.frontend.chat.deltas import ChatDelta, Content, Item, Reasoning, Text, ToolCall
-from router.frontend.chat.items import ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream
+from router.frontend.chat.deltas import (
+    ChatDelta,
+    Content,
+    Item,
+    ItemBegins,
+    ItemEnds,
+    ItemGrows,
+    ItemStep,
+    ItemStream,
+    Reasoning,
+    Text,
+    ToolCall,
+)
 from router.frontend.output_stream import Output
 
 _NO_TEXT = Text(Content)

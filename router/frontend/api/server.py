@@ -19,8 +19,7 @@ from baton.doors import ServerTls
 from baton.logs import RateLimitedLog
 from baton.unix import NO_DESCRIPTORS
 from router.frontend.api.app import HttpApi
-from router.frontend.api.connection import ENDING_SECONDS, KEEP_ALIVE, Connection
-from router.frontend.api.places import Places
+from router.frontend.api.connection import ENDING_SECONDS, KEEP_ALIVE, Connection, Places
 
 log = RateLimitedLog(logging.getLogger(__name__))
 

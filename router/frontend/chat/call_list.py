@@ -1,4 +1,7 @@
-"""The inside of a JSON list whose objects are calls."""
+"""Calls in a JSON list, and calls that the request insists on: there the output is JSON, and nothing else marks it.
+
+With `tool_choice` "required" it is a list of `{"name": …, "parameters": {…}}`, with a named function its parameters.
+"""
 
 # pyright: strict
 
@@ -7,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from router.frontend.chat.json_calls import ObjectCalls
-from router.frontend.chat.text_parser import DeltaWriter
+from router.frontend.chat.json_calls import JsonValue, ObjectCalls, Verdict, skip_space
+from router.frontend.chat.text_parser import DeltaWriter, TextParser
 
 _SEPARATORS = re.compile(r"[\s,]*")
 
@@ -42,3 +45,46 @@ class CallList(ObjectCalls):
         self._listed = True
         self._state = self._in_list
         return at
+
+
+class RequiredCalls(CallList):
+    """A list of calls."""
+
+    def __init__(self, out: DeltaWriter, tools: Sequence[str] = ()) -> None:
+        super().__init__(out, tools)
+        self._state = self._before_list
+
+    def _before_list(self, text: str, at: int) -> int:
+        end = skip_space(text, at)
+        if end == len(text):
+            return end
+        if text[end] != "[":
+            self._give_up(self._content)
+            return end
+        self._raw.append("[")
+        self._state = self._in_list
+        return end + 1
+
+
+class NamedCall(TextParser):
+    """One call of one function: the output is its arguments."""
+
+    def __init__(self, out: DeltaWriter, tools: Sequence[str]) -> None:
+        super().__init__(out, tools)
+        (self._name,) = tools
+        self._value = JsonValue()
+        self._state = self._before
+
+    def _before(self, text: str, at: int) -> int:
+        end = skip_space(text, at)
+        if end < len(text):
+            self._out.begin_call(self._name)
+            self._state = self._arguments
+        return end
+
+    def _arguments(self, text: str, at: int) -> int:
+        end = self._value.scan(text, at)
+        self._out.arguments(text[at:end])
+        if self._value.verdict is not Verdict.READING:
+            self._state = self._content
+        return end

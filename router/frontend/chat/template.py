@@ -19,7 +19,7 @@ import msgspec
 from baton.checkpoint_files import read_optional
 from baton.errors import InvalidRequest, ModelError, shown
 from baton.logs import RateLimitedLog
-from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
+from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 

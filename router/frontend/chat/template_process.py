@@ -22,7 +22,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.frontend.helpers.helper_main import serve
+from router.frontend.helper_main import serve
 
 _MEMORY = 1 << 30  # bytes of address space
 _TEMPLATES = 32  # compiled ones that are kept

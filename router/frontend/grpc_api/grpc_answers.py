@@ -23,8 +23,7 @@ from router.frontend import responses
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.grpc_api.message_guard import connected
 from router.frontend.output_stream import Output
-from router.frontend.parallel_sampling.merge import merged
-from router.frontend.parallel_sampling.result_stream import ReadableStream
+from router.frontend.parallel_sampling import ReadableStream, merged
 
 log = logging.getLogger(__name__)
 

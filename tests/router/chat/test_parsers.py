@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.frontend.chat.chat_parser import ChatParser
 from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, Content, Reasoning
-from router.frontend.chat.families import TOOL_PARSERS, Calls, ChatFormat
+from router.frontend.chat.families import TOOL_PARSERS, Calls, ChatFormat, ChatParser
 from tests.router.chat import transcripts
 from tests.router.chat.transcripts import TOOLS, Transcript
 

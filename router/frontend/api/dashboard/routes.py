@@ -8,7 +8,7 @@
 
 With `router=NAME`, the data is that of another router of the cluster, which this one asks.
 
-`router.frontend.api.gate` asks for the operator's key.
+`router.frontend.api.gates` asks for the operator's key.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from baton.errors import BatonError, InvalidGrammar, from_reason
 from baton.futures import looked_at
 from baton.logs import RateLimitedLog
 from baton.messages import MAX_GRAMMAR, Grammar
-from router.frontend.helpers.helper_process import HelperDied, HelperLate, HelperProcess
+from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
 from router.frontend.served_model import ServedModel
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
@@ -34,7 +34,7 @@ class GrammarChecker:
         self._helper = None
         if file is not None and end is not None:
             self._helper = HelperProcess(
-                "router.frontend.grammars.grammar_process", str(file), str(model.limits.vocab_size), str(end),
+                "router.frontend.grammar_process", str(file), str(model.limits.vocab_size), str(end),
                 deadline=_DEADLINE, most=MAX_GRAMMAR,
             )  # fmt: skip
         self._checking: dict[Grammar, asyncio.Task[Grammar | BatonError]] = {}

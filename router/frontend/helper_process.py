@@ -24,7 +24,7 @@ from baton.futures import looked_at
 from baton.logs import RateLimitedLog
 from baton.messages import UNREADABLE
 from router.frontend.fair_turns import FairTurns
-from router.frontend.helpers.helper_main import READY
+from router.frontend.helper_main import READY
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 

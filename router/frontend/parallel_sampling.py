@@ -1,12 +1,13 @@
-"""Outputs that are known only when all requests behind them have ended. Read like the stream of one request."""
+"""Several outputs of one prompt: read as one stream of news, or known only when all requests behind them have ended."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol
 
 from baton.errors import BatonError, RequestCancelled
@@ -132,3 +133,62 @@ async def collect(stream: OutputStream) -> Result:
         whole.tokens += news.tokens
         whole.logprobs += news.logprobs
         whole.prompt_logprobs += news.prompt_logprobs
+
+
+async def best_of(
+    streams: Sequence[OutputStream], n: int, logprobs: int | None, abandon: Callable[[OutputStream], None]
+) -> list[Result]:
+    """Return the `n` outputs with the highest mean log-probability per token, best first. The streams report
+    log-probabilities in any case; without `logprobs` the client gets none. Raises the error that one ends in."""
+    try:
+        results = await asyncio.gather(*map(collect, streams))
+    finally:
+        for stream in streams:
+            if not stream.ended:
+                abandon(stream)
+    ranked = sorted(results, key=lambda result: _mean(result.output), reverse=True)
+    if logprobs is None:
+        for result in ranked:
+            result.output.logprobs.clear()
+    # What is told of the prompt came with the first sample.
+    prompt = next((result.output.prompt_logprobs for result in results if result.output.prompt_logprobs), [])
+    for result in ranked[:n]:
+        result.output.prompt_logprobs = prompt
+    return ranked[:n]
+
+
+def _mean(output: Output) -> float:
+    told = output.logprobs
+    return sum(one.logprob for one in told) / len(told) if told else -inf
+
+
+News = Output | RequestEnded
+
+
+async def merged(streams: Sequence[ReadableStream]) -> AsyncGenerator[tuple[int, News], None]:
+    """Yield what comes of each stream, with the stream's number, as it comes. The end of each stream is its last."""
+    if len(streams) == 1:
+        while True:
+            news = await streams[0].read()
+            yield 0, news
+            if isinstance(news, RequestEnded):
+                return
+    queue: asyncio.Queue[tuple[int, News]] = asyncio.Queue(1)
+    readers = [asyncio.create_task(_read(number, stream, queue)) for number, stream in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            number, news = await queue.get()
+            left -= isinstance(news, RequestEnded)
+            yield number, news
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+async def _read(number: int, stream: ReadableStream, queue: asyncio.Queue[tuple[int, News]]) -> None:
+    while True:
+        news = await stream.read()
+        await queue.put((number, news))
+        if isinstance(news, RequestEnded):
+            return

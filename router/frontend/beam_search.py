@@ -17,9 +17,9 @@ from msgspec.structs import replace as changed
 from baton.messages import SamplingParams
 from kvstore.keys import pack_tokens
 from router.events import Finished, RequestEnded, Summary, Usage
+from router.frontend.beams import Beam, BeamSearch, FinishedBeam
 from router.frontend.output_stream import Output, OutputStream
-from router.frontend.parallel_sampling.beams import Beam, BeamSearch, FinishedBeam
-from router.frontend.parallel_sampling.result_stream import Result, collect
+from router.frontend.parallel_sampling import Result, collect
 from router.frontend.request_parsing import ValidatedRequest
 
 
