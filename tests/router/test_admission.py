@@ -14,7 +14,7 @@ from baton.errors import BatonError, ObjectiveUnreachable, Overloaded, RateLimit
 from baton.messages import Accepted, Decode, LoadReport, Prefilled, Refused
 from baton.messages import AttemptFailed as WorkerFailed
 from router.events import Failed
-from router.frontend.grpc_api.grpc_answers import status_of
+from router.frontend.grpc_api.grpc_calls import status_of
 from router.placement.cluster_view import ClusterView
 from router.placement.policy import LowestTtft, PlacementDecision
 from router.placement.types import PlacementChoice, PlacementRequest, Reject, Wait

@@ -25,7 +25,7 @@ from baton.api_keys import Identity
 from baton.errors import BatonError, ModelNotFound, Overloaded, PortInUse, all_errors
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, explain_pb2, generation_pb2, generation_pb2_grpc
 from router.frontend.client_sessions import RouterDriver
-from router.frontend.grpc_api import grpc_answers
+from router.frontend.grpc_api import grpc_calls
 from tests.router import tokenizers
 from tests.router.model import expected, token_at
 from tests.router.served import Served, collect, served, settings_for
@@ -118,7 +118,7 @@ def test_a_request_is_named_at_once_and_explained_afterwards(tmp_path: Path) -> 
     async def test() -> None:
         async with cluster(settings_for(tmp_path), "decode-0") as client:
             call = client.generation.Generate(request())
-            name = dict(await call.initial_metadata())[grpc_answers.REQUEST_ID]
+            name = dict(await call.initial_metadata())[grpc_calls.REQUEST_ID]
             _, _, finished = await collect(call)
             assert finished.request_id == name
             told = await client.cluster.Explain(explain_pb2.ExplainRequest(request_id=name))
@@ -207,16 +207,16 @@ def test_errors_are_statuses_with_a_reason(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(settings_for(tmp_path, max_queued=0)) as client:
             code, details, metadata = await client.refused(request(model="gpt-17"))
-            assert (code, metadata[grpc_answers.REASON]) == (grpc.StatusCode.NOT_FOUND, "model_mismatch")
+            assert (code, metadata[grpc_calls.REASON]) == (grpc.StatusCode.NOT_FOUND, "model_mismatch")
             assert "gpt-17" in details
             code, details, _ = await client.refused(request(temperature=-1.0))
             assert code == grpc.StatusCode.INVALID_ARGUMENT
             assert "temperature is -1.0" in details
             code, _, metadata = await client.refused(request(max_tokens=4_096))
-            assert (code, metadata[grpc_answers.REASON]) == (grpc.StatusCode.INVALID_ARGUMENT, "context_too_long")
+            assert (code, metadata[grpc_calls.REASON]) == (grpc.StatusCode.INVALID_ARGUMENT, "context_too_long")
             code, _, metadata = await client.refused(request())
-            assert (code, metadata[grpc_answers.REASON]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
-            assert int(metadata[grpc_answers.RETRY_AFTER]) > 0
+            assert (code, metadata[grpc_calls.REASON]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+            assert int(metadata[grpc_calls.RETRY_AFTER]) > 0
             code, _, _ = await client.refused(request(text="x" * 17 * 2**20))
             assert code == grpc.StatusCode.RESOURCE_EXHAUSTED  # larger than any message may be
 
@@ -444,13 +444,13 @@ def test_an_unknown_model_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", list(all_errors()), ids=lambda error: error.__name__)
 def test_every_error_has_a_status_and_a_reason(error: type[BatonError]) -> None:
-    code, metadata = grpc_answers.status_of(error("what was wrong"))
+    code, metadata = grpc_calls.status_of(error("what was wrong"))
     assert code.name == error.status
     assert code is not grpc.StatusCode.OK
-    assert dict(metadata)[grpc_answers.REASON] == error.reason
+    assert dict(metadata)[grpc_calls.REASON] == error.reason
     assert error.reason.isascii()
 
 
 def test_an_overload_says_when_to_come_again() -> None:
-    _, metadata = grpc_answers.status_of(Overloaded("full", retry_after_ms=1_234))
-    assert dict(metadata)[grpc_answers.RETRY_AFTER] == "1234"
+    _, metadata = grpc_calls.status_of(Overloaded("full", retry_after_ms=1_234))
+    assert dict(metadata)[grpc_calls.RETRY_AFTER] == "1234"

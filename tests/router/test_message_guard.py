@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import BatonError
 from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
-from router.frontend.grpc_api import grpc_answers
+from router.frontend.grpc_api import grpc_calls
 from router.frontend.grpc_api.message_guard import MessageGuard
 from tests.router.model import CONTEXT
 from tests.router.served import Served, served, settings_for
@@ -71,7 +71,7 @@ def test_bytes_that_are_no_message(tmp_path: Path, caplog: pytest.LogCaptureFixt
                     code, details, metadata = await raw(channel, method, GARBAGE)
                     assert code == grpc.StatusCode.INVALID_ARGUMENT
                     assert details == f"50 bytes that are no message of {method}"
-                    assert metadata[grpc_answers.REASON] == "invalid_request"
+                    assert metadata[grpc_calls.REASON] == "invalid_request"
             assert not [
                 record for record in caplog.records if "stood still" not in record.getMessage()
             ]  # a busy machine's
@@ -130,7 +130,7 @@ def test_long_strings_are_cut_where_an_error_repeats_them(tmp_path: Path) -> Non
             for method, message, code, reason in ECHOED:
                 async with grpc.aio.insecure_channel(door(router, method)) as channel:
                     seen, details, metadata = await raw(channel, method, message.SerializeToString())
-                assert (seen, metadata[grpc_answers.REASON]) == (code, reason), method
+                assert (seen, metadata[grpc_calls.REASON]) == (code, reason), method
                 assert len(details) < 1_100
                 assert "..." in details
 
@@ -186,7 +186,7 @@ async def _small(
     """A server with a guard and nothing behind it that could refuse."""
 
     async def refuse(context: Any, error: BatonError) -> Any:
-        await context.abort(*grpc_answers.status_of(error)[:1], str(error))
+        await context.abort(*grpc_calls.status_of(error)[:1], str(error))
 
     generation = Generation()
     guard = MessageGuard(refuse, max_rpcs, max_bytes, {GENERATE: (2,)}, message_s, admit=lambda *_: lambda: None)
@@ -318,9 +318,9 @@ def test_the_setting_bounds_the_routers_rpcs(tmp_path: Path) -> None:
             for call in running:
                 await call.read()
             code, details, metadata = await client.refused(request())
-            assert (code, metadata[grpc_answers.REASON]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+            assert (code, metadata[grpc_calls.REASON]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
             assert "router.max_concurrent_rpcs" in details
-            assert int(metadata[grpc_answers.RETRY_AFTER]) > 0
+            assert int(metadata[grpc_calls.RETRY_AFTER]) > 0
             assert await client.serving()
             for call in running:
                 call.cancel()

@@ -18,8 +18,9 @@ from baton.config import ModelConfig
 from baton.errors import InvalidGrammar, InvalidRequest, Overloaded, UnsupportedField
 from baton.messages import MAX_GRAMMAR, Grammar
 from baton.v1 import generation_pb2 as pb
-from router.frontend.api.protocol import CompletionRequest, refuse_unserved
-from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
+from router.frontend.api.openai_completions import CompletionRequest
+from router.frontend.api.openai_responses import ResponsesRequest, chat_of_response
+from router.frontend.api.protocol import refuse_unserved
 from router.frontend.api.structured_outputs import set_structured_output
 from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.grammar_parsing import grammar_of

@@ -10,9 +10,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.config import ModelConfig
 from baton.errors import InvalidRequest
-from router.frontend.api.messages_input import MessagesRequest, chat_of_messages
-from router.frontend.api.protocol import ChatCompletionRequest
-from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
+from router.frontend.api.anthropic_messages import MessagesRequest, chat_of_messages
+from router.frontend.api.openai_chat import ChatCompletionRequest
+from router.frontend.api.openai_responses import ResponsesRequest, chat_of_response
 from router.frontend.api.tools import planned
 from router.frontend.chat.families import REASONING, TOOL_PARSERS, Calls, ChatFormat, chosen
 

@@ -35,13 +35,27 @@ from baton.logs import RequestLog
 from baton.messages import TOKEN_BYTES
 from baton.metrics import PAGE_TYPE
 from router.frontend.api import errors, openapi
-from router.frontend.api.answers import Answer, AnswerOptions, Completion, Sample
+from router.frontend.api.anthropic_messages import (
+    AnthropicMessage,
+    CountTokensRequest,
+    MessagesRequest,
+    anthropic_body,
+    anthropic_described,
+    chat_of_messages,
+)
 from router.frontend.api.bodies import BodyReader
-from router.frontend.api.chat_answers import ChatCompletion
 from router.frontend.api.dashboard.routes import DashboardRoutes
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.gates import KeyGate, behind_site_gate
-from router.frontend.api.http_responses import (
+from router.frontend.api.model_cards import ModelCards, is_anthropic
+from router.frontend.api.openai_chat import ChatCompletion, ChatCompletionRequest
+from router.frontend.api.openai_completions import Completion, CompletionRequest
+from router.frontend.api.openai_responses import ModelResponse, ResponsesRequest, chat_of_response
+from router.frontend.api.parameters import affinity_of, generate_request, rule_entries, token_ids
+from router.frontend.api.prompts import ChatOrder, PromptBuilder
+from router.frontend.api.protocol import DetokenizeRequest, GenerationFields, TokenizeRequest, refuse_unserved, samples
+from router.frontend.api.response_builder import Answer, AnswerOptions, Sample
+from router.frontend.api.streaming import (
     AnswerOrder,
     EventStream,
     WholeAnswer,
@@ -49,22 +63,6 @@ from router.frontend.api.http_responses import (
     json_response,
     request_name,
 )
-from router.frontend.api.messages import AnthropicMessage
-from router.frontend.api.messages_input import CountTokensRequest, MessagesRequest, chat_of_messages
-from router.frontend.api.model_cards import ModelCards, is_anthropic
-from router.frontend.api.parameters import affinity_of, generate_request, rule_entries, token_ids
-from router.frontend.api.prompts import ChatOrder, PromptBuilder
-from router.frontend.api.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationFields,
-    TokenizeRequest,
-    refuse_unserved,
-    samples,
-)
-from router.frontend.api.responses import ModelResponse
-from router.frontend.api.responses_input import ResponsesRequest, chat_of_response
 from router.frontend.api.structured_outputs import name_field
 from router.frontend.api.token_logprobs import TokenNames
 from router.frontend.api.tools import ToolPlan, checked, planned
@@ -124,8 +122,8 @@ class HttpApi:
                 post("/v1/chat/completions", self._guarded(self._chat_completions)),
                 get("/v1/models", self._models),
                 get("/v1/models/{model:path}", self._model),
-                post("/v1/messages", self._guarded(self._messages, errors.anthropic_body)),
-                post("/v1/messages/count_tokens", self._guarded(self._count_tokens, errors.anthropic_body)),
+                post("/v1/messages", self._guarded(self._messages, anthropic_body)),
+                post("/v1/messages/count_tokens", self._guarded(self._count_tokens, anthropic_body)),
                 post("/v1/responses", self._guarded(self._responses)),
                 post("/tokenize", self._guarded(self._tokenize)),
                 post("/detokenize", self._guarded(self._detokenize)),
@@ -329,7 +327,7 @@ class HttpApi:
         try:
             return json_response(self._cards.one(request.path_params["model"], request.headers))
         except ModelMismatch as error:
-            failed = errors.anthropic_body if is_anthropic(request.headers) else errors.body_of
+            failed = anthropic_body if is_anthropic(request.headers) else errors.body_of
             return error_response(error, failed)
 
     async def _version(self, request: Request) -> Response:
@@ -413,5 +411,5 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {shown(request.url.path)}"
     anthropic = is_anthropic(request.headers) or request.url.path.startswith("/v1/messages")
-    told = (errors.anthropic_described if anthropic else errors.described)(error.status_code, message)
+    told = (anthropic_described if anthropic else errors.described)(error.status_code, message)
     return Response(msgspec.json.encode(told), error.status_code, error.headers, _JSON)

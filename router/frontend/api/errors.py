@@ -58,35 +58,13 @@ def body_of(error: BatonError) -> dict[str, Any]:
     return body
 
 
-_ANTHROPIC = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def anthropic_body(error: BatonError) -> dict[str, Any]:
-    """The JSON of an error, as Anthropic's API has it."""
-    return anthropic_described(status_of(error), str(error))
-
-
-def anthropic_described(status: int, message: str) -> dict[str, Any]:
-    """The JSON of an error with that status, as Anthropic's API has it."""
-    return {"type": "error", "error": {"type": _ANTHROPIC.get(status, "api_error"), "message": _cut(message)}}
-
-
 def described(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """The JSON of an error with that status."""
     name = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
     kind = name.title().replace(" ", "") + ("" if name.endswith("Error") else "Error")
-    return {"error": {"message": _cut(message), "type": kind, "param": param, "code": status}}
+    return {"error": {"message": shortened(message), "type": kind, "param": param, "code": status}}
 
 
-def _cut(message: str) -> str:
+def shortened(message: str) -> str:
     """The message without most of what is too long to be read."""
     return shown(_LONG_WORD.sub(lambda word: shown(word[0]), message), _MOST)

@@ -31,9 +31,10 @@ from baton.config import ApiConfig
 from baton.errors import BatonError, Overloaded, PermissionDenied, shown
 from baton.hosts import host_of_header, is_loopback, names_this_machine
 from router.frontend.api import errors
+from router.frontend.api.anthropic_messages import anthropic_body
 from router.frontend.api.connection import OPERATORS
-from router.frontend.api.http_responses import error_response, request_name
 from router.frontend.api.model_cards import is_anthropic
+from router.frontend.api.streaming import error_response, request_name
 from router.frontend.identity import Gatekeeper, caller, note_refusal
 from router.tracing.origin import http_origin, origin
 
@@ -91,7 +92,7 @@ def refusal(scope: Scope, error: BatonError) -> Response:
     """The answer to a request that reaches no route, in the form of its API."""
     request = Request(scope)
     anthropic = scope["path"].startswith(_ANTHROPIC) or is_anthropic(request.headers)
-    response = error_response(error, errors.anthropic_body if anthropic else errors.body_of)
+    response = error_response(error, anthropic_body if anthropic else errors.body_of)
     response.headers["x-request-id"] = request_name(request.headers)
     return response
 

@@ -12,9 +12,11 @@ import msgspec
 
 import baton
 from router.frontend.api.answer_schemas import SCHEMAS, Schema, ref
-from router.frontend.api.messages_input import CountTokensRequest, MessagesRequest
-from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.frontend.api.responses_input import ResponsesRequest
+from router.frontend.api.anthropic_messages import CountTokensRequest, MessagesRequest
+from router.frontend.api.openai_chat import ChatCompletionRequest
+from router.frontend.api.openai_completions import CompletionRequest
+from router.frontend.api.openai_responses import ResponsesRequest
+from router.frontend.api.protocol import DetokenizeRequest, TokenizeRequest
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 from baton.errors import InvalidRequest
+from router.frontend.api.openai_chat import ChatCompletionRequest
+from router.frontend.api.openai_completions import CompletionRequest
 from router.frontend.api.parameters import token_ids
-from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, samples
+from router.frontend.api.protocol import TokenizeRequest, samples
 from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, rendering, text_of
 from router.frontend.generation import GenerationService
 from router.frontend.identity import caller

@@ -80,39 +80,6 @@ class GenerationFields(Struct, kw_only=True):
     truncation_side: str | None = None
 
 
-class CompletionRequest(GenerationFields, kw_only=True):
-    """The body of POST /v1/completions."""
-
-    prompt: str | list[str | int | list[int]] | None = None
-    echo: bool | None = None
-    logprobs: int | None = None
-
-
-class ChatCompletionRequest(GenerationFields, kw_only=True):
-    """The body of POST /v1/chat/completions."""
-
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    echo: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
-
-    @property
-    def output_tokens(self) -> int | None:
-        """How many tokens to generate at most; None: as many as the context has room for."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
 class TokenizeRequest(Struct, kw_only=True):
     """The body of POST /tokenize: a prompt, or messages of a chat."""
 

@@ -17,7 +17,8 @@ import msgspec
 from msgspec.structs import replace
 
 from baton.errors import InvalidRequest, shown
-from router.frontend.api.protocol import ChatCompletionRequest, unsupported
+from router.frontend.api.openai_chat import ChatCompletionRequest
+from router.frontend.api.protocol import unsupported
 from router.frontend.chat.families import Calls, ChatFormat
 
 Json = dict[str, Any]

@@ -2,7 +2,7 @@
 
 Health and reflection are on both. A server answers a call of a service that it lacks with UNIMPLEMENTED.
 
-Owns the servers and what they admit. `grpc_answers` streams output and turns errors into statuses.
+Owns the servers and what they admit. `grpc_calls` streams output and turns errors into statuses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.dashboard_feed import DashboardAsk, DashboardFeed
 from router.frontend.generation import GenerationService
-from router.frontend.grpc_api.grpc_answers import LINGER, StreamedAnswer, abort, typed
+from router.frontend.grpc_api.grpc_calls import LINGER, GenerateCall, abort, typed
 from router.frontend.grpc_api.message_guard import Admit, MessageGuard
 from router.frontend.grpc_api.open_calls import PREFIXES, HealthServicer
 from router.frontend.identity import THIS_USER, Gatekeeper, caller
@@ -82,7 +82,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._linger = linger
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
-        answer = StreamedAnswer(self._service, request, context, self._linger)
+        answer = GenerateCall(self._service, request, context, self._linger)
         async with typed(context):
             await answer.serve(name_of(request))
 

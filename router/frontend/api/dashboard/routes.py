@@ -23,7 +23,7 @@ from starlette.routing import Route
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded
 from router.frontend.api.dashboard.files import PAGE, SECURITY_HEADERS, static_files
-from router.frontend.api.http_responses import error_response
+from router.frontend.api.streaming import error_response
 from router.frontend.dashboard_feed import DashboardAsk, DashboardFeed, Part
 
 MAX_VIEWERS = 32

@@ -43,7 +43,7 @@ def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str]
     return grpc.StatusCode[error.status], tuple(metadata)
 
 
-class StreamedAnswer:
+class GenerateCall:
     """One call that generates: from its request to the last message, or to the error that it ends in."""
 
     def __init__(

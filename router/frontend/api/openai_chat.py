@@ -1,15 +1,42 @@
-"""The answer of OpenAI's chat completions: messages with content, reasoning and tool calls."""
+"""POST /v1/chat/completions: its request, and its response whole and in chunks."""
 
 # pyright: strict
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from router.frontend.api.answers import Answer, Json, Sample
+from router.frontend.api.protocol import GenerationFields
+from router.frontend.api.response_builder import Answer, Json, Sample
 from router.frontend.api.token_logprobs import chat_logprobs
 from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Content, Reasoning
 from router.frontend.output_stream import Output
+
+
+class ChatCompletionRequest(GenerationFields, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    echo: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    @property
+    def output_tokens(self) -> int | None:
+        """How many tokens to generate at most; None: as many as the context has room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class ChatCompletion(Answer):

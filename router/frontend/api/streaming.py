@@ -23,9 +23,9 @@ from baton.futures import looked_at
 from baton.messages import TOKEN_BYTES
 from router.events import Cancelled, Failed, Finished, RequestEnded
 from router.frontend.api import errors
-from router.frontend.api.answers import Answer, Sample
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.protocol import GenerationFields
+from router.frontend.api.response_builder import Answer, Sample
 from router.frontend.generation import Apart, Generation
 from router.frontend.output_stream import Output
 from router.frontend.parallel_sampling import merged
