@@ -71,7 +71,7 @@ check: setup
 
 soak: setup
 	$(BIN)/python -m tests.soak
-	$(BIN)/python -m tests.soak_exact
+	$(BIN)/python -m tests.soak.exact
 	$(MAKE) soak-vllm
 	$(PYTEST) -n 2 --hypothesis-profile thorough -m 'not alone'
 

@@ -23,7 +23,7 @@ from baton.monotonic_clock import MonotonicClock
 from baton.store_protocol import AttachRefused, EndLease, LeaseHeartbeat, StoreCall, StoreHeartbeat, StoreReply
 from baton.unix import UnixListener, UnixSocket
 from baton.wire import Heart, Listener, Poller, Publisher, RouterSocket, Subscriber
-from tests import cluster_keys
+from tests.support import cluster_keys
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow

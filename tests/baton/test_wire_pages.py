@@ -21,7 +21,7 @@ from baton.peer_protocol import (
     SentPage,
 )
 from baton.wire.pages import PageLink, PageSockets, Sending
-from tests import cluster_keys
+from tests.support import cluster_keys
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow

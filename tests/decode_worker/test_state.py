@@ -34,7 +34,7 @@ from engine.step.outcome import StepDone, StepFailed
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, StoreUp
 from kvstore.keys import pack_tokens
 from tests.decode_worker.load import OnePageEach
-from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
+from tests.support.workers_and_stores import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
 
 GREEDY = SamplingParams(temperature=0)
 

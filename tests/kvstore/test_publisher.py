@@ -22,8 +22,8 @@ from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored, Tier
 from kvstore.events.publisher import KvEventPublisher
 from kvstore.events.wire_format import BlockStored, decode, publisher_of
 from router.placement.kv_index import KvIndex
-from tests import cluster_keys
 from tests.kvstore.chains import key, keys
+from tests.support import cluster_keys
 from tests.support.eventually import eventually_async
 
 PATIENCE = 20.0

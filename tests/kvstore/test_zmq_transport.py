@@ -49,8 +49,8 @@ from kvstore.transport.interface import (
     VerifySlot,
 )
 from kvstore.transport.zmq_transport import ZmqTransport
-from tests import cluster_keys
 from tests.kvstore.relay import Relay
+from tests.support import cluster_keys
 
 pytestmark = pytest.mark.slow
 
@@ -437,7 +437,7 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
     b = stores("b", silence_s=1.0, page=page)
     program = (
         "import sys; from tests.kvstore.test_zmq_transport import Store, PageSource, AskPeer, FetchPages;"
-        "from baton.wire import use_keys; from tests.cluster_keys import KEYS; use_keys(KEYS);"
+        "from baton.wire import use_keys; from tests.support.cluster_keys import KEYS; use_keys(KEYS);"
         "a = Store('a', page=int(sys.argv[2]));"
         "a.do(AskPeer(PageSource('b', sys.argv[1], 0), FetchPages(1, a.page, b'', True, 64))); a.until(lambda: False)"
     )

@@ -13,8 +13,8 @@ from kvstore.server.head_of_line import HeadOfLine
 from prefill_worker.scheduler import PrefillScheduler
 from tests.decode_worker.test_state import tokens_of
 from tests.prefill_worker.test_state import awaits, order
-from tests.rig import PAGE, Rig, RigWorker, reference
-from tests.wait_for import WaitCycle, assert_no_cycle, waits_of_rig
+from tests.support.wait_graph import WaitCycle, assert_no_cycle, waits_of_rig
+from tests.support.workers_and_stores import PAGE, Rig, RigWorker, reference
 
 WINDOW = 4  # pages of one Reserve
 STORE_MS = 10_000

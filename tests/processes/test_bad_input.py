@@ -25,8 +25,7 @@ from baton.unix import UnixSocket
 from baton.wire import ClusterKeys
 from deploy.local import LocalCluster
 from kvstore.client.connection import store_address
-from tests import checkpoints, cluster_keys
-from tests.support import workload
+from tests.support import checkpoints, cluster_keys, workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 

@@ -14,8 +14,7 @@ from baton.client import Client, SamplingOptions
 from baton.errors import DeadlineExpired, RequestCancelled, StartupError, Unavailable
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, load, process, watching
 from tests.support.eventually import DEADLINE, eventually
 

@@ -1,4 +1,4 @@
-"""`tests/hang.py`: one thread of a process stands still, the others go on."""
+"""`tests/support/hung_thread.py`: one thread of a process stands still, the others go on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.hang import hung, stopped
+from tests.support.hung_thread import hung, stopped
 
 _CHILD = """
 import sys, threading

@@ -19,13 +19,12 @@ from baton.errors import StartupError
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
 from deploy.local import LocalCluster
-from tests import checkpoints, hosts
-from tests.hosts import ADDRESSES, Hosts
-from tests.support import workload
+from tests.support import checkpoints, network_namespaces, workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
+from tests.support.network_namespaces import ADDRESSES, Hosts
 
-pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
+pytestmark = pytest.mark.skipif(bool(network_namespaces.unavailable()), reason=network_namespaces.unavailable())
 
 OPEN = {"router.host": ADDRESSES[0], "api.host": ADDRESSES[0], "api.insecure": True}
 PLACED = {"decode-0": "one", "prefill-0": "two"}
@@ -93,10 +92,10 @@ def test_everything_ends_with_the_test_that_is_killed() -> None:
     """Neither the namespaces' holders nor what runs in them outlives a test that is killed."""
     script = """
 import signal
-from tests.hosts import Hosts
+from tests.support.network_namespaces import Hosts
 hosts = Hosts()
-hosts.reach("10.77.0.2:1")
-hosts.two.start("sleep", "77777")
+network_namespaces.reach("10.77.0.2:1")
+network_namespaces.two.start("sleep", "77777")
 print("ready", flush=True)
 signal.pause()
 """

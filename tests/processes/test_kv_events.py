@@ -15,8 +15,7 @@ from baton.config import Config
 from baton.wire import ClusterKeys, Subscriber, use_keys
 from deploy.local import LocalCluster
 from kvstore.events.wire_format import BlockStored, KvEventBatch, decode
-from tests import checkpoints, cluster_keys
-from tests.support import workload
+from tests.support import checkpoints, cluster_keys, workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
 

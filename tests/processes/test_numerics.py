@@ -13,9 +13,9 @@ from baton.config import Config
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from engine.cpu import build
-from tests.engines import ENGINE
 from tests.support import workload
 from tests.support.cluster import process
+from tests.support.engines import ENGINE
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.skipif(ENGINE.name == "vllm" or not build.can_compile(), reason="no native kernels")

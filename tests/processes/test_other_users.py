@@ -22,10 +22,9 @@ from baton.peer_protocol import FetchPages
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
 from deploy.local import LocalCluster, launch
-from tests import checkpoints, cluster_keys, other_user
-from tests.other_user import Job, OtherUser, Told
 from tests.processes.test_kv_events import stored
-from tests.support import workload
+from tests.support import checkpoints, cluster_keys, other_user, workload
+from tests.support.other_user import Job, OtherUser, Told
 
 PATIENCE = 60.0
 PROMPT = list(range(3, 110))

@@ -12,8 +12,7 @@ import pytest
 from baton.client import Client
 from baton.errors import PinNotFound, QuotaExceeded
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import samples, total
 from tests.support.workload import PAGE, PAGE_BYTES

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
 from tests.support.workload import PAGE

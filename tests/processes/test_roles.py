@@ -15,8 +15,7 @@ from baton.errors import InvalidRequest, ProcessNotFound
 from baton.v1 import cluster_pb2
 from deploy.cli import app
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, process
 from tests.support.eventually import eventually
 

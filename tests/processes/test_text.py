@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from baton.client import Client, Generated
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 
 PROMPT = "bonfan korles dimin taras"
 

@@ -14,7 +14,7 @@ import pytest
 
 from deploy.local import LocalCluster, LocalNode
 from kvstore.disk.files import NodeDirectory
-from tests.store_deaths import SETTINGS, Load, documents, known_pages, restart, store_deaths
+from tests.soak.store_deaths import SETTINGS, Load, documents, known_pages, restart, store_deaths
 from tests.support import workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held

@@ -18,8 +18,7 @@ from baton.client import Client
 from baton.errors import InvalidRequest, ProcessNotFound, TraceConflict
 from deploy.cli import app
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
 
 _RNG = random.Random(5)

@@ -27,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from baton.wire import ClusterKeys
 
 UID = 65534
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_DISCONNECTED
@@ -71,7 +71,7 @@ class OtherUser:
     """Runs one job until the end of the context."""
 
     def __init__(self, job: Job) -> None:
-        command = [sys.executable, "-m", "tests.other_user"]
+        command = [sys.executable, "-m", "tests.support.other_user"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(msgspec.to_builtins(job)).encode() + b"\n")

@@ -28,7 +28,7 @@ from typing import Any, Self
 from deploy.local import LocalNode
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _LINK = "cable"  # the name of either end
 _UNSHARE = ["unshare", "--net"] if os.getuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
 _HOLD = "import sys; print('ready', flush=True); sys.stdin.read()"
@@ -113,7 +113,7 @@ class Hosts:
             ip, _, port = address.rpartition(":")
             host = self.one if ip == self.one.address else self.two
             path = self._folder / secrets.token_hex(4)
-            command = (sys.executable, "-m", "tests.hosts", path, ip, port)
+            command = (sys.executable, "-m", "tests.support.network_namespaces", path, ip, port)
             forwarder = self._cleanup.enter_context(_ended(host.start(*command, stdout=subprocess.PIPE)))
             assert forwarder.stdout is not None
             assert forwarder.stdout.readline() == "ready\n"

@@ -1,6 +1,6 @@
 """How much clients notice of a decode worker that is live and ten times slower than the others (a grey failure).
 
-    python -m tests.grey [--seconds 40] [--rounds 3] [--clients 4]
+    python -m tests.soak.slow_worker [--seconds 40] [--rounds 3] [--clients 4]
 
 Real processes serve the demo model: 1 prefill worker, 3 decode workers. Clients send one request after the other, each
 with a prompt that no cache has. Each round measures a healthy cluster first. Then SIGSTOP stops one decode worker for a
@@ -25,7 +25,7 @@ from baton import config
 from baton.client import Client
 from deploy.local import LocalCluster
 from deploy.models import with_demo_model
-from tests.hang import stuttering
+from tests.support.hung_thread import stuttering
 
 VICTIM = "decode-1"
 PATTERNS: Mapping[str, tuple[float, float] | None] = {  # seconds stopped of each period
@@ -96,7 +96,7 @@ def measure(cluster: LocalCluster, pattern: str, clients: int, seconds: float) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.grey", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.slow_worker", description=__doc__)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, default=4)
