@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -59,15 +58,6 @@ def test_a_whole_cluster_needs_nothing():
     assert reconcile(ALL, LIVE, {}, 10_000.0) == []
 
 
-@pytest.mark.parametrize("condition", [Condition.STUCK, Condition.FAILED])
-def test_what_is_broken_is_ended_and_not_yet_replaced(condition: Condition):
-    actual = LIVE | {"decode-0": seen("decode-0", condition, why="because")}
-    (action,) = reconcile(ALL, actual, {}, 1.0)
-    assert isinstance(action, KillProcess)
-    assert action.name == "decode-0"
-    assert action.why
-
-
 def test_a_silent_process_is_ended_only_after_some_patience():
     """It may be stopped for a moment, and comes back with its weights."""
     actual = LIVE | {"decode-0": seen("decode-0", Condition.SILENT, since=100.0)}
@@ -92,21 +82,6 @@ def test_a_process_that_comes_back_is_kept_and_one_that_is_gone_is_replaced_at_o
     gone = {"router": Facts(answers=True), "decode-0": Facts(gone=True, listed="silent", why_gone="killed")}
     assert ledger.decide([ROUTER, DECODE], gone, 99.5) == [ReapProcess("decode-0", "killed")]
     assert ledger.decide([ROUTER, DECODE], {"router": Facts(answers=True)}, 99.75) == [StartProcess(DECODE)]
-
-
-def test_nothing_starts_under_a_name_before_its_process_is_proven_gone():
-    for condition in Condition:
-        actions = reconcile(ALL, LIVE | {"decode-0": seen("decode-0", condition)}, {}, 10_000.0)
-        assert StartProcess(DECODE) not in actions
-    gone = LIVE | {"decode-0": seen("decode-0", Condition.GONE, why="killed")}
-    assert reconcile(ALL, gone, {}, 0.0) == [ReapProcess("decode-0", "killed")]
-    assert reconcile(ALL, {n: s for n, s in LIVE.items() if n != "decode-0"}, {}, 0.0) == [StartProcess(DECODE)]
-
-
-def test_what_is_wanted_no_longer_is_retired_once():
-    assert reconcile([ROUTER, STORE], LIVE, {}, 0.0) == [StopProcess("decode-0")]
-    ending = LIVE | {"decode-0": seen("decode-0", Condition.ENDING)}
-    assert reconcile([ROUTER, STORE], ending, {}, 0.0) == []
 
 
 def test_a_process_that_never_joins_and_one_that_was_forgotten():

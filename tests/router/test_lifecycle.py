@@ -170,14 +170,6 @@ def test_a_prompt_whose_pages_are_in_the_store_is_fetched_without_a_prefill() ->
     assert not lab.sent(Prefill)
 
 
-def test_a_prompt_whose_pages_are_on_the_device_fetches_nothing() -> None:
-    lab = Lab()
-    decode, _, _ = lab.split()
-    lab.holds(decode, lab.submit("first", prompt=14), 3, "GPU")
-    lab.submit(prompt=14)
-    assert (lab.decode.request, lab.decode.fetch, lab.decode.prefilled_remotely) == ("r", 0, False)
-
-
 def test_a_decode_worker_that_had_the_pages_all_along_spares_the_prefill() -> None:
     lab = Lab()
     decode, _, _ = lab.split()
@@ -187,15 +179,6 @@ def test_a_decode_worker_that_had_the_pages_all_along_spares_the_prefill() -> No
     lab.submit("next", prompt=14)
     lab.submit("third", prompt=14)
     assert [d.request for d in lab.sent(Decode)] == ["r", "next", "third"]  # the slot was given back
-
-
-def test_without_a_store_on_its_node_nothing_is_split() -> None:
-    lab = Lab()
-    lab.join("decode", "decode-0", "a")
-    lab.join("prefill", "prefill-0", "b")
-    lab.join("store", "store-b", "b")
-    lab.submit(prompt=100)
-    assert not lab.decode.prefilled_remotely
 
 
 # --- pages of other nodes and lower tiers ---

@@ -11,22 +11,6 @@ from baton.errors import RateLimited
 from router.queueing.rate_limits import ANYBODY, RateLimits, RetryBudget, TokenBucket
 
 
-def test_a_bucket_fills_up_to_its_capacity() -> None:
-    bucket = TokenBucket(rate=10, capacity=20)
-    bucket.take(20, 0.0)
-    assert bucket.wait(5, 0.0) == 0.5
-    assert bucket.level(1.0) == 10
-    assert bucket.level(9.0) == 20
-    assert bucket.level(8.0) == 20  # time never runs back
-
-
-def test_a_full_bucket_lets_more_through_than_it_holds_and_then_owes() -> None:
-    bucket = TokenBucket(rate=10, capacity=20)
-    assert bucket.wait(100, 0.0) == 0
-    bucket.take(100, 0.0)
-    assert bucket.wait(1, 0.0) == pytest.approx(8.1)
-
-
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 60)), max_size=40), st.floats(0.5, 50), st.floats(1, 100))
 def test_what_passes_is_bounded_by_rate_and_burst(asked: list[tuple[float, int]], rate: float, capacity: float) -> None:
     bucket, now, passed, largest = TokenBucket(rate, capacity), 0.0, 0.0, 0

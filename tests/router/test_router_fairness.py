@@ -19,17 +19,6 @@ def test_prices() -> None:
     assert TokenWeights(cached=0.25).prompt(100, 80) == 40
 
 
-def test_a_counter_is_service_by_weight() -> None:
-    fairness = TenantFairness({"a": 1.0, "b": 4.0}.__getitem__)
-    for tenant in "ab":
-        fairness.start_waiting(tenant)
-    for tenant in "ab":
-        fairness.charge(tenant, 100)
-    assert (fairness.counter("a"), fairness.counter("b")) == (100, 25)
-    fairness.charge("a", -50)
-    assert fairness.counter("a") == 50
-
-
 def test_whoever_begins_to_wait_has_no_credit() -> None:
     fairness = TenantFairness(even)
     fairness.start_waiting("busy")

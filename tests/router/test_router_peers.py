@@ -33,13 +33,11 @@ from baton.messages import (
     WorkerDied,
 )
 from kvstore.events.changes import packed_digest
-from kvstore.events.wire_format import AllBlocksCleared, KvEventBatch
 from kvstore.keys import namespace_root, page_keys
 from router.events import (
     AskSnapshot,
     Finished,
     ForgetPeer,
-    KvEvents,
     Log,
     MessageReceived,
     SendMessage,
@@ -141,13 +139,6 @@ def test_workers_of_several_classes_of_numerics_join_a_mixed_cluster() -> None:
     lab.hello("decode", "decode-2", model=card())
     (rejected,) = lab.sent(Rejected)
     assert "numerics is test and this cluster has mixed" in rejected.message
-
-
-def test_status_tells_the_class_of_numerics_of_each_worker() -> None:
-    lab = Lab()
-    lab.split()
-    shown = {view.peer.name: responses.process(view).numerics for view in lab.state.processes(lab.now)}
-    assert shown == {"decode-0": "test", "prefill-0": "test", "store-0": ""}
 
 
 def test_the_first_live_worker_sets_the_namespace_until_nobody_of_it_is_left() -> None:
@@ -375,18 +366,6 @@ def test_a_message_for_another_incarnation_of_the_router_is_dropped() -> None:
 # --- pages ---
 
 
-def test_a_gap_in_the_events_asks_for_a_snapshot() -> None:
-    lab = Lab()
-    _, _, store = lab.split()
-    order = lab.submit("first", prompt=14)
-    lab.holds(store, order, 1, sequence=4)
-    before = lab.log.count(AskSnapshot(store))
-    lab.tell(KvEvents(KvEventBatch(store, 5, (AllBlocksCleared(),))))
-    assert lab.log.count(AskSnapshot(store)) == before
-    lab.tell(KvEvents(KvEventBatch(store, 9, (AllBlocksCleared(),))))
-    assert lab.log.count(AskSnapshot(store)) == before + 1
-
-
 def test_a_digest_that_differs_asks_for_a_snapshot() -> None:
     lab = Lab()
     _, _, store = lab.split()
@@ -400,14 +379,6 @@ def test_a_digest_that_differs_asks_for_a_snapshot() -> None:
     assert lab.log.count(AskSnapshot(store)) == before + 1
     stats = lab.state.stats().kv_index
     assert (stats.pages, stats.gaps, stats.divergences) == (2, 0, 1)
-
-
-def test_work_in_flight_counts_from_its_dispatch() -> None:
-    lab = Lab()
-    one, two = lab.colocated(2)
-    for name in "abcd":
-        lab.submit(name, prompt=20)
-    assert [lab.to(decode) for decode in lab.sent(Decode)] == [one, two, one, two]
 
 
 def test_a_live_process_cannot_turn_into_another() -> None:
