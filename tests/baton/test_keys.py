@@ -27,6 +27,7 @@ from baton.monotonic_clock import MonotonicClock
 from baton.wire import ClusterKeys, Heart, Listener, Publisher, RouterSocket, Subscriber, guard, use_keys
 from baton.wire.sockets import bind, configure, connect
 from tests.baton.test_wire import DEADLINE, ME, ROUTER, run
+from tests.support import cluster_keys
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow
@@ -286,6 +287,24 @@ def test_strangers_get_nothing_through_and_disturb_nobody(
         asyncio.run(main())
     # One guard for each context at most, however many sockets and refusals.
     assert threading.active_count() <= threads + 1
+
+
+@pytest.mark.parametrize("theirs", [None, THEIRS], ids=["no keys", "another cluster's keys"])
+def test_a_false_router_hears_nothing(theirs: ClusterKeys | None) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as false_router:
+        false_router.linger = 0
+        monitor = false_router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if theirs is not None:
+            cluster_keys.server(false_router, theirs)
+        link: RouterSocket[ToDecode] = RouterSocket(f"tcp://127.0.0.1:{plain_port(false_router)}", ME, ToDecode)
+        try:
+            link.send("", Hello(ME))
+            assert monitor.poll(DEADLINE * 1_000), "no connection has failed"
+            assert not false_router.poll(0)
+        finally:
+            link.close()
+            false_router.disable_monitor()
+            monitor.close(0)
 
 
 def test_a_guard_ends_with_its_context() -> None:

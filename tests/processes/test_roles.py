@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.client import Client
-from baton.errors import InvalidRequest, ProcessNotFound
 from baton.v1 import cluster_pb2
 from deploy.cli import app
 from deploy.local import LocalCluster
@@ -86,15 +85,3 @@ def test_workers_change_their_roles_under_load(cluster: LocalCluster) -> None:
     assert role_of(cluster, "decode-1") == "decode"
     assert cluster.pids == pids, "nobody was started anew"
     eventually(lambda: at_rest(cluster), what="everything freed")
-
-
-def test_what_can_not_be_asked_for(cluster: LocalCluster) -> None:
-    with Client(cluster.address, cluster.operator) as client:
-        first, second = (p.name for p in client.status().processes if p.role == cluster_pb2.ROLE_DECODE)
-        with pytest.raises(InvalidRequest, match="is a decode worker already"):
-            client.set_role(first, "decode")
-        client.drain(first)
-        with pytest.raises(InvalidRequest, match="no process would generate tokens"):
-            client.set_role(second, "prefill")
-        with pytest.raises(ProcessNotFound, match="decode-7"):
-            client.set_role("decode-7", "prefill")

@@ -50,21 +50,6 @@ def test_the_text_is_the_decoding_of_the_tokens(cluster: LocalCluster, path: Pat
     assert made.finish_reason == "length"
 
 
-def test_a_stop_string_ends_the_output_before_it(cluster: LocalCluster) -> None:
-    whole = generated(cluster).text
-    middle = len(whole) // 2
-    stop = whole[middle : middle + 3]
-    made = generated(cluster, stop=[stop])
-    assert made.text == whole[: whole.index(stop)]
-    assert made.finish_reason == "stop"
-
-
-def test_a_stop_token_ends_the_output_with_it(cluster: LocalCluster, right: list[int]) -> None:
-    made = generated(cluster, stop_token_ids=[right[7]])
-    assert made.token_ids == right[: right.index(right[7]) + 1]
-    assert made.finish_reason == "stop"
-
-
 def test_logprobs_are_the_models_own(cluster: LocalCluster, path: Path, right: list[int]) -> None:
     made = generated(cluster, logprobs=3, max_tokens=8)
     tokens, logprobs = made.token_ids, made.logprobs

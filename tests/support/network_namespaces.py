@@ -3,7 +3,7 @@
     with Hosts() as hosts:
         hosts.one.run("ip", "addr")
         LocalCluster(config, folder, nodes=hosts.nodes, reach=hosts.reach)
-        hosts.cut(); hosts.restore(); hosts.delay(20)
+        hosts.cut(); hosts.restore()
 
 They share files and process numbers with the test, and nothing of the network; abstract Unix sockets belong to the
 network too. Each namespace lives as long as a process that holds it, which ends when its standard input does: so when
@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -128,14 +127,6 @@ class Hosts:
 
     def restore(self) -> None:
         self.one.run("ip", "link", "set", _LINK, "up")
-
-    def delay(self, milliseconds: float) -> bool:
-        """Everything that passes takes so much longer, each way; False where the kernel or `tc` can't do that."""
-        if shutil.which("tc") is None:
-            return False
-        command = ["tc", "qdisc", "replace", "dev", _LINK, "root", "netem", "delay", f"{milliseconds}ms"]
-        ends = (self.one, self.two)
-        return all(subprocess.run([*h.enter, *command], capture_output=True).returncode == 0 for h in ends)
 
 
 @contextlib.contextmanager
