@@ -237,7 +237,7 @@ def stranger(kind: str, server: int, client: int, endpoint: str) -> tuple[Any, A
 @pytest.mark.parametrize("kind", ["nothing", "its own keys for the right server", "another cluster's keys"])
 @pytest.mark.parametrize(("server", "client"), [(zmq.ROUTER, zmq.DEALER), (zmq.PUB, zmq.SUB)])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_strangers_get_nothing_through_and_disturb_nobody(
+def test_strangers_get_nothing_through(
     kind: str,
     server: int,
     client: int,
@@ -436,7 +436,7 @@ def plain_port(server: Any) -> int:
 
 
 @pytest.mark.parametrize("secure", [True, False])
-def test_who_listens_on_the_wire_reads_nothing(sockets: Callable[[int], Any], secure: bool) -> None:
+def test_a_tap_on_the_wire_reads_nothing(sockets: Callable[[int], Any], secure: bool) -> None:
     server, client = sockets(zmq.PULL), sockets(zmq.PUSH)
     tap = Tap(bind(server, "tcp://127.0.0.1:0") if secure else f"tcp://127.0.0.1:{plain_port(server)}")
     try:

@@ -76,7 +76,7 @@ def test_requests_go_one_way_and_pages_the_other(both: tuple[PageSockets, PageSo
     eventually(lambda: sending.done)
 
 
-def test_nobody_is_there(both: tuple[PageSockets, PageSockets]) -> None:
+def test_an_endpoint_without_a_store(both: tuple[PageSockets, PageSockets]) -> None:
     _, b = both
     sending = Sending()
     assert not b.server.send("a", FetchUnavailable(1, 1))

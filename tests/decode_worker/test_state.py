@@ -83,7 +83,7 @@ def test_a_request_without_help_gets_the_reference_tokens() -> None:
     assert one.state.blocks.available == one.num_pages
 
 
-def test_a_turn_that_kept_those_who_decode_waiting_computes_no_short_tail_but_the_next_one_does() -> None:
+def test_short_tails_take_every_other_step() -> None:
     steps = [StepSample(0, 0, rows, rows * context, 0.01) for rows in (1, 2, 4) for context in (2, 40)]
     state, now = DecodeScheduler(DecodeConfig(), 16, 64, calibration=steps), 0.0
 
@@ -228,7 +228,7 @@ def test_an_urgent_newcomer_displaces_one_whose_pages_carry_anothers() -> None:
     assert state.stats().running == 3 - state.stats().preemptions
 
 
-def test_what_is_written_through_for_nobody_goes_before_anybody_is_preempted_or_refused() -> None:
+def test_abandoned_writes_end_before_preemption() -> None:
     for priority in (0, -1):
         state = DecodeScheduler(DecodeConfig(), PAGE, 40)
         state.handle(StoreUp(100, PAGE_BYTES), 0.0)
@@ -243,7 +243,7 @@ def test_what_is_written_through_for_nobody_goes_before_anybody_is_preempted_or_
         assert state.stats().preemptions == 0
 
 
-def test_whoever_is_resumed_has_the_whole_time_to_fetch() -> None:
+def test_a_resumed_sequence_has_the_whole_fetch_time() -> None:
     one = worker(pages=12, ageing_ms=10_000, fetch_timeout_ms=100)
     one.handle(order(PROMPT * 3, 8, "patient", priority=1))
     one.handle(order(PROMPT[::-1] * 3, 8, "urgent"))
@@ -318,7 +318,7 @@ def test_a_deadline_that_passes_is_said() -> None:
     assert one.state.blocks.available == one.num_pages
 
 
-def test_a_failed_step_fails_its_requests_and_nobody_else() -> None:
+def test_a_failed_step_fails_its_requests_alone() -> None:
     one = worker()
     one.handle(order(PROMPT, 5, "bad"))
     plan = one.schedule()

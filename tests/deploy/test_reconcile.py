@@ -93,7 +93,7 @@ def test_a_process_that_never_joins_and_one_that_was_forgotten():
     assert isinstance(reconcile(ALL, lost, {}, REJOIN_PATIENCE + 1)[0], KillProcess)
 
 
-def test_a_router_is_judged_by_unanswered_probes_and_nobody_else_meanwhile():
+def test_unanswered_probes_end_the_router_alone():
     router = seen("router", Condition.LIVE, was_live=True)
     worker = seen("decode-0", Condition.LIVE, was_live=True)
     for turn in range(ROUTER_MISSES):
@@ -174,7 +174,7 @@ def test_since_changes_exactly_with_the_condition(found: list):
         before = after
 
 
-def test_a_supervisor_that_was_held_up_blames_nobody():
+def test_a_pause_of_the_supervisor_ends_no_process():
     ledger = ProcessLedger()
     ledger.started("router", "a", 0.0)
     ledger.started("decode-0", "a", 0.0)

@@ -319,7 +319,7 @@ def test_misuse_is_our_own_bug_and_said_so() -> None:
         cache.cache_block(key("a"), b"", 0)
 
 
-def test_what_taking_costs_and_what_is_nobody_elses() -> None:
+def test_allocation_costs_and_unshared_pages() -> None:
     cache = DeviceBlockManager(8)
     first = cache.allocate_with_prefix(keys("abc"), 4)
     assert first is not None

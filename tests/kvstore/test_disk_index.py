@@ -394,7 +394,7 @@ def test_too_little_room_is_said_and_not_tried() -> None:
     assert not index.tick(1e9).orders
 
 
-def test_another_namespace_starts_anew_and_old_events_are_nobodys() -> None:
+def test_another_namespace_drops_old_events() -> None:
     index, disk = opened()
     finish(index, disk, index.write(pages("ab")))
     index.drain_events()

@@ -123,7 +123,7 @@ def test_the_next_source_is_asked_for_what_has_not_come() -> None:
     assert bench.hear("far", FetchUnavailable(2, 0)).failed == keys("abc")[1:]
 
 
-def test_the_first_pages_come_from_who_has_them_and_the_others_from_the_next() -> None:
+def test_each_source_sends_the_pages_it_has() -> None:
     bench = Bench()
     bench.fetch("abc", NEAR, FAR)
     said = bench.hear("near", FetchUnavailable(1, 1))
@@ -169,7 +169,7 @@ def test_a_hand_off_shows_that_a_link_is_fast_and_never_that_it_is_slow() -> Non
     assert not bench.loads.remote_speed.speed.measured, "the first load says more"
 
 
-def test_a_page_that_somebody_makes_here_meanwhile_hides_no_loss() -> None:
+def test_a_page_computed_here_hides_no_loss() -> None:
     bench = Bench()
     bench.fetch("abcd", NEAR)
     bench.seal("abc")

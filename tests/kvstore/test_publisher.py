@@ -270,7 +270,7 @@ def test_nothing_that_changed_is_nothing_said(owner: Owner) -> None:
     assert owner.events.digest == 0
 
 
-def test_who_contradicts_himself_is_put_right_by_his_own_pages(
+def test_a_wrong_digest_is_corrected_by_a_snapshot(
     owner: Owner, follower: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     owner.store(keys("abc"))

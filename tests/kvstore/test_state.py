@@ -78,7 +78,7 @@ def test_a_page_is_readable_once_sealed_and_not_before() -> None:
     assert rig.changes() == [PagesCleared(), PagesStored(b"", tuple(keys("ab")))]
 
 
-def test_a_partial_page_goes_with_its_last_hold_and_nobody_is_told_of_it() -> None:
+def test_a_partial_page_ends_with_its_last_hold() -> None:
     rig = Rig()
     writer, other, reader = rig.attach(1), rig.attach(2), rig.attach(3)
     for connection in (writer, other):
@@ -99,7 +99,7 @@ def test_a_partial_page_goes_with_its_last_hold_and_nobody_is_told_of_it() -> No
     assert rig.changes() == [PagesStored(key("ab"), (key("abx"),))]
 
 
-def test_a_partial_page_that_nobody_holds_waits_for_its_reader_until_room_is_needed() -> None:
+def test_an_unheld_partial_page_waits_for_its_reader() -> None:
     rig = Rig(slots=4)
     writer, reader = rig.attach(1), rig.attach(2)
     rig.say(writer, Reserve(1, b"", packed("abp"), partial=True))
@@ -157,7 +157,7 @@ def test_a_parent_must_be_here_or_the_same_writers() -> None:
     assert isinstance(rig.say(other, reserve(1, "ac", 1))[0], Reserved)
 
 
-def test_keys_that_contradict_what_is_here_harm_nobody() -> None:
+def test_contradicting_keys_are_refused() -> None:
     rig = Rig()
     writer = rig.attach(1)
     rig.write(writer, 1, "ab")
@@ -209,7 +209,7 @@ def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it() -
     assert [reply.lease for reply in rig.tell(one, Seal(1, 0, (1,)))[reader] if isinstance(reply, PagesReady)] == [1]
 
 
-def test_waiting_for_what_nobody_makes_yet_lasts_until_forgotten() -> None:
+def test_waits_without_a_maker_last_until_forgotten() -> None:
     rig = Rig()
     reader = rig.attach(1)
     rig.say(reader, Acquire(1, packed("ab"), wait=True))
@@ -239,7 +239,7 @@ def test_a_hold_that_is_not_renewed_expires_and_its_bytes_do_not_count() -> None
     assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (False, False))]
 
 
-def test_a_store_that_stood_still_blames_nobody() -> None:
+def test_a_pause_of_the_store_ends_no_lease() -> None:
     rig = Rig()
     writer, reader = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "ab")
@@ -310,7 +310,7 @@ def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them() ->
     assert rig.say(again, Seal(1, 0, (1, 2))) == [Sealed(1, 0, 2)]
 
 
-def test_a_new_incarnation_or_another_process_is_somebody_else() -> None:
+def test_another_incarnation_has_no_reservations() -> None:
     rig = Rig()
     first = rig.attach(1, "old")
     rig.say(first, reserve(1, "ab"))
@@ -333,7 +333,7 @@ def test_a_second_connection_of_a_process_replaces_the_first() -> None:
     assert rig.state.stats(rig.now).reserved == 2
 
 
-def test_pages_of_another_kind_are_refused_while_anybody_is_here_and_else_divide_the_arena_anew() -> None:
+def test_another_namespace_waits_for_the_last_worker() -> None:
     rig = Rig(slots=8)
     other = msgspec.structs.replace(NAMESPACE, kv_dtype="bfloat16")
     first = rig.attach(1)
@@ -415,7 +415,7 @@ def test_what_the_source_of_one_hand_off_lacks_comes_from_that_of_the_other() ->
     assert sorted(each.connection for each in refused if isinstance(each, SendReply)) == [1, 2], "both have been asked"
 
 
-def test_a_store_that_was_to_make_pages_for_somebody_who_has_gone_is_not_waited_for() -> None:
+def test_a_source_of_an_ended_lease_is_not_awaited() -> None:
     rig, first, _, want = _two_hand_offs()
     asked = _wants(rig.do(CallReceived(first, EndLease(1))))
     for _ in range(4):
@@ -449,7 +449,7 @@ def test_a_store_that_was_to_make_pages_for_somebody_who_has_gone_is_not_waited_
         Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100),
     ],
 )
-def test_what_makes_no_sense_costs_the_connection_and_nobody_else_anything(call: StoreCall) -> None:
+def test_an_invalid_call_costs_its_connection_alone(call: StoreCall) -> None:
     rig = Rig()
     bad, good = rig.attach(1), rig.attach(2)
     rig.say(bad, reserve(1, "ab"))
@@ -467,7 +467,7 @@ def test_what_makes_no_sense_costs_the_connection_and_nobody_else_anything(call:
     assert rig.say(bad, EndLease(1)) == []
 
 
-def test_who_has_not_attached_is_not_served() -> None:
+def test_calls_before_attach_are_refused() -> None:
     rig = Rig()
     (refusal,) = rig.say(rig.connect(1), LeaseHeartbeat())
     assert isinstance(refusal, AttachRefused)

@@ -163,7 +163,7 @@ def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed
     assert tokens_of(decode.said) == reference(PROMPT, 9)
 
 
-def test_what_fills_no_page_is_handed_off_in_a_partial_one_and_kept_for_nobody() -> None:
+def test_a_partial_page_is_handed_off_and_not_cached() -> None:
     rig = Rig(64)
     prefill, decode = rig.worker("prefill", 32, PrefillConfig()), rig.worker("decode", 32, DecodeConfig())
     decode.handle(awaits(PROMPT, 5))
@@ -186,7 +186,7 @@ def test_what_fills_no_page_is_handed_off_in_a_partial_one_and_kept_for_nobody()
     assert decode.state.blocks.available == prefill.state.blocks.available == 32
 
 
-def test_a_partial_page_is_shared_by_those_alone_who_have_all_of_it_in_common() -> None:
+def test_only_equal_partial_pages_are_shared() -> None:
     rig = Rig(64)
     one = rig.worker("prefill", 32, PrefillConfig(max_num_batched_tokens=PAGE, max_num_seqs=3))
     other = [*PROMPT[:-2], 9, 9]

@@ -81,7 +81,7 @@ def test_readers_with_the_keys_find_and_read_them_and_learn_no_token(
                 assert event["token_ids"] == []
 
 
-def test_token_ids_are_for_those_who_have_the_keys(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_token_ids_need_the_keys(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     settings = settings_with_keys(checkpoint("llama"), tmp_path, **{"store.event_tokens": True})
     with LocalCluster(settings, tmp_path) as cluster:
         asyncio.run(asyncio.wait_for(_read_tokens(cluster), PATIENCE))

@@ -127,7 +127,7 @@ def test_a_prefill_account_that_comes_after_its_pages_is_counted() -> None:
 
 
 @pytest.mark.parametrize("ending", ["failed", "refused", "silent", "forgotten"])
-def test_a_prefill_worker_that_is_needed_no_more_disturbs_nobody(ending: str) -> None:
+def test_a_late_prefill_failure_costs_no_attempt(ending: str) -> None:
     lab = Lab()
     decode, prefill, store = lab.split()
     lab.submit(prompt=14)
@@ -150,7 +150,7 @@ def test_a_prefill_worker_that_is_needed_no_more_disturbs_nobody(ending: str) ->
     assert lab.end().summary.served.attempts == 1
 
 
-def test_what_is_cached_is_counted_once_whoever_had_it() -> None:
+def test_cached_pages_are_counted_once() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
@@ -201,7 +201,7 @@ def test_a_pair_of_two_nodes_passes_pages_from_store_to_store() -> None:
     assert lab.end().summary.served.attempts == 1
 
 
-def test_a_prefill_worker_is_told_who_has_more() -> None:
+def test_a_prefill_worker_hears_of_better_sources() -> None:
     lab = Lab()
     decode, _, _, wanted = lab.split_over_nodes()
     lab.holds(wanted, lab.submit("first", prompt=100), 20)
@@ -258,7 +258,7 @@ def test_loads_are_told_beside_what_was_predicted_of_them() -> None:
     assert (timing.load_predicted, timing.load) == (15, 27)
 
 
-def test_whoever_loads_nothing_has_no_figures_of_it() -> None:
+def test_without_loads_there_are_no_figures() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit()
@@ -568,7 +568,7 @@ def test_a_short_fetch_is_a_new_attempt_without_that_prefill_worker() -> None:
 
 
 @pytest.mark.parametrize("heard", [False, True], ids=["silent before", "silent since"])
-def test_who_was_silent_before_it_was_chosen_costs_no_attempt(heard: bool) -> None:
+def test_a_worker_silent_before_the_choice_costs_none(heard: bool) -> None:
     """A link that breaks silences many at once. They are noticed one after the other, and each may be chosen before."""
     lab = with_router(max_attempts=2)
     decode, prefill, store = lab.split()
@@ -815,7 +815,7 @@ def test_deadlines_travel_as_what_is_left_and_expire() -> None:
     assert lab.cancelled(decode) == [1]
 
 
-def test_shutdown_ends_everything_and_lets_nobody_in() -> None:
+def test_shutdown_ends_and_refuses_requests() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit()

@@ -159,11 +159,11 @@ def test_a_pair_of_two_nodes_needs_both_stores(a: dict[str, Any] | None, b: dict
     assert two_nodes(a, b).plan() == Placement("d0")
 
 
-def test_a_store_that_serves_nobody_may_be_served() -> None:
+def test_a_store_without_an_endpoint_may_fetch() -> None:
     assert two_nodes({}, {"serves": False}).plan().sources == (source("a", HANDED),)
 
 
-def test_who_has_failed_a_request_is_not_asked_again() -> None:
+def test_a_failed_source_is_not_asked_again() -> None:
     cluster = two_nodes({"host": 8}, {})
     assert cluster.plan().sources == (source("a", 8),)
     assert cluster.plan(excluded={"s-a"}) == Placement("d0")
@@ -174,7 +174,7 @@ def test_who_has_failed_a_request_is_not_asked_again() -> None:
 
 
 @pytest.mark.parametrize(("measured", "chosen"), [(False, "d1"), (True, "d0")])
-def test_a_link_that_nobody_has_used_is_no_reason_to_crowd_at_another(measured: bool, chosen: str) -> None:
+def test_an_unused_link_does_not_crowd_another(measured: bool, chosen: str) -> None:
     cluster = Cluster()
     cluster.prefiller(node="a")
     cluster.store("a")

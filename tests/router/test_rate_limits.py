@@ -46,7 +46,7 @@ def test_a_tenant_over_its_requests() -> None:
     quotas.take("b", 20, 0.0)  # each has buckets of its own
 
 
-def test_who_is_refused_for_one_kind_is_not_charged_for_the_other() -> None:
+def test_a_refusal_charges_neither_kind() -> None:
     quotas = RateLimits({"a": TenantConfig(requests_per_minute=2, tokens_per_minute=100, burst_s=60)})
     quotas.take("a", 100, 0.0)
     for _ in range(5):
@@ -66,7 +66,7 @@ def test_the_estimate_is_corrected_in_the_end() -> None:
         quotas.take("a", 600, 60.0)
 
 
-def test_who_is_turned_away_has_used_nothing() -> None:
+def test_a_rejected_request_uses_no_tokens() -> None:
     quotas = RateLimits({"a": TenantConfig(tokens_per_minute=600, requests_per_minute=1, burst_s=60)})
     for _ in range(5):
         quotas.take("a", 600, 0.0)

@@ -88,7 +88,7 @@ def changed(**fields: Any):
         ({"role": "store", "node": "a", "name": "store-9"}, ("node a", "store-0")),
     ],
 )
-def test_who_does_not_fit_is_rejected_by_field_and_both_values(more: dict[str, Any], says: tuple[str, ...]) -> None:
+def test_a_misfit_is_rejected_by_field_and_values(more: dict[str, Any], says: tuple[str, ...]) -> None:
     lab = Lab()
     lab.split()
     arguments = {"role": "decode", "name": "decode-9", "node": "b"} | more
@@ -141,7 +141,7 @@ def test_workers_of_several_classes_of_numerics_join_a_mixed_cluster() -> None:
     assert "numerics is test and this cluster has mixed" in rejected.message
 
 
-def test_the_first_live_worker_sets_the_namespace_until_nobody_of_it_is_left() -> None:
+def test_the_first_live_worker_sets_the_namespace() -> None:
     lab = Lab()
     lab.join("decode", "decode-0")
     lab.join("decode", "decode-1", model=changed(numerics="other"))
@@ -151,7 +151,7 @@ def test_the_first_live_worker_sets_the_namespace_until_nobody_of_it_is_left() -
     assert lab.state.card == changed(numerics="other")
 
 
-def test_nobody_speaks_for_another() -> None:
+def test_a_hello_for_another_process_is_dropped() -> None:
     lab = Lab()
     peer = Peer("decode", "decode-0", "a", "victim", 1)
     lab.tell(MessageReceived(Envelope("thief", "", 1, Hello(peer, model=card()))))
@@ -222,7 +222,7 @@ def test_a_stopped_worker_that_wakes_is_rejected_while_its_successor_lives_and_n
     assert [view.peer.incarnation for view in lab.state.processes(lab.now)] == [new]
 
 
-def test_who_comes_back_is_not_judged_by_what_it_had_heard_before() -> None:
+def test_a_returning_worker_starts_a_new_count() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     for _ in range(20):
@@ -237,7 +237,7 @@ def test_who_comes_back_is_not_judged_by_what_it_had_heard_before() -> None:
     assert lab.decode.attempt == 1
 
 
-def test_our_own_pause_is_nobodys_fault() -> None:
+def test_a_pause_of_the_router_ends_no_peer() -> None:
     lab = Lab()
     lab.split()
     lab.submit(prompt=14)

@@ -48,7 +48,7 @@ def test_a_split_needs_a_prefill_worker_and_a_store_on_both_nodes() -> None:
         assert cluster.plan() == Placement("d0")
 
 
-def test_nobody_is_placed_where_nobody_lives() -> None:
+def test_without_a_live_worker_requests_wait() -> None:
     cluster = Cluster()
     cluster.prefiller()
     cluster.store()
@@ -90,7 +90,7 @@ def test_long_contexts_make_computing_dearer() -> None:
     assert cluster.plan().predicted.compute == pytest.approx(0.5 + 43 * 0.01 + (43 * 40 + 43 * 44 / 2) * 0.001)
 
 
-def test_a_local_plan_needs_nobody() -> None:
+def test_a_local_plan_needs_no_other_process() -> None:
     cluster = one_node(host=8)
     cluster.store("b", host=8)
     cluster.decoder("d1", device=2)
@@ -133,7 +133,7 @@ def test_a_decode_worker_that_is_always_busy_still_has_all_its_prompts_before_it
     assert queues == pytest.approx([queues[0], queues[0] * 2 / 3, queues[0] / 3])
 
 
-def test_those_who_wait_count_for_those_behind_them() -> None:
+def test_queued_requests_count_for_those_behind() -> None:
     cluster = one_node()
     cluster.runs(cluster.members.require_live("d0"), 40)
     for name, pages in (("p0", 4), ("p1", 19)):
@@ -224,7 +224,7 @@ def test_what_other_routers_gave_a_worker_counts_when_it_is_told() -> None:
     assert cluster.plan().decode == "d1"
 
 
-def test_an_objective_that_nobody_meets_is_told_at_once() -> None:
+def test_an_unreachable_objective_is_refused() -> None:
     cluster = one_node()
     choice = cluster.choose(ttft=0.5)
     assert isinstance(choice, Reject)

@@ -51,7 +51,7 @@ class Line:
         return [request.name for request in self.queue.in_order(self.now)]
 
 
-def test_nobody_starves_however_much_is_more_urgent() -> None:
+def test_urgent_requests_starve_no_other() -> None:
     line = Line()
     line.comes("patient", "a", priority=3)
     for turn in range(1_000):
@@ -129,7 +129,7 @@ def test_a_flood_turns_itself_away() -> None:
     assert last.name == "flood 4"
 
 
-def test_who_has_been_begun_is_never_turned_away() -> None:
+def test_a_begun_request_is_never_turned_away() -> None:
     line = Line()
     line.comes("begun", priority=5, begun=True)
     assert line.queue.last(line.now) is None
