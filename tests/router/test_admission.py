@@ -311,16 +311,6 @@ def test_tokens_by_tenant_are_told() -> None:
     }
 
 
-def test_tenants_that_wait_are_served_in_turns() -> None:
-    cluster = lab()
-    for i in range(4):
-        cluster.submit(f"a{i}", tenant="a", prompt=40)
-    cluster.submit("b0", tenant="b", prompt=40)
-    cluster.submit("b1", tenant="b", prompt=40)
-    cluster.colocated()
-    assert [order.request for order in cluster.sent(Decode)] == ["a0", "b0", "a1", "b1", "a2", "a3"]
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     flood=st.integers(2, 8),
@@ -461,16 +451,6 @@ def test_a_death_costs_no_retry() -> None:
     )
     assert cluster.state.stats().queued == 0
     assert cluster.sent(Decode, two)
-
-
-def test_the_death_of_a_prefill_worker_costs_no_retry() -> None:
-    cluster = lab(retries_per_s=0.001, retry_share=0.0)
-    decode, prefill, _ = cluster.split()
-    for i in range(2):
-        cluster.submit(f"r{i}", prompt=100, seed=i)
-        cluster.say(decode, Accepted(f"r{i}", 1))
-    cluster.leaves(prefill)
-    assert [order.request for order in cluster.sent(Decode) if order.attempt == 2] == ["r0", "r1"]
 
 
 def test_first_attempts_earn_retries() -> None:

@@ -139,26 +139,6 @@ def test_the_prefill_worker_gets_what_the_decode_workers_node_has() -> None:
     assert (plan.sources, plan.prefill_sources) == ((source("a", HANDED),), (source("b", 5),))
 
 
-def test_a_pair_of_one_node_is_preferred_while_it_costs_no_more() -> None:
-    cluster = two_nodes({}, {})
-    cluster.decoder("d1", "a")
-    assert cluster.plan().decode == "d1"
-    cluster.prefiller("p1", "b")
-    assert cluster.plan().sources == ()
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        pytest.param({"serves": False}, {}, id="the prefill worker's store serves nobody"),
-        pytest.param(None, {}, id="the prefill worker's store is gone"),
-        pytest.param({}, None, id="the decode worker's store is gone"),
-    ],
-)
-def test_a_pair_of_two_nodes_needs_both_stores(a: dict[str, Any] | None, b: dict[str, Any] | None) -> None:
-    assert two_nodes(a, b).plan() == Placement("d0")
-
-
 def test_a_store_without_an_endpoint_may_fetch() -> None:
     assert two_nodes({}, {"serves": False}).plan().sources == (source("a", HANDED),)
 
