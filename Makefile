@@ -15,7 +15,7 @@ PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator te
 
 # Tests of clusters of real processes that hold for every engine.
 EITHER := exact sampling failures preemption corruption parallel_sampling pinned_prefixes roles rolling_restart tiers hung \
-	two_routers prefill_scheduling nodes soak disconnects
+	two_routers nodes soak disconnects
 VLLM_TEST = BATON_TEST_ENGINE=vllm PYTEST_ADDOPTS='-W default' $(VLLM_VENV)/bin/python .ci/test.py --jobs 0
 
 .PHONY: setup demo test test-fast setup-vllm test-vllm test-vllm-quick soak-vllm check soak interop interop-quick prometheus smollm2 stubs
@@ -71,7 +71,7 @@ check: setup
 
 soak: setup
 	$(BIN)/python -m tests.soak
-	$(BIN)/python -m tests.soak_exact
+	$(BIN)/python -m tests.soak.exact
 	$(MAKE) soak-vllm
 	$(PYTEST) -n 2 --hypothesis-profile thorough -m 'not alone'
 

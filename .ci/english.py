@@ -1,4 +1,5 @@
-"""Check the English of documents, docstrings and comments: `python .ci/english.py [PATH…]`, as CONTRIBUTING.md has it.
+"""Check the English of documents, docstrings, comments and tests' names, as CONTRIBUTING.md has it:
+`python .ci/english.py [PATH…]`.
 
 - No word that speaks of a process, a request or a page as of a person: see `PEOPLE`.
 - No sentence of more than `MOST_WORDS` words. A semicolon ends a sentence.
@@ -71,6 +72,8 @@ def _python(text: str) -> Iterator[Text]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield from _paragraphs(_dedented(node.value.value), node.lineno)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            yield node.lineno, node.name.replace("_", " ")
     comment: list[str] = []
     begin = last = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

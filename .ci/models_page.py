@@ -18,8 +18,8 @@ from engine.cpu import features  # noqa: E402
 from engine.models.config import parse_spec  # noqa: E402
 from engine.models.families.registry import FAMILIES  # noqa: E402
 from engine.spec import ModelSpec  # noqa: E402
-from tests import checkpoints  # noqa: E402
 from tests.processes import test_exact  # noqa: E402
+from tests.support import checkpoints  # noqa: E402
 
 HEAD = """# Models
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from baton.wire import use_keys
 from deploy.local import LocalCluster
-from tests.cluster_keys import KEYS
-from tests.engines import ENGINE
+from tests.support.cluster_keys import KEYS
+from tests.support.engines import ENGINE
 from tests.support.fork_server import forked
 
 # Machines are shared and noisy: how long an example takes says nothing about the code.
@@ -43,12 +43,12 @@ def _processes_of_clusters_are_forked() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`checkpoint(name)`: the directory of that kind of checkpoint (see tests/checkpoints.py), made once a session;
-    `checkpoint("wide-" + name)` is the wider kind that whole clusters are compared with."""
+    """`checkpoint(name)`: the directory of that kind of checkpoint (see tests/support/checkpoints.py), made once a
+    session; `checkpoint("wide-" + name)` is the wider kind that whole clusters are compared with."""
 
     @cache
     def made(name: str) -> Path:
-        from tests import checkpoints  # transformers takes seconds to import, and most tests need none of it
+        from tests.support import checkpoints  # transformers takes seconds to import, and most tests need none of it
 
         wide = checkpoints.WIDE if name.startswith("wide-") else {}
         return checkpoints.make(name.removeprefix("wide-"), tmp_path_factory.mktemp(name), **wide)

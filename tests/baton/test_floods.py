@@ -21,7 +21,7 @@ from baton.messages import Cancel, Envelope, Hello, Peer, ToDecode
 from baton.store_protocol import StoreCall
 from baton.unix import OutOfDescriptors, UnixListener, readable
 from baton.wire import Listener, RouterSocket, Subscriber, sockets
-from tests import cluster_keys
+from tests.support import cluster_keys
 
 pytestmark = pytest.mark.slow
 

@@ -27,6 +27,7 @@ from baton.monotonic_clock import MonotonicClock
 from baton.wire import ClusterKeys, Heart, Listener, Publisher, RouterSocket, Subscriber, guard, use_keys
 from baton.wire.sockets import bind, configure, connect
 from tests.baton.test_wire import DEADLINE, ME, ROUTER, run
+from tests.support import cluster_keys
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow
@@ -236,7 +237,7 @@ def stranger(kind: str, server: int, client: int, endpoint: str) -> tuple[Any, A
 @pytest.mark.parametrize("kind", ["nothing", "its own keys for the right server", "another cluster's keys"])
 @pytest.mark.parametrize(("server", "client"), [(zmq.ROUTER, zmq.DEALER), (zmq.PUB, zmq.SUB)])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_strangers_get_nothing_through_and_disturb_nobody(
+def test_strangers_get_nothing_through(
     kind: str,
     server: int,
     client: int,
@@ -286,6 +287,24 @@ def test_strangers_get_nothing_through_and_disturb_nobody(
         asyncio.run(main())
     # One guard for each context at most, however many sockets and refusals.
     assert threading.active_count() <= threads + 1
+
+
+@pytest.mark.parametrize("theirs", [None, THEIRS], ids=["no keys", "another cluster's keys"])
+def test_a_false_router_hears_nothing(theirs: ClusterKeys | None) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as false_router:
+        false_router.linger = 0
+        monitor = false_router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if theirs is not None:
+            cluster_keys.server(false_router, theirs)
+        link: RouterSocket[ToDecode] = RouterSocket(f"tcp://127.0.0.1:{plain_port(false_router)}", ME, ToDecode)
+        try:
+            link.send("", Hello(ME))
+            assert monitor.poll(DEADLINE * 1_000), "no connection has failed"
+            assert not false_router.poll(0)
+        finally:
+            link.close()
+            false_router.disable_monitor()
+            monitor.close(0)
 
 
 def test_a_guard_ends_with_its_context() -> None:
@@ -417,7 +436,7 @@ def plain_port(server: Any) -> int:
 
 
 @pytest.mark.parametrize("secure", [True, False])
-def test_who_listens_on_the_wire_reads_nothing(sockets: Callable[[int], Any], secure: bool) -> None:
+def test_a_tap_on_the_wire_reads_nothing(sockets: Callable[[int], Any], secure: bool) -> None:
     server, client = sockets(zmq.PULL), sockets(zmq.PUSH)
     tap = Tap(bind(server, "tcp://127.0.0.1:0") if secure else f"tcp://127.0.0.1:{plain_port(server)}")
     try:

@@ -34,7 +34,7 @@ def joined() -> Membership:
     return membership
 
 
-def test_hello_is_said_again_until_somebody_answers() -> None:
+def test_hello_is_repeated_until_answered() -> None:
     membership = Membership(HELLO)
     assert [len(membership.tick(now).send) for now in (0.0, 0.5, 1.0, 1.5, 2.0)] == [1, 0, 1, 0, 1]
 

@@ -23,7 +23,7 @@ from baton.messages import (
     TokenLogprob,
     Tokens,
 )
-from tests import messages_strategy
+from tests.support import message_strategy
 
 LINKS = {
     messages: "ToDecode ToPrefill ToStore FromDecode FromPrefill FromStore ToRouter ToPublisher FromPublisher",
@@ -55,7 +55,7 @@ def test_every_message_is_frozen() -> None:
 @settings(max_examples=25)
 @given(data=st.data())
 def test_survives_the_wire_as_plain_messagepack(kind: type[Message], data: st.DataObject) -> None:
-    message = data.draw(messages_strategy.of(kind))
+    message = data.draw(message_strategy.of(kind))
     union = next(union for union in UNIONS.values() if kind in members(union))
     wire = msgspec.msgpack.encode(Envelope("a", "b", 1, message))
     assert msgspec.msgpack.decode(wire, type=Envelope[union]) == Envelope("a", "b", 1, message)

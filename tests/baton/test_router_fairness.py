@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.router_fairness import RouterFairness
 
 
-def test_room_is_kept_for_who_was_refused_and_has_less() -> None:
+def test_room_is_kept_for_a_refused_router_with_less() -> None:
     turns = RouterFairness()
     held = {"a": 3, "b": 1}
     assert not turns.must_wait("a", held, 0.0)
@@ -23,7 +23,7 @@ def test_two_that_were_refused_do_not_wait_for_each_other() -> None:
     assert [turns.must_wait(router, {}, 0.1) for router in "ab"] == [False, False]
 
 
-def test_nothing_is_kept_for_long_nor_for_who_was_admitted() -> None:
+def test_room_is_kept_for_a_short_time() -> None:
     turns = RouterFairness()
     turns.refused("b", 0.0)
     assert not turns.must_wait("a", {"a": 1}, 1.0)

@@ -23,7 +23,7 @@ from baton.monotonic_clock import MonotonicClock
 from baton.store_protocol import AttachRefused, EndLease, LeaseHeartbeat, StoreCall, StoreHeartbeat, StoreReply
 from baton.unix import UnixListener, UnixSocket
 from baton.wire import Heart, Listener, Poller, Publisher, RouterSocket, Subscriber
-from tests import cluster_keys
+from tests.support import cluster_keys
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_messages_travel_both_ways_and_garbage_is_dropped() -> None:
     run(main)
 
 
-def test_nobody_speaks_in_anothers_name() -> None:
+def test_messages_in_another_name_are_dropped() -> None:
     async def main() -> None:
         listener = Listener("tcp://127.0.0.1:0", ROUTER)
         impostor: RouterSocket[ToDecode] = RouterSocket(
@@ -314,7 +314,7 @@ def test_a_poller_wakes_for_either_kind(pair: tuple[UnixSocket[StoreCall], UnixS
     assert not poller.wait(0)
 
 
-def test_nobody_listening_is_a_typed_error() -> None:
+def test_a_socket_without_a_listener_is_a_typed_error() -> None:
     with pytest.raises(StoreGone, match="no store answers"):
         UnixSocket.connect(f"baton-test/{secrets.token_hex(8)}", StoreReply)
 

@@ -21,7 +21,7 @@ from baton.peer_protocol import (
     SentPage,
 )
 from baton.wire.pages import PageLink, PageSockets, Sending
-from tests import cluster_keys
+from tests.support import cluster_keys
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_requests_go_one_way_and_pages_the_other(both: tuple[PageSockets, PageSo
     eventually(lambda: sending.done)
 
 
-def test_nobody_is_there(both: tuple[PageSockets, PageSockets]) -> None:
+def test_an_endpoint_without_a_store(both: tuple[PageSockets, PageSockets]) -> None:
     _, b = both
     sending = Sending()
     assert not b.server.send("a", FetchUnavailable(1, 1))

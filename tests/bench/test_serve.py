@@ -30,7 +30,7 @@ def test_a_trace_takes_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a trace has its own times" in capsys.readouterr().err
 
 
-def test_nobody_at_the_address_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_address_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--address", "127.0.0.1:1", "--operator", "127.0.0.1:1"]) == 1
     assert "no router answers at 127.0.0.1:1" in capsys.readouterr().err
 

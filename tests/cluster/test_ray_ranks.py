@@ -18,7 +18,7 @@ GREEDY = ["--temperature", 0, "--max-tokens", 8, "--ignore-eos"]
 RANKS = ["model.engine=vllm", "model.enforce_eager=true", "pages.page_size=32", "decode.tensor_parallel_size=2"]
 MAKE = f"""
 import pathlib
-from tests import checkpoints
+from tests.support import checkpoints
 checkpoints.make("llama", pathlib.Path("{MODEL}"), hidden_size=128, head_dim=32)
 """
 

@@ -59,7 +59,7 @@ def sizes(plan: ScheduledBatch) -> dict[str, int]:
     return {name.request: len(chunk.tokens) for name, chunk in plan.items()}
 
 
-def test_who_decodes_never_waits_for_a_prompt() -> None:
+def test_decoding_never_waits_for_a_prompt() -> None:
     plan = planned([sequence("long", 4_000, 0), decoding("a"), decoding("b")], budget(prompts=48))
     assert sizes(plan) == {"a": 1, "b": 1, "long": 48}
 
@@ -142,7 +142,7 @@ tails = st.builds(
     st.integers(0, 20), st.lists(tails, max_size=12), st.integers(1, 64), st.integers(32, 300), st.integers(1, 40),
     st.floats(-1, 11),
 )  # fmt: skip
-def test_every_plan_is_within_its_budget_and_nobody_is_in_it_twice_or_starves(
+def test_plans_keep_their_budget_and_starve_none(
     rows: int, wanted: list[tuple[int, int, float]], tokens: int, prompts: int, parts: int, overdue: float
 ) -> None:
     sequences = [decoding(f"d{i}", i) for i in range(rows)]

@@ -22,9 +22,9 @@ from engine.step.outcome import StepDone
 from kvstore.keys import pack_tokens
 from tests.decode_worker.load import OnePageEach
 from tests.decode_worker.test_state import finishes, tokens_of
-from tests.rig import PAGE, ROOT
 from tests.router import tokenizers
 from tests.support.eventually import eventually
+from tests.support.workers_and_stores import PAGE, ROOT
 
 VOCAB, EOS = 400, 1
 PROMPT = [7, 3, 9, 11, 4]

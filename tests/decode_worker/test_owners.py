@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.membership import RouterLost
 from baton.messages import AttemptFailed, AttemptName, Cancel, Refused, Resend, RouterHeartbeat, Tokens
 from tests.decode_worker.test_state import PROMPT, order, tokens_of, worker
-from tests.rig import RigWorker, reference
+from tests.support.workers_and_stores import RigWorker, reference
 
 
 def both(**config: int) -> RigWorker:

@@ -11,7 +11,7 @@ from baton.config import DecodeConfig
 from baton.messages import Accepted, Decode, PromptLogprobs, PromptTokenLogprob, Resend, SamplingParams, Tokens
 from engine.step.outcome import ScheduledBatch, StepDone
 from kvstore.keys import pack_tokens
-from tests.rig import PAGE, ROOT, Rig, RigWorker, digests, reference
+from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, digests, reference
 
 PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1, 3, 3, 9, 7, 5, 2, 6, 8]
 SCORED = SamplingParams(temperature=0, prompt_logprobs=2)

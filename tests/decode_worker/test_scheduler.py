@@ -21,9 +21,9 @@ from decode_worker.sequence import SequencePhase
 from kvstore.client.transfer import StoreUp
 from kvstore.keys import cacheable_pages, pack_tokens
 from tests.decode_worker.load import OnePageEach
-from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
 from tests.support.thorough import automaton
-from tests.wait_for import assert_no_cycle, waits_of_rig
+from tests.support.wait_graph import assert_no_cycle, waits_of_rig
+from tests.support.workers_and_stores import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
 
 AGEING = 1.0  # seconds
 SHARED = list(range(1, 25))

@@ -12,7 +12,7 @@ from decode_worker.growth_reserve import GrowthOutlook, LearnedGrowthReserve
 from decode_worker.sequence import Sequence
 from decode_worker.sliding_window import SlidingWindow
 from kvstore.keys import pack_tokens
-from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
+from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, reference
 
 WINDOW = 23
 SEEN = 7  # pages that a token attends to at most

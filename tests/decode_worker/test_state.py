@@ -33,8 +33,7 @@ from engine.step.batch import Sampled
 from engine.step.outcome import StepDone, StepFailed
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, StoreUp
 from kvstore.keys import pack_tokens
-from tests.decode_worker.load import OnePageEach
-from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
+from tests.support.workers_and_stores import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -84,21 +83,7 @@ def test_a_request_without_help_gets_the_reference_tokens() -> None:
     assert one.state.blocks.available == one.num_pages
 
 
-def test_a_prompt_longer_than_the_budget_comes_in_chunks_behind_those_that_decode() -> None:
-    one = worker(max_num_batched_tokens=5)
-    one.handle(order(PROMPT[:1], 30, "short"))
-    one.step()
-    one.handle(order(PROMPT * 2, 5, "long"))
-    produced = len(tokens_of(one.said, "short"))
-    while not tokens_of(one.said, "long"):
-        one.turn()
-        assert len(tokens_of(one.said, "short")) == (produced := produced + 1)
-    one.rig.settle()
-    assert tokens_of(one.said, "short") == reference(PROMPT[:1], 30)
-    assert tokens_of(one.said, "long") == reference(PROMPT * 2, 5)
-
-
-def test_a_turn_that_kept_those_who_decode_waiting_computes_no_short_tail_but_the_next_one_does() -> None:
+def test_short_tails_take_every_other_step() -> None:
     steps = [StepSample(0, 0, rows, rows * context, 0.01) for rows in (1, 2, 4) for context in (2, 40)]
     state, now = DecodeScheduler(DecodeConfig(), 16, 64, calibration=steps), 0.0
 
@@ -153,14 +138,6 @@ def test_the_device_cache_serves_a_repeat() -> None:
     assert tokens_of(one.said, "b") == reference(PROMPT, 3)
 
 
-def test_a_stale_hint_costs_a_recompute_and_no_token() -> None:
-    one = worker()
-    one.handle(order(PROMPT, 8, fetch=2))  # the store has nothing
-    one.rig.settle()
-    assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
-    assert tokens_of(one.said) == reference(PROMPT, 8)
-
-
 def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
     one = worker(fetch_timeout_ms=100)
     one.handle(order(PROMPT, 8, fetch=2, prefilled_remotely=True))
@@ -187,18 +164,6 @@ def test_our_own_pause_does_not_end_a_fetch() -> None:
     assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
 
 
-def test_a_lost_store_ends_what_is_awaited_and_disturbs_nobody_else() -> None:
-    one = worker()
-    one.handle(order(PROMPT, 30, "running"))
-    one.turn()
-    one.handle(order(PROMPT[::-1], 8, "waiting", fetch=2, prefilled_remotely=True))
-    one.rig.restart_store()
-    assert [m.request for m in one.said if isinstance(m, FetchIncomplete)] == ["waiting"]
-    while one.turn():
-        pass
-    assert tokens_of(one.said, "running") == reference(PROMPT, 30)
-
-
 def test_failover_goes_on_where_the_tokens_end() -> None:
     one = worker()
     expected = reference(PROMPT, 20)
@@ -215,20 +180,6 @@ def test_what_can_never_fit_is_refused_at_the_door_and_what_does_not_fit_now_is_
     one.handle(order(PROMPT * 2, 4, "first"))
     one.handle(order(PROMPT[::-1], 4, "second"))
     assert [(m.request, m.reason) for m in one.said if isinstance(m, Refused)][1:] == [("second", "busy")]
-
-
-def test_too_small_a_pool_preempts_the_newest_and_loses_no_token() -> None:
-    one = worker(pages=12)
-    one.state = DecodeScheduler(DecodeConfig(), PAGE, 12, headroom=OnePageEach())
-    one.handle(StoreUp(one.rig.slots, PAGE_BYTES))
-    prompts = {f"r{i}": [i + 1, *PROMPT[:5]] for i in range(3)}
-    for request, prompt in prompts.items():
-        one.handle(order(prompt, 30, request))
-    one.rig.settle()
-    assert one.state.stats().preemptions > 0
-    for request, prompt in prompts.items():
-        assert tokens_of(one.said, request) == reference(prompt, 30)
-    assert one.state.blocks.available == one.num_pages
 
 
 def test_an_urgent_newcomer_displaces_the_less_urgent_until_these_have_waited_long_enough() -> None:
@@ -277,7 +228,7 @@ def test_an_urgent_newcomer_displaces_one_whose_pages_carry_anothers() -> None:
     assert state.stats().running == 3 - state.stats().preemptions
 
 
-def test_what_is_written_through_for_nobody_goes_before_anybody_is_preempted_or_refused() -> None:
+def test_abandoned_writes_end_before_preemption() -> None:
     for priority in (0, -1):
         state = DecodeScheduler(DecodeConfig(), PAGE, 40)
         state.handle(StoreUp(100, PAGE_BYTES), 0.0)
@@ -292,7 +243,7 @@ def test_what_is_written_through_for_nobody_goes_before_anybody_is_preempted_or_
         assert state.stats().preemptions == 0
 
 
-def test_whoever_is_resumed_has_the_whole_time_to_fetch() -> None:
+def test_a_resumed_sequence_has_the_whole_fetch_time() -> None:
     one = worker(pages=12, ageing_ms=10_000, fetch_timeout_ms=100)
     one.handle(order(PROMPT * 3, 8, "patient", priority=1))
     one.handle(order(PROMPT[::-1] * 3, 8, "urgent"))
@@ -303,15 +254,6 @@ def test_whoever_is_resumed_has_the_whole_time_to_fetch() -> None:
     before = one.state.stats().kv_loads_incomplete
     one.state.handle(Tick(), one.rig.now)
     assert one.state.stats().kv_loads_incomplete == before
-
-
-def test_nobody_is_displaced_for_one_that_is_as_urgent_or_does_not_fit_anyway() -> None:
-    one = worker(pages=20)
-    one.handle(order(PROMPT * 3, 8, "same"))
-    one.handle(order(PROMPT * 3, 4, "less", priority=1))
-    one.handle(order(PROMPT[::-1] * 5, 20, "urgent"))
-    assert [m.request for m in one.said if isinstance(m, Refused)] == ["less", "urgent"]
-    assert one.state.stats().preemptions == 0
 
 
 def test_an_absurd_priority_is_no_more_than_the_highest() -> None:
@@ -376,7 +318,7 @@ def test_a_deadline_that_passes_is_said() -> None:
     assert one.state.blocks.available == one.num_pages
 
 
-def test_a_failed_step_fails_its_requests_and_nobody_else() -> None:
+def test_a_failed_step_fails_its_requests_alone() -> None:
     one = worker()
     one.handle(order(PROMPT, 5, "bad"))
     plan = one.schedule()

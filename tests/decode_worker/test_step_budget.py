@@ -66,12 +66,12 @@ def test_where_nothing_decodes_only_the_configuration_bounds_a_step() -> None:
     assert measured().prompt_tokens(rows(0), 0, GRAIN) == 512
 
 
-def test_before_anything_is_known_prompts_get_little_beside_those_who_decode() -> None:
+def test_unmeasured_prompts_get_little_of_a_step() -> None:
     assert StepBudget(DecodeConfig(), WorkerStepTimes()).prompt_tokens(rows(8), 0, GRAIN) == 64
     assert StepBudget(DecodeConfig(), WorkerStepTimes()).prompt_tokens(rows(0), 0, GRAIN) == 512
 
 
-def test_the_last_tokens_of_prompts_come_in_parts_that_hold_up_nobody_for_long() -> None:
+def test_prompt_tails_come_in_bounded_parts() -> None:
     """What they cost is learned apart for those with little and with much before them."""
     tempo = measured()
     assert tempo.short_prompt_tokens(rows(0), 0, GRAIN) == 512

@@ -91,7 +91,7 @@ def test_clients_of_other_machines_need_tls_and_keys() -> None:
     assert {settings.tls.cert_file, settings.tls.key_file, head["environment"]["BATON_API_KEYS"]} == secrets
 
 
-def test_the_two_configurations_differ_in_who_may_come_in_only() -> None:
+def test_the_two_configurations_differ_in_access_alone() -> None:
     plain, tls = (yaml.safe_load((DOCKER / name).read_text()) for name in ("baton.yaml", "baton.tls.yaml"))
     assert {key: value for key, value in plain.items() if key != "api"} == {
         key: value for key, value in tls.items() if key not in ("api", "tls")

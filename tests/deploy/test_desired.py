@@ -52,23 +52,6 @@ def test_names_of_one_machine_need_no_open_router():
     }
 
 
-def test_a_node_without_workers_has_no_store():
-    assert [s.node for s in plan(OPEN, ClusterScale(0, 1), ["a", "b", "c"]) if s.role == "store"] == ["a"]
-
-
-def test_what_runs_stays_where_it_is():
-    placed = {"router": "b", "decode-0": "b", "store-0": "b"}
-    specs = {spec.name: spec.node for spec in plan(OPEN, ClusterScale(0, 1), ["a", "b"], placed)}
-    assert specs == placed
-
-
-def test_a_worker_of_a_lost_node_moves():
-    specs = {
-        spec.name: spec.node for spec in plan(OPEN, ClusterScale(0, 1), ["a"], {"decode-0": "lost", "store-0": "lost"})
-    }
-    assert specs["decode-0"] == "a"
-
-
 @given(
     prefill=st.integers(0, 5),
     decode=st.integers(1, 5),

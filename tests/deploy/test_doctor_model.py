@@ -18,7 +18,7 @@ from deploy.control_plane import checkpoint
 from engine.device.gpus import Gpu, VisibleGpus
 from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, requirements
 from engine.vllm_runner.requirements import Installation
-from tests import checkpoints
+from tests.support import checkpoints
 
 RIGHT = Installation(VLLM_VERSION, frozenset({"LlamaForCausalLM", "StarcoderForCausalLM"}))
 Doctor = Callable[..., tuple[int, dict[str, Any]]]

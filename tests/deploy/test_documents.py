@@ -91,7 +91,7 @@ def test_a_page_is_read_as_it_is_typed():
     page = documents.parse(
         "x.md",
         "# One\n\n```console\n$ a \\\n    b\nshown\n$ c\n```\n\n## Two\n\n<!-- not run: `d`: needs a GPU -->\n"
-        "<!-- exit status 1: `e` -->\n\n```console\n$ d\n$ e\n```\n\n<!-- not run: `tests/rig.py` runs it -->\n"
+        "<!-- exit status 1: `e` -->\n\n```console\n$ d\n$ e\n```\n\n<!-- not run: `tests/conftest.py` runs it -->\n"
         "```python\nf()\n```\n",
     )
     assert page.problems == ()
@@ -100,7 +100,7 @@ def test_a_page_is_read_as_it_is_typed():
         ("One", "c", "", "", 0),
         ("Two", "d", "", "needs a GPU", 0),
         ("Two", "e", "", "", 1),
-        ("Two", "f()\n", "", "`tests/rig.py` runs it", 0),
+        ("Two", "f()\n", "", "`tests/conftest.py` runs it", 0),
     ]
 
 

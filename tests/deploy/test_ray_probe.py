@@ -85,12 +85,12 @@ def test_a_ray_whose_token_we_lack(environment: dict[str, str], ours: str | None
         link(address, environment)
 
 
-def test_nobody_there(environment: dict[str, str]):
+def test_an_address_without_a_ray(environment: dict[str, str]):
     with pytest.raises(RayUnusable, match="ray start --head"):
         link("127.0.0.1:1", environment)
 
 
-def test_somebody_who_never_answers():
+def test_a_ray_that_never_answers():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.engine import Engine
-from tests.checkpoints import Reference
-from tests.checkpoints import reference as load_reference
+from tests.support.checkpoints import Reference
+from tests.support.checkpoints import reference as load_reference
 
 PAGES = 96
 

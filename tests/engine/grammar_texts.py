@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 
 from baton.messages import Grammar
-from tests.checkpoints import EOS
+from tests.support.checkpoints import EOS
 
 _WORDS = ["id", "name", "price", "tags", "état", 'quo"te', "a b", "x"]
 _FORMATS = ["date", "time", "ipv4", "uuid"]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from baton.errors import CorruptWeights, ModelError, ModelNotFound, UnsupportedModel
 from deploy.control_plane import preflight
 from engine.vllm_runner.adapters import load_adapters
-from tests import adapters, checkpoints
+from tests.support import adapters, checkpoints
 
 Tensors = dict[str, torch.Tensor]
 PREFIX = "base_model.model.model.layers.0."

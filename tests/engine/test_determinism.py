@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from engine.cpu import build
 from engine.engine import Engine
 from engine.step.batch import Chunk
-from tests.checkpoints import RECIPES, VOCAB
 from tests.engine.driver import GREEDY, prompt_of
+from tests.support.checkpoints import RECIPES, VOCAB
 from tests.support.thorough import cases, examples
 
 Engines = Callable[..., Engine]

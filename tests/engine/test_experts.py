@@ -19,9 +19,9 @@ from engine.models import mlp
 from engine.models.linear import Dense, PlainLinears
 from engine.models.weights import ExpertsWeights, MlpWeights, StackedExperts
 from engine.spec import Activation, ExpertsSpec
-from tests.checkpoints import Reference
 from tests.engine.driver import assert_same_tokens, generate, prompt_of
 from tests.engine.test_device_sampler import counted
+from tests.support.checkpoints import Reference
 from tests.support.thorough import examples
 
 ways = pytest.mark.parametrize("kernel", [False, True], ids=["blocks", "groups"])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from engine.engine import Engine
 from engine.step.batch import Chunk, TokenDraw
-from tests.checkpoints import RECIPES, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, generate_together, prompt_of
+from tests.support.checkpoints import RECIPES, VOCAB, Reference
 from tests.support.thorough import examples
 
 Engines = Callable[..., Engine]

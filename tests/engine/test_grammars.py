@@ -29,10 +29,10 @@ from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Sampled, TokenDraw, TokenMask
 from router.frontend.detokenizer import DEFAULT_TEXT, TextStream
 from router.frontend.detokenizer import Tokenizer as Text
-from tests.checkpoints import EOS, VOCAB
 from tests.engine.driver import Running, prompt_of
 from tests.engine.grammar_texts import assert_matches, json_grammar, random_grammar
 from tests.router.tokenizers import byte_fallback, byte_level
+from tests.support.checkpoints import EOS, VOCAB
 from tests.support.eventually import eventually
 from tests.support.thorough import examples
 

@@ -25,8 +25,8 @@ from engine.sampling.device_sampler import DeviceSampler, LaunchedDraws
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.step.batch import Batch, Bits, Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
-from tests import checkpoints
 from tests.engine.sampler_cases import FixedMask
+from tests.support import checkpoints
 from tests.support.thorough import examples
 from tests.support.threaded_device import Ended
 

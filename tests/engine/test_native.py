@@ -17,9 +17,9 @@ from engine.cpu.packed_linear import PackedLinear, tiled
 from engine.cpu.thread_pool import ThreadPool
 from engine.engine import Engine
 from engine.step.batch import Chunk, Sampled, TokenDraw
-from tests import checkpoints
-from tests.checkpoints import RECIPES, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, prompt_of
+from tests.support import checkpoints
+from tests.support.checkpoints import RECIPES, VOCAB, Reference
 from tests.support.thorough import examples
 
 Pair = tuple[Engine, Engine]

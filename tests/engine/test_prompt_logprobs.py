@@ -9,8 +9,8 @@ import torch
 
 from engine.engine import Engine
 from engine.step.batch import Chunk, PromptScoring, TokenDraw
-from tests.checkpoints import RECIPES, Reference
 from tests.engine.driver import GREEDY, prompt_of
+from tests.support.checkpoints import RECIPES, Reference
 
 Engines = Callable[..., Engine]
 References = Callable[[str], Reference]

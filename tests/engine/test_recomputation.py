@@ -22,7 +22,7 @@ from kvstore.events.changes import PagesRemoved
 from tests.decode_worker.test_state import finishes
 from tests.kvstore.chains import key, keys, parent
 from tests.kvstore.test_refill import cached, full_keys, order, serve, stored
-from tests.rig import PAGE, Rig, RigWorker
+from tests.support.workers_and_stores import PAGE, Rig, RigWorker
 
 PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1, 2, 3, 3, 5, 9, 2, 2, 8, 1]
 KEYS = full_keys(PROMPT)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from engine.cpu import build
-from tests import checkpoints, soak
 from tests.engine.driver import prompt_of
+from tests.soak import deaths
+from tests.support import checkpoints
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
@@ -49,6 +50,6 @@ def test_the_soak_leaves_out_prompts_in_which_experts_nearly_tie(monkeypatch: py
     stub = SimpleNamespace(generate=lambda _, count: ([5] * count, [1.0] * count), expert_gap=gap)
     monkeypatch.setattr(checkpoints, "reference", lambda _: stub)
     monkeypatch.setattr(build, "can_compile", lambda: False)  # so that torch computes
-    kept = soak.expected_of(Path("nowhere"), 1, Path("nowhere"))
+    kept = deaths.expected_of(Path("nowhere"), 1, Path("nowhere"))
     assert kept
-    assert all((len(stream.prompt) + soak.OUTPUT) % 2 == 0 for stream in kept)
+    assert all((len(stream.prompt) + deaths.OUTPUT) % 2 == 0 for stream in kept)

@@ -15,8 +15,8 @@ from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Chunk, PromptScoring, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
-from tests import checkpoints
 from tests.engine.test_device_sampler import counted
+from tests.support import checkpoints
 from tests.support.threaded_device import EmptyStreams
 
 PAGE, PAGES = 16, 64

@@ -16,7 +16,7 @@ from baton.errors import CorruptWeights, ModelError, ModelNotFound, NotEnoughMem
 from engine.engine import Engine
 from engine.models import weights
 from engine.step.batch import Chunk, TokenDraw
-from tests import checkpoints
+from tests.support import checkpoints
 
 Checkpoints = Callable[[str], Path]
 

@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests import checkpoints
 from tests.fuzz.run import fuzz
 from tests.fuzz.targets import TARGETS
+from tests.support import checkpoints
 
 
 def main(argv: Sequence[str] | None = None) -> None:

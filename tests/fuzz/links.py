@@ -11,8 +11,8 @@ import msgspec
 import zmq
 
 from baton.wire import ClusterKeys
-from tests import cluster_keys
 from tests.fuzz.case import Case
+from tests.support import cluster_keys
 
 PATIENCE = 60.0  # seconds in which a live process must answer
 

@@ -28,14 +28,13 @@ from deploy.local import LocalCluster
 from engine.models.config import load_spec
 from kvstore.client.connection import store_address
 from kvstore.layout import PageLayout
-from tests import checkpoints
 from tests.fuzz.attacker import READY
 from tests.fuzz.case import Told, told
 from tests.fuzz.honest import Honest
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.victims import Victims, started
-from tests.soak_hostile import Size, grown, log_lines, references, sizes
-from tests.support import workload
+from tests.soak.hostile_clients import Size, grown, log_lines, references, sizes
+from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest, process
 from tests.support.eventually import eventually
 from tests.support.metrics_page import nothing_held

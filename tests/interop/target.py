@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 
 MODEL = "baton-interop"
 ALIASES = (

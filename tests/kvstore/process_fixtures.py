@@ -33,9 +33,9 @@ from baton.store_protocol import (
 )
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
-from tests import cluster_keys
 from tests.kvstore.chains import keys, parent
 from tests.kvstore.store_fixtures import NAMESPACE
+from tests.support import cluster_keys
 from tests.support.eventually import eventually
 
 ROOT = Path(__file__).parents[2]

@@ -131,7 +131,7 @@ def test_a_store_that_stands_still_is_not_waited_for(
     assert fake.listener.accept() is None, "one connection was enough"
 
 
-def test_nobody_there_is_said_at_once(client: StoreClient) -> None:
+def test_a_missing_store_is_reported_at_once(client: StoreClient) -> None:
     started = time.monotonic()
     with pytest.raises(StoreGone, match="no store answers"):
         client.connect()

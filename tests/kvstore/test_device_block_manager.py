@@ -280,36 +280,6 @@ def test_leaves_go_first_and_the_least_recently_used_of_them() -> None:
     assert cache.match(keys("x")) == 1
 
 
-def test_a_page_waits_for_what_was_under_way_when_it_was_freed_and_for_nothing_else() -> None:
-    cache = DeviceBlockManager(2)
-    pages = cache.allocate(2)
-    assert pages is not None
-    first = cache.begin()
-    cache.free(pages[:1])
-    second = cache.begin()
-    cache.free(pages[1:])
-    cache.end(second)
-    assert set(cache.in_limbo(pages)) == set(pages), "both pages were freed while the first was under way"
-    assert cache.available == 2
-    third = cache.begin()
-    cache.end(first)
-    assert cache.in_limbo(pages) == []
-    cache.end(third)
-
-
-def test_a_page_that_is_handed_out_stays_in_limbo_and_others_are_taken_before_it() -> None:
-    cache = DeviceBlockManager(3)
-    pages = cache.allocate(2)
-    assert pages is not None
-    epoch = cache.begin()
-    cache.free(pages)
-    taken = cache.allocate(3)
-    assert taken is not None
-    assert cache.in_limbo(taken) == taken[1:]
-    cache.end(epoch)
-    assert cache.in_limbo(taken) == []
-
-
 def test_a_cached_page_in_limbo_is_found_and_leaves_it() -> None:
     cache, pages = filled("ab", 2)
     epoch = cache.begin()
@@ -331,19 +301,6 @@ def test_a_second_copy_of_a_page_stays_private_and_is_free_at_once() -> None:
     assert cache.stats().free == free + 1
 
 
-def test_a_child_in_use_protects_its_parent_though_nobody_refers_to_that() -> None:
-    cache, mine = filled("a", 3)
-    theirs = cache.allocate_with_prefix([], 2)  # a copy of "a" of their own, and its child
-    assert theirs is not None
-    cache.cache_block(key("a"), b"", theirs[0])
-    cache.cache_block(key("ab"), key("a"), theirs[1])
-    cache.free(mine)
-    assert cache.available == 0
-    assert cache.allocate(1) is None
-    cache.free(theirs)
-    assert cache.available == 3
-
-
 def test_an_unknown_parent_keeps_a_page_private() -> None:
     cache = DeviceBlockManager(2)
     pages = cache.allocate(1)
@@ -362,7 +319,7 @@ def test_misuse_is_our_own_bug_and_said_so() -> None:
         cache.cache_block(key("a"), b"", 0)
 
 
-def test_what_taking_costs_and_what_is_nobody_elses() -> None:
+def test_allocation_costs_and_unshared_pages() -> None:
     cache = DeviceBlockManager(8)
     first = cache.allocate_with_prefix(keys("abc"), 4)
     assert first is not None

@@ -349,16 +349,6 @@ def test_nothing_is_wanted_or_readable_before_the_directory_is_known() -> None:
     assert index.prefix(keys("abc")) == 0
 
 
-def test_a_page_is_written_only_after_its_parent() -> None:
-    index, disk = opened()
-    orphan = pages("abc")[2:]
-    assert index.write(orphan).ended == [WriteEnded(key("abc"), 2)]
-    finish(index, disk, index.write(pages("abc")))
-    assert index.prefix(keys("abcd")) == 3
-    assert not index.wants(key("abc"))
-    assert index.wants(key("abcd"))
-
-
 def test_the_queue_is_bounded() -> None:
     index, _ = opened(DiskConfig(path="disk", max_bytes=SETTINGS.max_bytes, queue_pages=2))
     ended = index.write(pages("abc")).ended
@@ -366,23 +356,6 @@ def test_the_queue_is_bounded() -> None:
     assert index.wants(key("b"))  # else no store would offer it, and the count would show no failure
     assert index.write(pages("b")).ended == [WriteEnded(key("b"), 0)]
     assert index.stats().dropped_writes == 2
-
-
-def test_a_failed_disk_is_tried_again_and_read_meanwhile() -> None:
-    index, disk = opened()
-    finish(index, disk, index.write(pages("ab")))
-    ended = finish(index, disk, index.write(pages("ccc")), fault="broken")
-    assert len(ended) == 3
-    assert index.stats().state == "failed: broken"
-    assert not index.wants(key("cc"))
-    assert finish(index, disk, index.read([(key("a"), 7)])) == [ReadEnded(key("a"), 7, hash(key("a")) % 2**64, ok=True)]
-    index.tick(100.0)
-    assert not index.wants(key("cc"))
-    index.tick(100.0 + RETRY_SECONDS)
-    assert index.wants(key("cc"))
-    finish(index, disk, index.write(pages("ccc")))
-    assert index.stats().state == "on"
-    assert index.has(key("ccc"))
 
 
 def test_a_disk_that_fills_up_makes_a_smaller_tier() -> None:
@@ -421,7 +394,7 @@ def test_too_little_room_is_said_and_not_tried() -> None:
     assert not index.tick(1e9).orders
 
 
-def test_another_namespace_starts_anew_and_old_events_are_nobodys() -> None:
+def test_another_namespace_drops_old_events() -> None:
     index, disk = opened()
     finish(index, disk, index.write(pages("ab")))
     index.drain_events()
@@ -429,14 +402,6 @@ def test_another_namespace_starts_anew_and_old_events_are_nobodys() -> None:
     assert index.drain_events() == [], "whoever opened it anew tells of that"
     assert not index.has(key("a"))
     assert index.handle(Deleted(1, ())) == DiskResult()
-
-
-def test_other_namespaces_go_first_when_room_is_needed() -> None:
-    index, disk = DiskIndex(SETTINGS), PaperDisk(PAGE, folders={"aa-5": 13 * FILE, "bb-6": 13 * FILE})
-    finish(index, disk, index.open(NAMESPACE, PAGE, 1))
-    finish(index, disk, index.write(pages("abca")))
-    assert list(disk.folders) == ["bb-6"]
-    assert index.stats().evictions == 0
 
 
 def test_what_was_touched_goes_last() -> None:
@@ -447,25 +412,6 @@ def test_what_was_touched_goes_last() -> None:
         index.touch(keys("aaaa"))
     assert index.stats().evictions > 0
     assert index.prefix(keys("aaaa")) == 4
-
-
-def test_a_page_that_is_read_slowly_is_not_evicted() -> None:
-    index, disk = opened()
-    finish(index, disk, index.write(pages("aaaa")))
-    for order in index.read([(each, slot) for slot, each in enumerate(keys("aaaa"))]).orders:
-        disk.submit(order)
-    for word in ("bbbb", "cccc", "caaa", "cbaa", "baaa", "bcaa", "abbb", "acac", "bbaa"):
-        result = index.write(pages(word))
-        for order in result.orders:
-            disk.submit(order)
-        while disk.orders:
-            for event in disk.step(100, ""):
-                for order in index.handle(event).orders:
-                    disk.submit(order)
-        index.validate(disk.holds)
-    assert index.stats().evictions > 0
-    ended = finish(index, disk, DiskResult())
-    assert [each.ok for each in ended if isinstance(each, ReadEnded)] == [True] * 4
 
 
 def test_a_page_that_there_was_no_descriptor_for_stays() -> None:

@@ -295,7 +295,7 @@ def test_a_directory_that_is_removed_is_made_again(tmp_path: Path) -> None:
         assert rig.reads_all_of("aacc")
 
 
-def test_a_disk_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_disk_delays_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     real = os.write
     rig = Rig(tmp_path).open()
@@ -351,7 +351,7 @@ def test_an_index_of_many_pages_comes_in_parts(tmp_path: Path) -> None:
     rig.tier.close()
 
 
-def test_an_order_of_another_opening_is_nobodys(tmp_path: Path) -> None:
+def test_orders_of_another_opening_are_ignored(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         rig.write("abc")
         late = rig.index.read([(each, slot) for slot, each in enumerate(keys("abc"))])

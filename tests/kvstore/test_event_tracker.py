@@ -101,7 +101,7 @@ def test_a_batch_that_only_a_heartbeat_knows_of_counts_as_lost_after_a_while() -
     assert tracker.gaps == 1
 
 
-def test_who_never_agrees_is_asked_ever_less_often() -> None:
+def test_a_source_that_never_agrees_is_asked_less() -> None:
     tracker = following()
     now, asks = 0.0, 0
     while now < 300.0:

@@ -98,7 +98,7 @@ ABOVE_SELECT = f"""
 import os, resource, socket
 from kvstore.service import StoreService
 from baton.wire import use_keys
-from tests.cluster_keys import KEYS
+from tests.support.cluster_keys import KEYS
 from tests.kvstore.process_fixtures import NODE, TestClient, config_of
 from tests.support.eventually import eventually
 use_keys(KEYS)

@@ -111,16 +111,6 @@ def test_pages_are_wanted_as_there_is_room_and_each_once() -> None:
     assert bench.loads.idle
 
 
-def test_slots_of_a_fetch_that_ended_are_free_when_the_transport_lets_go() -> None:
-    bench = Bench(slots=2)
-    bench.fetch("ab", NEAR)
-    assert bench.hear("near", FetchUnavailable(1, 0)).failed == keys("ab")
-    assert bench.pages.free == 0
-    assert bench.pages.find(key("a")) is None
-    bench.loads.retracted(1, bench.now)
-    assert bench.pages.free == 2
-
-
 def test_the_next_source_is_asked_for_what_has_not_come() -> None:
     bench = Bench()
     bench.fetch("abc", NEAR, FAR)
@@ -133,7 +123,7 @@ def test_the_next_source_is_asked_for_what_has_not_come() -> None:
     assert bench.hear("far", FetchUnavailable(2, 0)).failed == keys("abc")[1:]
 
 
-def test_the_first_pages_come_from_who_has_them_and_the_others_from_the_next() -> None:
+def test_each_source_sends_the_pages_it_has() -> None:
     bench = Bench()
     bench.fetch("abc", NEAR, FAR)
     said = bench.hear("near", FetchUnavailable(1, 1))
@@ -179,30 +169,7 @@ def test_a_hand_off_shows_that_a_link_is_fast_and_never_that_it_is_slow() -> Non
     assert not bench.loads.remote_speed.speed.measured, "the first load says more"
 
 
-def test_who_sent_more_than_came_is_asked_again() -> None:
-    bench = Bench()
-    bench.fetch("ab", NEAR)
-    assert FetchHeartbeat(1, (1,)) in asked(bench.beat())
-    assert bench.hear("near", FetchStatus(1, ((1, 0),))).orders == []
-    bench.land(1, 0)
-    assert bench.hear("near", FetchStatus(2, ((1, 1),))).orders == []
-    assert asked(bench.hear("near", FetchStatus(3, ((1, 2),)))) == [
-        CancelFetch(1),
-        FetchPages(2, 100, key("ab"), False, 1),
-    ]
-    assert bench.loads.stats().lost == 1
-
-
-def test_who_knows_nothing_of_a_fetch_that_was_listed_is_asked_again() -> None:
-    bench = Bench()
-    bench.beat()
-    bench.fetch("ab", NEAR)
-    assert bench.hear("near", FetchStatus(0, ())).orders == [], "it could not know yet"
-    bench.beat()
-    assert isinstance(asked(bench.hear("near", FetchStatus(1, ())))[-1], FetchPages)
-
-
-def test_a_page_that_somebody_makes_here_meanwhile_hides_no_loss() -> None:
+def test_a_page_computed_here_hides_no_loss() -> None:
     bench = Bench()
     bench.fetch("abcd", NEAR)
     bench.seal("abc")
@@ -226,13 +193,6 @@ def test_a_fetch_ends_when_the_rest_is_made_here() -> None:
     assert RetractFetch(1) in bench.beat().orders
 
 
-def test_heartbeats_say_again_what_may_have_been_lost() -> None:
-    bench = Bench()
-    bench.fetch("abcd", NEAR)
-    bench.land(1, 0, 1)
-    assert asked(bench.beat()) == [FetchCredit(1, 4), FetchHeartbeat(1, (1,))]
-
-
 def test_two_sources_at_one_store_are_one_store() -> None:
     bench = Bench()
     bench.fetch("ab", NEAR)
@@ -240,18 +200,6 @@ def test_two_sources_at_one_store_are_one_store() -> None:
     assert [request for request in asked(bench.beat()) if isinstance(request, FetchHeartbeat)] == [
         FetchHeartbeat(1, (1, 2))
     ]
-
-
-def test_a_silent_source_is_given_up_unless_we_were_asleep() -> None:
-    bench = Bench()
-    bench.fetch("ab", NEAR, FAR)
-    bench.now = 3.1
-    bench.loads.tick(bench.now, 3.0)
-    assert bench.loads.stats().fetches == 1
-    bench.now = 6.2
-    outcome = bench.loads.tick(bench.now, 0.0)
-    assert asked(outcome) == [CancelFetch(1)]
-    assert isinstance(asked(outcome, "far")[0], FetchPages)
 
 
 def test_a_page_that_comes_damaged_four_times_is_asked_of_another() -> None:
@@ -295,14 +243,3 @@ def test_what_hangs_from_a_failed_read_is_told_of_apart() -> None:
     bench.pages.abort(parent[0])
     outcome = bench.have_read(order, ok=False)
     assert (outcome.failed, outcome.unmade) == ([key("a")], [key("ax")])
-
-
-def test_what_no_worker_wants_is_not_brought() -> None:
-    bench = Bench(share=0.25)
-    bench.store("abcd")
-    bench.read("abcd")
-    bench.fetch("xy", NEAR)
-    outcome = bench.loads.prune(lambda name: name == key("abc"), lambda name: False, lambda name, store: True, 0.0)
-    assert asked(outcome) == [CancelFetch(1)]
-    assert [name for name, _ in bench.loads._queued] == [key("abc")], "another store awaits it"
-    bench.loads.validate()

@@ -28,7 +28,7 @@ from kvstore.server.tier_manager import TierManager, TierResult
 from kvstore.transport.interface import AskPeer, PagesLanded, SendPages
 from tests.kvstore.test_tiers_machine import TiersMachine
 from tests.support.fake_disk import FakeDisk, Finished, Write
-from tests.wait_for import WaitCycle
+from tests.support.wait_graph import WaitCycle
 
 pytestmark = pytest.mark.slow
 

@@ -119,7 +119,7 @@ def test_slots_are_given_back_when_the_reader_is_gone(stores: Callable[..., Stor
     b = stores("b", silence_s=1.0)
     program = (
         "import sys; from tests.kvstore.test_zmq_transport import Store, PageSource, AskPeer, FetchHeartbeat;"
-        "from baton.wire import use_keys; from tests.cluster_keys import KEYS; use_keys(KEYS);"
+        "from baton.wire import use_keys; from tests.support.cluster_keys import KEYS; use_keys(KEYS);"
         "from kvstore.transport.nixl_transport import NixlTransport; a = Store('a', kind=NixlTransport);"
         "a.expect(1, {i: i for i in range(64)});"
         "a.do(AskPeer(PageSource('b', sys.argv[1], 0), FetchHeartbeat(1))); a.until(lambda: False)"

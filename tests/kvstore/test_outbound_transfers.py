@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from baton.peer_protocol import (
-    CancelFetch,
     ChecksumMismatch,
     FetchCredit,
     FetchHeartbeat,
@@ -124,32 +123,6 @@ def test_a_want_of_the_same_number_replaces_the_first() -> None:
     assert bench.waiting.awaited(key("c"))
 
 
-def test_a_doubted_page_is_checked_and_sent_again_if_it_is_good() -> None:
-    bench = Bench()
-    bench.write("a", checksum=7)
-    bench.ask(want(1, "a", 1))
-    (check,) = bench.ask(ChecksumMismatch(1, 0))
-    assert isinstance(check, VerifySlot)
-    assert check.checksum == 7
-    (again,) = bench.server.checked(check.number, intact=True).orders
-    assert isinstance(again, SendPages)
-    assert bench.server.stats().sent_pages == 2
-
-
-def test_a_doubted_page_that_is_bad_goes_and_with_it_what_hangs_from_it() -> None:
-    bench = Bench()
-    bench.write("ab")
-    (serve,) = bench.ask(want(1, "ab", 2))
-    (check,) = bench.ask(ChecksumMismatch(1, 0))
-    assert isinstance(serve, SendPages)
-    assert isinstance(check, VerifySlot)
-    assert bench.server.checked(check.number, intact=False).orders == [AnswerPeer("peer", FetchUnavailable(1, 0))]
-    assert bench.pages.find(key("ab")) is None
-    assert bench.pages.free == 6, "both are still being sent"
-    bench.server.served(serve.number)
-    assert bench.pages.free == 8
-
-
 def test_a_doubt_about_a_page_made_anew_is_about_the_new_one() -> None:
     bench = Bench()
     bench.write("a", checksum=7)
@@ -166,28 +139,3 @@ def test_a_doubt_about_a_page_made_anew_is_about_the_new_one() -> None:
     (again,) = bench.server.checked(check.number, intact=True).orders
     assert isinstance(again, SendPages)
     assert again.pages == (SentPage(0, 8),)
-
-
-def test_whoever_goes_is_forgotten_but_what_is_on_its_way_stays_held() -> None:
-    bench = Bench()
-    bench.write("a")
-    (serve,) = bench.ask(want(1, "ab", 2, wait=True))
-    assert isinstance(serve, SendPages)
-    bench.server.tick(2.0, paused=0.0)
-    assert bench.server.stats().fetches == 1
-    bench.server.tick(3.5, paused=3.0)
-    assert bench.server.stats().fetches == 1, "we were asleep"
-    bench.server.tick(7.0, paused=0.0)
-    stats = bench.server.stats()
-    assert (stats.peers, stats.fetches, stats.sending, len(bench.waiting)) == (0, 0, 1, 0)
-    bench.server.served(serve.number)
-    assert bench.server.idle
-
-
-def test_unwanted_and_unlisted_fetches_are_forgotten() -> None:
-    bench = Bench()
-    for number in (1, 2, 3):
-        bench.ask(want(number, "ab", 1, wait=True))
-    bench.ask(CancelFetch(1))
-    bench.ask(FetchHeartbeat(1, (3,)))
-    assert [fetch.number for fetch in bench.server.fetches] == [3]

@@ -203,27 +203,7 @@ def test_a_prefix_counts_only_without_a_gap_and_by_the_fastest_tier() -> None:
     assert prefixes.match([]) == {}
 
 
-def test_runs_part_where_holders_do_and_join_when_they_agree_again() -> None:
-    prefixes = PrefixMap()
-    chain = numbered(100)
-    prefixes.stored("one", b"", chain, "CPU")
-    assert prefixes.stats().runs == 1
-    prefixes.stored("two", b"", chain[:60], "GPU")
-    assert prefixes.stats().runs == 2
-    for page in chain[59::-1]:  # one by one, children first, as pages are evicted
-        prefixes.removed("two", [page], "GPU")
-        assert prefixes.stats().runs <= 2
-    assert prefixes.stats().runs == 1
-    prefixes.stored("two", b"", chain[:60], "GPU")
-    prefixes.stored("two", chain[59], chain[60:], "GPU")
-    assert prefixes.stats().runs == 1
-    prefixes.remove_holder("one")
-    assert prefixes.match(chain) == {"two": PrefixMatch(100, {"GPU": 100})}
-    assert prefixes.stats().runs == 1
-    prefixes.validate()
-
-
-def test_runs_that_agree_since_somebody_left_are_joined_in_whatever_order_they_are_looked_at(
+def test_runs_join_in_any_order_after_a_holder_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runs_module, "MAX_RUN", 3)
@@ -234,17 +214,6 @@ def test_runs_that_agree_since_somebody_left_are_joined_in_whatever_order_they_a
         prefixes.stored("two", b"", keys("ba"), "CPU")
         prefixes.cleared("two")
         prefixes.validate()
-
-
-def test_a_place_is_used_again_and_brings_nothing_with_it() -> None:
-    prefixes = PrefixMap()
-    for number in range(50):
-        prefixes.stored(str(number), b"", keys("abc"), "CPU")
-        assert list(prefixes.match(keys("abc"))) == [str(number)]
-        prefixes.remove_holder(str(number))
-    assert prefixes.stats().pages == 0
-    prefixes.stored("next", b"", keys("a"), "GPU")
-    assert prefixes._runs.index[key("a")].mask == 1
 
 
 def test_part_of_a_key_is_left_out_and_told() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.errors import PortInUse, StoreError, StoreGone
+from baton.errors import PortInUse, StoreGone
 from baton.messages import Heartbeat, Hello, Peer, Welcome
 from baton.store_protocol import (
     Acquire,
@@ -36,7 +36,7 @@ from baton.store_protocol import (
 )
 from baton.wire import Listener, ReplayClient, Subscriber
 from kvstore.checksum import page_checksum
-from kvstore.client.connection import StoreClient, store_address
+from kvstore.client.connection import store_address
 from kvstore.events.changes import packed_digest
 from kvstore.events.wire_format import BlockStored, decode, publisher_of
 from kvstore.service import run
@@ -47,7 +47,6 @@ from tests.kvstore.process_fixtures import (
     PATIENCE,
     StoreProcess,
     TestClient,
-    attach,
     config_of,
     eventually,
     worker_process,
@@ -90,16 +89,6 @@ def test_a_page_written_by_one_process_is_read_by_another(store: StoreProcess) -
         assert all(reader.ask(Release(1, (0, 1, 2)), Released).held)
 
 
-def test_a_waiter_gets_its_pages_as_they_are_sealed(store: StoreProcess) -> None:
-    with TestClient(store.cluster) as writer, TestClient(store.cluster) as reader:
-        reader.leases.add(1)
-        reader.store.call(Acquire(1, packed("ab"), wait=True))
-        writer.write(1, "a")
-        assert [page.index for page in reader.next(PagesReady).pages] == [0]
-        writer.write(2, "ab")
-        assert [page.index for page in reader.next(PagesReady).pages] == [1]
-
-
 # --- workers that die, stop, leave ------------------------------------------------------------------------------------
 
 
@@ -133,15 +122,6 @@ def test_a_stopped_writer_keeps_its_slots_and_may_go_on(store: StoreProcess) -> 
         assert client.next(PagesReady, 1).pages[0].index == 0
 
 
-def test_a_writer_that_only_lost_its_connection_keeps_its_slots_until_it_ends(store: StoreProcess) -> None:
-    with worker_process(store.cluster, "leave abcdef") as writer, TestClient(store.cluster) as client:
-        for _ in range(20):
-            client.next(StoreHeartbeat)
-        assert is_full(client, 1, "uvwxyz")
-        writer.kill()
-        eventually(lambda: not is_full(client, 2, "uvwxyz"), "room after the writer's death")
-
-
 def test_slots_come_back_when_all_that_write_for_a_worker_have_ended(store: StoreProcess) -> None:
     """A rank of a killed worker is stopped: it could still be writing when it wakes."""
     with (
@@ -165,13 +145,6 @@ def test_a_writer_that_leaves_gives_its_slots_back_while_its_process_goes_on(sto
         assert is_full(client, 1, "uvwxyz")
         writer.store.leave()
         eventually(lambda: not is_full(client, 2, "uvwxyz"), "room while the process lives")
-
-
-def test_a_stopped_reader_loses_its_holds(store: StoreProcess) -> None:
-    with worker_process(store.cluster, "write abcdef") as reader, TestClient(store.cluster) as client:
-        assert is_full(client, 1, "uvwxyz")
-        reader.send_signal(signal.SIGSTOP)
-        eventually(lambda: not is_full(client, 2, "uvwxyz"), "room once the hold has expired")
 
 
 def test_workers_that_come_and_go_leave_nothing(store: StoreProcess) -> None:
@@ -220,21 +193,6 @@ def test_a_killed_store_is_noticed_at_once_and_its_successor_is_another(store: S
         assert client.store.incarnation not in ("", first)
         assert client.ask(Acquire(1, key("a")), PagesUnavailable).index == 0
         assert bytes(view) == before, "the old memory is still there"
-
-
-def test_a_stopped_store_is_silence(store: StoreProcess) -> None:
-    client = TestClient(store.cluster, silence_s=0.5)
-    with client:
-        client.next(StoreHeartbeat)
-        incarnation = client.store.incarnation
-        store.signal(signal.SIGSTOP)
-        eventually(lambda: gone(client), "StoreGone")
-        client.store.disconnect()
-        with pytest.raises(StoreGone, match="not answered"):
-            client.store.connect()
-        store.signal(signal.SIGCONT)
-        client.connect()
-        assert client.store.incarnation == incarnation
 
 
 def test_sigterm_ends_a_store_cleanly(store: StoreProcess) -> None:
@@ -307,15 +265,6 @@ def test_rubbish_ends_its_connection_and_nothing_else(store: StoreProcess, rubbi
         assert store.process.poll() is None
 
 
-def test_a_worker_with_other_pages_is_told_why_not(store: StoreProcess) -> None:
-    with TestClient(store.cluster):
-        peer = Peer("decode", "other", NODE, "other", os.getpid())
-        other = StoreClient(store_address(store.cluster, NODE), peer, NAMESPACE, 2 * PAGE, PATIENCE)
-        with pytest.raises(StoreError, match=r"incompatible.*one store and its workers per model"):
-            attach(other)
-        other.close()
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_another_user_is_not_served(store: StoreProcess) -> None:
     with TestClient(store.cluster) as client:
@@ -337,26 +286,6 @@ def test_another_user_is_not_served(store: StoreProcess) -> None:
 def test_one_store_per_node(store: StoreProcess) -> None:
     with TestClient(store.cluster), pytest.raises(PortInUse, match="another process listens"):
         run(config_of(store.cluster, 8), "store-1", NODE, (), threading.Event())
-
-
-def test_an_arena_that_does_not_fit_is_said_at_start(tmp_path: Path) -> None:
-    store = StoreProcess(tmp_path, slots=2**40)
-    assert store.process.wait(PATIENCE) == 1
-    assert "lower store.host_cache_bytes" in store.errors.read_text()
-
-
-def test_it_runs_on_a_thread_and_stops_when_told() -> None:
-    cluster = f"thread-{os.getpid()}"
-    stop = threading.Event()
-    thread = threading.Thread(target=run, args=(config_of(cluster, 4), "store-0", NODE, (), stop))
-    thread.start()
-    try:
-        with TestClient(cluster) as client:
-            client.write(1, "abc")
-    finally:
-        stop.set()
-        thread.join(PATIENCE)
-    assert not thread.is_alive()
 
 
 # --- the router's side ------------------------------------------------------------------------------------------------

@@ -17,13 +17,12 @@ from baton.errors import StartupError
 from baton.messages import Medium, PageSegment, Snapshot
 from baton.monotonic_clock import MonotonicClock
 from baton.wire import ClusterKeys, Poller, ReplayClient, Subscriber, use_keys
-from kvstore.events import replay
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored, TierChanges, packed_digest, page_runs
 from kvstore.events.publisher import KvEventPublisher
 from kvstore.events.wire_format import BlockStored, decode, publisher_of
 from router.placement.kv_index import KvIndex
-from tests import cluster_keys
 from tests.kvstore.chains import key, keys
+from tests.support import cluster_keys
 from tests.support.eventually import eventually_async
 
 PATIENCE = 20.0
@@ -271,7 +270,7 @@ def test_nothing_that_changed_is_nothing_said(owner: Owner) -> None:
     assert owner.events.digest == 0
 
 
-def test_who_contradicts_himself_is_put_right_by_his_own_pages(
+def test_a_wrong_digest_is_corrected_by_a_snapshot(
     owner: Owner, follower: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     owner.store(keys("abc"))
@@ -352,68 +351,8 @@ def test_what_is_no_question_is_counted_and_dropped(
     assert ask(owner, follower, SNAPSHOT, is_last), "and the next question is heard"
 
 
-def test_a_follower_that_does_not_read_costs_little_and_is_given_up() -> None:
-    clock = VirtualClock()
-    owner = Owner(clock)
-    try:
-        chain = [number.to_bytes(16, "big") for number in range(1, 3_000_001)]  # 48 MB: more than any buffer takes
-        owner.chains = [(chain, "CPU")]
-        with zmq.Context() as context, context.socket(zmq.DEALER) as deaf, context.socket(zmq.DEALER) as reader:
-            for socket in (deaf, reader):
-                socket.setsockopt(zmq.LINGER, 0)
-                socket.setsockopt(zmq.RCVHWM, 1)
-                cluster_keys.client(socket).connect(owner.events.replay)
-            deaf.send_multipart([b"", SNAPSHOT])
-            while not owner.events._answers:
-                owner.turn()
-            got = ask(owner, reader, SNAPSHOT, is_last)
-            assert sum(len(run.keys) for frames in got for run in part(frames).runs) == 16 * len(chain)
-            assert len(owner.events._answers) == 1, "it is still being waited for"
-            clock.advance(11.0)
-            owner.turn()
-            assert not owner.events._answers
-            assert owner.events.metric_samples["kv_event_answers_dropped"] == 1
-            assert owner.snapshots == 1, "one for both"
-    finally:
-        owner.events.close()
-
-
 def part(frames: list[bytes]) -> Snapshot:
     return msgspec.msgpack.decode(frames[2], type=Snapshot)
-
-
-def test_followers_that_have_gone_are_forgotten(owner: Owner) -> None:
-    owner.chains = [([bytes(16)] * 3_000_000, "CPU")]  # more than any buffer takes
-    with zmq.Context() as context:
-        for _ in range(3):
-            with context.socket(zmq.DEALER) as socket:
-                socket.setsockopt(zmq.LINGER, 0)
-                cluster_keys.client(socket).connect(owner.events.replay)
-                socket.send_multipart([b"", SNAPSHOT])
-                while not owner.events._answers:
-                    owner.turn()
-            end = time.monotonic() + PATIENCE
-            while owner.events._answers:
-                assert time.monotonic() < end
-                owner.turn()
-
-
-def test_too_many_followers_wait(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "FOLLOWERS", 2)
-    owner.events._next_snapshot = float("inf")  # so that no follower is served for a while
-    with zmq.Context() as context:
-        sockets = [context.socket(zmq.DEALER) for _ in range(4)]
-        for socket in sockets:
-            socket.setsockopt(zmq.LINGER, 0)
-            cluster_keys.client(socket).connect(owner.events.replay)
-            socket.send_multipart([b"", SNAPSHOT])
-        end = time.monotonic() + PATIENCE
-        while owner.events.metric_samples["kv_event_answers_dropped"] < 2:
-            assert time.monotonic() < end
-            owner.turn()
-        assert len(owner.events._answers) == 2
-        for socket in sockets:
-            socket.close(0)
 
 
 def test_asking_again_and_again_makes_few_snapshots() -> None:

@@ -24,7 +24,7 @@ from kvstore.client.transfer import CallStore
 from kvstore.keys import pack_tokens, prompt_keys
 from kvstore.server.events import Disconnected
 from tests.kvstore.chains import key, keys, parent
-from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
+from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, reference
 
 ROLES = ("prefill", "decode")
 SHARED = list(range(1, 3 * PAGE + 1))

@@ -78,7 +78,7 @@ def test_a_page_is_readable_once_sealed_and_not_before() -> None:
     assert rig.changes() == [PagesCleared(), PagesStored(b"", tuple(keys("ab")))]
 
 
-def test_a_partial_page_goes_with_its_last_hold_and_nobody_is_told_of_it() -> None:
+def test_a_partial_page_ends_with_its_last_hold() -> None:
     rig = Rig()
     writer, other, reader = rig.attach(1), rig.attach(2), rig.attach(3)
     for connection in (writer, other):
@@ -99,7 +99,7 @@ def test_a_partial_page_goes_with_its_last_hold_and_nobody_is_told_of_it() -> No
     assert rig.changes() == [PagesStored(key("ab"), (key("abx"),))]
 
 
-def test_a_partial_page_that_nobody_holds_waits_for_its_reader_until_room_is_needed() -> None:
+def test_an_unheld_partial_page_waits_for_its_reader() -> None:
     rig = Rig(slots=4)
     writer, reader = rig.attach(1), rig.attach(2)
     rig.say(writer, Reserve(1, b"", packed("abp"), partial=True))
@@ -157,7 +157,7 @@ def test_a_parent_must_be_here_or_the_same_writers() -> None:
     assert isinstance(rig.say(other, reserve(1, "ac", 1))[0], Reserved)
 
 
-def test_keys_that_contradict_what_is_here_harm_nobody() -> None:
+def test_contradicting_keys_are_refused() -> None:
     rig = Rig()
     writer = rig.attach(1)
     rig.write(writer, 1, "ab")
@@ -180,59 +180,6 @@ def test_what_is_here_already_need_not_be_written_and_is_held() -> None:
     assert isinstance(rig.say(writer, reserve(2, "xy"))[0], Reserved)
 
 
-def test_the_first_seal_wins_and_the_second_holds_the_winners_page() -> None:
-    rig = Rig()
-    first, second, reader = (rig.attach(pid) for pid in (1, 2, 3))
-    (a,) = rig.say(first, reserve(1, "a"))
-    (b,) = rig.say(second, reserve(1, "a"))
-    assert isinstance(a, Reserved)
-    assert isinstance(b, Reserved)
-    assert a.slots != b.slots
-    rig.say(first, Seal(1, 0, (1,)))
-    assert rig.say(second, Seal(1, 0, (2,), hold=True)) == [Sealed(1, 0, 1)]
-    stats = rig.state.stats(rig.now)
-    assert (stats.free, stats.sealed, stats.held, stats.duplicates) == (7, 1, 1, 1)
-    assert rig.say(reader, Acquire(1, key("a"))) == [PagesReady(1, (LeasedPage(0, a.slots[0] or 0, 1),))]
-
-
-def test_pages_may_be_sealed_in_any_order_and_are_told_of_in_the_chains() -> None:
-    rig = Rig()
-    writer, reader = rig.attach(1), rig.attach(2)
-    rig.say(writer, reserve(1, "abc"))
-    rig.changes()
-    assert rig.say(writer, Seal(1, 2, (1,))) == [Sealed(1, 2, 1)]
-    assert rig.say(writer, Seal(1, 1, (1,))) == [Sealed(1, 1, 1)]
-    assert rig.changes() == []
-    assert rig.state.snapshot() == []
-    assert rig.say(reader, Acquire(1, packed("abc"))) == [PagesUnavailable(1, 0)]
-    rig.say(writer, Seal(1, 0, (1,)))
-    assert rig.changes() == [PagesStored(b"", tuple(keys("abc")))]
-
-
-def test_an_abandoned_parent_takes_its_sealed_children_along() -> None:
-    rig = Rig()
-    writer = rig.attach(1)
-    rig.say(writer, reserve(1, "ab"))
-    rig.say(writer, Seal(1, 1, (1,)))
-    rig.say(writer, EndLease(1))
-    assert rig.state.stats(rig.now).free == 8
-
-
-def test_a_page_whose_chain_was_dropped_can_not_be_sealed() -> None:
-    rig = Rig()
-    writer, reader, other = (rig.attach(pid) for pid in (1, 2, 3))
-    rig.write(other, 1, "a")
-    rig.say(writer, reserve(1, "abc", 1))
-    rig.say(writer, Seal(1, 0, (1,)))
-    rig.say(reader, Acquire(1, packed("abc"), wait=True))
-    heard = rig.tell(reader, PageCorrupt(1, 0))
-    assert heard == {reader: [PagesUnavailable(1, 2)]}
-    assert rig.say(writer, Seal(1, 1, (1,))) == [PagesUnavailable(1, 1)]
-    assert not rig.has("a")
-    rig.say(reader, EndLease(1))
-    assert rig.state.stats(rig.now).free == 8
-
-
 def test_eviction_takes_the_least_recently_used_leaf() -> None:
     rig = Rig(slots=4)
     writer = rig.attach(1)
@@ -251,35 +198,6 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
 # --- waiting ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_waiter_holds_the_page_in_the_step_that_seals_it() -> None:
-    rig = Rig(slots=2)
-    writer, reader = rig.attach(1), rig.attach(2)
-    assert rig.say(reader, Acquire(1, packed("ab"), wait=True)) == []
-    (reserved,) = rig.say(writer, reserve(1, "ab"))
-    assert isinstance(reserved, Reserved)
-    heard = rig.tell(writer, Seal(1, 0, (5, 6)))
-    pages = tuple(LeasedPage(index, slot or 0, 5 + index) for index, slot in enumerate(reserved.slots))
-    assert heard == {writer: [Sealed(1, 0, 2)], reader: [PagesReady(1, pages)]}
-    rig.say(writer, EndLease(1))
-    assert rig.say(writer, reserve(2, "x")) == [NotReserved(2, "full")]
-    assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (True, True))]
-    assert isinstance(rig.say(writer, reserve(2, "x"))[0], Reserved)
-
-
-def test_waiters_hear_when_a_maker_gives_up_but_not_while_another_goes_on() -> None:
-    rig = Rig()
-    one, two, reader = (rig.attach(pid) for pid in (1, 2, 3))
-    rig.say(one, reserve(1, "ab"))
-    rig.say(two, reserve(1, "ab"))
-    rig.say(reader, Acquire(1, packed("abc"), wait=True))
-    assert rig.tell(one, EndLease(1)) == {}
-    assert rig.state.stats(rig.now).waits == 3
-    rig.say(two, Seal(1, 0, (1,)))
-    assert rig.tell(two, EndLease(1)) == {reader: [PagesUnavailable(1, 1)]}
-    assert rig.state.stats(rig.now).waits == 0
-    assert rig.say(reader, Release(1, (0,))) == [Released(1, (0,), (True,))]
-
-
 def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it() -> None:
     rig = Rig()
     one, two, reader = (rig.attach(pid) for pid in (1, 2, 3))
@@ -291,7 +209,7 @@ def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it() -
     assert [reply.lease for reply in rig.tell(one, Seal(1, 0, (1,)))[reader] if isinstance(reply, PagesReady)] == [1]
 
 
-def test_waiting_for_what_nobody_makes_yet_lasts_until_forgotten() -> None:
+def test_waits_without_a_maker_last_until_forgotten() -> None:
     rig = Rig()
     reader = rig.attach(1)
     rig.say(reader, Acquire(1, packed("ab"), wait=True))
@@ -321,7 +239,7 @@ def test_a_hold_that_is_not_renewed_expires_and_its_bytes_do_not_count() -> None
     assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (False, False))]
 
 
-def test_a_store_that_stood_still_blames_nobody() -> None:
+def test_a_pause_of_the_store_ends_no_lease() -> None:
     rig = Rig()
     writer, reader = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "ab")
@@ -356,26 +274,6 @@ def test_what_a_heartbeat_leaves_out_is_forgotten() -> None:
 # --- corruption -------------------------------------------------------------------------------------------------------
 
 
-def test_a_corrupt_page_can_not_be_found_and_is_free_after_its_last_hold() -> None:
-    rig = Rig()
-    writer, one, two = (rig.attach(pid) for pid in (1, 2, 3))
-    rig.write(writer, 1, "abc")
-    rig.changes()
-    rig.say(one, Acquire(1, packed("abc")))
-    rig.say(two, Acquire(1, packed("ab")))
-    rig.say(one, PageCorrupt(1, 1))
-    assert rig.changes() == [PagesRemoved((key("abc"), key("ab")))]
-    assert rig.say(writer, Acquire(2, packed("abc"))) == [PagesReady(2, (LeasedPage(0, 0, 0),)), PagesUnavailable(2, 1)]
-    stats = rig.state.stats(rig.now)
-    assert (stats.sealed, stats.unlisted, stats.corrupt) == (1, 2, 1)
-    # A page that was dropped does not count as held, though its slot has not been used again.
-    assert rig.say(two, Release(1, (0, 1))) == [Released(1, (0, 1), (True, False))]
-    assert rig.state.stats(rig.now).unlisted == 2
-    rig.say(one, EndLease(1))
-    assert rig.state.stats(rig.now).unlisted == 0
-    assert rig.state.stats(rig.now).free == 7
-
-
 def test_only_a_holder_is_believed() -> None:
     rig = Rig()
     writer, reader = rig.attach(1), rig.attach(2)
@@ -388,35 +286,6 @@ def test_only_a_holder_is_believed() -> None:
 
 
 # --- coming and going -------------------------------------------------------------------------------------------------
-
-
-def test_a_lost_connection_ends_holds_and_waits_but_never_reservations() -> None:
-    rig = Rig(slots=4)
-    writer, other = rig.attach(1), rig.attach(2)
-    rig.write(other, 1, "x")
-    rig.say(writer, reserve(1, "ab"))
-    rig.say(writer, Acquire(2, packed("xy"), wait=True))
-    assert rig.do(Disconnected(writer)) == []
-    stats = rig.state.stats(rig.now)
-    assert (stats.reserved, stats.unproven, stats.held, stats.waits, stats.leases) == (2, 2, 0, 0, 1)
-    rig.now = 1e6
-    rig.do(Tick())
-    assert rig.say(other, reserve(2, "mno")) == [NotReserved(2, "full")]
-    assert rig.state.needs_proof(1)
-    rig.do(WriterDied(1))
-    assert not rig.state.needs_proof(1)
-    assert isinstance(rig.say(other, reserve(2, "mno"))[0], Reserved)
-
-
-def test_waiters_hear_of_a_makers_death_once_it_is_proven() -> None:
-    rig = Rig()
-    writer, reader = rig.attach(1), rig.attach(2)
-    rig.say(writer, reserve(1, "ab"))
-    rig.say(reader, Acquire(1, packed("ab"), wait=True))
-    rig.say(writer, Seal(1, 0, (1,)))
-    assert rig.do(Disconnected(writer)) == []
-    assert rig.do(WriterDied(1)) == [SendReply(reader, PagesUnavailable(1, 1))]
-    assert rig.do(WriterDied(1)) == []
 
 
 def test_death_before_the_end_of_the_connection_closes_it() -> None:
@@ -441,7 +310,7 @@ def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them() ->
     assert rig.say(again, Seal(1, 0, (1, 2))) == [Sealed(1, 0, 2)]
 
 
-def test_a_new_incarnation_or_another_process_is_somebody_else() -> None:
+def test_another_incarnation_has_no_reservations() -> None:
     rig = Rig()
     first = rig.attach(1, "old")
     rig.say(first, reserve(1, "ab"))
@@ -464,7 +333,7 @@ def test_a_second_connection_of_a_process_replaces_the_first() -> None:
     assert rig.state.stats(rig.now).reserved == 2
 
 
-def test_pages_of_another_kind_are_refused_while_anybody_is_here_and_else_divide_the_arena_anew() -> None:
+def test_another_namespace_waits_for_the_last_worker() -> None:
     rig = Rig(slots=8)
     other = msgspec.structs.replace(NAMESPACE, kv_dtype="bfloat16")
     first = rig.attach(1)
@@ -546,7 +415,7 @@ def test_what_the_source_of_one_hand_off_lacks_comes_from_that_of_the_other() ->
     assert sorted(each.connection for each in refused if isinstance(each, SendReply)) == [1, 2], "both have been asked"
 
 
-def test_a_store_that_was_to_make_pages_for_somebody_who_has_gone_is_not_waited_for() -> None:
+def test_a_source_of_an_ended_lease_is_not_awaited() -> None:
     rig, first, _, want = _two_hand_offs()
     asked = _wants(rig.do(CallReceived(first, EndLease(1))))
     for _ in range(4):
@@ -580,7 +449,7 @@ def test_a_store_that_was_to_make_pages_for_somebody_who_has_gone_is_not_waited_
         Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100),
     ],
 )
-def test_what_makes_no_sense_costs_the_connection_and_nobody_else_anything(call: StoreCall) -> None:
+def test_an_invalid_call_costs_its_connection_alone(call: StoreCall) -> None:
     rig = Rig()
     bad, good = rig.attach(1), rig.attach(2)
     rig.say(bad, reserve(1, "ab"))
@@ -598,7 +467,7 @@ def test_what_makes_no_sense_costs_the_connection_and_nobody_else_anything(call:
     assert rig.say(bad, EndLease(1)) == []
 
 
-def test_who_has_not_attached_is_not_served() -> None:
+def test_calls_before_attach_are_refused() -> None:
     rig = Rig()
     (refusal,) = rig.say(rig.connect(1), LeaseHeartbeat())
     assert isinstance(refusal, AttachRefused)

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.messages import PageSource
 from tests.kvstore.world import WORDS, Node, Worker, World, waits_of_world
 from tests.support.thorough import automaton
-from tests.wait_for import assert_no_cycle
+from tests.support.wait_graph import assert_no_cycle
 
 WHO = st.integers(0, 5)
 PICK = st.integers(0, 12)

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import os
 import random
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -259,21 +258,6 @@ def test_pages_cross_as_they_are_sealed(lab: Lab) -> None:
     second.close()
 
 
-def test_many_readers_of_many_stores_cost_one_transfer_each(lab: Lab) -> None:
-    here, there, third = lab.here, lab.there, lab.third
-    chain = Chain(2)
-    writer = lab.write(there, chain)
-    readers = [lab.read(store, chain, there.source()) for store in (here, here, here, third)]
-    for _ in range(4):
-        writer.seal(10)
-        for reader in readers:
-            reader.until_read(len(reader.read) + 10)
-    there.counts(2 * PAGES, "pages_sent_total")
-    for reader in readers:
-        reader.close()
-    all_at_rest(here, there, third)
-
-
 @pytest.mark.parametrize("again", [1, 5])
 def test_a_connection_that_is_cut_is_resumed(lab: Lab, again: int) -> None:
     here, there = lab.here, lab.there
@@ -292,27 +276,6 @@ def test_a_connection_that_is_cut_is_resumed(lab: Lab, again: int) -> None:
     all_at_rest(here, there)
 
 
-def test_a_connection_that_falls_silent_is_given_up_or_goes_on(lab: Lab) -> None:
-    here, there = lab.here, lab.there
-    chain = Chain(4)
-    relay = lab.relay(there)
-    writer = lab.write(there, chain, 4)
-    reader = lab.read(here, chain, there.source(endpoint=relay.endpoint))
-    reader.until_read(4)
-    relay.silence()
-    writer.seal(4)
-    relay.restore()
-    reader.until_read(8)
-    relay.silence()
-    writer.seal(8)
-    reader.until(lambda: reader.end < PAGES, "told that the rest is not coming")
-    assert reader.end >= 8
-    reader.close()
-    writer.give_up()
-    relay.restore()
-    all_at_rest(here, there)
-
-
 def test_a_store_that_dies_is_told_of_and_another_source_is_asked(lab: Lab) -> None:
     here, there, third = lab.here, lab.there, lab.third
     chain, other = Chain(5, 12), Chain(6)
@@ -328,53 +291,6 @@ def test_a_store_that_dies_is_told_of_and_another_source_is_asked(lab: Lab) -> N
     alone.close()
     spare.close()
     all_at_rest(here, third)
-
-
-def test_a_store_that_is_stopped_and_woken(lab: Lab) -> None:
-    here, there = lab.here, lab.there
-    chain, other = Chain(7), Chain(8)
-    writer = lab.write(there, chain, 10)
-    reader = lab.read(here, chain, there.source())
-    reader.until_read(10)
-    there.process.signal(signal.SIGSTOP)
-    reader.until(lambda: reader.end == 10, "told that the rest is not coming")
-    reader.close()
-    all_at_rest(here)
-    there.process.signal(signal.SIGCONT)
-    writer.seal(PAGES - 10)
-    for wanted in (chain, other):
-        if wanted is other:
-            lab.write(there, other, PAGES)
-        again = lab.read(here, wanted, there.source())
-        again.until_read(PAGES)
-        again.close()
-    all_at_rest(here, there)
-
-
-def test_a_reader_that_dies_stops_its_transfer(lab: Lab) -> None:
-    here, there = lab.here, lab.there
-    chain = Chain(9)
-    writer = lab.write(there, chain, 4)
-    reader = lab.read(here, chain, there.source())
-    reader.until_read(4)
-    eventually(lambda: there.figure("store_pages_awaited"), "that it is asked for more")
-    reader.client.store.close()
-    there.counts(0, "store_pages_awaited")
-    writer.seal(PAGES - 4)
-    all_at_rest(here, there)
-    there.counts(4, "pages_sent_total")
-
-
-def test_a_writer_that_gives_up_is_told_of_on_the_other_side(lab: Lab) -> None:
-    here, there = lab.here, lab.there
-    chain = Chain(10)
-    writer = lab.write(there, chain, 4)
-    reader = lab.read(here, chain, there.source())
-    reader.until_read(4)
-    writer.give_up()
-    reader.until(lambda: reader.end == 4, "told that the rest is not coming")
-    reader.close()
-    all_at_rest(here, there)
 
 
 # --- cached prefixes --------------------------------------------------------------------------------------------------
@@ -396,39 +312,7 @@ def test_a_cached_prefix_is_brought_as_far_as_its_reader_asks(lab: Lab) -> None:
     all_at_rest(here, there)
 
 
-def test_a_cached_prefix_that_is_shorter_than_it_was_believed_ends_there(lab: Lab) -> None:
-    """A lease does not wait for missing pages of a cached prefix, though a writer has reserved them."""
-    here, there, third = lab.here, lab.there, lab.third
-    chain = Chain(12)
-    writer = lab.write(there, chain, 20)
-    for sources in ((there.source(),), (third.source(), there.source())):
-        reader = lab.read(here, chain, *sources, wait=False)
-        reader.until(lambda reader=reader: reader.below, "told of what lies below")
-        reader.promote(PAGES)
-        reader.until(lambda reader=reader: reader.end == 20 and len(reader.read) == 20, "20 pages, and no more")
-        reader.close()
-    writer.give_up()
-    all_at_rest(here, there, third)
-
-
 # --- flipped bits -----------------------------------------------------------------------------------------------------
-
-
-def test_a_bit_flipped_on_the_wire_ends_its_connection_and_the_rest_is_sent_again(lab: Lab) -> None:
-    here, there = lab.here, lab.there
-    chain = Chain(13)
-    relay = lab.relay(there)
-    writer = lab.write(there, chain)
-    reader = lab.read(here, chain, there.source(endpoint=relay.endpoint))
-    writer.seal(1)
-    reader.until_read(1)
-    relay.flip_after(5 * PAGE + PAGE // 2)
-    writer.seal(PAGES - 1)
-    reader.until_read(PAGES)
-    here.counts(0, "checksum_failures_total")
-    there.counts(0, "checksum_failures_total")
-    reader.close()
-    all_at_rest(here, there)
 
 
 def test_a_bit_flipped_in_the_sending_arena_is_found_and_its_page_dropped_there(lab: Lab) -> None:

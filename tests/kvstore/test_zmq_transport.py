@@ -49,8 +49,8 @@ from kvstore.transport.interface import (
     VerifySlot,
 )
 from kvstore.transport.zmq_transport import ZmqTransport
-from tests import cluster_keys
 from tests.kvstore.relay import Relay
+from tests.support import cluster_keys
 
 pytestmark = pytest.mark.slow
 
@@ -384,7 +384,7 @@ def test_a_store_that_restarts_gets_nothing_meant_for_its_predecessor(stores: Ca
     assert new.slot(0) == bytes(PAGE)
 
 
-def test_a_store_that_nobody_knows_is_served_by_dropping(stores: Callable[..., Store]) -> None:
+def test_orders_for_an_unknown_store_are_dropped(stores: Callable[..., Store]) -> None:
     b = stores("b")
     b.serve(1, "nobody", 1, {0: 0})
     b.do(AnswerPeer("nobody", FetchUnavailable(1, 0)))
@@ -437,7 +437,7 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
     b = stores("b", silence_s=1.0, page=page)
     program = (
         "import sys; from tests.kvstore.test_zmq_transport import Store, PageSource, AskPeer, FetchPages;"
-        "from baton.wire import use_keys; from tests.cluster_keys import KEYS; use_keys(KEYS);"
+        "from baton.wire import use_keys; from tests.support.cluster_keys import KEYS; use_keys(KEYS);"
         "a = Store('a', page=int(sys.argv[2]));"
         "a.do(AskPeer(PageSource('b', sys.argv[1], 0), FetchPages(1, a.page, b'', True, 64))); a.until(lambda: False)"
     )
@@ -458,7 +458,7 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
         child.wait()
 
 
-def test_closing_takes_no_time_whoever_hangs() -> None:
+def test_closing_waits_for_no_hung_peer() -> None:
     b = Store("b")
     deaf = Deaf(b)
     b.ask(b, FetchHeartbeat(1), at="tcp://127.0.0.1:9")  # where no process listens
@@ -471,7 +471,7 @@ def test_closing_takes_no_time_whoever_hangs() -> None:
     deaf.close()
 
 
-def test_a_link_that_nobody_uses_is_closed(stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_link_is_closed(stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.transport.zmq_transport._IDLE", 0.2)
     monkeypatch.setattr("kvstore.transport.zmq_transport._SWEEP", 0.05)
     monkeypatch.setattr("kvstore.transport.zmq_transport._TURN", 0.05)

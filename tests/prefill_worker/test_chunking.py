@@ -102,7 +102,7 @@ def test_a_step_is_whole_pages_in_order_within_its_budget(
 
 
 @given(st.lists(PROMPTS, min_size=1, max_size=8), st.lists(PROMPTS, max_size=60), st.integers(1, 16), st.data())
-def test_whatever_arrives_nobody_is_passed_over_for_longer_than_the_bound(
+def test_no_prompt_is_passed_over_beyond_the_bound(
     jobs: list[PrefillRequest], arriving: list[PrefillRequest], pages: int, data: st.DataObject
 ) -> None:
     passed: dict[AttemptName, int] = {}
@@ -160,7 +160,7 @@ def test_the_more_urgent_go_first_and_leave_what_they_dont_need() -> None:
 
 
 @pytest.mark.parametrize(("priority", "steps"), [(0, 0), (1, 4), (3, 12), (4, 16), (2**31 - 1, 16)])
-def test_who_waits_rises_the_sooner_the_less_is_between(priority: int, steps: int) -> None:
+def test_close_priorities_age_sooner(priority: int, steps: int) -> None:
     jobs = [prompt(10_000, priority=0), prompt(100, priority=priority)]
     until = 0
     while True:
@@ -192,7 +192,7 @@ def test_with_more_prompts_than_pages_they_take_turns() -> None:
     assert [seen.count(job.name.request) for job in jobs] == [2] * 5
 
 
-def test_who_is_waited_for_goes_as_early_as_those_who_wait() -> None:
+def test_an_awaited_prompt_goes_as_early_as_its_waiters() -> None:
     maker, other, waiter = (
         prompt(20, priority=7),
         prompt(20, priority=3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.membership import RouterLost
 from baton.messages import AttemptName, Cancel, Refused, RouterHeartbeat
 from tests.prefill_worker.test_state import PROMPT, done, order, worker
-from tests.rig import PAGE
+from tests.support.workers_and_stores import PAGE
 
 
 def test_each_router_decides_about_its_own_and_hears_how_busy_the_other_keeps_us() -> None:

@@ -31,9 +31,9 @@ from kvstore.keys import pack_tokens, page_keys, split_keys
 from prefill_worker import shared_prefix
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
-from tests.rig import PAGE, ROOT, Rig
 from tests.support.thorough import automaton
-from tests.wait_for import WaitCycle, assert_no_cycle, waits_of_rig
+from tests.support.wait_graph import WaitCycle, assert_no_cycle, waits_of_rig
+from tests.support.workers_and_stores import PAGE, ROOT, Rig
 
 SHARED = list(range(1, 41))
 PROMPTS = st.builds(

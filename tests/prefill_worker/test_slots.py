@@ -13,8 +13,8 @@ from kvstore.server.head_of_line import HeadOfLine
 from prefill_worker.scheduler import PrefillScheduler
 from tests.decode_worker.test_state import tokens_of
 from tests.prefill_worker.test_state import awaits, order
-from tests.rig import PAGE, Rig, RigWorker, reference
-from tests.wait_for import WaitCycle, assert_no_cycle, waits_of_rig
+from tests.support.wait_graph import WaitCycle, assert_no_cycle, waits_of_rig
+from tests.support.workers_and_stores import PAGE, Rig, RigWorker, reference
 
 WINDOW = 4  # pages of one Reserve
 STORE_MS = 10_000
@@ -129,14 +129,6 @@ def test_prompts_of_many_shipments_in_any_order(seed: int) -> None:
     assert_all_prefilled(rig, 0.0, run(rig, workers, 6, rng))
 
 
-def test_two_prompts_on_one_worker_that_together_exceed_the_arena() -> None:
-    rig = Rig(10)
-    worker = prefill(rig, max_num_seqs=2)
-    for number in range(2):
-        worker.handle(order(prompt(number, 8), f"r{number}"))
-    assert_all_prefilled(rig, 0.0, run(rig, [worker], 2))
-
-
 def test_prompts_beyond_the_share_of_a_writer_pass_through_smaller_shipments() -> None:
     rig = Rig(24)  # a writer may reserve 12 slots
     workers = [prefill(rig, 2, window=1_024) for _ in range(2)]
@@ -166,18 +158,3 @@ def test_a_prompt_at_the_head_of_the_line_that_goes_lets_the_next_one_pass(endin
         assert rig.store._line.waiting is None
     holder.handle(Cancel("held", 1))
     assert [type(message) for message in run(rig, [second], 1)] == [Prefilled]
-
-
-def test_a_prompt_that_is_behind_holds_nothing() -> None:
-    rig = Rig(10)
-    first, second = prefill(rig), prefill(rig)
-    for number, worker in enumerate((first, second)):
-        worker.handle(order(prompt(number, 8), f"r{number}"))
-        rig.settle()
-    assert rig.store.stats(0.0).held == 8, "the first is done"
-    for _ in range(5):
-        rig.tick(0.02)
-        second.handle(Tick())
-        rig.settle()
-    assert rig.store.stats(0.0).held == 8
-    assert rig.store._line.waiting is not None, "it waits with nothing in its hands"

@@ -93,17 +93,6 @@ def test_when_the_first_is_cancelled_one_of_the_others_goes_on_where_it_was() ->
     assert sorted(worker.ended) == ["r1", "r2", "r3"]
 
 
-def test_the_same_prompt_twice_is_computed_once_and_both_hear_of_it() -> None:
-    worker = Timed()
-    for name in ("a", "b"):
-        worker.order(name, LONG[:3_200])
-    worker.run()
-    assert worker.tokens("a") == 3_200
-    assert worker.tokens("b") == 0
-    results = [(m.computed, m.hit) for m in worker.said.values() if isinstance(m, Prefilled)]
-    assert results == [(3_200, 0), (0, 200)]
-
-
 def test_an_urgent_prompt_that_waits_lends_its_urgency() -> None:
     worker = Timed()
     worker.order("first", LONG[:8_000], priority=9)

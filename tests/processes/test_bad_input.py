@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,19 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from safetensors.torch import load_file, save_file
 
 from baton import config
 from baton.client import Client, SamplingOptions
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelMismatch, NonFiniteLogits, StartupError
-from baton.store_protocol import Reserve
-from baton.unix import UnixSocket
-from baton.wire import ClusterKeys
 from deploy.local import LocalCluster
-from kvstore.client.connection import store_address
-from tests import checkpoints, cluster_keys
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 
@@ -104,52 +95,6 @@ def test_a_bad_request_is_named(
     assert len(workload.ask(cluster.address, [5, 6], 3).token_ids) == 3
 
 
-JUNK = [
-    b"",
-    b"\xc1",
-    b"\xff" * 1_000,
-    os.urandom(5_000),
-    b"\x94\xa1x\xa0\x01\x81\xa4type\xa5Hello",
-    b"GET / HTTP/1.0\r\n",
-]
-
-
-def test_garbage_on_every_internal_socket(cluster: LocalCluster) -> None:
-    assert cluster.addresses is not None
-    with Client(cluster.address, cluster.operator) as client:
-        before = {p.name: p.incarnation for p in client.status().processes}
-    dealer = zmq.Context.instance().socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    cluster_keys.client(dealer, ClusterKeys.read(cluster.config.cluster.key_path)).connect(cluster.addresses.endpoint)
-    for junk in JUNK:
-        dealer.send(junk)
-        dealer.send_multipart([junk, junk, junk])
-    tcp = [cluster.addresses.endpoint.removeprefix("tcp://"), cluster.addresses.http, cluster.addresses.grpc]
-    with Client(cluster.address, cluster.operator) as client:
-        tcp += [p.metrics_address for p in client.status().processes if p.metrics_address]
-    for address in tcp:
-        host, _, port = address.rpartition(":")
-        for junk in JUNK:
-            with socket.create_connection((host, int(port)), timeout=5) as connection:
-                connection.sendall(junk)
-    store = store_address(cluster.config.cluster.name, cluster.node)
-    for junk in JUNK:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.connect(b"\0" + store.encode())
-            connection.send(junk or b"\0")
-    # Well-formed, and out of turn.
-    rude: UnixSocket[object] = UnixSocket.connect(store, Reserve)
-    rude.send(Reserve(1, b"", b"k" * 16))
-    prompt = list(range(3, 300))
-    answer = workload.ask(cluster.address, prompt, 4)
-    assert answer.token_ids == checkpoints.reference(Path(cluster.config.model.path)).generate(prompt, 4)[0]
-    rude.close()
-    dealer.close(0)
-    with Client(cluster.address, cluster.operator) as client:
-        assert {p.name: p.incarnation for p in client.status().processes} == before
-    eventually(lambda: at_rest(cluster), what="everything freed")
-
-
 def failing(settings: config.Config, folder: Path) -> str:
     """What the cluster says when it can't start; nothing of it may be left."""
     running = LocalCluster(settings, folder)
@@ -170,31 +115,6 @@ def test_corrupt_safetensors(checkpoint: Callable[[str], Path], tmp_path: Path) 
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1_000])
     assert "model.safetensors" in failing(workload.settings(model, 0, 1), tmp_path / "cluster")
-
-
-def test_an_unsupported_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(checkpoint("llama"), model)
-    settings = json.loads((model / "config.json").read_text())
-    settings |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
-    (model / "config.json").write_text(json.dumps(settings))
-    assert "amba" in failing(workload.settings(model, 0, 1), tmp_path / "cluster")
-
-
-def test_a_port_in_use(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    for port in ("router.grpc_port", "router.internal_port", "router.http_port", "api.port"):
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            number = taken.getsockname()[1]
-            said = failing(workload.settings(checkpoint("llama"), 0, 1, **{port: number}), tmp_path / port)
-            assert str(number) in said
-
-
-def test_too_little_memory_for_the_arena(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    said = failing(workload.settings(checkpoint("llama"), 0, 1, **{"store.host_cache_bytes": "4TiB"}), tmp_path)
-    assert "store-0" in said
-    assert "arena" in said
 
 
 def test_too_little_memory_for_a_page_pool(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

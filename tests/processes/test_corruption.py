@@ -19,9 +19,8 @@ import pytest
 
 from deploy.local import LocalCluster
 from engine.cpu import build
-from tests import checkpoints
-from tests.engines import ENGINE
-from tests.support import workload
+from tests.support import checkpoints, workload
+from tests.support.engines import ENGINE
 from tests.support.eventually import eventually
 from tests.support.flipping_engine import LENGTH
 from tests.support.metrics_page import metric

@@ -24,10 +24,9 @@ from baton.api_keys import Identity
 from baton.client import Client
 from baton.errors import BatonError, ContextTooLong, ObjectiveUnreachable
 from deploy.local import LocalCluster
-from tests import checkpoints
 from tests.deploy.test_grafana import BOARDS, PROMETHEUS, VARIABLES, alerts, choices, expressions
-from tests.store_deaths import PAGE_BYTES
-from tests.support import workload
+from tests.soak.store_deaths import PAGE_BYTES
+from tests.support import checkpoints, workload
 from tests.support.eventually import DEADLINE, eventually
 from tests.support.metrics_page import metric, page, parsed, samples, total
 from tests.support.prometheus import find, program, query, scraping

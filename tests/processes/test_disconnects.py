@@ -24,8 +24,7 @@ import pytest
 from baton.client import Client
 from baton.v1 import explain_pb2, generation_pb2, generation_pb2_grpc
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import samples, total
 from tests.support.thorough import cases

@@ -15,10 +15,9 @@ from deploy.local import LocalCluster
 from engine.engine import Engine, layout_of
 from engine.models.config import load_spec
 from engine.step.batch import Chunk, TokenDraw
-from tests import checkpoints
-from tests.engines import ENGINE
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest
+from tests.support.engines import ENGINE
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
 from tests.support.thorough import cases, thorough

@@ -16,9 +16,8 @@ from baton.errors import ProcessNotFound, RequestNotFound
 from baton.v1 import cluster_pb2, explain_pb2
 from deploy.cli import app
 from deploy.local import LocalCluster
-from tests import checkpoints
 from tests.processes.test_failures import expected
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, process
 from tests.support.eventually import eventually
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from baton.client import Client, SamplingOptions
-from baton.errors import DeadlineExpired, RequestCancelled, StartupError, Unavailable
+from baton.client import Client
+from baton.errors import DeadlineExpired, StartupError, Unavailable
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, load, process, watching
 from tests.support.eventually import DEADLINE, eventually
 
@@ -160,26 +158,6 @@ def test_a_prefill_worker_stopped_replaced_and_woken(start: Callable[..., LocalC
     for prompt in (VERY_LONG, other):
         assert workload.ask(cluster.address, prompt, 12).token_ids == expected(path, prompt, 12)
     cluster.wait_live(["prefill-0", "prefill-1", "decode-0"])
-    eventually(lambda: at_rest(cluster), what="everything freed")
-
-
-def test_a_client_that_goes_away_frees_its_pages(start: Callable[..., LocalCluster]) -> None:
-    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": workload.PAGE})
-    request: SamplingOptions = {"max_tokens": 500, "temperature": 0.0, "ignore_eos": True}
-    with watching(cluster, "prefill-0") as running, Client(cluster.address, cluster.operator) as client:
-        while_prefilling = client.generate(VERY_LONG, **request)
-        with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(next, while_prefilling)
-            eventually(running, what="prefill at work")
-            client.close()  # as a client that dies would
-            with pytest.raises((Unavailable, RequestCancelled, ValueError)):
-                first.result(DEADLINE)
-    eventually(lambda: at_rest(cluster), what="everything freed")
-    with Client(cluster.address, cluster.operator) as client:
-        while_decoding = client.generate(VERY_LONG, **request)
-        for _ in range(5):
-            next(while_decoding)
-        while_decoding.close()
     eventually(lambda: at_rest(cluster), what="everything freed")
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import checkpoints
 from tests.fuzz.run import fuzz
 from tests.fuzz.targets import TARGETS
+from tests.support import checkpoints
 from tests.support.thorough import cases
 
 SECONDS = 60.0

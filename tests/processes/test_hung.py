@@ -10,12 +10,11 @@ import pytest
 
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.hang import hung
 from tests.processes.test_failures import DEADLINE, LONG, expected, path, start
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, process
 from tests.support.eventually import eventually
+from tests.support.hung_thread import hung
 
 __all__ = ["path", "start"]  # fixtures
 

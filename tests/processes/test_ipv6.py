@@ -14,9 +14,8 @@ import pytest
 
 from baton.client import Client
 from deploy.local import LocalCluster, LocalNode
-from tests import checkpoints
 from tests.processes.test_failures import expected
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 

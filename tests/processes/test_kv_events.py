@@ -15,8 +15,7 @@ from baton.config import Config
 from baton.wire import ClusterKeys, Subscriber, use_keys
 from deploy.local import LocalCluster
 from kvstore.events.wire_format import BlockStored, KvEventBatch, decode
-from tests import checkpoints, cluster_keys
-from tests.support import workload
+from tests.support import checkpoints, cluster_keys, workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
 
@@ -82,7 +81,7 @@ def test_readers_with_the_keys_find_and_read_them_and_learn_no_token(
                 assert event["token_ids"] == []
 
 
-def test_token_ids_are_for_those_who_have_the_keys(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_token_ids_need_the_keys(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     settings = settings_with_keys(checkpoint("llama"), tmp_path, **{"store.event_tokens": True})
     with LocalCluster(settings, tmp_path) as cluster:
         asyncio.run(asyncio.wait_for(_read_tokens(cluster), PATIENCE))

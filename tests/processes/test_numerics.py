@@ -13,10 +13,8 @@ from baton.config import Config
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from engine.cpu import build
-from tests.engines import ENGINE
 from tests.support import workload
-from tests.support.cluster import process
-from tests.support.eventually import eventually
+from tests.support.engines import ENGINE
 
 pytestmark = pytest.mark.skipif(ENGINE.name == "vllm" or not build.can_compile(), reason="no native kernels")
 
@@ -24,19 +22,6 @@ pytestmark = pytest.mark.skipif(ENGINE.name == "vllm" or not build.can_compile()
 def without_kernels(config: Config) -> Config:
     """The configuration of a node whose workers compute with torch."""
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, native=False))
-
-
-def test_a_worker_of_another_class_is_refused_by_name(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    with LocalCluster(workload.settings(checkpoint("llama"), 0, 1), tmp_path) as cluster:
-        cluster.config = without_kernels(cluster.config)
-        cluster.start("decode-1")
-        for name, says in (("router", "rejected decode-1: "), ("decode-1", "the store does not attach us: ")):
-            log = tmp_path / "logs" / f"{name}.log"
-            eventually(lambda log=log, says=says: says in log.read_text(), f"{name} says that decode-1 is refused")
-            line = log.read_text().split(says)[1].splitlines()[0]
-            assert "numerics is torch-" in line
-            assert "this cluster has native-" in line
-        assert process(cluster, "decode-1") is None
 
 
 def test_a_mixed_cluster_takes_it_and_says_so(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 
 PROMPT = "bonfan korles dimin taras"
 

@@ -15,8 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 

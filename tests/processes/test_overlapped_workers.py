@@ -15,8 +15,8 @@ from deploy.local import LocalCluster
 from engine.engine import Engine
 from engine.sampling.grammars import GrammarCompiler
 from engine.step.batch import Chunk, TokenDraw
-from tests.checkpoints import EOS
 from tests.support import workload
+from tests.support.checkpoints import EOS
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held

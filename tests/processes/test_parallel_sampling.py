@@ -15,8 +15,7 @@ import torch
 
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest, load
 from tests.support.eventually import DEADLINE, eventually
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 from baton.client import Client
 from baton.errors import PinNotFound, QuotaExceeded
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import samples, total
 from tests.support.workload import PAGE, PAGE_BYTES
@@ -79,16 +77,6 @@ def test_a_pinned_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], clu
         client.unpin("again")
         flood(cluster, 300)
         assert cached(cluster, kept) == 0
-
-
-def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
-    prefix = some(PREFIX * PAGE, 1)
-    with Client(cluster.address, cluster.operator) as client:
-        client.pin_prefix(prefix, ttl_ms=1_000, timeout=30)
-        eventually(lambda: not client.pins(), what="no pin")
-        time.sleep(0.5)
-        flood(cluster, 100)
-        assert cached(cluster, prefix) == 0
 
 
 def test_a_pin_is_made_anew_when_its_store_dies(cluster: LocalCluster) -> None:

@@ -11,12 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.client import Client
-from baton.errors import InvalidRequest, ProcessNotFound
 from baton.v1 import cluster_pb2
 from deploy.cli import app
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, process
 from tests.support.eventually import eventually
 
@@ -87,15 +85,3 @@ def test_workers_change_their_roles_under_load(cluster: LocalCluster) -> None:
     assert role_of(cluster, "decode-1") == "decode"
     assert cluster.pids == pids, "nobody was started anew"
     eventually(lambda: at_rest(cluster), what="everything freed")
-
-
-def test_what_can_not_be_asked_for(cluster: LocalCluster) -> None:
-    with Client(cluster.address, cluster.operator) as client:
-        first, second = (p.name for p in client.status().processes if p.role == cluster_pb2.ROLE_DECODE)
-        with pytest.raises(InvalidRequest, match="is a decode worker already"):
-            client.set_role(first, "decode")
-        client.drain(first)
-        with pytest.raises(InvalidRequest, match="no process would generate tokens"):
-            client.set_role(second, "prefill")
-        with pytest.raises(ProcessNotFound, match="decode-7"):
-            client.set_role("decode-7", "prefill")

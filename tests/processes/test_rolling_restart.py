@@ -11,8 +11,7 @@ from pathlib import Path
 import aiohttp
 
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import DEADLINE, eventually, eventually_async
 

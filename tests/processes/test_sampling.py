@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 
 rng = random.Random(3)
 PROMPTS = [[rng.randrange(3, checkpoints.VOCAB) for _ in range(rng.choice([1, 5, 17, 40, 130]))] for _ in range(12)]

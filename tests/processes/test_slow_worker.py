@@ -8,12 +8,11 @@ from pathlib import Path
 
 from baton.client import Client
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.hang import stuttering
 from tests.processes.test_failures import DEADLINE, expected, path, start
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, load
 from tests.support.eventually import eventually
+from tests.support.hung_thread import stuttering
 
 __all__ = ["path", "start"]  # fixtures
 

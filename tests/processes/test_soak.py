@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import checkpoints
-from tests.soak import expected_of, soak
-from tests.soak_hostile import hostile
-from tests.soak_requests import requests
+from tests.soak.deaths import expected_of, soak
+from tests.soak.hostile_clients import hostile
+from tests.soak.requests import requests
+from tests.support import checkpoints
 from tests.support.thorough import cases
 
 

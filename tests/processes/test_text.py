@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from baton.client import Client, Generated
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 
 PROMPT = "bonfan korles dimin taras"
 
@@ -49,21 +48,6 @@ def test_the_text_is_the_decoding_of_the_tokens(cluster: LocalCluster, path: Pat
     assert made.token_ids == right
     assert made.text == tokenizer.decode(right, skip_special_tokens=True)
     assert made.finish_reason == "length"
-
-
-def test_a_stop_string_ends_the_output_before_it(cluster: LocalCluster) -> None:
-    whole = generated(cluster).text
-    middle = len(whole) // 2
-    stop = whole[middle : middle + 3]
-    made = generated(cluster, stop=[stop])
-    assert made.text == whole[: whole.index(stop)]
-    assert made.finish_reason == "stop"
-
-
-def test_a_stop_token_ends_the_output_with_it(cluster: LocalCluster, right: list[int]) -> None:
-    made = generated(cluster, stop_token_ids=[right[7]])
-    assert made.token_ids == right[: right.index(right[7]) + 1]
-    assert made.finish_reason == "stop"
 
 
 def test_logprobs_are_the_models_own(cluster: LocalCluster, path: Path, right: list[int]) -> None:

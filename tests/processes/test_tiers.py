@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from deploy.local import LocalCluster, LocalNode
-from kvstore.disk.files import NodeDirectory
-from tests.store_deaths import SETTINGS, Load, documents, known_pages, restart, store_deaths
+from deploy.local import LocalCluster
+from tests.soak.store_deaths import SETTINGS, Load, documents, known_pages, restart, store_deaths
 from tests.support import workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
 from tests.support.workload import PAGE, PAGE_BYTES
 
-UNSHARE = ["unshare", "--mount"]
 NODE = "local"
-
-
-def no_mounts() -> str:
-    """Why a process can't have mounts of its own here, or nothing."""
-    try:
-        probe = subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True)
-    except FileNotFoundError as error:
-        return f"there is no {error.filename}"
-    return "" if probe.returncode == 0 else f"mounts are not permitted here: {probe.stderr.strip()}"
-
-
-needs_mounts = pytest.mark.skipif(bool(no_mounts()), reason=no_mounts())
 
 
 def a_seed() -> int:
@@ -83,18 +67,6 @@ class Site:
     cluster: LocalCluster
     expected: Mapping[tuple[int, ...], list[int]]
     disk: Path  # the directory that the store's node has for itself
-    entering: Path  # a script that every process of the node passes through
-
-    def restart_store(self, mount: str = "") -> None:
-        """Kill the store and start it, with a mount of its own if one is given."""
-        self.cluster.kill("store-0")
-        self.start_store(mount)
-
-    def start_store(self, mount: str = "") -> None:
-        enter = f"""exec {" ".join(UNSHARE)} sh -ec '{mount}; exec "$@"' sh "$@"\n""" if mount else 'exec "$@"\n'
-        self.entering.write_text(enter)
-        self.cluster.start("store-0")
-        self.cluster.wait_live(["store-0", "prefill-0", "decode-0"])
 
     def serve(self, until: Callable[[], object] = lambda: True) -> None:
         """Load until `until` holds, and for a while at least: every token right, no request failed, the store alive
@@ -127,12 +99,9 @@ def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("site")
     path = checkpoint("llama")
     small = {"disk.path": str(folder / "disk"), "disk.max_bytes": LIMIT}
-    entering = folder / "enter.sh"
-    entering.write_text('exec "$@"\n')
-    node = LocalNode(NODE, enter=("sh", str(entering)))
     settings = workload.settings(path, 1, 1, **{**SETTINGS, **small})
-    with LocalCluster(settings, folder / "cluster", nodes=[node]) as cluster:
-        yield Site(cluster, documents(path), folder / "disk" / NODE, entering)
+    with LocalCluster(settings, folder / "cluster", nodes=[NODE]) as cluster:
+        yield Site(cluster, documents(path), folder / "disk" / NODE)
 
 
 LIMIT = 192 * PAGE_BYTES  # twice the arena: a disk no larger than that holds hardly anything else, and is seldom read
@@ -145,49 +114,13 @@ def test_a_disk_with_room_for_some_pages_keeps_to_it_and_still_helps(site: Site)
     assert sum(file.stat().st_size for file in site.files()) <= LIMIT
 
 
-@needs_mounts
-def test_a_disk_that_can_only_be_read_is_read(site: Site) -> None:
-    site.restart_store()
-    site.serve(site.files)
-    site.restart_store(mount=f"mount --bind {site.disk} {site.disk}; mount -o remount,bind,ro {site.disk}")
-    before = site.files()
-    site.serve(site.loads)
-    assert site.figure("disk_up") == 0
-    assert site.files() == before
-
-
-def test_a_directory_that_another_store_uses_is_left_to_it(site: Site) -> None:
-    site.cluster.kill("store-0")
-    with closing(NodeDirectory(site.disk)):
-        site.start_store()
-        before = site.files()
-        site.serve()
-        assert site.figure("disk_up") == 0
-        assert site.loads() == 0
-        assert site.files() == before
-
-
-@needs_mounts
-def test_a_disk_that_is_full_is_a_smaller_one(site: Site) -> None:
-    size = LIMIT // 2
-    site.restart_store(mount=f"mount -t tmpfs -o size={size} none {site.disk}")
-    site.serve(lambda: site.loads() and not site.figure("disk_up"))
-    assert 0 < site.figure("tier_bytes", tier="disk") <= size
-
-
-def test_a_directory_that_is_removed_is_made_again(site: Site) -> None:
-    site.restart_store()
-    site.serve(site.files)
-    shutil.rmtree(site.disk)
-    site.serve(site.files)
-
-
 def test_without_a_directory_there_is_no_disk_and_nothing_else_changes(site: Site) -> None:
     site.cluster.kill("store-0")
     shutil.rmtree(site.disk)
     site.disk.write_text("a file")  # so that none can be made
     try:
-        site.start_store()
+        site.cluster.start("store-0")
+        site.cluster.wait_live(["store-0", "prefill-0", "decode-0"])
         site.serve()
         assert site.figure("disk_up") == 0
         assert site.disk.read_text() == "a file"

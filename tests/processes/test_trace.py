@@ -15,11 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.client import Client
-from baton.errors import InvalidRequest, ProcessNotFound, TraceConflict
+from baton.errors import TraceConflict
 from deploy.cli import app
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
 
 _RNG = random.Random(5)
@@ -138,31 +137,6 @@ def test_the_next_calls_of_a_store(cluster: LocalCluster) -> None:
     workload.ask(cluster.address, PROMPT[1:])
     eventually(path.exists, what="the trace")
     assert {"turn", "wait", "calls", "reply", "publish"} <= {span.name for span in read(path)}
-
-
-def test_a_trace_of_nobody_or_of_too_much(cluster: LocalCluster) -> None:
-    with Client(cluster.address, cluster.operator) as client:
-        with pytest.raises(ProcessNotFound, match="decode-7"):
-            client.profile("decode-7")
-        with pytest.raises(InvalidRequest, match="10001"):
-            client.profile("decode-0", 10_001)
-    assert CliRunner().invoke(app, ["profile", "decode-7", "--operator", cluster.operator]).exit_code == 1
-
-
-def test_one_trace_at_a_time(cluster: LocalCluster) -> None:
-    with Client(operator=cluster.operator) as client:
-        begin(client, "prefill-0", 10_000)
-        with pytest.raises(TraceConflict, match=r"prefill-0 makes a trace already \(prefill-0-[0-9a-f]{8}.json\)"):
-            client.profile("prefill-0", 1)
-        with pytest.raises(TraceConflict, match="`baton profile prefill-0 --stop`"):
-            client.profile("store-0", 1)
-        with pytest.raises(TraceConflict, match="store-0 makes no trace"):
-            client.stop_profile("store-0")
-        stopped = CliRunner().invoke(app, ["profile", "prefill-0", "--stop", "--operator", cluster.operator, "--json"])
-        assert stopped.exit_code == 0, stopped.output
-        path = Path(json.loads(stopped.stdout)["path"])
-        eventually(path.exists, what="the trace")
-        begin(client, "store-0", 1)
 
 
 def test_the_oldest_traces_are_removed(cluster: LocalCluster) -> None:

@@ -20,9 +20,8 @@ from baton.client import Client, Generated
 from baton.errors import BatonError, PinNotFound, RequestNotFound, StartupError
 from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
-from tests import checkpoints
 from tests.processes.test_failures import DEADLINE, expected
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 

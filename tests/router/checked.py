@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from router.events import RequestEnded, RouterCommand, RouterEvent, Submit
 from simulator.router_shell import RouterShell
-from tests.wait_for import assert_no_cycle
+from tests.support.wait_graph import assert_no_cycle
 
 
 class CheckedRouter(RouterShell):

@@ -17,9 +17,9 @@ from baton import messages
 from baton.v1 import generation_pb2
 from baton.wire import RouterSocket
 from router.service import RouterAddresses, serve
-from tests import cluster_keys
 from tests.router import tokenizers
 from tests.router.model import CONFIG, CONTEXT, EOS, ROUTER, VOCAB, Cluster, Process
+from tests.support import cluster_keys
 
 
 def model_folder(folder: Path) -> Path:

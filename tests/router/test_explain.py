@@ -133,7 +133,7 @@ def test_a_request_of_a_mixed_cluster_is_told_to_depend_on_its_path(numerics: st
     assert ["model.numerics is mixed" in note for note in notes] == [True] * (numerics == MIXED)
 
 
-def test_who_waits_knows_why() -> None:
+def test_a_queued_request_tells_why() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit()
@@ -292,7 +292,7 @@ def test_what_placement_weighed_can_still_be_read_when_workers_have_gone() -> No
     assert account.candidates() == before
 
 
-def test_who_is_turned_away_or_waits_learns_what_was_weighed() -> None:
+def test_a_wait_is_explained_by_what_was_weighed() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit("r", prompt=40, ttft=0.000_001)

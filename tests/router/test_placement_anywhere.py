@@ -171,7 +171,7 @@ def by_hand(
 
 
 @given(cluster=clusters(), more=st.integers(1, 30))
-def test_a_longer_queue_makes_nobody_more_likely_to_be_chosen(cluster: Cluster, more: int) -> None:
+def test_a_longer_queue_makes_no_choice_likelier(cluster: Cluster, more: int) -> None:
     before = cluster.choose()
     if not isinstance(before, Placement):
         return

@@ -76,7 +76,7 @@ def test_cache_aware_follows_what_it_sent() -> None:
     assert rule.choose("both", _prompt(*"t123"), workers).name == "b", "a quarter does not; b was sent 2 pages, a 6"
 
 
-def test_cache_aware_prefers_whom_it_sent_it_last() -> None:
+def test_cache_aware_prefers_its_last_choice() -> None:
     rule, workers = CacheAware(_SEED), _workers(a={}, b={})
     rule.choose("prefill", _prompt("p"), workers)  # to a
     rule.choose("prefill", _prompt("p"), workers[1:])  # to b, which was alone
@@ -172,7 +172,7 @@ def test_mooncake_ttft() -> None:
     assert rule.ttft(_TEN, worker, longest=9) == pytest.approx(1.0 + 0.5 + 0.2)
 
 
-def test_mooncake_copies_to_who_has_nothing() -> None:
+def test_mooncake_copies_to_an_empty_worker() -> None:
     rule = Mooncake(_SEED)
     assert rule.copies(RuleWorker("a"), 1)
     assert not rule.copies(RuleWorker("a"), 0)

@@ -52,7 +52,7 @@ def several(first: int, last: int) -> list[int]:
     return list(range(first, last + 1))
 
 
-def test_nobody_is_tried_unless_there_may_be_room() -> None:
+def test_without_room_no_request_is_tried() -> None:
     waiting = Waiting(3)
     assert not waiting.rounds.due
     assert waiting.tick() == []
@@ -71,7 +71,7 @@ def test_the_first_eight_in_vain_end_a_round_and_ticks_bring_the_others_once() -
     assert waiting.tick() == []
 
 
-def test_who_is_placed_counts_for_nothing() -> None:
+def test_placed_requests_count_for_nothing() -> None:
     waiting = Waiting(20)
     assert waiting.room(0, 1, 5) == several(0, 10)
     assert waiting.tick(2, 12, 13) == [*several(2, 4), *several(6, 19)]
@@ -108,7 +108,7 @@ def test_a_round_that_is_left_early_is_taken_up() -> None:
 
 
 @given(st.lists(st.one_of(st.integers(1, 15), st.sampled_from(["room", "tick"])), max_size=30), st.data())
-def test_everybody_is_tried_after_there_has_been_room(events: list[int | str], data: st.DataObject) -> None:
+def test_every_request_is_tried_after_room(events: list[int | str], data: st.DataObject) -> None:
     """Every request is tried within the ticks that eight at a time need, and none twice in a scan."""
     waiting = Waiting()
     for event in events:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.errors import InvalidRequest, ProcessNotFound
-from baton.messages import Accepted, ChangeRole, Heartbeat, LoadReport, Prefill
+from baton.messages import Accepted, ChangeRole, Heartbeat, LoadReport
 from router.events import DrainWorker, Finished, SetRole
 from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, Cluster, card, submit
@@ -148,19 +148,6 @@ def test_the_last_decode_worker_stays_one() -> None:
     assert views(lab)[name] == ("decode", False, None)
     lab.tokens(busy, "r", 1, 10, 9, finish="length")
     assert not becomes(lab, busy)
-
-
-def test_prompts_of_a_prefill_worker_that_changes_are_made_elsewhere() -> None:
-    lab = Lab()
-    decode, prefill, _store = lab.split()
-    lab.submit("r", prompt=50)
-    lab.say(decode, Accepted("r", 1, 0))
-    lab.tell(SetRole("prefill-0", "decode", 0.0))
-    assert lab.cancelled(prefill) == [1]
-    assert becomes(lab, prefill) == ["decode"]
-    assert lab.decode.attempt == 2
-    lab.say(decode, Accepted("r", 2, 0))
-    assert len(lab.sent(Prefill)) == 1
 
 
 def test_what_can_not_be() -> None:

@@ -19,18 +19,7 @@ def test_prices() -> None:
     assert TokenWeights(cached=0.25).prompt(100, 80) == 40
 
 
-def test_a_counter_is_service_by_weight() -> None:
-    fairness = TenantFairness({"a": 1.0, "b": 4.0}.__getitem__)
-    for tenant in "ab":
-        fairness.start_waiting(tenant)
-    for tenant in "ab":
-        fairness.charge(tenant, 100)
-    assert (fairness.counter("a"), fairness.counter("b")) == (100, 25)
-    fairness.charge("a", -50)
-    assert fairness.counter("a") == 50
-
-
-def test_whoever_begins_to_wait_has_no_credit() -> None:
+def test_a_newly_waiting_tenant_has_no_credit() -> None:
     fairness = TenantFairness(even)
     fairness.start_waiting("busy")
     fairness.charge("busy", 1_000)
@@ -62,7 +51,7 @@ def test_what_was_saved_up_is_used_once() -> None:
     assert fairness.counter("sly") == 1_450, "and there again, since it has not asked for more for so long"
 
 
-def test_whoever_begins_to_wait_keeps_its_debt() -> None:
+def test_a_newly_waiting_tenant_keeps_its_debt() -> None:
     fairness = TenantFairness(even)
     fairness.start_waiting("busy")
     fairness.charge("idle", 500)
@@ -70,7 +59,7 @@ def test_whoever_begins_to_wait_keeps_its_debt() -> None:
     assert fairness.counter("idle") == 500
 
 
-def test_after_nobody_waited_counting_goes_on_where_the_last_left_it() -> None:
+def test_an_idle_queue_keeps_the_last_counter() -> None:
     fairness = TenantFairness(even)
     fairness.start_waiting("a")
     fairness.charge("a", 1_000)
@@ -79,7 +68,7 @@ def test_after_nobody_waited_counting_goes_on_where_the_last_left_it() -> None:
     assert fairness.counter("b") == 1_000
 
 
-def test_who_has_had_more_than_its_share() -> None:
+def test_tenants_beyond_their_share() -> None:
     """The weights are 1, 1 and 2: 800 tokens would bring all three to where "a" is."""
     fairness = TenantFairness(WEIGHTS.__getitem__)
     fairness.start_waiting("a")
@@ -122,7 +111,7 @@ WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 0.5}
     visits=st.lists(st.sampled_from("abcd"), max_size=40),
     saving=st.sampled_from([0.0, 500.0]),
 )
-def test_those_who_wait_all_the_time_are_served_alike(
+def test_backlogged_tenants_are_served_alike(
     slots: int,
     backlogged: set[str],
     sizes: list[tuple[int, int]],

@@ -33,13 +33,11 @@ from baton.messages import (
     WorkerDied,
 )
 from kvstore.events.changes import packed_digest
-from kvstore.events.wire_format import AllBlocksCleared, KvEventBatch
 from kvstore.keys import namespace_root, page_keys
 from router.events import (
     AskSnapshot,
     Finished,
     ForgetPeer,
-    KvEvents,
     Log,
     MessageReceived,
     SendMessage,
@@ -90,7 +88,7 @@ def changed(**fields: Any):
         ({"role": "store", "node": "a", "name": "store-9"}, ("node a", "store-0")),
     ],
 )
-def test_who_does_not_fit_is_rejected_by_field_and_both_values(more: dict[str, Any], says: tuple[str, ...]) -> None:
+def test_a_misfit_is_rejected_by_field_and_values(more: dict[str, Any], says: tuple[str, ...]) -> None:
     lab = Lab()
     lab.split()
     arguments = {"role": "decode", "name": "decode-9", "node": "b"} | more
@@ -143,14 +141,7 @@ def test_workers_of_several_classes_of_numerics_join_a_mixed_cluster() -> None:
     assert "numerics is test and this cluster has mixed" in rejected.message
 
 
-def test_status_tells_the_class_of_numerics_of_each_worker() -> None:
-    lab = Lab()
-    lab.split()
-    shown = {view.peer.name: responses.process(view).numerics for view in lab.state.processes(lab.now)}
-    assert shown == {"decode-0": "test", "prefill-0": "test", "store-0": ""}
-
-
-def test_the_first_live_worker_sets_the_namespace_until_nobody_of_it_is_left() -> None:
+def test_the_first_live_worker_sets_the_namespace() -> None:
     lab = Lab()
     lab.join("decode", "decode-0")
     lab.join("decode", "decode-1", model=changed(numerics="other"))
@@ -160,7 +151,7 @@ def test_the_first_live_worker_sets_the_namespace_until_nobody_of_it_is_left() -
     assert lab.state.card == changed(numerics="other")
 
 
-def test_nobody_speaks_for_another() -> None:
+def test_a_hello_for_another_process_is_dropped() -> None:
     lab = Lab()
     peer = Peer("decode", "decode-0", "a", "victim", 1)
     lab.tell(MessageReceived(Envelope("thief", "", 1, Hello(peer, model=card()))))
@@ -231,7 +222,7 @@ def test_a_stopped_worker_that_wakes_is_rejected_while_its_successor_lives_and_n
     assert [view.peer.incarnation for view in lab.state.processes(lab.now)] == [new]
 
 
-def test_who_comes_back_is_not_judged_by_what_it_had_heard_before() -> None:
+def test_a_returning_worker_starts_a_new_count() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     for _ in range(20):
@@ -246,7 +237,7 @@ def test_who_comes_back_is_not_judged_by_what_it_had_heard_before() -> None:
     assert lab.decode.attempt == 1
 
 
-def test_our_own_pause_is_nobodys_fault() -> None:
+def test_a_pause_of_the_router_ends_no_peer() -> None:
     lab = Lab()
     lab.split()
     lab.submit(prompt=14)
@@ -375,18 +366,6 @@ def test_a_message_for_another_incarnation_of_the_router_is_dropped() -> None:
 # --- pages ---
 
 
-def test_a_gap_in_the_events_asks_for_a_snapshot() -> None:
-    lab = Lab()
-    _, _, store = lab.split()
-    order = lab.submit("first", prompt=14)
-    lab.holds(store, order, 1, sequence=4)
-    before = lab.log.count(AskSnapshot(store))
-    lab.tell(KvEvents(KvEventBatch(store, 5, (AllBlocksCleared(),))))
-    assert lab.log.count(AskSnapshot(store)) == before
-    lab.tell(KvEvents(KvEventBatch(store, 9, (AllBlocksCleared(),))))
-    assert lab.log.count(AskSnapshot(store)) == before + 1
-
-
 def test_a_digest_that_differs_asks_for_a_snapshot() -> None:
     lab = Lab()
     _, _, store = lab.split()
@@ -400,14 +379,6 @@ def test_a_digest_that_differs_asks_for_a_snapshot() -> None:
     assert lab.log.count(AskSnapshot(store)) == before + 1
     stats = lab.state.stats().kv_index
     assert (stats.pages, stats.gaps, stats.divergences) == (2, 0, 1)
-
-
-def test_work_in_flight_counts_from_its_dispatch() -> None:
-    lab = Lab()
-    one, two = lab.colocated(2)
-    for name in "abcd":
-        lab.submit(name, prompt=20)
-    assert [lab.to(decode) for decode in lab.sent(Decode)] == [one, two, one, two]
 
 
 def test_a_live_process_cannot_turn_into_another() -> None:

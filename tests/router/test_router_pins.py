@@ -542,7 +542,7 @@ def test_a_store_that_lists_less_than_it_should() -> None:
     assert it.prefill.attempt == 2
 
 
-def test_a_store_that_lists_what_nobody_wants() -> None:
+def test_an_unwanted_pin_is_removed_again() -> None:
     it = lab()
     it.pin_prefix()
     it.until_pinned()
@@ -561,7 +561,7 @@ def test_a_heartbeat_from_before_the_pin_proves_nothing() -> None:
     assert it.count("pinned") == 1
 
 
-def test_shutting_down_answers_who_waits_and_leaves_what_is_pinned() -> None:
+def test_shutdown_answers_waiting_wishes_and_keeps_pins() -> None:
     it = lab()
     it.pin_prefix()
     it.until_pinned()

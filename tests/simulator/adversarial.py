@@ -13,7 +13,7 @@ from simulator.adversary import Adversary
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.workloads import Arrival
 from tests.simulator.simulated import timing
-from tests.wait_for import assert_no_cycle
+from tests.support.wait_graph import assert_no_cycle
 
 PAGE = 4  # tokens
 POOL = 40  # device pages of a worker

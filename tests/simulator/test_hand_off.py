@@ -19,9 +19,9 @@ from baton.messages import Cancel, Decode, PageSource, Prefill, Refused, Resend,
 from decode_worker.sequence import SequencePhase
 from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.scheduler import PrefillScheduler
-from tests.rig import PAGE, ROOT, Rig, RigStore, RigWorker, reference
 from tests.support.thorough import automaton
-from tests.wait_for import assert_no_cycle, waits_of_rig
+from tests.support.wait_graph import assert_no_cycle, waits_of_rig
+from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigStore, RigWorker, reference
 
 pytestmark = pytest.mark.slow
 

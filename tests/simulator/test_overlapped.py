@@ -33,10 +33,10 @@ from decode_worker.sequence import Sequence as DecodeSequence
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CallStore, CopyQueue
 from kvstore.keys import pack_tokens
-from tests.overlapped import EVEN, FAILS, MISLEADS, ODD_ENDS, OverlappedRig, OverlappedWorker, even
-from tests.rig import PAGE, ROOT, VOCAB, RigWorker, next_token
 from tests.simulator.test_hand_off import SHARED, HandOff
+from tests.support.overlapped_workers import EVEN, FAILS, MISLEADS, ODD_ENDS, OverlappedRig, OverlappedWorker, even
 from tests.support.thorough import automaton
+from tests.support.workers_and_stores import PAGE, ROOT, VOCAB, RigWorker, next_token
 from worker import turn
 
 pytestmark = pytest.mark.slow

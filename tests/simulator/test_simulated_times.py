@@ -37,7 +37,7 @@ def test_what_is_cached_is_not_computed() -> None:
     assert table["ttft"][1] == pytest.approx(2 * MESSAGE + STEP.fixed + STEP.row + (3 * PAGE + 1) * STEP.context)
 
 
-def test_a_run_of_steps_ends_when_somebody_comes() -> None:
+def test_a_run_of_steps_ends_at_an_arrival() -> None:
     long, late = request(0.0, 100, 200), request(0.5, 100, 2, blocks=(7,))
     together, one_by_one = (serve(cluster("1D", runs=runs), [long, late]).table() for runs in (True, False))
     # Gaps of a run are told as equal; its worker learns nearly the same from them, and may cut a prompt elsewhere.

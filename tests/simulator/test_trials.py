@@ -50,7 +50,7 @@ def test_what_comes_at_once_has_no_speed(load: list[Arrival]) -> None:
         demand(setting(load))
 
 
-def test_who_counts_as_served() -> None:
+def test_requests_that_count_as_served() -> None:
     """Ten requests, one a second, of which the first two warm up."""
     table = {
         "arrived": np.arange(10.0),

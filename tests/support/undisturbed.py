@@ -8,8 +8,7 @@ from pathlib import Path
 
 from baton.client import Generated
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 
 TIE_OF_EXPERTS = 1e-3  # of their logits: routers' differ by so much between implementations
 

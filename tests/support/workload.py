@@ -11,8 +11,8 @@ from typing import Any
 
 from baton import config
 from baton.client import Client, Generated
-from tests import checkpoints
-from tests.engines import ENGINE
+from tests.support import checkpoints
+from tests.support.engines import ENGINE
 
 TIE = 1e-4  # two best logits closer than this may swap between implementations
 TIES_ALLOWED = 0.005  # of all tokens

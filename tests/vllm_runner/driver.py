@@ -14,7 +14,7 @@ from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner.runner import RunningStep, VllmRunner
 from kvstore.client.transfer import CopiedIn, CopiedOut
-from tests import checkpoints
+from tests.support import checkpoints
 
 PAGE, PAGES, ROWS, TOKENS = 32, 64, 16, 256
 GREEDY = TokenDraw(temperature=0.0)

@@ -20,8 +20,7 @@ from baton.client import Client
 from baton.errors import ModelMismatch
 from deploy.local import LocalCluster
 from engine.vllm_runner.runner import VllmRunner
-from tests import adapters, checkpoints
-from tests.support import workload
+from tests.support import adapters, checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held

@@ -14,8 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from deploy.local import LocalCluster, launch
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
 
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::2]

@@ -17,7 +17,7 @@ from engine.step.block_table import BlockTable
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedOut, CopyOut
-from tests import checkpoints
+from tests.support import checkpoints
 from tests.vllm_runner.driver import PAGE, load, prompt_of
 
 LENGTH, DRAWN = 420, 8  # tokens, of which the last ones are drawn after

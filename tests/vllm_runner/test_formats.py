@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from baton.errors import UnsupportedModel
-from tests import adapters, checkpoints, quantized
+from tests.support import adapters, checkpoints, quantized_checkpoints
 from tests.vllm_runner.driver import GREEDY, Generation, load, prompt_of, run
 
 DTYPES = {"int8": "float32", "fp8": "float32", "gptq": "float16", "awq": "float16"}
@@ -38,20 +38,22 @@ def compare(reference: checkpoints.Reference, sequences: Sequence[Generation]) -
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_tokens_are_the_likeliest_of_the_numbers_that_are_meant(name: str, tmp_path: Path):
-    path = quantized.make(name, tmp_path, **SIZES)
+    path = quantized_checkpoints.make(name, tmp_path, **SIZES)
     runner = load(path, DTYPES[name])
     sequences = [Generation(prompt_of(length, length), range(8 * i, 8 * i + 8)) for i, length in enumerate(LENGTHS)]
     run(runner, sequences, COUNT)
     runner.close()
-    compare(quantized.reference(name, path), sequences)
+    compare(quantized_checkpoints.reference(name, path), sequences)
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_adapters_of_quantized_checkpoints(name: str, tmp_path: Path):
     """Rows with an adapter of all products and rows without one. vLLM computes adapters beside the quantized products,
     from inputs that are not quantized."""
-    path = quantized.make(name, tmp_path / "model", **SIZES)
-    adapter = adapters.make(tmp_path / "adapter", quantized.plain(path), 9, products=adapters.ALL, scale=0.1)
+    path = quantized_checkpoints.make(name, tmp_path / "model", **SIZES)
+    adapter = adapters.make(
+        tmp_path / "adapter", quantized_checkpoints.plain(path), 9, products=adapters.ALL, scale=0.1
+    )
     runner = load(path, DTYPES[name], lora_modules={"one": str(adapter)})
     prompts = [prompt_of(length, length) for length in LENGTHS]
     (card,) = runner.adapters
@@ -59,19 +61,19 @@ def test_adapters_of_quantized_checkpoints(name: str, tmp_path: Path):
     adapted = [Generation(prompt, range(8 * i, 8 * i + 8), GREEDY, card.digest) for i, prompt in enumerate(prompts, 3)]
     run(runner, [*bare, *adapted], COUNT)
     runner.close()
-    compare(quantized.reference(name, path), bare)
-    compare(adapters.add(quantized.reference(name, path), adapter), adapted)
+    compare(quantized_checkpoints.reference(name, path), bare)
+    compare(adapters.add(quantized_checkpoints.reference(name, path), adapter), adapted)
     assert [one.tokens for one in bare] != [one.tokens for one in adapted]
 
 
 def test_four_bits_in_float32_are_refused(tmp_path: Path):
-    path = quantized.make("gptq", tmp_path, hidden_size=128, head_dim=32, intermediate_size=256)
+    path = quantized_checkpoints.make("gptq", tmp_path, hidden_size=128, head_dim=32, intermediate_size=256)
     with pytest.raises(UnsupportedModel, match=r"float32 is not supported.*gptq"):
         load(path, "float32")
 
 
 def test_an_error_names_the_adapters_and_the_format(tmp_path: Path):
-    path = quantized.make("awq", tmp_path / "model", hidden_size=128, head_dim=32, intermediate_size=256)
-    adapter = adapters.make(tmp_path / "adapter", quantized.plain(path), 9)
+    path = quantized_checkpoints.make("awq", tmp_path / "model", hidden_size=128, head_dim=32, intermediate_size=256)
+    adapter = adapters.make(tmp_path / "adapter", quantized_checkpoints.plain(path), 9)
     with pytest.raises(UnsupportedModel, match=r"and LoRA adapters one on awq weights: (?s:.*)float32"):
         load(path, "float32", lora_modules={"one": str(adapter)})

@@ -1,7 +1,7 @@
 """Pages in FP8 on vLLM's runner: what they hold, that they are handed over, and the tokens that come of them.
 
-The reference is transformers whose attention reads K and V as vLLM's kernels keep them (`tests.fp8_pages`). A number on
-the edge between two codes may become the other one there, so near ties are allowed.
+The reference is transformers whose attention reads K and V as vLLM's kernels keep them (`tests.support.fp8_pages`).
+A number on the edge between two codes may become the other one there, so near ties are allowed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from engine.vllm_runner.pages import FP8, asked_of_vllm
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopyIn, CopyOut
-from tests import checkpoints, fp8_pages
-from tests.fp8_pages import Fp8Cache, Scales
-from tests.support import workload
+from tests.support import checkpoints, fp8_pages, workload
 from tests.support.cluster import Streams, at_rest, load
 from tests.support.eventually import DEADLINE, eventually
+from tests.support.fp8_pages import Fp8Cache, Scales
 from tests.vllm_runner.driver import PAGE, Generation, prompt_of, run, step, untimed
 from tests.vllm_runner.driver import load as load_runner
 from tests.vllm_runner.test_cluster import SETTINGS, WIDE

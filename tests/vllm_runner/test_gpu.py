@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("vllm")
 
 from engine.vllm_runner.runner import VllmRunner
-from tests import checkpoints
+from tests.support import checkpoints
 from tests.vllm_runner import test_exact_steps as exact
 from tests.vllm_runner import test_runner as first
 from tests.vllm_runner.driver import Generation, agree, load, prompt_of, run

@@ -26,8 +26,7 @@ from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
 from tests.vllm_runner.driver import PAGE, Generation, agree, load, prompt_of, run, step, untimed
 

@@ -24,7 +24,7 @@ from engine.step.block_table import BlockTable
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
-from tests import checkpoints
+from tests.support import checkpoints
 from tests.vllm_runner.driver import (
     GREEDY,
     PAGE,

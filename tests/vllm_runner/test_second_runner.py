@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from engine.step.batch import Chunk
 from engine.vllm_runner.runner import VllmRunner
-from tests import checkpoints
+from tests.support import checkpoints
 from tests.support.second_runner import second_runner
 from tests.vllm_runner import test_runner as first
 from tests.vllm_runner.driver import PAGES, Generation, agree, load, prompt_of, run, step

@@ -1,4 +1,4 @@
-"""Attacks of `tests/hostile.py` on the gRPC port by clients without a key: what they hold must stay bounded."""
+"""Attacks of `tests/soak/attacks.py` on the gRPC port by clients without a key: what they hold must stay bounded."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tests.engines import ENGINE
+from tests.support.engines import ENGINE
 
 VOCAB = 1000
 EOS = 2

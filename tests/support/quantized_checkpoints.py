@@ -1,7 +1,7 @@
 """Small quantized checkpoints, written by each format's definition, and transformers with the numbers that they mean.
 
-`make` rewrites a checkpoint of `tests.checkpoints`: products of attention and MLP are quantized, all else stays. Beside
-it lies the plain checkpoint that the quantized numbers stand for.
+`make` rewrites a checkpoint of `tests.support.checkpoints`: products of attention and MLP are quantized, all else
+stays. Beside it lies the plain checkpoint that the quantized numbers stand for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import checkpoints
+from tests.support import checkpoints
 
 Tensors = dict[str, torch.Tensor]
 

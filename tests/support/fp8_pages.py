@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from tests import checkpoints
+from tests.support import checkpoints
 
 
 class Scales(NamedTuple):

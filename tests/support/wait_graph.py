@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from baton.waits import WaitEdge, WaitNode
 from decode_worker.scheduler import DecodeScheduler
-from tests.rig import Rig
+from tests.support.workers_and_stores import Rig
 
 
 class WaitCycle(AssertionError):

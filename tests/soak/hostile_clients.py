@@ -2,12 +2,12 @@
 
     .venv/bin/python -m tests.soak --hostile 10 --minutes 0 --kills 0 --requests 0
 
-24 honest streams run all the time, each request checked token by token against a cluster that nothing disturbs.
-Beside them run the attacks of `tests/hostile.py`, and every few seconds ptrace stops the main thread of one process
-while its other threads go on. No honest request may fail. No gap between two tokens of a stream may be longer than
-one second, except by the time for which the machine itself stood still: the bare engine of `tests/standstill.py`
-tells that. After the attacks nothing may be left running or held, and no process may have grown: descriptors, threads
-and memory are compared with those before the attacks.
+24 honest streams run all the time, each request checked token by token against a cluster that nothing disturbs. Beside
+them run the attacks of `tests/soak/attacks.py`, and every few seconds ptrace stops the main thread of one process while
+its other threads go on. No honest request may fail. No gap between two tokens of a stream may be longer than one
+second, except by the time for which the machine itself stood still: the bare engine of `tests/soak/standstill.py` tells
+that. After the attacks nothing may be left running or held, and no process may have grown: descriptors, threads and
+memory are compared with those before the attacks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from baton.v1 import generation_pb2, generation_pb2_grpc
 from bench.memory import Memory
 from deploy.local import LocalCluster
 from kvstore.client.connection import store_address
-from tests.hang import hung
-from tests.standstill import NOTED, Gap, Machine
+from tests.soak.standstill import NOTED, Gap, Machine
 from tests.support import workload
 from tests.support.cluster import at_rest, process
 from tests.support.eventually import eventually
+from tests.support.hung_thread import hung
 from tests.support.machine_speed import slowness
 from tests.support.metrics_page import nothing_held
 from tests.support.undisturbed import Stream, undisturbed
@@ -110,7 +110,7 @@ class Streams:
 @contextmanager
 def attack(name: str, **arguments: object) -> Iterator[Counter[str]]:
     """Run an attack meanwhile; its counts are there at the end. Raises AssertionError when it got what it must not."""
-    command = [sys.executable, "-m", "tests.hostile", name, json.dumps(arguments)]
+    command = [sys.executable, "-m", "tests.soak.attacks", name, json.dumps(arguments)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -3,7 +3,7 @@
     with Hosts() as hosts:
         hosts.one.run("ip", "addr")
         LocalCluster(config, folder, nodes=hosts.nodes, reach=hosts.reach)
-        hosts.cut(); hosts.restore(); hosts.delay(20)
+        hosts.cut(); hosts.restore()
 
 They share files and process numbers with the test, and nothing of the network; abstract Unix sockets belong to the
 network too. Each namespace lives as long as a process that holds it, which ends when its standard input does: so when
@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any, Self
 from deploy.local import LocalNode
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _LINK = "cable"  # the name of either end
 _UNSHARE = ["unshare", "--net"] if os.getuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
 _HOLD = "import sys; print('ready', flush=True); sys.stdin.read()"
@@ -113,7 +112,7 @@ class Hosts:
             ip, _, port = address.rpartition(":")
             host = self.one if ip == self.one.address else self.two
             path = self._folder / secrets.token_hex(4)
-            command = (sys.executable, "-m", "tests.hosts", path, ip, port)
+            command = (sys.executable, "-m", "tests.support.network_namespaces", path, ip, port)
             forwarder = self._cleanup.enter_context(_ended(host.start(*command, stdout=subprocess.PIPE)))
             assert forwarder.stdout is not None
             assert forwarder.stdout.readline() == "ready\n"
@@ -128,14 +127,6 @@ class Hosts:
 
     def restore(self) -> None:
         self.one.run("ip", "link", "set", _LINK, "up")
-
-    def delay(self, milliseconds: float) -> bool:
-        """Everything that passes takes so much longer, each way; False where the kernel or `tc` can't do that."""
-        if shutil.which("tc") is None:
-            return False
-        command = ["tc", "qdisc", "replace", "dev", _LINK, "root", "netem", "delay", f"{milliseconds}ms"]
-        ends = (self.one, self.two)
-        return all(subprocess.run([*h.enter, *command], capture_output=True).returncode == 0 for h in ends)
 
 
 @contextlib.contextmanager

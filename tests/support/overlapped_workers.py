@@ -27,7 +27,7 @@ from prefill_worker.scheduler import PrefillScheduler
 from simulator.clock import Body
 from simulator.device import digests
 from simulator.transport import SlotMemory
-from tests.rig import PAGE, VOCAB, Device, Rig, RigStore, RigWorker
+from tests.support.workers_and_stores import PAGE, VOCAB, Device, Rig, RigStore, RigWorker
 from worker.turn import CopyEnded
 
 FAILS = -1

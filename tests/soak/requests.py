@@ -21,8 +21,7 @@ from bench.memory import Memory
 from bench.streams import Router, Server
 from deploy.load.workload import Lengths, Planned, Workload
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest, process
 from tests.support.eventually import eventually
 from tests.support.metrics_page import nothing_held, samples, total

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from baton.client import Generated
 from deploy.local import LocalCluster
-from tests import checkpoints
-from tests.support import workload
+from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest, process
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held

@@ -16,7 +16,7 @@ class EngineUnderTest:
     name: str
     page_size: int  # tokens
     head_dim: int  # of tests' checkpoints
-    checkpoint: Mapping[str, Any] = field(default_factory=dict)  # on top of each recipe in tests/checkpoints.py
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)  # on top of each recipe in tests/support/checkpoints.py
     wide: Mapping[str, Any] = field(default_factory=dict)  # the same of the wider kind
     settings: Mapping[str, object] = field(default_factory=dict)  # of a cluster
 

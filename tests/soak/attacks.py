@@ -1,6 +1,6 @@
-"""Hostile clients and strangers, each a process of its own, for `tests/soak_hostile.py`.
+"""Hostile clients and strangers, each a process of its own, for `tests/soak/hostile_clients.py`.
 
-    python -m tests.hostile ATTACK ARGUMENTS       arguments as JSON
+    python -m tests.soak.attacks ATTACK ARGUMENTS       arguments as JSON
 
 An attack goes on until its stdin closes. Then it prints one line of JSON: its counts by kind. It runs at a low
 priority, because an attacker has a machine of its own. Some attacks first switch to another user (uid 65534) without
@@ -30,7 +30,7 @@ import grpc
 import zmq
 
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from tests.hostile_grpc import closed, held_streams, unspoken_connections
+from tests.soak.grpc_attacks import closed, held_streams, unspoken_connections
 
 STRANGER = 65_534
 _NICENESS = 10

@@ -1,6 +1,6 @@
 """No token differs, in bf16 either, whatever dies: a part of `make soak`.
 
-    .venv/bin/python -m tests.soak_exact [--minutes 20] [--faults 200] [--dtype bfloat16] [--model DIR] [--seed N]
+    .venv/bin/python -m tests.soak.exact [--minutes 20] [--faults 200] [--dtype bfloat16] [--model DIR] [--seed N]
 
 24 prompts are asked for, each greedily and with a seed, in a cluster of 1 prefill and 2 decode workers and in a
 colocated one. Workers and stores are killed and stopped at random, `--faults` times in all, and three busy loops take
@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests import checkpoints
-from tests.soak import OUTPUT, STREAMS, Shape, prompts, soak
+from tests.soak.deaths import OUTPUT, STREAMS, Shape, prompts, soak
+from tests.support import checkpoints
 from tests.support.undisturbed import Stream, undisturbed
 
 SHAPES = {"1P+2D": Shape(1, 2), "colocated": Shape(0, 1)}
@@ -41,7 +41,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak_exact")
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.exact")
     parser.add_argument("--minutes", type=float, default=20.0, help="of both shapes together")
     parser.add_argument("--faults", type=int, default=200, help="kills and stops, at least so many in all")
     parser.add_argument("--dtype", default="bfloat16")
