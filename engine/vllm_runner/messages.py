@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, convert, msgpack
 
 from baton.messages import PromptTokenLogprob
@@ -165,7 +166,8 @@ def _plain(value: Any) -> Any:
     """Return an array or a mask as what msgpack knows. The bits of a mask are packed."""
     if not isinstance(value, np.ndarray):
         return ReceivedMask(value.allowed, value.may_end, value.failure, tuple(value.ends))
-    return (len(value), np.packbits(value).tobytes()) if value.dtype == np.bool_ else value.tobytes()
+    array: npt.NDArray[Any] = value
+    return (len(array), np.packbits(array).tobytes()) if array.dtype == np.bool_ else array.tobytes()
 
 
 def _restored(kind: Any, value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.config import StoreConfig
 from baton.messages import Peer
-from kvstore.disk.interface import DiskOrder
+from kvstore.disk.orders import DiskOrder
 from kvstore.server.events import StoreCommand, StoreEvent
 from kvstore.server.state import StoreState
 from simulator.held_agenda import HeldAgenda
