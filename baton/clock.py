@@ -1,4 +1,4 @@
-"""Time as an argument: a monotonic clock, a virtual one for tests and simulation, and a detector of our own pauses."""
+"""Time as an argument: a monotonic clock, and a detector of our own pauses."""
 
 from __future__ import annotations
 
@@ -17,23 +17,6 @@ class Clock(Protocol):
     """Seconds on a monotonic scale; only differences mean anything."""
 
     def now(self) -> float: ...
-
-
-class VirtualClock:
-    """A clock that moves only when told to."""
-
-    def __init__(self, start: float = 0.0) -> None:
-        self._now = start
-
-    def now(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> float:
-        """Move forward by `seconds`; raises ValueError for a negative step, since time never runs back."""
-        if seconds < 0:
-            raise ValueError(f"a clock can't go back by {-seconds} s")
-        self._now += seconds
-        return self._now
 
 
 class PauseDetector:

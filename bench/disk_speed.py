@@ -32,8 +32,8 @@ from bench import report
 from kvstore.checksum import page_checksum
 from kvstore.disk.file_names import BLOCK, footprint
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.interface import DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 from kvstore.disk.io_threads import DiskTier
+from kvstore.disk.orders import DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 
 KV_HEADS = 8  # of a page: each is hashed on its own
 PAGE_SIZES = (128 * 2**10, 2 * 2**20)

@@ -17,8 +17,7 @@ This module imports no torch: the store and the router use it too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 LAYOUT_VERSION = 2
 """Raised whenever the meaning of a page's bytes or of its checksum changes; part of every page key's namespace."""
@@ -78,31 +77,3 @@ class PageLayout:
     @property
     def page_bytes(self) -> int:
         return self.token_bytes * self.page_size
-
-    def rank_slice(self, rank: int, size: int) -> slice:
-        """The byte range of a page that tensor-parallel rank `rank` of `size` owns.
-
-        Raises ValueError when the heads don't divide evenly, or there is no such rank.
-        """
-        if size < 1 or self.num_kv_heads % size:
-            raise ValueError(f"{self.num_kv_heads} KV heads can't be shared evenly by {size} ranks")
-        if not 0 <= rank < size:
-            raise ValueError(f"rank {rank} is not one of {size}")
-        share = self.page_bytes // size
-        return slice(rank * share, (rank + 1) * share)
-
-    def to_dict(self) -> dict[str, int | str]:
-        """Plain values for a message; `from_dict` is its inverse."""
-        return {"version": self.version} | asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> PageLayout:
-        """Raises ValueError for missing or unknown fields, impossible values, or another layout version."""
-        values = dict(fields)
-        version = values.pop("version", None)
-        if version != LAYOUT_VERSION:
-            raise ValueError(f"page layout version {version!r} is not ours ({LAYOUT_VERSION})")
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ValueError(f"page layout: {error}") from None

@@ -42,8 +42,8 @@ from baton.wire import Poller, refused
 from kvstore.arena.memory import Arena
 from kvstore.client.connection import store_address
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.interface import DiskOrder
 from kvstore.disk.io_threads import DiskTier
+from kvstore.disk.orders import DiskOrder
 from kvstore.events.publisher import KvEventPublisher
 from kvstore.server.events import (
     CallReceived,

@@ -11,10 +11,10 @@ from typing import Any, Self
 from baton.config import DiskConfig
 from kvstore.disk.file_names import PageFile
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.interface import DiskOrder
 from kvstore.disk.orders import (
     Delete,
     Deleted,
+    DiskOrder,
     Found,
     Open,
     Opened,

@@ -26,7 +26,7 @@ from baton.messages import (
 from baton.router_links import RouterMessage
 from baton.store_protocol import Attach, Attached, StoreHeartbeat, StoreReply
 from kvstore.client.transfer import StoreUp
-from kvstore.disk.interface import DiskOrder
+from kvstore.disk.orders import DiskOrder
 from kvstore.server.events import (
     CallReceived,
     Connected,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from baton.messages import FromStore
 from baton.store_protocol import StoreReply
-from kvstore.disk.interface import DiskOrder
+from kvstore.disk.orders import DiskOrder
 from kvstore.server.events import (
     CloseConnection,
     DivideArena,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.bool_]
 
 
+@runtime_checkable
 class TokenMask(Protocol):
     """The tokens that a grammar allows next in one sequence. One thread calls `compute`; what that finds may be read
     once `ready` is true."""

@@ -9,13 +9,11 @@ import time
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
-import msgspec
-
 from baton.errors import BatonError, DeviceLost
 from engine.cuda.errors import device_errors
 from engine.vllm_runner import messages
 from engine.vllm_runner.device_memory import lacks_of_memory
-from engine.vllm_runner.messages import Answer, Attach, Copied, Duplicate, Failed, In, Load, Loaded, Order, Out, Step
+from engine.vllm_runner.messages import Answer, Attach, Copied, Duplicate, Failed, In, Load, Loaded, Out, Step
 from engine.vllm_runner.ranks import RankLost, Ranks, die_with_parent
 
 log = logging.getLogger(__name__)
@@ -86,12 +84,11 @@ def main(fd: int) -> None:
     die_with_parent()
     os.umask(0o077)  # shared memory and sockets of the ranks are this user's alone
     link = Connection(fd)
-    orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(messages.Order)
     child: Child | None = None
     answer: Answer | None
     while True:
         try:
-            order = orders.decode(link.recv_bytes())
+            order = messages.decode_order(link.recv_bytes())
         except EOFError:
             if child is not None and child.has_ranks:
                 os._exit(0)  # an orderly end of vLLM's processes takes seconds; the kernel ends them now
@@ -116,7 +113,7 @@ def main(fd: int) -> None:
                 raise  # it has no answer: the worker hears of it by this process's end
             answer = Failed(error.reason if isinstance(error, BatonError) else type(error).__name__, str(error))
         if answer is not None:
-            link.send_bytes(msgspec.msgpack.encode(answer))
+            link.send_bytes(messages.encode(answer))
 
 
 if __name__ == "__main__":

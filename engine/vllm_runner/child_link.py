@@ -13,8 +13,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import NamedTuple
 
-import msgspec
-
 from baton.errors import DeviceLost
 from engine.vllm_runner import messages
 from engine.vllm_runner.messages import Answer, Order
@@ -108,7 +106,7 @@ class ChildLink:
     def _send(self) -> None:
         while (outgoing := self._orders.get()) is not None:
             try:
-                content = msgspec.msgpack.encode(outgoing.make())
+                content = messages.encode(outgoing.make())
                 if self._expect(outgoing.pending):
                     self._link.send_bytes(content)
                     if outgoing.fd is not None:
@@ -135,10 +133,9 @@ class ChildLink:
             return True
 
     def _receive(self) -> None:
-        answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(messages.Answer)
         try:
             while True:
-                answer = answers.decode(self._link.recv_bytes())
+                answer = messages.decode_answer(self._link.recv_bytes())
                 self._awaited.popleft().answer(answer)
                 self.alarm()
         except Exception as error:  # noqa: BLE001 - as in `_send`

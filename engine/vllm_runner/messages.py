@@ -4,48 +4,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
-from msgspec import Struct
+import numpy.typing as npt
+from msgspec import Struct, convert, msgpack
 
 from baton.messages import PromptTokenLogprob
-from engine.step.batch import Bits, Floats, Ints, LogitsEdits, Sampled, TokenDraw, TokenMask
+from engine.step.batch import Bits, Sampled, TokenDraw, TokenMask
 
 
-class SentMask(Struct, frozen=True, gc=False):
-    """A token mask that was ready when its step was sent."""
+class ReceivedMask(Struct, gc=False):
+    """A `TokenMask` that was computed by the worker, before its step was sent."""
 
-    packed: bytes  # the allowed tokens, one bit for each
-    count: int  # of them; 0: there is no mask
-    may_end: bool
-    failure: str
-    ends: tuple[int, ...]
-
-    @classmethod
-    def of(cls, mask: TokenMask) -> SentMask:
-        allowed = mask.allowed
-        bits = b"" if allowed is None else np.packbits(allowed).tobytes()
-        return cls(bits, 0 if allowed is None else len(allowed), mask.may_end, mask.failure, tuple(mask.ends))
-
-    def mask(self) -> ReceivedMask:
-        allowed: Bits | None = None
-        if self.count:
-            allowed = np.unpackbits(np.frombuffer(self.packed, np.uint8), count=self.count).astype(np.bool_)
-        return ReceivedMask(True, allowed, self.may_end, self.failure, self.ends)
-
-
-@dataclass
-class ReceivedMask:
-    """A `TokenMask` that was computed elsewhere."""
-
-    ready: bool
     allowed: Bits | None
     may_end: bool
     failure: str
     ends: tuple[int, ...]
+    ready: bool = True
     slow: bool = False
 
     def begin(self) -> bool:
@@ -53,71 +30,6 @@ class ReceivedMask:
 
     def compute(self) -> None:
         pass
-
-
-class SentEdits(Struct, frozen=True, gc=False):
-    """The changes to one row of logits, arrays as bytes: int64 and float32."""
-
-    allowed: bytes | None
-    forbidden: bytes | None
-    bias: tuple[bytes, bytes] | None
-    repeated: bytes | None
-    repetition: float
-    lowered: tuple[bytes, bytes] | None
-
-    @classmethod
-    def of(cls, edits: LogitsEdits) -> SentEdits:
-        def sent(array: Ints | Floats | None) -> bytes | None:
-            return None if array is None else array.tobytes()
-
-        def pair(arrays: tuple[Ints, Floats] | None) -> tuple[bytes, bytes] | None:
-            return None if arrays is None else (arrays[0].tobytes(), arrays[1].tobytes())
-
-        return cls(
-            sent(edits.allowed), sent(edits.forbidden), pair(edits.bias), sent(edits.repeated), edits.repetition,
-            pair(edits.lowered),
-        )  # fmt: skip
-
-    def edits(self) -> LogitsEdits:
-        def ids(sent: bytes | None) -> Ints | None:
-            return None if sent is None else np.frombuffer(sent, np.int64)
-
-        def pair(sent: tuple[bytes, bytes] | None) -> tuple[Ints, Floats] | None:
-            return None if sent is None else (np.frombuffer(sent[0], np.int64), np.frombuffer(sent[1], np.float32))
-
-        return LogitsEdits(
-            ids(self.allowed), ids(self.forbidden), pair(self.bias), ids(self.repeated), self.repetition,
-            pair(self.lowered),
-        )  # fmt: skip
-
-
-class SentDraw(Struct, frozen=True, gc=False):
-    """A `TokenDraw`."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    index: int
-    logprobs: int | None
-    edits: SentEdits | None
-    mask: SentMask | None
-
-    @classmethod
-    def of(cls, draw: TokenDraw) -> SentDraw:
-        edits = None if draw.edits is None else SentEdits.of(draw.edits)
-        mask = None if draw.mask is None else SentMask.of(draw.mask)
-        return cls(
-            draw.temperature, draw.top_p, draw.top_k, draw.min_p, draw.seed, draw.index, draw.logprobs, edits, mask
-        )
-
-    def draw(self) -> TokenDraw:
-        return TokenDraw(
-            self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.index, self.logprobs,
-            None if self.edits is None else self.edits.edits(),
-            None if self.mask is None else self.mask.mask(),
-        )  # fmt: skip
 
 
 class Row(Struct, frozen=True, gc=False):
@@ -132,7 +44,7 @@ class Row(Struct, frozen=True, gc=False):
     start: int
     pages: Sequence[int]
     fresh: int | None  # a page that this step writes first and leaves part empty
-    draw: SentDraw | None
+    draw: TokenDraw | None
     targets: Sequence[int] = ()  # prompt tokens to score, the first of which follows token `first` of the chunk
     first: int = 0
     top: int = 0
@@ -248,3 +160,26 @@ class Failed(Struct, frozen=True, tag=True):
 
 Order: TypeAlias = Load | Attach | Step | Duplicate | Out | In
 Answer: TypeAlias = Loaded | Drawn | Copied | Failed
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or a mask as what msgpack knows. The bits of a mask are packed."""
+    if not isinstance(value, np.ndarray):
+        return ReceivedMask(value.allowed, value.may_end, value.failure, tuple(value.ends))
+    array: npt.NDArray[Any] = value
+    return (len(array), np.packbits(array).tobytes()) if array.dtype == np.bool_ else array.tobytes()
+
+
+def _restored(kind: Any, value: Any) -> Any:
+    """Return what `_plain` was given, of that type."""
+    if kind is TokenMask:
+        return convert(value, ReceivedMask, dec_hook=_restored)
+    if kind == Bits:
+        count, packed = value
+        return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(np.bool_)
+    return np.frombuffer(value, get_args(get_args(kind)[1])[0])
+
+
+encode = msgpack.Encoder(enc_hook=_plain).encode
+decode_order: Callable[[bytes], Order] = msgpack.Decoder(Order, dec_hook=_restored).decode
+decode_answer: Callable[[bytes], Answer] = msgpack.Decoder(Answer).decode

@@ -45,7 +45,6 @@ from engine.vllm_runner.messages import (
     Load,
     Loaded,
     Row,
-    SentDraw,
     Step,
 )
 from engine.vllm_runner.mover import VllmMover
@@ -233,10 +232,10 @@ class VllmRunner:
                 process = cls.launch_child(theirs.fileno(), {**environment, **folder.environment})
             undo.callback(_end, process)
             try:
-                ours.send_bytes(msgspec.msgpack.encode(order))
+                ours.send_bytes(messages.encode(order))
                 if not ours.poll(_PATIENCE):
                     raise StartupError(f"vLLM has not loaded {order.path} within {_PATIENCE:.0f} s")
-                answer = msgspec.msgpack.decode(ours.recv_bytes(), type=messages.Answer)
+                answer = messages.decode_answer(ours.recv_bytes())
             except (EOFError, OSError) as error:
                 raise StartupError(f"vLLM's process ended while it loaded {order.path}; its log says why") from error
             if isinstance(answer, Failed):
@@ -396,12 +395,12 @@ def _with_draw(row: Row, chunk: Chunk) -> Row:
     draw = chunk.sample
     if draw is None or (draw.mask is not None and not draw.mask.ready):
         return row if not row.appends else _late(row)
-    return msgspec.structs.replace(row, draw=SentDraw.of(draw))
+    return msgspec.structs.replace(row, draw=draw)
 
 
 def _late(row: Row) -> Row:
     """A row whose mask is late draws some token, which is not told."""
-    return msgspec.structs.replace(row, draw=SentDraw.of(TokenDraw(temperature=0.0)), told=False)
+    return msgspec.structs.replace(row, draw=TokenDraw(temperature=0.0), told=False)
 
 
 class RunningStep:

@@ -74,7 +74,7 @@ class Steps:
                 "baton_step",
                 order,
                 [row.fresh + NULL_BLOCKS for row in rows if row.fresh is not None],
-                {name: (row.draw.draw(), row.start + len(row.tokens)) for name, row in named if row.draw is not None},
+                {name: (row.draw, row.start + len(row.tokens)) for name, row in named if row.draw is not None},
                 {name: row for name, row in named if row.targets},
                 {name: len(row.tokens) for name, row in named},
             )

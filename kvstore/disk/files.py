@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import re
 import stat
@@ -31,14 +30,11 @@ from baton.errors import StartupError
 from kvstore.disk.file_names import BLOCK, PAGE_NAME, UNFINISHED, FileNames, PageFile, footprint
 from kvstore.disk.orders import FoundFolder
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 _DIRECT_FROM = 2**20  # smaller files are written twice as fast through the page cache
 _FOLDER = re.compile(r"(?:[0-9a-f]{2}){1,64}-([1-9]\d{0,11})")
 _SPREAD = re.compile(r"[0-9a-f]{2}")
-_SEGMENT = re.compile(r"segment-\d{8}\.kv")  # of former releases
 
 
 class NodeDirectory:
@@ -90,17 +86,6 @@ class NodeDirectory:
                     spread.rmdir()
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-    def delete_segments(self) -> None:
-        """Delete the files of former releases, which nothing reads."""
-        removed = 0
-        with contextlib.suppress(OSError):
-            for file in [file for folder in self._folders() for file in folder.glob("segment-*.kv")]:
-                if _SEGMENT.fullmatch(file.name) and stat.S_ISREG(file.lstat().st_mode):
-                    file.unlink()
-                    removed += 1
-        if removed:
-            log.info("removed %d segment files of a former release below %s; their pages are lost", removed, self.path)
 
     def close(self) -> None:
         if self._lock >= 0:

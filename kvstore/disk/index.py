@@ -27,11 +27,15 @@ from typing import Literal, NamedTuple
 from baton.config import DiskConfig
 from baton.messages import TierSpeed
 from kvstore.disk.file_names import MAX_NAMESPACE, PageFile, footprint
-from kvstore.disk.interface import DiskEvent, DiskOrder, DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 from kvstore.disk.orders import (
     Delete,
     Deleted,
     DeleteFolder,
+    DiskEvent,
+    DiskOrder,
+    DiskOutcome,
+    DiskPage,
+    DiskResult,
     FolderDeleted,
     Found,
     Open,
@@ -39,9 +43,11 @@ from kvstore.disk.orders import (
     OpenFailed,
     PagesRead,
     Read,
+    ReadEnded,
     ReadFinished,
     SlotPage,
     Write,
+    WriteEnded,
     Written,
 )
 from kvstore.disk.page_index import DiskPages, StoredPage

@@ -27,12 +27,13 @@ from baton.errors import StartupError
 from kvstore.checksum import page_checksum
 from kvstore.disk.file_names import FileNames, PageFile
 from kvstore.disk.files import NodeDirectory, PageFiles
-from kvstore.disk.interface import DiskEvent, DiskOrder
 from kvstore.disk.listing import list_pages
 from kvstore.disk.orders import (
     Delete,
     Deleted,
     DeleteFolder,
+    DiskEvent,
+    DiskOrder,
     FolderDeleted,
     Found,
     Open,
@@ -218,7 +219,6 @@ class DiskTier:
         else:
             self._directory.renew()
         directory = self._directory
-        directory.delete_segments()
         folder = directory.folder(order.namespace, order.page_bytes)
         names = FileNames(order.namespace, order.page_bytes)
         found = list_pages(folder, names, lambda: self._epoch != order.epoch)

@@ -1,5 +1,10 @@
-"""What the disk's index asks the disk's threads to do, and what it hears back: `kvstore.disk.index` with
-`kvstore.disk.io_threads`.
+"""What the disk's index asks the disk's threads to do, what it hears back, and what the store's state hears of both.
+
+    state ──DiskPage──▶ index ──DiskOrder──▶ threads (`kvstore.disk.io_threads`) ──DiskEvent──▶ index ──▶ DiskResult
+
+A slot that an order names belongs to that order until its event has come. The disk tier says when it is done with the
+slot's bytes, and the state never reuses the slot before. No order waits for space: a page that finds no room is
+dropped.
 
 Orders are carried out in any order and side by side. So the index never has two orders on their way that write or
 delete the same page. Each order is answered, however it ends. A reason that is not empty says why it failed. `epoch`
@@ -10,11 +15,26 @@ names one opening of one namespace, and events of an earlier epoch are dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from msgspec import Struct
+
 from kvstore.disk.file_names import PageFile
-from kvstore.disk.interface import DiskEvent, DiskOrder
+
+
+class DiskOrder:
+    """Base of what the index asks the disk's threads to do."""
+
+    __slots__ = ()
+
+
+class DiskEvent:
+    """Base of what the disk's threads tell the index."""
+
+    __slots__ = ()
+
 
 # --- orders -----------------------------------------------------------------------------------------------------------
 
@@ -160,3 +180,44 @@ class FolderDeleted(DiskEvent):
     epoch: int
     name: str
     reason: str = ""
+
+
+# --- for the store's state -------------------------------------------------------------------------------------------
+
+
+class DiskPage(Struct, frozen=True):
+    """A sealed page on its way to disk: where it stands in its chain, its slot, and the checksum it was sealed with."""
+
+    key: bytes
+    parent: bytes
+    slot: int
+    checksum: int
+
+
+class WriteEnded(Struct, frozen=True):
+    """The disk tier needs the page's slot no longer. `intact` is False when its bytes did not match its checksum: the
+    arena holds rubbish. Whether it is on the disk now is told by KV events only."""
+
+    key: bytes
+    slot: int
+    intact: bool = True
+
+
+class ReadEnded(Struct, frozen=True):
+    """The page is in its slot, or (`ok` False) what is there is rubbish: it was unreadable or did not match its
+    checksum, and is on the disk no more."""
+
+    key: bytes
+    slot: int
+    checksum: int
+    ok: bool
+
+
+DiskOutcome: TypeAlias = WriteEnded | ReadEnded
+
+
+class DiskResult(Struct, frozen=True):
+    """What a call of the index leads to: orders for the threads, in order, and what has ended for the caller."""
+
+    orders: Sequence[DiskOrder] = ()
+    ended: Sequence[DiskOutcome] = ()

@@ -23,23 +23,12 @@ class DiskCounters:
     errors: int = 0  # orders that failed
 
 
-@dataclass(frozen=True, slots=True)
-class DiskStats:
-    """A snapshot of the disk tier. The first group is what is so now, the second what `DiskCounters` counts."""
+@dataclass(slots=True, kw_only=True)
+class DiskStats(DiskCounters):
+    """A snapshot of the disk tier: what is so now, beside what has happened."""
 
     state: str  # "off", "opening", "on", "failed: reason"
     pages: int  # readable
     bytes: int  # of all files that are ours, those on their way included
     reading: int  # pages
     writing: int  # pages
-
-    written: int
-    read: int
-    evictions: int
-    dropped_writes: int
-    torn: int
-    corrupt: int
-    orphans: int
-    duplicates: int
-    damaged: int
-    errors: int

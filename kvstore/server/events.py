@@ -10,7 +10,7 @@ from msgspec import Struct
 from baton.clock import Tick
 from baton.messages import FromStore, ToStore
 from baton.store_protocol import StoreCall, StoreReply
-from kvstore.disk.interface import DiskEvent, DiskOrder
+from kvstore.disk.orders import DiskEvent, DiskOrder
 from kvstore.disk.stats import DiskStats
 from kvstore.server.inbound_transfers import InboundStats
 from kvstore.server.outbound_transfers import OutboundStats

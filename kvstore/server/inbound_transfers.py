@@ -36,7 +36,8 @@ from baton.peer_protocol import (
     PageReply,
 )
 from kvstore.arena.host_page_pool import NOWHERE, HostPage, HostPagePool, SlotReservation
-from kvstore.disk.interface import DiskOrder, DiskPageIndex, ReadEnded
+from kvstore.disk.index import DiskIndex
+from kvstore.disk.orders import DiskOrder, ReadEnded
 from kvstore.load_or_recompute import SpeedMeter
 from kvstore.transport.interface import AskPeer, ExpectPages, PagesLanded, PeerOrder, RetractFetch
 
@@ -133,7 +134,7 @@ class InboundTransfers:
     """The one owner of slots that the store itself has reserved."""
 
     def __init__(
-        self, pages: HostPagePool, disk: DiskPageIndex, page_bytes: int, share: float, heartbeat: float, silence: float,
+        self, pages: HostPagePool, disk: DiskIndex, page_bytes: int, share: float, heartbeat: float, silence: float,
         numbers: Iterator[int],
     ) -> None:  # fmt: skip
         """At most `share` of the slots are on their way in at once; a source silent for `silence` seconds is given

@@ -75,7 +75,7 @@ from baton.store_protocol import LeasedPage as PageAt
 from baton.waits import WaitEdge
 from kvstore.arena.host_page_pool import HostPage, HostPagePool
 from kvstore.disk.admission_filter import AdmissionFilter
-from kvstore.disk.interface import DiskPageIndex
+from kvstore.disk.index import DiskIndex
 from kvstore.events.changes import CacheChange
 from kvstore.keys import namespace_root, split_keys
 from kvstore.server.events import (
@@ -115,7 +115,7 @@ class StoreState:
     """The one owner of the arena's slots, which decides which process may read and write them, and when."""
 
     def __init__(
-        self, me: Peer, settings: StoreConfig, disk: DiskPageIndex, admit_after: int, heartbeat: float, silence: float
+        self, me: Peer, settings: StoreConfig, disk: DiskIndex, admit_after: int, heartbeat: float, silence: float
     ) -> None:
         """Pages used `admit_after` times are written to the disk. `heartbeat` and `silence` in seconds."""
         self._me = me

@@ -24,12 +24,12 @@ from baton.store_protocol import TierPages
 from baton.waits import WaitEdge, WaitNode
 from kvstore.arena.host_page_pool import NOWHERE, HostPage, HostPagePool
 from kvstore.disk.admission_filter import AdmissionFilter
-from kvstore.disk.interface import (
+from kvstore.disk.index import DiskIndex
+from kvstore.disk.orders import (
     DiskEvent,
     DiskOrder,
     DiskOutcome,
     DiskPage,
-    DiskPageIndex,
     DiskResult,
     ReadEnded,
     WriteEnded,
@@ -70,7 +70,7 @@ class TierManager:
     """The pages of one namespace in one store."""
 
     def __init__(
-        self, settings: StoreConfig, disk: DiskPageIndex, admission: AdmissionFilter, slots: int, page_bytes: int,
+        self, settings: StoreConfig, disk: DiskIndex, admission: AdmissionFilter, slots: int, page_bytes: int,
         heartbeat: float, silence: float, numbers: Iterator[int],
     ) -> None:  # fmt: skip
         """`numbers`: for fetches from other stores, never one twice."""

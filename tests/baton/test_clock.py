@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.clock import PauseDetector, VirtualClock
+from baton.clock import PauseDetector
 from baton.monotonic_clock import MonotonicClock
 from baton.timeline import Timeline
+from tests.support.virtual_clock import VirtualClock
 
 
 def test_a_virtual_clock_moves_only_when_told() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.clock import VirtualClock
 from baton.membership import RouterLost
 from baton.messages import (
     AttemptFailed,
@@ -21,6 +20,7 @@ from baton.messages import (
 from baton.router_links import RouterLinks, RouterMessage
 from baton.wire import Listener
 from tests.baton.test_wire import ME, run
+from tests.support.virtual_clock import VirtualClock
 
 SILENCE = 60.0
 

@@ -16,7 +16,6 @@ import msgspec
 import pytest
 import zmq
 
-from baton.clock import VirtualClock
 from baton.errors import MalformedMessage, PortInUse, StoreGone
 from baton.messages import Cancel, Heartbeat, Hello, LoadReport, Peer, ToDecode
 from baton.monotonic_clock import MonotonicClock
@@ -25,6 +24,7 @@ from baton.unix import UnixListener, UnixSocket
 from baton.wire import Heart, Listener, Poller, Publisher, RouterSocket, Subscriber
 from tests.support import cluster_keys
 from tests.support.eventually import eventually
+from tests.support.virtual_clock import VirtualClock
 
 pytestmark = pytest.mark.slow
 

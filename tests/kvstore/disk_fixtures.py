@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore.disk.file_names import PageFile, footprint
-from kvstore.disk.interface import DiskEvent, DiskOrder
 from kvstore.disk.orders import (
     Delete,
     Deleted,
     DeleteFolder,
+    DiskEvent,
+    DiskOrder,
     FolderDeleted,
     Found,
     FoundFolder,

@@ -15,9 +15,19 @@ from baton.config import Bytes, DiskConfig
 from kvstore.checksum import page_checksum
 from kvstore.disk.file_names import FileNames, PageFile, footprint
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.interface import DiskEvent, DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 from kvstore.disk.io_threads import DiskTier
-from kvstore.disk.orders import Delete, Deleted, DeleteFolder, FolderDeleted
+from kvstore.disk.orders import (
+    Delete,
+    Deleted,
+    DeleteFolder,
+    DiskEvent,
+    DiskOutcome,
+    DiskPage,
+    DiskResult,
+    FolderDeleted,
+    ReadEnded,
+    WriteEnded,
+)
 from tests.kvstore.chains import key, keys, parent
 
 NAMESPACE = b"namespace 16 byt"

@@ -221,21 +221,6 @@ def test_a_file_larger_than_a_page_is_none(tmp_path: Path) -> None:
         assert (rig.index.stats().torn, rig.index.stats().orphans) == (1, 2)
 
 
-def test_segment_files_of_former_releases_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    with Rig(tmp_path) as rig:
-        rig.write("abc")
-        other = rig.path / "aabb-7"
-        other.mkdir()
-    for folder in (rig.folder, other):
-        (folder / "segment-00000001.kv").write_bytes(b"BATONSEG")
-        (folder / "segment-1.kv").write_text("mine")
-    with Rig(tmp_path) as rig:
-        assert rig.readable() == prefixes("abc")
-    assert [path.name for path in tmp_path.rglob("segment*")] == ["segment-1.kv"] * 2
-    assert "removed 2 segment files" in caplog.text
-
-
 # --- a real store is killed -------------------------------------------------------------------------------------------
 
 CHILD = """

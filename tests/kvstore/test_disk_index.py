@@ -20,8 +20,20 @@ from hypothesis.stateful import (
 from baton.config import Bytes, DiskConfig
 from kvstore.disk.file_names import footprint
 from kvstore.disk.index import RETRY_SECONDS, DiskIndex
-from kvstore.disk.interface import DiskEvent, DiskPage, DiskResult, ReadEnded, WriteEnded
-from kvstore.disk.orders import Deleted, Open, OpenFailed, PagesRead, Read, ReadOutcome, Written
+from kvstore.disk.orders import (
+    Deleted,
+    DiskEvent,
+    DiskPage,
+    DiskResult,
+    Open,
+    OpenFailed,
+    PagesRead,
+    Read,
+    ReadEnded,
+    ReadOutcome,
+    WriteEnded,
+    Written,
+)
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from tests.kvstore.chains import CHAINS, key, keys, parent
 from tests.kvstore.disk_fixtures import PaperDisk

@@ -16,7 +16,7 @@ import pytest
 from kvstore.disk import files
 from kvstore.disk.files import PageFiles
 from kvstore.disk.index import RETRY_SECONDS
-from kvstore.disk.interface import WriteEnded
+from kvstore.disk.orders import WriteEnded
 from tests.kvstore.chains import key, keys
 from tests.kvstore.disk_rig import KV_HEADS, LARGE, NAMESPACE, SMALL, Rig, prefixes
 

@@ -18,7 +18,7 @@ from baton.peer_protocol import (
     PageRequest,
 )
 from kvstore.arena.host_page_pool import HostPagePool, SlotReservation
-from kvstore.disk.interface import DiskPage, ReadEnded
+from kvstore.disk.orders import DiskPage, ReadEnded
 from kvstore.server.inbound_transfers import InboundResult, InboundTransfers, links
 from kvstore.transport.interface import AskPeer, ExpectPages, PagesLanded, RetractFetch
 from tests.kvstore.chains import key, keys

@@ -17,7 +17,7 @@ from baton.errors import MalformedMessage
 from baton.peer_protocol import FetchCredit
 from kvstore.arena.eviction import LeafFirstLru
 from kvstore.arena.host_page_pool import HostPage, HostPagePool, SlotReservation
-from kvstore.disk.interface import WriteEnded
+from kvstore.disk.orders import WriteEnded
 from kvstore.server.events import StoreCommand
 from kvstore.server.inbound_transfers import InboundResult, InboundTransfers, RemoteFetch
 from kvstore.server.leases import ClientProcess, Lease, PageWaiters

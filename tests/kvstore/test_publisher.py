@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import zmq
 
-from baton.clock import VirtualClock
 from baton.errors import StartupError
 from baton.messages import Medium, PageSegment, Snapshot
 from baton.monotonic_clock import MonotonicClock
@@ -24,6 +23,7 @@ from router.placement.kv_index import KvIndex
 from tests.kvstore.chains import key, keys
 from tests.support import cluster_keys
 from tests.support.eventually import eventually_async
+from tests.support.virtual_clock import VirtualClock
 
 PATIENCE = 20.0
 

@@ -65,13 +65,13 @@ from kvstore.transport.interface import (
     SendPages,
     VerifySlot,
 )
-from simulator.held_agenda import HeldAgenda
 from simulator.transport import SimulatedTransport
-from simulator.wires import Wires
 from tests.kvstore.chains import key, keys, parent, partial
 from tests.kvstore.store_fixtures import NAMESPACE, store_config
 from tests.support.fake_disk import FakeDisk, Finished, Read, Write
+from tests.support.held_agenda import HeldAgenda
 from tests.support.held_store import HEARTBEAT, SILENCE, HeldStore
+from tests.support.wires import Wires
 
 SLOTS = 6
 SHARE = 0.75

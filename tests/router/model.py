@@ -64,10 +64,10 @@ from router.events import (
 )
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
-from simulator.held_agenda import HeldAgenda
-from simulator.held_messages import HeldMessages
 from tests.router.checked import CheckedRouter
 from tests.router.stores import PAGE, Stores, chain_of
+from tests.support.held_agenda import HeldAgenda
+from tests.support.held_messages import HeldMessages
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 VOCAB = 1_000

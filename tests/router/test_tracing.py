@@ -13,7 +13,6 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
-from baton.clock import VirtualClock
 from baton.config import TracingConfig
 from baton.errors import InvalidRequest, StartupError
 from baton.messages import Accepted, Refused, TokenLogprob
@@ -27,6 +26,7 @@ from router.tracing.origin import Origin, http_origin, origin
 from router.tracing.span import RequestSpan, Span
 from tests.router.driven import Bench, read_end, run
 from tests.support.eventually import eventually, eventually_async
+from tests.support.virtual_clock import VirtualClock
 
 WALL = 1_700_000_000_000_000_000  # nanoseconds, when the clock of `Bench` says 100 s
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.messages import TierSpeed
-from kvstore.disk.interface import DiskEvent, DiskOrder, DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
+from kvstore.disk.orders import DiskEvent, DiskOrder, DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 from kvstore.events.changes import CacheChange, ChangeLog
 from kvstore.load_or_recompute import DEFAULT_SPEEDS
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from baton.config import StoreConfig
 from baton.messages import Peer
-from kvstore.disk.interface import DiskOrder
+from kvstore.disk.orders import DiskOrder
 from kvstore.server.events import StoreCommand, StoreEvent
 from kvstore.server.state import StoreState
-from simulator.held_agenda import HeldAgenda
 from simulator.store_shell import StoreShell
 from simulator.transport import SimulatedTransport
-from simulator.wires import Wires
 from tests.support.fake_disk import DiskThreads, FakeDisk, Finished, Read, Write
+from tests.support.held_agenda import HeldAgenda
+from tests.support.wires import Wires
 
 HEARTBEAT = 0.25  # seconds between the heartbeats of two stores
 SILENCE = 3.0  # seconds without one until a store counts as gone

@@ -35,12 +35,12 @@ from kvstore.transport.interface import PeerOrder, SlotVerified, VerifySlot
 from prefill_worker.scheduler import PrefillScheduler
 from simulator.clock import Body
 from simulator.device import CheckingDevice, PageMemory, digests
-from simulator.held_agenda import HeldAgenda
 from simulator.transport import SimulatedTransport
-from simulator.wires import Wires
 from simulator.worker_shell import WorkerShell, at_once, copied
 from tests.support.fake_disk import FakeDisk
+from tests.support.held_agenda import HeldAgenda
 from tests.support.held_store import HeldStore
+from tests.support.wires import Wires
 
 PAGE = 4
 PAGE_BYTES = 64

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 from baton.peer_protocol import PageRequest
-from simulator.held_agenda import HeldAgenda, Lane
 from simulator.transport import Parcel, SimulatedTransport
+from tests.support.held_agenda import HeldAgenda, Lane
 
 Mishap: TypeAlias = Literal["", "damaged", "twice", "later"]
 """What becomes of a parcel beside its arrival: its first page is damaged, or it comes twice, at once or much later."""

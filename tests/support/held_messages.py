@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.messages import Heartbeat
-from simulator.held_agenda import HeldAgenda
+from tests.support.held_agenda import HeldAgenda
 
 
 class HeldMessages:
