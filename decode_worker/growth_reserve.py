@@ -4,7 +4,7 @@ To admit a sequence for each that leaves, the pool must have room not for what t
 what they will, together, at the worst moment. At that moment, `t` tokens from now, sequence i has given its pages back
 with probability 1 − Sᵢ(t), and otherwise taken those of t more tokens:
 
-    taken(t) = Σ Sᵢ(t) · growthᵢ(t)  −  Σ (1 − Sᵢ(t)) · ownᵢ          headroom = max over t of taken(t) + z · σ(t)
+    taken(t) = Σ Sᵢ(t) · growthᵢ(t)  −  Σ (1 − Sᵢ(t)) · ownᵢ          reserve = max over t of taken(t) + z · σ(t)
 
 but no less than a page each, which those that began together take together, and no more than what is allowed.
 

@@ -44,8 +44,8 @@ from baton.store_protocol import StoreReply
 from baton.waits import WaitEdge
 from decode_worker.admission import SequenceAdmission
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
-from decode_worker.orders import OrderReader
 from decode_worker.page_fetches import PageFetches
+from decode_worker.request_reader import RequestReader
 from decode_worker.sequence import ChunkUnderWay, Sequence, SequencePhase
 from decode_worker.sequence_pages import SequencePages
 from decode_worker.sliding_window import SlidingWindow
@@ -114,7 +114,7 @@ class DecodeScheduler:
         num_pages: int,
         *,
         event_tokens: bool = False,
-        headroom: GrowthReserve | None = None,
+        growth_reserve: GrowthReserve | None = None,
         calibration: Items[StepSample] = (),
         vocab_size: int | None = None,
         grammars: OutputGrammars | None = None,
@@ -123,9 +123,9 @@ class DecodeScheduler:
         adapters: Items[str] = (),
         recompute_share: float = 0.0,
     ) -> None:
-        """`headroom`: the rule for admission, the learned one unless told otherwise. `calibration`: steps that were
-        run before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it
-        would fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
+        """`growth_reserve`: the rule for admission, the learned one by default. `calibration`: steps that were run
+        before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it would
+        fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
         `copies_overlap`: copies are made beside steps, and delay none. `window`: the positions that no layer of the
         model looks beyond, a token's own included; none: some layer attends to all. `adapters`: digests of those that
         orders may name. `recompute_share`: part of the pages that is checked."""
@@ -134,11 +134,11 @@ class DecodeScheduler:
         self._page_size = page_size
         sliding = None if window is None else SlidingWindow(window, page_size, num_pages)
         self._pages = SequencePages(num_pages, page_size, sliding, tell_tokens=event_tokens)
-        self._orders = OrderReader(
+        self._reader = RequestReader(
             page_size, sliding, vocab_size, frozenset(("", *adapters)), grammars, config.ageing_ms
         )
         self._sequences = AttemptTable[Sequence]()
-        self._admission = SequenceAdmission(self._pages.blocks, headroom or LearnedGrowthReserve(), page_size)
+        self._admission = SequenceAdmission(self._pages.blocks, growth_reserve or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
         self._planner = StepPlanner(config, page_size, calibration)
         leases = itertools.count(1)
@@ -202,7 +202,7 @@ class DecodeScheduler:
                 if old.name.attempt >= order.attempt:
                     return []
                 commands += self._drop_sequence(old, cut=True)
-            sequence = self._orders.sequence(order, router, next(self._arrivals), now)
+            sequence = self._reader.sequence(order, router, next(self._arrivals), now)
         except BatonError as error:
             return [*commands, SendToRouter(AttemptFailed(*_named(name), error.reason, str(error)), router)]
         if old is not None:
@@ -220,7 +220,7 @@ class DecodeScheduler:
             ]
         self._router_fairness.admitted(router)
         self._sequences.add(sequence)
-        self._orders.begin_grammar(sequence)
+        self._reader.begin_grammar(sequence)
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
         commands.append(SendToRouter(Accepted(*_named(name), sequence.device_pages), router))

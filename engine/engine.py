@@ -41,7 +41,7 @@ from engine.models.linear import LinearMaker, PlainLinears
 from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.numerics import torch_digest
-from engine.runner import Mover, PromptScores, Ran, Running
+from engine.runner import FinishedStep, Mover, PromptScores, StepHandle
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
@@ -191,10 +191,10 @@ class Engine:
     def device(self) -> str:
         return str(self.pool.device)
 
-    def launch(self, chunks: Sequence[Chunk]) -> Running:
+    def launch(self, chunks: Sequence[Chunk]) -> StepHandle:
         """Begin a step; on a CPU, make it. See `Runner`."""
         if self._cuda is None:
-            return Ran.timed(lambda: _results(self.run(chunks)))
+            return FinishedStep.timed(lambda: _results(self.run(chunks)))
         with device_errors(), self._stream_ends_with_errors():
             with self.tracer.span("inputs", "engine"):
                 batch = self._flatten(chunks)

@@ -121,7 +121,7 @@ class PrefillScheduler:
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._requests = AttemptTable[PrefillRequest]()
         self._owners: dict[int, PrefillRequest] = {}  # by lease
-        self._turns = RouterFairness()
+        self._fairness = RouterFairness()
         self._copies = CopyQueue(self._blocks)
         self._leases = itertools.count(1)
         self._refill = StoreRefill(self._blocks, self._leases)
@@ -153,7 +153,7 @@ class PrefillScheduler:
                 return self._prefill(event, router, now)
             case Cancel() | RouterHeartbeat() | RouterLost():
                 if isinstance(event, RouterLost):
-                    self._turns.admitted(event.router)
+                    self._fairness.admitted(event.router)
                 return [c for job in self._requests.ended_by(event, router) for c in self._drop_request(job)]
             case PagesCompared():
                 return [*self._recomputation.compared(event)]
@@ -208,17 +208,17 @@ class PrefillScheduler:
             message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         active = self._active
-        waits = self._turns.must_wait(router, Counter(job.owner for job in active), now)
+        waits = self._fairness.must_wait(router, Counter(job.owner for job in active), now)
         full = waits or len(active) >= self._config.max_num_seqs
         taken = None if full else shared_prefix.allocate_shared(self._blocks, keys, active)
         if taken is None and not full and (given_up := self._refill.give_way()) is not None:
             commands += given_up
             taken = shared_prefix.allocate_shared(self._blocks, keys, active)
         if taken is None:
-            self._turns.refused(router, now)
+            self._fairness.refused(router, now)
             message = f"{len(active)} prompts are being computed and {self._blocks.available} pages are free"
             return [*commands, SendToRouter(Refused(*_named(name), "busy", message), router)]
-        self._turns.admitted(router)
+        self._fairness.admitted(router)
         pages, complete = taken
         job = PrefillRequest(
             name=name,

@@ -263,7 +263,7 @@ async def _follow_files(keys: KeyRing, tls: ServerTls | None) -> None:
 
 
 class RouterSockets:
-    """The relay's wire: one listener for all messages, one subscription for each holder of pages."""
+    """The router's wire: one listener for all messages, one subscription for each holder of pages."""
 
     def __init__(self, listener: Listener) -> None:
         self.pages: asyncio.Queue[KvEvents | KvSnapshot] = asyncio.Queue(_BATCHES)

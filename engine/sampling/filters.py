@@ -21,8 +21,8 @@ class FilterRows(Struct, frozen=True, gc=False):
     """What the filters of some rows are, on the device: each [rows]."""
 
     top_k: torch.Tensor  # int64; 0: no such filter
-    mass: torch.Tensor  # float64; infinity: no such filter
-    depth: torch.Tensor  # float64; minus infinity: no such filter
+    top_p_mass: torch.Tensor  # float64; infinity: no such filter
+    min_p_logit: torch.Tensor  # float64; minus infinity: no such filter
     keys: torch.Tensor  # int64: the bits of the draws' keys
 
 
@@ -83,16 +83,16 @@ def _keep(
     total = torch.where(asks, left, total)
     open_end = open_end & ~asks
 
-    mass = filters.mass[:, None]
-    asks = mass < math.inf
-    short = ((logits - total).exp().cumsum(-1) < mass) & (places < kept)
+    top_p_mass = filters.top_p_mass[:, None]
+    asks = top_p_mass < math.inf
+    short = ((logits - total).exp().cumsum(-1) < top_p_mass) & (places < kept)
     nucleus = short.sum(-1, keepdim=True) + 1  # the smallest set that reaches it
     undecided |= asks & open_end & (nucleus > kept)
     kept = torch.where(asks, torch.minimum(nucleus, kept), kept)
     open_end = open_end & ~asks
 
-    limit = logits[:, :1] + filters.depth[:, None]
-    asks = filters.depth[:, None] > -math.inf
+    limit = logits[:, :1] + filters.min_p_logit[:, None]
+    asks = filters.min_p_logit[:, None] > -math.inf
     undecided |= asks & open_end & (limit <= edge)
     deep = (logits >= limit).sum(-1, keepdim=True).clamp(min=1)
     kept = torch.where(asks, torch.minimum(deep, kept), kept)

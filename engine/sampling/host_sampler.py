@@ -24,8 +24,8 @@ import torch
 
 from baton.messages import PromptTokenLogprob
 from engine.sampling import counter_rng
-from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, depth, filters, heat, mass
-from engine.sampling.race import Race
+from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, filters, min_p_logit, temperature, top_p_mass
+from engine.sampling.gumbel_argmax import GumbelArgmax
 from engine.step.batch import Floats, Ints, LogitsEdits, Sampled, TokenDraw, TokenMask
 
 Doubles = npt.NDArray[np.float64]
@@ -45,7 +45,7 @@ class HostSampler:
     """A `Sampler` for CPUs. Not for several threads at once."""
 
     def __init__(self) -> None:
-        self._race = Race()
+        self._gumbel_argmax = GumbelArgmax()
 
     def sample(
         self,
@@ -86,7 +86,7 @@ class HostSampler:
                         tokens[row] = _draw_filtered(rows[row], tokens[row], draw, positions[row])
                     else:
                         key = counter_rng.key(draw.seed, draw.index, positions[row])
-                        tokens[row] = self._race.winner(rows[row], tokens[row], heat(draw), key)
+                        tokens[row] = self._gumbel_argmax.winner(rows[row], tokens[row], temperature(draw), key)
         sampled = _report(raw, draws, tokens)
         for row, logit in enumerate(largest):
             if not math.isfinite(logit) or row in failures:
@@ -130,7 +130,7 @@ def apply(edits: LogitsEdits, logits: torch.Tensor) -> None:
 
 def _draw_filtered(logits: Floats, best: int, draw: TokenDraw, position: int) -> int:
     """Draw a token from a row [vocab], among those that its filters leave. `best` is the likeliest."""
-    scaled = (logits - logits[best]) / np.float32(heat(draw))
+    scaled = (logits - logits[best]) / np.float32(temperature(draw))
     if not math.isfinite(scaled[best]):
         return best
     kept, ids = _filtered(scaled, np.arange(len(scaled)), draw)
@@ -155,7 +155,7 @@ def _draw_masked(draw: TokenDraw, mask: TokenMask, logits: Floats, raw: Floats, 
         return LEFT_NO_TOKEN
     if draw.temperature == 0:
         return int(ids[np.argmax(values)])
-    scaled = (values - values.max()) / np.float32(heat(draw))
+    scaled = (values - values.max()) / np.float32(temperature(draw))
     if filters(draw, len(logits)):
         kept, ids = _filtered(scaled, ids, draw)
     else:
@@ -229,13 +229,13 @@ def _keep(ranked: _Ranked, draw: TokenDraw) -> int | None:
         open_end = False
     if draw.top_p < 1:
         cumulated = np.cumsum(np.exp(logits[:kept] - log_total))
-        nucleus = int(np.searchsorted(cumulated, mass(draw))) + 1  # the smallest set that reaches top_p
+        nucleus = int(np.searchsorted(cumulated, top_p_mass(draw))) + 1  # the smallest set that reaches top_p
         if open_end and (nucleus > kept or logits[nucleus - 1] <= edge):
             return None
         kept = min(nucleus, kept)
         open_end = False
     if draw.min_p > 0:
-        limit = logits[0] + depth(draw)
+        limit = logits[0] + min_p_logit(draw)
         if open_end and limit <= edge:
             return None
         kept = min(kept, max(1, _count_from(logits, limit)))

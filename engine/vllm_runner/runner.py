@@ -29,7 +29,7 @@ from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.device import gpu_locks
 from engine.device.gpus import visible_gpus
 from engine.numerics import digest, torch_digest
-from engine.runner import Finished
+from engine.runner import StepResults
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
@@ -413,7 +413,7 @@ class RunningStep:
     def done(self) -> bool:
         return self._pending.done
 
-    def wait(self) -> Finished:
+    def wait(self) -> StepResults:
         answer = self._pending.wait()
         if isinstance(answer, Failed):
             kind = torch.OutOfMemoryError if answer.kind == torch.OutOfMemoryError.__name__ else RuntimeError
@@ -422,7 +422,7 @@ class RunningStep:
         for known, sampled in zip(self._known, answer.sampled, strict=True):
             if known is not None:
                 known.token = sampled.token if sampled is not None else None
-        return Finished(list[Sampled | None](answer.sampled), answer.scores, answer.seconds)
+        return StepResults(list[Sampled | None](answer.sampled), answer.scores, answer.seconds)
 
 
 def _numerics(device: str, order: Load) -> str:

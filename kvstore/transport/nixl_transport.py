@@ -197,7 +197,7 @@ class _NixlCarrier(Carrier):
 
     def answered(self, store: str, reply: NixlReply, frames: Sequence[memoryview]) -> None:
         if isinstance(reply, FetchedPages):
-            self._sockets.losses.malformed += 1  # from a store that does not speak NIXL
+            self._sockets.drops.malformed += 1  # from a store that does not speak NIXL
         elif isinstance(reply, NixlOffer):
             arrival = _Arrival(reply)
             if len(reply.addresses) == len(reply.pages) and reply.page_bytes == self._page_bytes:

@@ -234,8 +234,8 @@ class Carrier:
             bytes_out=self._bytes_out,
             damaged=self._damaged,
             unexpected=self._unexpected,
-            malformed=self._sockets.losses.malformed,
-            dropped=self._sockets.losses.dropped,
+            malformed=self._sockets.drops.malformed,
+            dropped=self._sockets.drops.dropped,
         )
 
     def _carry_out(self, order: PeerOrder | _Use) -> None:
@@ -303,7 +303,7 @@ class Carrier:
         try:
             link = self._sockets.link(order.source.store, order.source.endpoint)
         except StartupError as error:
-            self._sockets.losses.dropped += 1
+            self._sockets.drops.dropped += 1
             if order.source.endpoint not in self._refused:
                 self._refused.add(order.source.endpoint)
                 log.warning("can't ask %s for pages: %s", order.source.store, error)

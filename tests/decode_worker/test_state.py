@@ -219,7 +219,7 @@ def test_what_can_never_fit_is_refused_at_the_door_and_what_does_not_fit_now_is_
 
 def test_too_small_a_pool_preempts_the_newest_and_loses_no_token() -> None:
     one = worker(pages=12)
-    one.state = DecodeScheduler(DecodeConfig(), PAGE, 12, headroom=OnePageEach())
+    one.state = DecodeScheduler(DecodeConfig(), PAGE, 12, growth_reserve=OnePageEach())
     one.handle(StoreUp(one.rig.slots, PAGE_BYTES))
     prompts = {f"r{i}": [i + 1, *PROMPT[:5]] for i in range(3)}
     for request, prompt in prompts.items():
