@@ -99,9 +99,9 @@ class LearnedGrowthReserve:
         ahead = _horizons(left)
         survives = self._survives(generated, ahead) * (ahead <= left)
         growth = np.maximum(0, np.minimum(np.ceil((known + np.minimum(ahead, left)) / page_size), most) - pages)
-        taken = (survives * growth - (1 - survives) * own).sum(0)
+        needs = (survives * growth - (1 - survives) * own).sum(0)
         spread = np.sqrt((survives * (1 - survives) * (growth + own) ** 2).sum(0))
-        worst = int(np.ceil((taken + _MARGIN * spread).max()))
+        worst = int(np.ceil((needs + _MARGIN * spread).max()))
         allowed = int(np.maximum(0, np.minimum(np.ceil((known + left) / page_size), most) - pages).sum())
         return min(allowed, max(len(holders), worst))
 

@@ -208,8 +208,8 @@ class DecodeScheduler:
         if old is not None:
             sequence.priority_time = old.priority_time
         if not self._pages.can_hold(sequence):
-            wanted = f"prompt and output take up to {sequence.total_pages} pages"
-            message = f"{wanted} and this worker has {self._pages.total}"
+            need = f"prompt and output take up to {sequence.total_pages} pages"
+            message = f"{need} and this worker has {self._pages.total}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         waits = self._router_fairness.must_wait(router, self._held(), now)
         if waits or not self._make_room(sequence, commands):
@@ -232,26 +232,26 @@ class DecodeScheduler:
         """Reserve pages for a newcomer, if need be those of less urgent sequences. Return whether there is room."""
         sequences = self._sequences.values()
         leaving = self._admission.displaced_by(newcomer, sequences, self._write_through.spare)
-        if leaving != [] and (given_up := self._refill.give_way()) is not None:
-            commands += given_up
+        if leaving != [] and (cancels := self._refill.give_way()) is not None:
+            commands += cancels
             leaving = self._admission.displaced_by(newcomer, sequences, self._write_through.spare)
         if leaving is None:
             return False
         for victim in leaving:
             commands += self._preempt(victim)
-        while (made := self._pages.reserve(newcomer)) is None:
+        while (reservations := self._pages.reserve(newcomer)) is None:
             # What is written only for others' sake makes room.
-            if (given_up := self._abandon_write()) is None:
+            if (cancels := self._abandon_write()) is None:
                 assert newcomer.window is not None, "there is room, and nothing holds it"
                 return False  # cached pages that were counted are kept by those of others after them
-            commands += given_up
-        commands += made
+            commands += cancels
+        commands += reservations
         return True
 
     def _abandon_write(self) -> list[CallStore] | None:
         """End a write of pages that no sequence refers to; none: there is no such write."""
-        given_up = self._refill.give_way()
-        return self._write_through.abandon() if given_up is None else given_up
+        cancels = self._refill.give_way()
+        return self._write_through.abandon() if cancels is None else cancels
 
     def _held(self) -> Mapping[str, int]:
         """Device pages by owner; shared ones count for each."""
@@ -389,8 +389,8 @@ class DecodeScheduler:
             while sequence.phase is SequencePhase.RUNNING and not self._pages.grow(sequence):
                 if self._under_way:
                     break  # the next step waits for the end of this one, which may bring pages
-                if (given_up := self._abandon_write()) is not None:
-                    commands += given_up
+                if (cancels := self._abandon_write()) is not None:
+                    commands += cancels
                 else:
                     commands += self._preempt(max(self._holders(), key=lambda s: s.rank))
         preempted = (s for s in self._sequences.values() if s.phase is SequencePhase.PREEMPTED)
@@ -677,7 +677,7 @@ class DecodeScheduler:
 
 def _lacks_pages(sequence: Sequence) -> bool:
     """Whether it could be in the next step, but for pages."""
-    lacking = sequence.phase is SequencePhase.RUNNING and sequence.pages_wanted > len(sequence.pages)
+    lacking = sequence.phase is SequencePhase.RUNNING and sequence.table_pages > len(sequence.pages)
     return lacking and not sequence.draws_its_last
 
 

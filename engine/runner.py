@@ -197,14 +197,14 @@ class FinishedStep:
 class FinishedCopy:
     """Copies that had been made when they were started."""
 
-    def __init__(self, made: CopiedIn | CopiedOut) -> None:
-        self._made = made
+    def __init__(self, event: CopiedIn | CopiedOut) -> None:
+        self._event = event
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> CopiedIn | CopiedOut:
-        return self._made
+        return self._event
 
 
 def copied_in(copies: Sequence[Copy], intact: Sequence[bool], seconds: float | None = None) -> CopiedIn:

@@ -418,13 +418,13 @@ class WorkerLoop:
         self._moving.append((epoch, moving))
         return None
 
-    def _count(self, made: CopiedIn | CopiedOut) -> CopiedIn | CopiedOut:
-        if isinstance(made, CopiedOut):
-            self.pages_out += made.pages
+    def _count(self, event: CopiedIn | CopiedOut) -> CopiedIn | CopiedOut:
+        if isinstance(event, CopiedOut):
+            self.pages_out += event.pages
         else:
-            self.pages_in += made.pages
-            self.corrupt += len(made.corrupt)
-        return made
+            self.pages_in += event.pages
+            self.corrupt += len(event.corrupt)
+        return event
 
     def _step(self, plan: ScheduledBatch) -> StepOutcome | None:
         """Launch one step. While one runs, the heartbeat's thread tells how old the oldest is."""

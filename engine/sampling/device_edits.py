@@ -36,8 +36,8 @@ class BatchEdits:
 
         def pairs(rows: Iterable[tuple[int, npt.NDArray[Any]]]) -> int | None:
             """Places in the flattened logits."""
-            found = [row * vocab_size + ids for row, ids in rows]
-            return upload.add(np.concatenate(found)) if found else None
+            places = [row * vocab_size + ids for row, ids in rows]
+            return upload.add(np.concatenate(places)) if places else None
 
         def joined(parts: Sequence[npt.NDArray[np.float32]]) -> int | None:
             return upload.add(np.concatenate(parts)) if parts else None
@@ -83,16 +83,16 @@ class BatchEdits:
         logits = raw.clone()
         flat = logits.view(-1)
         if self._only is not None:
-            kept = flat[of(self._only)]
+            only = flat[of(self._only)]
             logits.index_fill_(0, of(self._only_rows), -math.inf)
-            flat.index_copy_(0, of(self._only), kept)
+            flat.index_copy_(0, of(self._only), only)
         if self._forbidden is not None:
             flat.index_fill_(0, of(self._forbidden), -math.inf)
         if self._biased is not None:
             flat.index_add_(0, of(self._biased), of(self._bias))
         if self._repeated is not None:
-            found, by = flat[of(self._repeated)], of(self._repetition)
-            flat.index_copy_(0, of(self._repeated), torch.where(found > 0, found / by, found * by))
+            before, by = flat[of(self._repeated)], of(self._repetition)
+            flat.index_copy_(0, of(self._repeated), torch.where(before > 0, before / by, before * by))
         if self._lowered is not None:
             flat.index_add_(0, of(self._lowered), -of(self._lowering))
         if self._mask_rows is not None:

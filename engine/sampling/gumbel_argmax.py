@@ -62,9 +62,9 @@ class GumbelArgmax:
                 noisy = scaled[passed].astype(np.float64)
                 noisy += counter_rng.gumbel_of(counter_rng.uniform_of(states[passed]))
                 place = int(np.argmax(noisy))
-                found = start + int(passed[place])
-                if noisy[place] > score or (noisy[place] == score and found < token):
-                    score, token = float(noisy[place]), found
+                rival = start + int(passed[place])
+                if noisy[place] > score or (noisy[place] == score and rival < token):
+                    score, token = float(noisy[place]), rival
             start += size
             size = min(_BLOCK, vocab - start)
         return token

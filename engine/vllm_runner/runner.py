@@ -364,11 +364,11 @@ def _gpus(device: str, ranks: int) -> Sequence[str]:
 def _refusal(order: Load, failed: Failed) -> ModelError | NotEnoughMemory:
     """The error for a child that could not load."""
     held = "" if order.kv_cache_dtype == "auto" else f" in {order.kv_cache_dtype}"
-    asked = f"{order.path} with pages of {order.page_size} tokens{held}{_with_adapters(order)}"
+    load = f"{order.path} with pages of {order.page_size} tokens{held}{_with_adapters(order)}"
     if failed.kind == NotEnoughMemory.reason:
-        return NotEnoughMemory(f"vLLM has too little memory for {asked}: {failed.message}")
+        return NotEnoughMemory(f"vLLM has too little memory for {load}: {failed.message}")
     kind = UnsupportedModel if failed.kind in _UNSUPPORTED else ModelError
-    return kind(f"vLLM can't serve {asked}: {failed.message}")
+    return kind(f"vLLM can't serve {load}: {failed.message}")
 
 
 def _with_adapters(order: Load) -> str:
@@ -401,7 +401,7 @@ def _with_draw(row: Row, chunk: Chunk) -> Row:
 
 def _late(row: Row) -> Row:
     """A row whose mask is late draws some token, which is not told."""
-    return msgspec.structs.replace(row, draw=SentDraw.of(TokenDraw(temperature=0.0)), told=False)
+    return msgspec.structs.replace(row, draw=SentDraw.of(TokenDraw(temperature=0.0)), reported=False)
 
 
 class RunningStep:
