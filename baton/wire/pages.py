@@ -38,7 +38,7 @@ _REPLIES_READ = 2  # messages from one store that wait in our heap: with more, f
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _HEAP_FRAME = 2**25  # bytes: the largest that glibc lets come from the heap
-_HEAP_KEPT = 2**26  # bytes free at its end
+_FREE_HEAP = 2**26  # bytes free at its end
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -280,7 +280,7 @@ def _keep_heap() -> None:
     with contextlib.suppress(AttributeError, OSError):  # another C library: slower
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _HEAP_FRAME)
-        libc.mallopt(_M_TRIM_THRESHOLD, _HEAP_KEPT)
+        libc.mallopt(_M_TRIM_THRESHOLD, _FREE_HEAP)
 
 
 def _configured(socket: Any, silence_s: float) -> Any:
