@@ -1,10 +1,11 @@
-"""Check the English of documents, docstrings, comments and tests' names, as CONTRIBUTING.md has it:
-`python .ci/english.py [PATH…]`.
+"""Check the English of documents, docstrings, comments and names: `python .ci/english.py [PATH…]`; see CONTRIBUTING.md.
 
-- No word that speaks of a process, a request or a page as of a person: see `PEOPLE`.
+- No word that speaks of a process, a request or a page as of a person: see `PEOPLE`. Names of tests are read too.
 - No sentence of more than `MOST_WORDS` words. A semicolon ends a sentence.
+- No name that code binds ends in a participle (`asked`, `pages_wanted`), with or without an adverb (`_told_of`): that
+  says not what the thing is. After a form of be, have or not (`is_kept`) and before a noun (`kept_pages`) it may stand.
 
-Code in backticks, fenced and indented blocks, and drawings are not read.
+Code in backticks, fenced and indented blocks, and drawings are not read. Names of tests are sentences.
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ from pathlib import Path
 
 PEOPLE = re.compile(r"\b(who|whom|whoever|nobody|somebody|everybody)\b", re.IGNORECASE)
 MOST_WORDS = 35
+PARTICIPLE = re.compile(
+    r"(?:^|_)(?:asked|told|wanted|said|given|made|taken|found|kept)"
+    r"(?:_(?:again|anew|as|at|away|back|before|by|for|from|here|in|now|of|off|on|out|over|to|up|with))*$"
+)
+NAMES_LATER = ("bench/", "deploy/commands/", "deploy/control_plane/preflight.py", "router/", "tests/")
+"""Where names are not read yet."""
+
+_VERB = re.compile(r"(?:^|_)(?:is|are|was|were|be|been|being|has|have|had|not)_")
+_NAMES_OF_OTHERS = frozenset({"connection_made"})  # asyncio calls it
 
 _ROOT = Path(__file__).parents[1]
 _DRAWING = re.compile(r"[─│┌┐└┘├┤┬┴┼▶◀▲▼⇄═║]")
@@ -31,22 +41,24 @@ _ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|cf|vs|al|etc|approx|Fig|No)\.$")
 Text = tuple[int, str]  # line, text
 
 
-def main(given: list[str]) -> int:
+def main(paths: list[str]) -> int:
     """Print what is wrong, a line each; 1 if there is anything."""
-    found = 0
-    for path in given or _tracked():
+    problems = 0
+    for path in paths or _tracked():
         for line, problem in check(Path(path)):
             print(f"{path}:{line}: {problem}")
-            found += 1
-    if found:
-        print(f"{found} sentences to mend: see CONTRIBUTING.md, English")
-    return int(found > 0)
+            problems += 1
+    if problems:
+        print(f"{problems} sentences and names to mend: see CONTRIBUTING.md, English")
+    return int(problems > 0)
 
 
 def check(path: Path) -> Iterator[Text]:
     """What is wrong with a file, with its line."""
     text = path.read_text()
     blocks = _paragraphs(text.split("\n"), 1) if path.suffix == ".md" else _python(text)
+    if path.suffix == ".py" and not str(path.resolve()).removeprefix(f"{_ROOT}/").startswith(NAMES_LATER):
+        yield from ((line, problem) for line, name in _names(ast.parse(text)) if (problem := _wrong_name(name)))
     for line, paragraph in blocks:
         plain = re.sub(r"``[^`]+``|`[^`]+`|\[([^\]]*)\]\([^)]*\)", lambda m: m[1] or "CODE", paragraph)
         for word in PEOPLE.findall(plain):
@@ -55,6 +67,26 @@ def check(path: Path) -> Iterator[Text]:
             words = [word for word in sentence.split() if re.search(r"\w", word)]
             if len(words) > MOST_WORDS:
                 yield line, f"{len(words)} words in a sentence: {_short(sentence)}"
+
+
+def _names(tree: ast.AST) -> Iterator[Text]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.ExceptHandler(name=str(name)):
+                yield node.lineno, name
+            case ast.alias(asname=str(name)):
+                yield node.lineno, name
+
+
+def _wrong_name(name: str) -> str:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().rstrip("_")
+    if words.startswith("test_") or not PARTICIPLE.search(words) or _VERB.search(words) or name in _NAMES_OF_OTHERS:
+        return ""
+    return f"{name}: a participle is no noun; name the thing"
 
 
 def _sentences(paragraph: str) -> Iterator[str]:
@@ -129,8 +161,8 @@ def _short(text: str) -> str:
 
 
 def _tracked() -> list[str]:
-    told = subprocess.run(["git", "ls-files", "*.md", "*.py"], cwd=_ROOT, capture_output=True, text=True, check=True)  # noqa: S607
-    return [path for path in told.stdout.split() if not path.startswith("baton/v1/")]
+    listing = subprocess.run(["git", "ls-files", "*.md", "*.py"], cwd=_ROOT, capture_output=True, text=True, check=True)  # noqa: S607
+    return [path for path in listing.stdout.split() if not path.startswith("baton/v1/")]
 
 
 if __name__ == "__main__":

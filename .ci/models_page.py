@@ -147,15 +147,15 @@ class Row:
 
 def rows() -> list[Row]:
     """All kinds of checkpoints in the order of their families."""
-    found: list[Row] = []
+    kinds: list[Row] = []
     for recipe in checkpoints.RECIPES:
         with tempfile.TemporaryDirectory() as folder:
             checkpoints.config(recipe).save_pretrained(folder)
             raw = json.loads((Path(folder) / "config.json").read_text())
         raw["architectures"] = [checkpoints.RECIPES[recipe].model.__name__]
-        found.append(Row(recipe, parse_spec(raw)))
+        kinds.append(Row(recipe, parse_spec(raw)))
     order = [family.name for family in FAMILIES]
-    return sorted(found, key=lambda row: order.index(row.spec.family))
+    return sorted(kinds, key=lambda row: order.index(row.spec.family))
 
 
 def tests() -> list[str]:
@@ -190,8 +190,8 @@ def vllm_source(column: str) -> ast.Module | None:
     file, test = VLLM_TESTS[column]
     path = ROOT / file
     tree = ast.parse(path.read_bytes()) if path.is_file() else None
-    found = tree is not None and any(isinstance(node, ast.FunctionDef) and node.name == test for node in tree.body)
-    return tree if found else None
+    has = tree is not None and any(isinstance(node, ast.FunctionDef) and node.name == test for node in tree.body)
+    return tree if has else None
 
 
 def _constant(tree: ast.Module, name: str) -> Any:
@@ -202,7 +202,7 @@ def _constant(tree: ast.Module, name: str) -> Any:
     raise SystemExit(f"no constant {name}")
 
 
-def _made(tree: ast.Module) -> set[str]:
+def _recipes_in(tree: ast.Module) -> set[str]:
     """The recipes of the checkpoints that a file's tests make."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     makes = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "make" and call.args]
@@ -218,12 +218,12 @@ def _vllm_families() -> Iterator[str]:
     shown = {"exact": set(_constant(exact, "EXACT"))}
     for column in ("TP 2", "LoRA"):
         source = vllm_source(column)
-        shown[column] = _made(source) if source is not None else set[str]()
+        shown[column] = _recipes_in(source) if source is not None else set[str]()
         if source is not None:
             shown[column] |= set(_constant(source, "FAMILIES"))
     adapters = vllm_source("LoRA")
     # Of the recipe that a file's own fixture makes, both numbers of ranks are tried.
-    divided = set[str]() if adapters is None else {*_constant(adapters, "RANKS_OF"), *_made(adapters)}
+    divided = set[str]() if adapters is None else {*_constant(adapters, "RANKS_OF"), *_recipes_in(adapters)}
     everything = {**checkpoints.RECIPES, **checkpoints.VLLM_RECIPES}
     for recipe in _constant(exact, "EXACT"):
         cells = [f"[{column}](../{VLLM_TESTS[column][0]})" if recipe in shown[column] else _NOT_RUN for column in shown]
@@ -257,8 +257,8 @@ def _page_rows() -> Iterator[str]:
     source = vllm_source("FP8")
     families = ", ".join(_constant(source, "EXACT")) if source is not None else ""
 
-    def cell(column: str, said: str) -> str:
-        return f"[{said}](../{VLLM_TESTS[column][0]})" if vllm_source(column) is not None else _NOT_RUN
+    def cell(column: str, text: str) -> str:
+        return f"[{text}](../{VLLM_TESTS[column][0]})" if vllm_source(column) is not None else _NOT_RUN
 
     fp8, shape, ranks = cell("FP8", f"FP8: {families}"), cell("FP8 clusters", "1P+1D"), cell("FP8, TP 2", "TP 2")
     yield f"| FP8, E4M3 (`fp8`) | {choice} | {fp8} | {ranks} | {shape} |"
@@ -276,7 +276,7 @@ def _kind(row: Row) -> str:
     ropes = dict.fromkeys(layer.rope for layer in spec.layers)
     rotation = ", ".join(rope.kind + (" of a part of each head" if rope.rotated else "") for rope in ropes)
     experts = [layer.experts for layer in spec.layers if layer.experts is not None]
-    told = {
+    traits = {
         "biases": spec.qkv_bias or spec.output_bias or spec.mlp_bias,
         "tied embeddings": spec.tied_embeddings,
         "norms of queries and keys": spec.qk_norm,
@@ -285,7 +285,7 @@ def _kind(row: Row) -> str:
         "experts in all layers": len(experts) == spec.num_layers,
         "experts in some layers": 0 < len(experts) < spec.num_layers,
     }
-    return f"| {row.recipe} | {windows} | {rotation} | {', '.join(name for name, is_so in told.items() if is_so)} |"
+    return f"| {row.recipe} | {windows} | {rotation} | {', '.join(name for name, is_so in traits.items() if is_so)} |"
 
 
 if __name__ == "__main__":

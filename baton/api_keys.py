@@ -84,23 +84,23 @@ def read(path: Path) -> tuple[ApiKey, ...] | None:
         raise KeysUnusable(f"{path} holds no API keys ({error}); `baton keys add` writes that file") from None
 
 
-def add(path: Path, asked: Identity, created: str) -> str:
+def add(path: Path, key: Identity, created: str) -> str:
     """Add a key with that name, tenant and limits to the file, and return it: it is not shown again.
 
     Raises InvalidRequest for a name that is taken or is none, and KeysUnusable."""
-    for what, given in (("name", asked.name), ("tenant", asked.tenant)):
-        if not _WORD.fullmatch(given) and (given or what == "name"):
+    for what, word in (("name", key.name), ("tenant", key.tenant)):
+        if not _WORD.fullmatch(word) and (word or what == "name"):
             raise InvalidRequest(
-                f"{what} is {shown(given)!r}; it must have 1 to 64 letters, digits, dots, dashes and underscores, and "
+                f"{what} is {shown(word)!r}; it must have 1 to 64 letters, digits, dots, dashes and underscores, and "
                 "begin with a letter or digit"
             )
-    if not asked.tenant and not asked.operator:
+    if not key.tenant and not key.operator:
         raise InvalidRequest("a key needs a tenant: --tenant NAME; only an operator's key may be without one")
     secret = _PREFIX + secrets.token_urlsafe(32)
     with _changed(path) as keys:
-        if asked.name in keys:
-            raise InvalidRequest(f"there is a key named {asked.name!r} already; remove it first, or take another name")
-        keys[asked.name] = ApiKey(**msgspec.structs.asdict(asked), sha256=hash_of(secret), created=created)
+        if key.name in keys:
+            raise InvalidRequest(f"there is a key named {key.name!r} already; remove it first, or take another name")
+        keys[key.name] = ApiKey(**msgspec.structs.asdict(key), sha256=hash_of(secret), created=created)
     return secret
 
 
@@ -173,8 +173,8 @@ class KeyRing:
         """Return the client that has this key."""
         if len(credential) > _MAX_KEY or not credential.isascii():
             return None
-        found = hash_of(credential)
-        return self._identities.get(found) or self._own.get(found)
+        digest = hash_of(credential)
+        return self._identities.get(digest) or self._own.get(digest)
 
     def refresh(self) -> None:
         """Read the file again if it has changed. A file that can't be read changes nothing."""

@@ -64,15 +64,15 @@ class AttemptTable(Mapping[str, A], Generic[A]):
 
     def before(self, name: AttemptName, router: str) -> A | None:
         """The attempt at that request that is here now. Raises MalformedMessage if another router has ordered it."""
-        found = self._attempts.get(name.request)
-        if found is not None and found.owner != router:
+        attempt = self._attempts.get(name.request)
+        if attempt is not None and attempt.owner != router:
             raise MalformedMessage(f"request {name.request!r} is another router's")
-        return found
+        return attempt
 
     def find(self, name: AttemptName, router: str) -> A | None:
         """The attempt of that name, if this router has ordered it."""
-        found = self._attempts.get(name.request)
-        return found if found is not None and found.name == name and found.owner == router else None
+        attempt = self._attempts.get(name.request)
+        return attempt if attempt is not None and attempt.name == name and attempt.owner == router else None
 
     def owned_by(self, router: str) -> list[A]:
         return [attempt for attempt in self._attempts.values() if attempt.owner == router]
@@ -85,8 +85,8 @@ class AttemptTable(Mapping[str, A], Generic[A]):
         """The attempts that this message from a router, or its loss, ends."""
         match event:
             case Cancel(request=request, attempt=attempt):
-                found = self.find(AttemptName(request, attempt), router)
-                return [] if found is None else [found]
+                entry = self.find(AttemptName(request, attempt), router)
+                return [] if entry is None else [entry]
             case RouterHeartbeat(attempts=listed):
                 keep = frozenset(listed)
                 return [attempt for attempt in self.owned_by(router) if attempt.name not in keep]

@@ -128,8 +128,8 @@ class ModelConfig(_Section, frozen=True):
     @property
     def served_names(self) -> tuple[str, ...]:
         """The names that clients may use. Answers have the first."""
-        given = self.served_model_name
-        return (given,) if given and isinstance(given, str) else tuple(given) or (Path(self.path).name,)
+        names = self.served_model_name
+        return (names,) if names and isinstance(names, str) else tuple(names) or (Path(self.path).name,)
 
     @property
     def served_name(self) -> str:

@@ -20,15 +20,15 @@ def convert(folder: Path, target: Path) -> None:
 
     logging.getLogger("transformers").addHandler(_Reasons())
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    made = Path(tempfile.mkdtemp(dir=target.parent))
+    work = Path(tempfile.mkdtemp(dir=target.parent))
     try:
-        tokenizer.save_pretrained(made)
-        if not (made / "tokenizer.json").is_file():
+        tokenizer.save_pretrained(work)
+        if not (work / "tokenizer.json").is_file():
             raise ValueError(f"{type(tokenizer).__name__} has no tokenizer.json")
         with contextlib.suppress(OSError):  # another process was first
-            made.rename(target)
+            work.rename(target)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 class _Reasons(logging.Handler):

@@ -116,9 +116,9 @@ def _load_certificate(tls: TlsConfig, context: ssl.SSLContext) -> Certificate:
         ) from None
     except (ssl.SSLError, OSError, ValueError) as error:
         why = getattr(error, "reason", None) or error
-        said = "is not the key of that certificate" if why == "KEY_VALUES_MISMATCH" else f"can't be used: {why}"
+        problem = "is not the key of that certificate" if why == "KEY_VALUES_MISMATCH" else f"can't be used: {why}"
         raise StartupError(
-            f"tls.key_file {tls.key_file} with tls.cert_file {tls.cert_file} {said}; both must be PEM, the server's "
+            f"tls.key_file {tls.key_file} with tls.cert_file {tls.cert_file} {problem}; both must be PEM, the server's "
             "certificate first and its chain after it"
         ) from None
     return Certificate(chain, key)

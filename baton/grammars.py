@@ -42,11 +42,11 @@ def load_tokenizer(file: Path, vocab_size: int, eos: int) -> LLTokenizer:
 def matcher_of(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """Compile a grammar. Raises InvalidGrammar with llguidance's reason."""
     try:
-        made = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
     except ValueError as error:
         raise _invalid(grammar, str(error)) from None
-    raise_error_of(made, grammar)
-    return made
+    raise_error_of(matcher, grammar)
+    return matcher
 
 
 def raise_error_of(matcher: LLMatcher, grammar: Grammar) -> None:

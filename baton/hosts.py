@@ -52,8 +52,8 @@ def is_loopback(host: str) -> bool:
 
 def host_of_header(header: str) -> str:
     """The host in an HTTP Host header, in lower case, without port and brackets. What is none is returned as it is."""
-    found = _HOST.fullmatch(header.strip().lower())
-    return found["host"].strip("[]").rstrip(".") if found else header
+    match = _HOST.fullmatch(header.strip().lower())
+    return match["host"].strip("[]").rstrip(".") if match else header
 
 
 def names_this_machine(host: str) -> bool:

@@ -26,9 +26,9 @@ _SHARED = Path("/tmp")  # noqa: S108 - sticky; the folder in it is checked befor
 def folder_of(cluster: str) -> Path:
     """The folder with the sockets of that cluster's routers: in $XDG_RUNTIME_DIR where that is ours alone, else in /tmp
     with the user's number in its name."""
-    given = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if given.is_absolute() and _ours_alone(given):
-        return given / "baton" / cluster
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    if runtime.is_absolute() and _ours_alone(runtime):
+        return runtime / "baton" / cluster
     return _SHARED / f"baton-{os.geteuid()}" / cluster
 
 
@@ -40,15 +40,15 @@ def default_path(cluster: str, router: str) -> Path:
     return path
 
 
-def prepare(path: Path, made_up: bool) -> None:
-    """Make the folder of a socket and remove the socket that a dead router has left there. `made_up`: it is the default
-    path, whose folder lies in another one of ours. Raises StartupError, and PortInUse where a process listens."""
+def prepare(path: Path, is_default: bool) -> None:
+    """Make the folder of a socket and remove the socket that a dead router has left there. `is_default`: the folder
+    lies in another one of ours. Raises StartupError, and PortInUse where a process listens."""
     if (length := len(os.fsencode(path))) > MAX_PATH_BYTES:
         raise StartupError(
             f"the path {path} of the operator's socket has {length} bytes, and Linux takes {MAX_PATH_BYTES}; "
             "set router.operator to a shorter one"
         )
-    for folder in (path.parent.parent, path.parent) if made_up else (path.parent,):
+    for folder in (path.parent.parent, path.parent) if is_default else (path.parent,):
         _own(folder)
     try:
         status = path.lstat()

@@ -71,18 +71,18 @@ class FixedPort:
         first_seen: dict[str, float] = {}  # by kind of holder
         while not self._free():
             held, now = _holder(self), time.monotonic()
-            told = bool(first_seen)
+            logged = bool(first_seen)
             if now - first_seen.setdefault(held.kind, now) >= getattr(self.patience, held.kind):
                 another = self.any_port or f"{self.setting}=0"
                 raise PortInUse(
                     f"{self} ({self.setting}) is in use: {held.what}; {held.remedy(self.port)}, or take another port: "
                     f"--set {another} takes any"
                 )
-            if not told:
+            if not logged:
                 log.warning("waiting for %s (%s): %s", self, self.setting, held.what)
             yield _LOOK
 
-    async def taken(self, listen: Callable[[], Awaitable[T]]) -> T:
+    async def claim(self, listen: Callable[[], Awaitable[T]]) -> T:
         """Return what `listen` returns, once the port can be had. Raises what `waits` and `listen` raise."""
         for turn in range(_TRIES):
             for pause in self.waits():
@@ -104,7 +104,7 @@ class FixedPort:
             except OSError as error:
                 raise PortInUse(f"can't listen on {self} ({self.setting}): {error.strerror}") from None
 
-        return await self.taken(listen)
+        return await self.claim(listen)
 
     def _free(self) -> bool:
         """Whether it can be bound now. Raises StartupError where that is not a question of time."""
@@ -202,11 +202,11 @@ def _sockets_at(door: FixedPort) -> list[Any]:
     """Return the sockets at a port, but for those of the routers that share it."""
     import psutil
 
-    found: list[Any] = psutil.net_connections("all" if door.partners else "tcp")
-    partners = {each.pid for each in found if each.pid and _text(each.laddr) in door.partners}
+    sockets: list[Any] = psutil.net_connections("all" if door.partners else "tcp")
+    partners = {each.pid for each in sockets if each.pid and _text(each.laddr) in door.partners}
     return [
         each
-        for each in found
+        for each in sockets
         if each.type == socket.SOCK_STREAM
         and each.family != socket.AF_UNIX
         and each.laddr

@@ -57,12 +57,12 @@ def _make(folder: Path) -> None:
 
 
 def _refuse_writers(path: Path, owners: frozenset[int]) -> None:
-    found = path.lstat()
-    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if stat.S_ISLNK(found.st_mode) or (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX):
+    info = path.lstat()
+    writers = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if stat.S_ISLNK(info.st_mode) or (stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX):
         writers = 0  # a link has no mode; in a sticky directory (/tmp) others can't move what is ours
-    if found.st_uid not in owners or writers:
+    if info.st_uid not in owners or writers:
         raise FolderUntrusted(
-            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so another user could "
+            f"{path} belongs to user {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}, so another user could "
             "exchange files that are run; make it yours alone, or remove it"
         )

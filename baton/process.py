@@ -44,15 +44,15 @@ def parse(program: str, argv: Sequence[str] | None, needs_router: bool) -> Argum
     if needs_router:
         text = "ZMQ endpoint of a router, tcp://host:port; may be given more than once"
         parser.add_argument("--router", action="append", required=True, help=text)
-    given = parser.parse_args(argv)
-    settings, host = config.load(given.config), normal(given.host)
+    options = parser.parse_args(argv)
+    settings, host = config.load(options.config), normal(options.host)
     if why := problem(host):
         raise ConfigError(f"--host: {why}")
     raise_descriptor_limit()
-    logs.configure(given.name, settings.cluster)
-    routers = tuple(given.router) if needs_router else ()
+    logs.configure(options.name, settings.cluster)
+    routers = tuple(options.router) if needs_router else ()
     use_keys(cluster_keys(settings, host, routers))
-    return Arguments(settings, given.name, given.node, routers, host)
+    return Arguments(settings, options.name, options.node, routers, host)
 
 
 def cluster_keys(settings: Config, host: str = LOOPBACK, routers: Sequence[str] = ()) -> ClusterKeys:
@@ -86,8 +86,8 @@ def main(program: str, run: Run, argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        given = parse(program, argv, needs_router=True)
-        run(given.config, given.name, given.node, given.routers, stop, given.host)
+        arguments = parse(program, argv, needs_router=True)
+        run(arguments.config, arguments.name, arguments.node, arguments.routers, stop, arguments.host)
     except BatonError as error:
         print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
         return 1
@@ -98,10 +98,10 @@ def raise_descriptor_limit() -> int:
     """Let this process open as many descriptors as its hard limit allows, 65,536 at most; returns the limit. The usual
     soft limit of 1,024 is for programs that use select, and few idle connections reach it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it: then as many as before
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_KEPT = 1.0  # seconds for which room is kept; a few heartbeats
+_KEEP = 1.0  # seconds for which room is kept; a few heartbeats
 
 
 class RouterFairness:
@@ -24,7 +24,7 @@ class RouterFairness:
 
     def must_wait(self, router: str, held: Mapping[str, int], now: float) -> bool:
         """Whether another router is before this one. `held`: how much each has here; none means nothing."""
-        self._refused = {name: at for name, at in self._refused.items() if now < at + _KEPT}
+        self._refused = {name: at for name, at in self._refused.items() if now < at + _KEEP}
         mine = held.get(router, 0)
         return any(held.get(other, 0) < mine for other in self._refused if other != router)
 

@@ -1,4 +1,4 @@
-"""The routers that one worker or store works for: to each a link, a heart and a membership of its own.
+"""The routers that one worker or store works for: to each a link, a sender of heartbeats and a membership of its own.
 
     router a ⇄ membership a ┐
                             ├──▶ one state, which knows who owns what
@@ -23,7 +23,7 @@ from baton.clock import Clock
 from baton.logs import RateLimit, RateLimitedLog
 from baton.membership import Membership, MembershipChange, RouterLost
 from baton.messages import Heartbeat, Hello, Message
-from baton.wire import Heart, RouterSocket
+from baton.wire import HeartbeatSender, RouterSocket
 
 log = RateLimitedLog(logging.getLogger(__name__), RateLimit(burst=10))
 
@@ -40,7 +40,7 @@ class RouterMessage(Struct, frozen=True):
 @dataclass(frozen=True)
 class _RouterLink:
     link: RouterSocket[Any]
-    heart: Heart
+    heartbeats: HeartbeatSender
     membership: Membership
 
 
@@ -51,7 +51,9 @@ class RouterLinks:
         """Connect to each of `endpoints`; `receives` is the union of messages that may come in, such as `ToDecode`."""
         self._routers = [
             _RouterLink(
-                RouterSocket(endpoint, hello.peer, receives), Heart(endpoint, hello.peer, clock), Membership(hello)
+                RouterSocket(endpoint, hello.peer, receives),
+                HeartbeatSender(endpoint, hello.peer, clock),
+                Membership(hello),
             )
             for endpoint in dict.fromkeys(endpoints)
         ]
@@ -102,17 +104,17 @@ class RouterLinks:
             membership = router.membership
             if membership.router is not None:
                 beat = heartbeat(membership.heard, membership.router)
-                router.heart.publish(membership.router, beat, membership.heartbeat, step_started)
+                router.heartbeats.publish(membership.router, beat, membership.heartbeat, step_started)
 
     def step_ended(self, step_started: float | None) -> None:
         """The step that runs by the last `beat` has ended, and the loop goes on. `step_started`: when the next one
         began, if one runs."""
         for router in self._routers:
-            router.heart.step_ended(step_started)
+            router.heartbeats.step_ended(step_started)
 
     def close(self) -> None:
         for router in self._routers:
-            router.heart.close()
+            router.heartbeats.close()
             router.link.close()
 
 
@@ -121,5 +123,5 @@ def _follow(router: _RouterLink, verdict: MembershipChange) -> Iterator[RouterLo
         router.link.send("", message)
     if verdict.lost is not None:
         log.warning("lost the router %s at %s; its work is forgotten", verdict.lost, router.link.endpoint)
-        router.heart.quiet()
+        router.heartbeats.quiet()
         yield RouterLost(verdict.lost)

@@ -202,13 +202,13 @@ class StepCostModel:
 def _least(matrix: _Array, vector: _Array) -> _Array:
     """The minimum of xᵀ·matrix·x / 2 − vectorᵀ·x over x ≥ 0, near enough: what comes out negative is held at 0 and the
     rest solved again."""
-    found, free = np.zeros(len(vector)), np.ones(len(vector), dtype=np.bool_)
-    found[:] = np.linalg.solve(matrix, vector)
-    while found.min() < 0:
-        free &= found >= 0
-        found[:] = 0.0
-        found[free] = np.linalg.solve(matrix[free][:, free], vector[free])
-    return found
+    solution, free = np.zeros(len(vector)), np.ones(len(vector), dtype=np.bool_)
+    solution[:] = np.linalg.solve(matrix, vector)
+    while solution.min() < 0:
+        free &= solution >= 0
+        solution[:] = 0.0
+        solution[free] = np.linalg.solve(matrix[free][:, free], vector[free])
+    return solution
 
 
 def pairs(new: int, context: int = 0) -> int:

@@ -41,10 +41,10 @@ def tokenizer_folder(folder: Path) -> Path:
         raise ModelError(
             f"{folder} holds no tokenizer.json; to make it of {names}: pip install 'baton[convert]'; {_TOKEN_IDS_ONLY}"
         ) from None
-    kept = private_folder.cache_root() / "tokenizers" / _digest(folder, sources, releases[0])
-    if not (kept / "tokenizer.json").is_file():
-        _convert(folder, kept, names)
-    return kept
+    cached = private_folder.cache_root() / "tokenizers" / _digest(folder, sources, releases[0])
+    if not (cached / "tokenizer.json").is_file():
+        _convert(folder, cached, names)
+    return cached
 
 
 def _libraries(sources: Sequence[Path]) -> Sequence[str]:
@@ -62,9 +62,9 @@ def _digest(folder: Path, sources: Sequence[Path], release: str) -> str:
     return digest.hexdigest()
 
 
-def _convert(folder: Path, kept: Path, names: str) -> None:
-    private_folder.make(kept.parent)
-    command = [sys.executable, "-m", "baton.convert_tokenizer", str(folder), str(kept)]
+def _convert(folder: Path, target: Path, names: str) -> None:
+    private_folder.make(target.parent)
+    command = [sys.executable, "-m", "baton.convert_tokenizer", str(folder), str(target)]
     try:
         run = subprocess.run(  # noqa: S603 - a list, no shell
             command, capture_output=True, text=True, timeout=_DEADLINE, check=False, env=os.environ | _OFFLINE

@@ -276,7 +276,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 def _prune(newest: Path, keep: TraceLimits) -> None:
     """Remove the oldest traces of the folder beyond what it keeps. Other processes may do so at the same time."""
-    found: list[tuple[float, int, Path]] = []
+    traces: list[tuple[float, int, Path]] = []
     for entry in os.scandir(newest.parent):
         match = _NAME.fullmatch(entry.name)
         if match is None or not entry.is_file(follow_symlinks=False):
@@ -286,11 +286,11 @@ def _prune(newest: Path, keep: TraceLimits) -> None:
         except FileNotFoundError:
             continue
         if not match["half"]:
-            found.append((status.st_mtime, status.st_size, Path(entry.path)))
+            traces.append((status.st_mtime, status.st_size, Path(entry.path)))
         elif status.st_mtime < time.time() - _ABANDONED:  # its writer was killed
             Path(entry.path).unlink(missing_ok=True)
     files = size = 0
-    for _, length, path in sorted(found, key=lambda one: (one[2] == newest, one[0]), reverse=True):
+    for _, length, path in sorted(traces, key=lambda one: (one[2] == newest, one[0]), reverse=True):
         files, size = files + 1, size + length
         if path != newest and (files > keep.files or size > keep.size):
             path.unlink(missing_ok=True)

@@ -200,8 +200,8 @@ def _abstract(address: str) -> bytes:
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
+    numbers = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return list(found)
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    return list(numbers)

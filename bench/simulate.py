@@ -115,7 +115,7 @@ def report(cluster: SimulatedCluster, measures: Measures) -> dict[str, Any]:
         "utilisation": cluster.utilisation(),
         "queue": cluster.queue_lengths(),
         "placed": cluster.placed,
-        "asked_again": measures.asked_again,
+        "asked_again": measures.resends,
         "network_bytes": cluster.network.bytes,
         "messages_lost": cluster.network.lost,
         "ends_of_processes": cluster.ends,

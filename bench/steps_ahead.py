@@ -28,7 +28,7 @@ from baton.config import DecodeConfig
 from baton.messages import Decode, Message, SamplingParams, Tokens
 from bench import models, report
 from decode_worker.scheduler import DecodeScheduler
-from engine.runner import Finished, Running
+from engine.runner import StepHandle, StepResults
 from engine.step.batch import Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone
 from engine.vllm_runner.runner import VllmRunner
@@ -46,7 +46,7 @@ _TINY: dict[str, Any] = {
 class Launches(Protocol):
     """The part of a runner that is measured."""
 
-    def launch(self, chunks: Sequence[Chunk], /) -> Running: ...
+    def launch(self, chunks: Sequence[Chunk], /) -> StepHandle: ...
 
 
 class FixedStep:
@@ -60,9 +60,9 @@ class FixedStep:
     def done(self) -> bool:
         return self.over.is_set()
 
-    def wait(self) -> Finished:
+    def wait(self) -> StepResults:
         self.over.wait()
-        return Finished([Sampled(5)] * self._rows, {}, self.ended - self.began)
+        return StepResults([Sampled(5)] * self._rows, {}, self.ended - self.began)
 
 
 class FixedDevice:
@@ -114,7 +114,7 @@ class Worker(WorkerShell):
         self.ends: list[float] = []
         self.seconds: list[float] = []  # of the device
         self._runner, self._bell = runner, bell
-        self._running: deque[tuple[ScheduledBatch, Running]] = deque()
+        self._running: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         for row, name in enumerate(self.tokens):
             prompt = [(row * 7 + at) % 500 + 3 for at in range(PROMPT)]
             greedy = SamplingParams(temperature=0.0)

@@ -19,8 +19,8 @@ from kvstore.client.device_block_manager import DeviceBlockManager
 class SequenceAdmission:
     """Of newcomers, and of preempted sequences that are to be resumed."""
 
-    def __init__(self, cache: DeviceBlockManager, headroom: GrowthReserve, page_size: int) -> None:
-        self._blocks, self._reserve, self._page_size = cache, headroom, page_size
+    def __init__(self, cache: DeviceBlockManager, growth_reserve: GrowthReserve, page_size: int) -> None:
+        self._blocks, self._reserve, self._page_size = cache, growth_reserve, page_size
 
     def displaced_by(
         self, newcomer: Sequence, sequences: Collection[Sequence], spare: int = 0

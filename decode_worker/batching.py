@@ -79,17 +79,17 @@ def _share_budget(partial_prefills: list[Sequence], budget: BatchBudget, decodin
     overdue = max(entitled, room - (whole if long else 0))
     chosen: list[tuple[Sequence, int]] = []
     waiting: list[Sequence] = []
-    taken = 0
+    spent = 0
     for sequence in sorted(short, key=lambda s: s.running_since > budget.overdue):
-        most = (overdue if sequence.running_since <= budget.overdue else entitled) - taken
+        most = (overdue if sequence.running_since <= budget.overdue else entitled) - spent
         if len(chosen) == rows - bool(long):
             waiting.append(sequence)
         elif sequence.chunk_limit <= most or (most > 0 and not long):
             chosen.append((sequence, min(sequence.chunk_limit, most)))
-            taken += chosen[-1][1]
+            spent += chosen[-1][1]
         else:
             waiting.append(sequence)
-    left = max(left - taken, whole if long else 0)
+    left = max(left - spent, whole if long else 0)
     for sequence in long + waiting:
         most = sequence.chunk_limit
         count = min(most if most <= left else left // whole * whole, sequence.computable)
@@ -119,14 +119,14 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
 
 def _draw(sequence: Sequence) -> TokenDraw:
     if (draw := sequence.draw) is None:
-        wanted = sequence.sampling
+        sampling = sequence.sampling
         draw = sequence.draw = TokenDraw(
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            min_p=wanted.min_p,
-            seed=wanted.seed,
-            logprobs=wanted.logprobs,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            logprobs=sampling.logprobs,
         )
     if sequence.logits_editor is None and sequence.grammar is None:
         return draw

@@ -4,7 +4,7 @@ To admit a sequence for each that leaves, the pool must have room not for what t
 what they will, together, at the worst moment. At that moment, `t` tokens from now, sequence i has given its pages back
 with probability 1 − Sᵢ(t), and otherwise taken those of t more tokens:
 
-    taken(t) = Σ Sᵢ(t) · growthᵢ(t)  −  Σ (1 − Sᵢ(t)) · ownᵢ          headroom = max over t of taken(t) + z · σ(t)
+    taken(t) = Σ Sᵢ(t) · growthᵢ(t)  −  Σ (1 − Sᵢ(t)) · ownᵢ          reserve = max over t of taken(t) + z · σ(t)
 
 but no less than a page each, which those that began together take together, and no more than what is allowed.
 
@@ -99,9 +99,9 @@ class LearnedGrowthReserve:
         ahead = _horizons(left)
         survives = self._survives(generated, ahead) * (ahead <= left)
         growth = np.maximum(0, np.minimum(np.ceil((known + np.minimum(ahead, left)) / page_size), most) - pages)
-        taken = (survives * growth - (1 - survives) * own).sum(0)
+        needs = (survives * growth - (1 - survives) * own).sum(0)
         spread = np.sqrt((survives * (1 - survives) * (growth + own) ** 2).sum(0))
-        worst = int(np.ceil((taken + _MARGIN * spread).max()))
+        worst = int(np.ceil((needs + _MARGIN * spread).max()))
         allowed = int(np.maximum(0, np.minimum(np.ceil((known + left) / page_size), most) - pages).sum())
         return min(allowed, max(len(holders), worst))
 

@@ -49,7 +49,7 @@ class PageFetches:
         fetch = sequence.fetch
         assert fetch is not None
         before = fetch.covered
-        calls = self._copies.add(fetch.handle(event))
+        calls = self._copies.add_copies(fetch.handle(event))
         sequence.progressed_at = now
         return calls, fetch.covered - before
 
@@ -101,11 +101,11 @@ class PageFetches:
 
     def take_copies(self, count: int) -> list[Copy]:
         """At most `count` copies to make now."""
-        return self._copies.take(count)
+        return self._copies.take_copies(count)
 
     def copied(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
         """Copies were made; `handle` is told, too."""
-        return self._copies.made(event)
+        return self._copies.copies_ended(event)
 
     def leave_limbo(self, sequence: Sequence) -> None:
         """Note which of its pages in limbo copies still write to."""

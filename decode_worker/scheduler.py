@@ -44,8 +44,8 @@ from baton.store_protocol import StoreReply
 from baton.waits import WaitEdge
 from decode_worker.admission import SequenceAdmission
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
-from decode_worker.orders import OrderReader
 from decode_worker.page_fetches import PageFetches
+from decode_worker.request_reader import RequestReader
 from decode_worker.sequence import ChunkUnderWay, Sequence, SequencePhase
 from decode_worker.sequence_pages import SequencePages
 from decode_worker.sliding_window import SlidingWindow
@@ -114,7 +114,7 @@ class DecodeScheduler:
         num_pages: int,
         *,
         event_tokens: bool = False,
-        headroom: GrowthReserve | None = None,
+        growth_reserve: GrowthReserve | None = None,
         calibration: Items[StepSample] = (),
         vocab_size: int | None = None,
         grammars: OutputGrammars | None = None,
@@ -123,9 +123,9 @@ class DecodeScheduler:
         adapters: Items[str] = (),
         recompute_share: float = 0.0,
     ) -> None:
-        """`headroom`: the rule for admission, the learned one unless told otherwise. `calibration`: steps that were
-        run before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it
-        would fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
+        """`growth_reserve`: the rule for admission, the learned one by default. `calibration`: steps that were run
+        before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it would
+        fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
         `copies_overlap`: copies are made beside steps, and delay none. `window`: the positions that no layer of the
         model looks beyond, a token's own included; none: some layer attends to all. `adapters`: digests of those that
         orders may name. `recompute_share`: part of the pages that is checked."""
@@ -134,11 +134,11 @@ class DecodeScheduler:
         self._page_size = page_size
         sliding = None if window is None else SlidingWindow(window, page_size, num_pages)
         self._pages = SequencePages(num_pages, page_size, sliding, tell_tokens=event_tokens)
-        self._orders = OrderReader(
+        self._reader = RequestReader(
             page_size, sliding, vocab_size, frozenset(("", *adapters)), grammars, config.ageing_ms
         )
         self._sequences = AttemptTable[Sequence]()
-        self._admission = SequenceAdmission(self._pages.blocks, headroom or LearnedGrowthReserve(), page_size)
+        self._admission = SequenceAdmission(self._pages.blocks, growth_reserve or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
         self._planner = StepPlanner(config, page_size, calibration)
         leases = itertools.count(1)
@@ -202,14 +202,14 @@ class DecodeScheduler:
                 if old.name.attempt >= order.attempt:
                     return []
                 commands += self._drop_sequence(old, cut=True)
-            sequence = self._orders.sequence(order, router, next(self._arrivals), now)
+            sequence = self._reader.sequence(order, router, next(self._arrivals), now)
         except BatonError as error:
             return [*commands, SendToRouter(AttemptFailed(*_named(name), error.reason, str(error)), router)]
         if old is not None:
             sequence.priority_time = old.priority_time
         if not self._pages.can_hold(sequence):
-            wanted = f"prompt and output take up to {sequence.total_pages} pages"
-            message = f"{wanted} and this worker has {self._pages.total}"
+            need = f"prompt and output take up to {sequence.total_pages} pages"
+            message = f"{need} and this worker has {self._pages.total}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         waits = self._router_fairness.must_wait(router, self._held(), now)
         if waits or not self._make_room(sequence, commands):
@@ -220,7 +220,7 @@ class DecodeScheduler:
             ]
         self._router_fairness.admitted(router)
         self._sequences.add(sequence)
-        self._orders.begin_grammar(sequence)
+        self._reader.begin_grammar(sequence)
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
         commands.append(SendToRouter(Accepted(*_named(name), sequence.device_pages), router))
@@ -232,26 +232,26 @@ class DecodeScheduler:
         """Reserve pages for a newcomer, if need be those of less urgent sequences. Return whether there is room."""
         sequences = self._sequences.values()
         leaving = self._admission.displaced_by(newcomer, sequences, self._write_through.spare)
-        if leaving != [] and (given_up := self._refill.give_way()) is not None:
-            commands += given_up
+        if leaving != [] and (cancels := self._refill.give_way()) is not None:
+            commands += cancels
             leaving = self._admission.displaced_by(newcomer, sequences, self._write_through.spare)
         if leaving is None:
             return False
         for victim in leaving:
             commands += self._preempt(victim)
-        while (made := self._pages.reserve(newcomer)) is None:
+        while (reservations := self._pages.reserve(newcomer)) is None:
             # What is written only for others' sake makes room.
-            if (given_up := self._abandon_write()) is None:
+            if (cancels := self._abandon_write()) is None:
                 assert newcomer.window is not None, "there is room, and nothing holds it"
                 return False  # cached pages that were counted are kept by those of others after them
-            commands += given_up
-        commands += made
+            commands += cancels
+        commands += reservations
         return True
 
     def _abandon_write(self) -> list[CallStore] | None:
         """End a write of pages that no sequence refers to; none: there is no such write."""
-        given_up = self._refill.give_way()
-        return self._write_through.abandon() if given_up is None else given_up
+        cancels = self._refill.give_way()
+        return self._write_through.abandon() if cancels is None else cancels
 
     def _held(self) -> Mapping[str, int]:
         """Device pages by owner; shared ones count for each."""
@@ -389,8 +389,8 @@ class DecodeScheduler:
             while sequence.phase is SequencePhase.RUNNING and not self._pages.grow(sequence):
                 if self._under_way:
                     break  # the next step waits for the end of this one, which may bring pages
-                if (given_up := self._abandon_write()) is not None:
-                    commands += given_up
+                if (cancels := self._abandon_write()) is not None:
+                    commands += cancels
                 else:
                     commands += self._preempt(max(self._holders(), key=lambda s: s.rank))
         preempted = (s for s in self._sequences.values() if s.phase is SequencePhase.PREEMPTED)
@@ -677,7 +677,7 @@ class DecodeScheduler:
 
 def _lacks_pages(sequence: Sequence) -> bool:
     """Whether it could be in the next step, but for pages."""
-    lacking = sequence.phase is SequencePhase.RUNNING and sequence.pages_wanted > len(sequence.pages)
+    lacking = sequence.phase is SequencePhase.RUNNING and sequence.table_pages > len(sequence.pages)
     return lacking and not sequence.draws_its_last
 
 

@@ -233,7 +233,7 @@ class Sequence:
         return self.reusable_keys(), self.pages_needed
 
     @property
-    def pages_wanted(self) -> int:
+    def table_pages(self) -> int:
         """How far its table should reach: to the end of the known tokens, or of the part."""
         if self.in_parts and self.window is not None:
             return min(self.pages_needed, self.window.first_page(self.computed) + self.window.part)

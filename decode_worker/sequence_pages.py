@@ -48,7 +48,7 @@ class SequencePages:
 
     def grow(self, sequence: Sequence) -> bool:
         """Lend the pages that its table should have and lacks. Return whether there were as many."""
-        grown = self.blocks.allocate(sequence.pages_wanted - len(sequence.pages))
+        grown = self.blocks.allocate(sequence.table_pages - len(sequence.pages))
         if grown is None:
             return False
         sequence.pages.extend(grown)
@@ -82,10 +82,10 @@ class SequencePages:
         their own."""
         if self._window is None:
             return
-        given_back = sequence.pages.give_back(self._window.first_page(sequence.computed))
-        self.blocks.free(given_back)
+        unseen = sequence.pages.give_back(self._window.first_page(sequence.computed))
+        self.blocks.free(unseen)
         if sequence.in_limbo:
-            sequence.in_limbo = [page for page in sequence.in_limbo if page not in given_back]
+            sequence.in_limbo = [page for page in sequence.in_limbo if page not in unseen]
 
     def release(self, sequence: Sequence) -> None:
         """Take back all."""

@@ -43,11 +43,11 @@ class DecodeRows(Struct, frozen=True):
 class StepBudget:
     """What steps and copies take, and what follows from it."""
 
-    def __init__(self, config: DecodeConfig, pace: WorkerStepTimes, limit: StepLimit | None = None) -> None:
+    def __init__(self, config: DecodeConfig, costs: WorkerStepTimes, limit: StepLimit | None = None) -> None:
         """`limit`: of a step's tokens; by default as configured."""
         self._config = config
         self._limit = limit or StepLimit(config.max_num_batched_tokens, 1)
-        self._costs = pace
+        self._costs = costs
         self._copy_seconds = 0.0  # for a page; 0: not measured yet
         self._short_shares: dict[int, float] = {}
         """By how much comes before it (`_magnitude`): by how much of itself a token of a short partial prefill makes a

@@ -80,9 +80,9 @@ class WriteThrough:
             pages = sequence.pages[start:end]
             self._blocks.incref(pages)
             self._under_way[store.lease] = _PageWrite(store, pages, sequence, sequence.pages, start, now)
-            calls += self._copies.add(store.start())
+            calls += self._copies.add_copies(store.start())
             for index, page in enumerate(pages):
-                calls += self._copies.add(store.offer(index, page))
+                calls += self._copies.add_copies(store.offer(index, page))
         return calls
 
     def handle(self, lease: int, event: TransferEvent, now: float) -> list[CallStore]:
@@ -91,7 +91,7 @@ class WriteThrough:
         if page_write is None:
             return []
         page_write.progressed_at = now
-        calls = self._copies.add(page_write.store.handle(event))
+        calls = self._copies.add_copies(page_write.store.handle(event))
         if page_write.store.refused:
             self.refused += 1
             page_write.sequence.writes_through = False
@@ -101,7 +101,7 @@ class WriteThrough:
 
     def take_copies(self, count: int) -> list[Copy]:
         """At most `count` copies to make now."""
-        return self._copies.take(count)
+        return self._copies.take_copies(count)
 
     @property
     def copies_under_way(self) -> int:
@@ -110,7 +110,7 @@ class WriteThrough:
 
     def copied(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
         """Copies were made; `handle` is told, too."""
-        return self._copies.made(event)
+        return self._copies.copies_ended(event)
 
     @property
     def spare(self) -> int:

@@ -41,8 +41,8 @@ _EPILOG = as_epilog("Exit status", (f"{status:>3}  {meaning}" for status, meanin
 app = new_app(name="baton", cls=_Subcommands, add_completion=True, epilog=_EPILOG)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         out.print(f"baton {__version__}")
         raise typer.Exit
 

@@ -348,14 +348,14 @@ class LocalCluster:
         It keeps that when it is started again. Raises StartupError if other workers hold all of them.
         """
         workers = [each for each in self._specs.values() if each.role in ("prefill", "decode")]
-        wanted: dict[str, float | None] = {}
+        shares: dict[str, float | None] = {}
         for each in workers:
             role = worker_role(each.role)
             if uses_assigned_gpu(self.config.device_of(role)):
-                wanted[each.name] = wanted_gpus(self.config, role)
-        if spec.name not in wanted or not (gpus := len(visible_gpus().gpus)):
+                shares[each.name] = wanted_gpus(self.config, role)
+        if spec.name not in shares or not (gpus := len(visible_gpus().gpus)):
             return None
-        self._gpus = share_gpus(wanted, gpus, self._gpus)
+        self._gpus = share_gpus(shares, gpus, self._gpus)
         if spec.name not in self._gpus:
             if (ranks := self.config.ranks_of(worker_role(spec.role))) > 1:
                 raise StartupError(
@@ -386,9 +386,9 @@ class LocalCluster:
     def _check_running(self, name: str) -> None:
         running = self._running[name]
         if (code := running.process.poll()) is not None:
-            said = self.log(name).read_text(errors="replace").strip().splitlines()[-5:]
+            output = self.log(name).read_text(errors="replace").strip().splitlines()[-5:]
             ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            raise StartupError("\n".join([f"{name} {ending}; its output is {self.log(name)}", *said]))
+            raise StartupError("\n".join([f"{name} {ending}; its output is {self.log(name)}", *output]))
 
     def _read_addresses(self, router: str) -> ServiceAddresses:
         output = self.directory / f"{router}.out"

@@ -41,7 +41,7 @@ from engine.models.linear import LinearMaker, PlainLinears
 from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.numerics import torch_digest
-from engine.runner import Mover, PromptScores, Ran, Running
+from engine.runner import FinishedStep, Mover, PromptScores, StepHandle
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
@@ -191,10 +191,10 @@ class Engine:
     def device(self) -> str:
         return str(self.pool.device)
 
-    def launch(self, chunks: Sequence[Chunk]) -> Running:
+    def launch(self, chunks: Sequence[Chunk]) -> StepHandle:
         """Begin a step; on a CPU, make it. See `Runner`."""
         if self._cuda is None:
-            return Ran.timed(lambda: _results(self.run(chunks)))
+            return FinishedStep.timed(lambda: _results(self.run(chunks)))
         with device_errors(), self._stream_ends_with_errors():
             with self.tracer.span("inputs", "engine"):
                 batch = self._flatten(chunks)
@@ -258,7 +258,7 @@ class Engine:
         """
         if self._cuda is not None:
             finished = self.launch(chunks).wait()
-            return StepOutput(list(finished.sampled), {n: list(found) for n, found in finished.scores.items()})
+            return StepOutput(list(finished.sampled), {n: list(tokens) for n, tokens in finished.scores.items()})
         if not chunks:
             return StepOutput([], {})
         with self.tracer.span("inputs", "engine"):
@@ -289,8 +289,8 @@ class Engine:
                 self._mask_threads.wait(masks)
         late = {place for place, draw in draws if draw.mask is not None and not draw.mask.ready}
         with self.tracer.span("sampling", "engine"):
-            asked = [replace(draw, mask=None) if place in late else draw for place, draw in draws]
-            sampled = self._sampler.sample(logits, asked, ends, best)
+            unmasked = [replace(draw, mask=None) if place in late else draw for place, draw in draws]
+            sampled = self._sampler.sample(logits, unmasked, ends, best)
         for (place, _), one in zip(draws, sampled, strict=True):
             results[place] = None if place in late else one
 
@@ -332,10 +332,10 @@ class Engine:
         with self.tracer.span("head", "engine"):
             for place, chunk in enumerate(chunks):
                 if (scoring := chunk.scoring) is not None:
-                    scores[place] = found = list[PromptTokenLogprob]()
+                    scores[place] = tokens = list[PromptTokenLogprob]()
                     for at in range(0, len(scoring.targets), SCORED_AT_ONCE):
                         targets = scoring.targets[at : at + SCORED_AT_ONCE]
-                        found += self._sampler.score(
+                        tokens += self._sampler.score(
                             model.logits(hidden[row : row + len(targets)]), targets, scoring.top
                         )
                         row += len(targets)

@@ -18,8 +18,8 @@ _VECTORS = ("avx", "amx", "fma", "sse4")
 
 def digest(*parts: str | bytes) -> str:
     """Return eight hexadecimal digits that stand for all parts."""
-    told = b"".join(len(part).to_bytes(4, "little") + part for part in map(_bytes, parts))
-    return hashlib.blake2b(told, digest_size=4).hexdigest()
+    framed = b"".join(len(part).to_bytes(4, "little") + part for part in map(_bytes, parts))
+    return hashlib.blake2b(framed, digest_size=4).hexdigest()
 
 
 def torch_digest(device: str) -> str:

@@ -1,7 +1,7 @@
 """The seam between a worker and what computes: a runner with a model, device pages, steps and copies.
 
-    worker ──▶ Runner.launch(chunks) ──▶ Running ──▶ Finished
-           ──▶ Mover.start(copies)   ──▶ Moving  ──▶ CopiedIn | CopiedOut
+    worker ──▶ Runner.launch(chunks) ──▶ StepHandle ──▶ StepResults
+           ──▶ Mover.start(copies)   ──▶ CopyHandle  ──▶ CopiedIn | CopiedOut
 
 Schedulers, store and router know nothing of it. `engine.engine.Engine` is the first runner. A runner may do everything
 at once, as on a CPU, or go on beside its worker. One thread calls a runner and what it returns.
@@ -29,7 +29,7 @@ from kvstore.layout import PageLayout
 PromptScores: TypeAlias = Mapping[int, Sequence[PromptTokenLogprob]]
 
 
-class Finished(Struct, frozen=True, gc=False):
+class StepResults(Struct, frozen=True, gc=False):
     """The results of a step: for each chunk the token drawn, None without `sample`, and always None without a head;
     and by number of the chunk what it scored. `seconds` is what it took by the device's clock."""
 
@@ -38,19 +38,19 @@ class Finished(Struct, frozen=True, gc=False):
     seconds: float
 
 
-class Running(Protocol):
+class StepHandle(Protocol):
     """A step that was launched."""
 
     def done(self) -> bool:
         """Whether `wait` returns at once, or nearly so."""
         ...
 
-    def wait(self) -> Finished:
+    def wait(self) -> StepResults:
         """Return the results once the step has ended. To be called once. Raises whatever the step has raised."""
         ...
 
 
-class Moving(Protocol):
+class CopyHandle(Protocol):
     """Copies that were started, of one lease and in one direction."""
 
     def done(self) -> bool:
@@ -86,7 +86,7 @@ class Mover(Protocol):
         """From now on copies are from and to this arena. Those that were started go on with the one before."""
         ...
 
-    def start(self, copies: Sequence[Copy]) -> Moving:
+    def start(self, copies: Sequence[Copy]) -> CopyHandle:
         """Start to copy pages of one lease in one direction, at consecutive indices. Copies into the device are made in
         the order in which they were started."""
         ...
@@ -142,7 +142,7 @@ class Runner(Protocol):
         """Such as "cpu" or "cuda:1"."""
         ...
 
-    def launch(self, chunks: Sequence[Chunk]) -> Running:
+    def launch(self, chunks: Sequence[Chunk]) -> StepHandle:
         """Begin a step: compute the chunks' K and V into their pages and draw what they ask for. `chunks` may change
         once this has returned. Raises ValueError for a chunk that this model and pool can't run, and DeviceLost, as
         whatever reaches the device may."""
@@ -174,37 +174,37 @@ class Runner(Protocol):
         ...
 
 
-class Ran:
+class FinishedStep:
     """A step that had ended when it was launched."""
 
-    def __init__(self, finished: Finished) -> None:
+    def __init__(self, finished: StepResults) -> None:
         self._finished = finished
 
     @classmethod
-    def timed(cls, run: Callable[[], tuple[Sequence[Sampled | None], PromptScores]]) -> Ran:
+    def timed(cls, run: Callable[[], tuple[Sequence[Sampled | None], PromptScores]]) -> FinishedStep:
         """Run a step here and now."""
         began = time.perf_counter()
         sampled, scores = run()
-        return cls(Finished(sampled, scores, time.perf_counter() - began))
+        return cls(StepResults(sampled, scores, time.perf_counter() - began))
 
     def done(self) -> bool:
         return True
 
-    def wait(self) -> Finished:
+    def wait(self) -> StepResults:
         return self._finished
 
 
-class Moved:
+class FinishedCopy:
     """Copies that had been made when they were started."""
 
-    def __init__(self, made: CopiedIn | CopiedOut) -> None:
-        self._made = made
+    def __init__(self, event: CopiedIn | CopiedOut) -> None:
+        self._event = event
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> CopiedIn | CopiedOut:
-        return self._made
+        return self._event
 
 
 def copied_in(copies: Sequence[Copy], intact: Sequence[bool], seconds: float | None = None) -> CopiedIn:

@@ -36,8 +36,8 @@ def namespace_root(namespace: Namespace, tenant: str = "", salt: str = "") -> by
     # are those of earlier versions.
     salts = (salt,) if salt else ()
     texts = (namespace.numerics, namespace.kv_dtype, namespace.form, namespace.adapter, tenant, *salts)
-    told = b"".join(map(_counted, texts))
-    return blake2b(_ROOT_MAGIC + namespace.model + numbers + told, digest_size=KEY_BYTES).digest()
+    encoded = b"".join(map(_counted, texts))
+    return blake2b(_ROOT_MAGIC + namespace.model + numbers + encoded, digest_size=KEY_BYTES).digest()
 
 
 @functools.lru_cache(maxsize=64)

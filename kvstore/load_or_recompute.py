@@ -138,7 +138,7 @@ def _most_of(runs: Sequence[TierPages], pages: int) -> LowerTier:
     """The tier that most of the first `pages` of these runs are on."""
     on: dict[LowerTier, int] = {}
     for run in runs:
-        taken = min(run.pages, pages)
-        on[run.speed.tier] = on.get(run.speed.tier, 0) + taken
-        pages -= taken
+        part = min(run.pages, pages)
+        on[run.speed.tier] = on.get(run.speed.tier, 0) + part
+        pages -= part
     return max(on, key=lambda tier: on[tier])

@@ -56,7 +56,7 @@ PageSeconds: TypeAlias = Callable[[PrefillRequest, int], float]
 
 
 def build_batch(
-    jobs: Collection[PrefillRequest], pace: StepCostModel, step: float, most: int, copy: float = 0.0
+    jobs: Collection[PrefillRequest], model: StepCostModel, step: float, most: int, copy: float = 0.0
 ) -> ScheduledBatch:
     """Whole pages of the prompts that are computing: as many as fit into the seconds that a step may last, and at most
     `most` tokens, but at least one page. Counts in each prompt how long it has been passed over. `copy`: seconds to
@@ -64,24 +64,24 @@ def build_batch(
     ready = [job for job in jobs if job.ready_to_step]
     if not ready:
         return {}
-    most = max(1, min(most, max(_UNMEASURED, _GROWTH * pace.largest)) // ready[0].page_size)
+    most = max(1, min(most, max(_UNMEASURED, _GROWTH * model.largest)) // ready[0].page_size)
     alone = sum(job.phase not in (PrefillPhase.COMMITTING, PrefillPhase.DONE) for job in jobs) == 1
-    fixed = pace.cost.fixed
+    fixed = model.cost.fixed
     seconds = max(_ALONE * step if alone else step, _FIXED * fixed) - fixed
     if alone:
-        seconds = _equal_steps(ready[0], pace, seconds)
-    cost = _cost(pace, ready[0].page_size)
+        seconds = _equal_steps(ready[0], model, seconds)
+    cost = _cost(model, ready[0].page_size)
     ranks = rank_requests(ready, [job for job in jobs if job.phase is PrefillPhase.WAITING])
-    shares = share_pages(ranks, cost, seconds if pace.largest else inf, most)
-    if alone and copy and pace.largest:
+    shares = share_pages(ranks, cost, seconds if model.largest else inf, most)
+    if alone and copy and model.largest:
         shares = _leave_last_chunk(ready[0], shares, cost, fixed, copy)
     _count_skipped(ranks, cost, shares)
     return {job.name: _chunk(job, count) for job, count in shares.items()}
 
 
-def _equal_steps(job: PrefillRequest, pace: StepCostModel, seconds: float) -> float:
+def _equal_steps(job: PrefillRequest, model: StepCostModel, seconds: float) -> float:
     """What the rest of a prompt takes, divided by the number of steps that comes nearest to `seconds` each."""
-    rest = pace.cost.token * job.pending + pace.cost.pair * pairs(job.pending, job.computed)
+    rest = model.cost.token * job.pending + model.cost.pair * pairs(job.pending, job.computed)
     steps = round(rest / seconds)
     return rest / steps if steps > 1 else inf
 
@@ -157,12 +157,12 @@ def _count_skipped(ranks: Ranks, cost: PageSeconds, shares: Shares) -> None:
             each.skipped_steps = 0 if served else each.skipped_steps + 1
 
 
-def _cost(pace: StepCostModel, page_size: int) -> PageSeconds:
+def _cost(model: StepCostModel, page_size: int) -> PageSeconds:
     """By what a page makes a step longer; while nothing is known, all pages are equal."""
-    if not pace.largest:
+    if not model.largest:
         return lambda job, page: 1.0
-    each = max(1e-9, pace.cost.token * page_size)  # were pages free, the first prompt would get them all
-    return lambda job, page: each + pace.cost.pair * pairs(page_size, job.computed + page * page_size)
+    each = max(1e-9, model.cost.token * page_size)  # were pages free, the first prompt would get them all
+    return lambda job, page: each + model.cost.pair * pairs(page_size, job.computed + page * page_size)
 
 
 def _chunk(job: PrefillRequest, pages: int) -> Chunk:

@@ -121,7 +121,7 @@ class PrefillScheduler:
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._requests = AttemptTable[PrefillRequest]()
         self._owners: dict[int, PrefillRequest] = {}  # by lease
-        self._turns = RouterFairness()
+        self._fairness = RouterFairness()
         self._copies = CopyQueue(self._blocks)
         self._leases = itertools.count(1)
         self._refill = StoreRefill(self._blocks, self._leases)
@@ -153,7 +153,7 @@ class PrefillScheduler:
                 return self._prefill(event, router, now)
             case Cancel() | RouterHeartbeat() | RouterLost():
                 if isinstance(event, RouterLost):
-                    self._turns.admitted(event.router)
+                    self._fairness.admitted(event.router)
                 return [c for job in self._requests.ended_by(event, router) for c in self._drop_request(job)]
             case PagesCompared():
                 return [*self._recomputation.compared(event)]
@@ -208,18 +208,18 @@ class PrefillScheduler:
             message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         active = self._active
-        waits = self._turns.must_wait(router, Counter(job.owner for job in active), now)
+        waits = self._fairness.must_wait(router, Counter(job.owner for job in active), now)
         full = waits or len(active) >= self._config.max_num_seqs
-        taken = None if full else shared_prefix.allocate_shared(self._blocks, keys, active)
-        if taken is None and not full and (given_up := self._refill.give_way()) is not None:
-            commands += given_up
-            taken = shared_prefix.allocate_shared(self._blocks, keys, active)
-        if taken is None:
-            self._turns.refused(router, now)
+        allocation = None if full else shared_prefix.allocate_shared(self._blocks, keys, active)
+        if allocation is None and not full and (cancels := self._refill.give_way()) is not None:
+            commands += cancels
+            allocation = shared_prefix.allocate_shared(self._blocks, keys, active)
+        if allocation is None:
+            self._fairness.refused(router, now)
             message = f"{len(active)} prompts are being computed and {self._blocks.available} pages are free"
             return [*commands, SendToRouter(Refused(*_named(name), "busy", message), router)]
-        self._turns.admitted(router)
-        pages, complete = taken
+        self._fairness.admitted(router)
+        pages, complete = allocation
         job = PrefillRequest(
             name=name,
             owner=router,
@@ -291,16 +291,16 @@ class PrefillScheduler:
             if choice.pages:
                 job.loading = LoadInProgress(choice, runs, now)
                 job.loaded_from = lookup.here
-        if (found := lookup.found) is None:
+        if (hits := lookup.hits) is None:
             return commands
         if job.loading is not None and not job.loading.seconds:
-            self._regret.load_ended(job.loading, found - job.loaded_from, now)
-        return commands + self._found(job, found, now)
+            self._regret.load_ended(job.loading, hits - job.loaded_from, now)
+        return commands + self._looked_up(job, hits, now)
 
-    def _found(self, job: PrefillRequest, found: int, now: float) -> list[PrefillCommand]:
-        """The store has, and holds for us, a prefix of `found` pages."""
-        job.stored = job.committed = job.offered = found
-        return self._finish(job, now) if found == job.total else self._advance(job)
+    def _looked_up(self, job: PrefillRequest, hits: int, now: float) -> list[PrefillCommand]:
+        """The store has, and holds for us, a prefix of `hits` pages."""
+        job.stored = job.committed = job.offered = hits
+        return self._finish(job, now) if hits == job.total else self._advance(job)
 
     def _advance(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Bring what the store has to the device, as far as computing the rest needs it, and compute the rest; unless
@@ -309,11 +309,11 @@ class PrefillScheduler:
         if job.waits_for is not None:
             job.phase = PrefillPhase.WAITING
             return []
-        have, found = job.ready, job.stored
-        if found <= have:
+        have, hits = job.ready, job.stored
+        if hits <= have:
             return self._compute(job)
         job.phase = PrefillPhase.LOADING
-        job.fetch = PageFetch(self._leases, job.keys[have:found], job.pages[have:found], wait=False)
+        job.fetch = PageFetch(self._leases, job.keys[have:hits], job.pages[have:hits], wait=False)
         return self._ask(job, job.fetch.leases, job.fetch.start())
 
     def _compute(self, job: PrefillRequest) -> list[PrefillCommand]:
@@ -338,7 +338,7 @@ class PrefillScheduler:
             return []
         commands: list[PrefillCommand] = []
         for page in range(job.offered, min(job.ready, job.committed + write.count)):
-            commands += self._copies.add(write.offer(page - job.committed, job.pages[page]))
+            commands += self._copies.add_copies(write.offer(page - job.committed, job.pages[page]))
             job.offered = page + 1
         return commands
 
@@ -420,7 +420,7 @@ class PrefillScheduler:
         job = self._owners.get(lease)
         ended: list[CallStore] = []
         if isinstance(event, CopiedIn | CopiedOut):
-            ended = [*self._copies.made(event), *self._refill.copied(event)]
+            ended = [*self._copies.copies_ended(event), *self._refill.copied(event)]
         if isinstance(event, CopiedOut) and self._copy_rate is not None:
             self._copy_rate.copied(event.pages, now)
         if job is None:
@@ -434,7 +434,7 @@ class PrefillScheduler:
             return self._fetch_went_on(job, job.fetch, event)
         elif job.store is not None and lease == job.store.lease:
             write = job.store
-            commands: list[PrefillCommand] = [*self._copies.add(write.handle(event))]
+            commands: list[PrefillCommand] = [*self._copies.add_copies(write.handle(event))]
             if write.refused:
                 return commands + self._no_slots(job, write, now)
             return commands + (self._window_stored(job, write, now) if write.done else [])
@@ -442,7 +442,7 @@ class PrefillScheduler:
 
     def _fetch_went_on(self, job: PrefillRequest, fetch: PageFetch, event: TransferEvent) -> list[PrefillCommand]:
         before = fetch.covered
-        commands: list[PrefillCommand] = [*self._copies.add(fetch.handle(event))]
+        commands: list[PrefillCommand] = [*self._copies.add_copies(fetch.handle(event))]
         if fetch.undecided:
             fetch.decide(0)  # what was worth loading has been loaded
         ready = job.ready
@@ -470,8 +470,8 @@ class PrefillScheduler:
         """The copies to make now, so that at most `copies_per_step` are under way. Report each as CopiedIn or
         CopiedOut."""
         most = self._room_for_copies
-        asked = self._copies.take(most)
-        return asked + self._refill.take_copies(most - len(asked))
+        copies = self._copies.take_copies(most)
+        return copies + self._refill.take_copies(most - len(copies))
 
     @property
     def _room_for_copies(self) -> int:
@@ -527,10 +527,10 @@ class PrefillScheduler:
 
     def _in_step(self, plan: ScheduledBatch) -> list[PrefillRequest]:
         """The prompts of a step that has ended, as far as they are still here."""
-        found = [job for name in plan if (job := self._requests.get(name.request)) and job.name == name and job.in_step]
-        for job in found:
+        jobs = [job for name in plan if (job := self._requests.get(name.request)) and job.name == name and job.in_step]
+        for job in jobs:
             job.in_step = False
-        return found
+        return jobs
 
     def _step_done(self, plan: ScheduledBatch, seconds: float, now: float) -> list[PrefillCommand]:
         self._step += 1

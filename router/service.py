@@ -96,7 +96,7 @@ async def serve(
         async def listen_inside() -> Listener:
             return Listener(hosts.endpoint(inner, router.internal_port), me)
 
-        listener = await ports.internal.taken(listen_inside)
+        listener = await ports.internal.claim(listen_inside)
         cleanup.callback(listener.close)
         sockets = RouterSockets(listener)
         cleanup.push_async_callback(sockets.close)
@@ -118,7 +118,7 @@ async def serve(
         operator_setting = operator_of_router(router.operator, name) if others.names else router.operator
         operator_address = await operator.start(operator_setting, config.cluster.name, name)
         # Only now: by the operator's address, the other routers know a process that may share these ports.
-        grpc_address = await ports.grpc.taken(partial(client_server.start, config.api.host, router.grpc_port, tls))
+        grpc_address = await ports.grpc.claim(partial(client_server.start, config.api.host, router.grpc_port, tls))
         door = await ports.api.listener()
         cleanup.callback(door.close)
         api_address = f"{hosts.bracketed(config.api.host)}:{door.getsockname()[1]}"
@@ -263,7 +263,7 @@ async def _follow_files(keys: KeyRing, tls: ServerTls | None) -> None:
 
 
 class RouterSockets:
-    """The relay's wire: one listener for all messages, one subscription for each holder of pages."""
+    """The router's wire: one listener for all messages, one subscription for each holder of pages."""
 
     def __init__(self, listener: Listener) -> None:
         self.pages: asyncio.Queue[KvEvents | KvSnapshot] = asyncio.Queue(_BATCHES)

@@ -249,9 +249,9 @@ def sentence(colocated: Break, splits: Sequence[Break], objectives: Objectives) 
 def _because(colocated: Break, split: Break, objectives: Objectives) -> str:
     beyond, why = colocated.beyond, breaks_by(split.layout, split.beyond)
     if beyond is not None and beyond.tpot is not None and beyond.tpot[1] <= objectives.tpot:
-        kept = f"TPOT {beyond.tpot[1] * 1_000:.0f} ms at p99, {objectives.tpot * 1_000:.0f} allowed"
+        tpot = f"TPOT {beyond.tpot[1] * 1_000:.0f} ms at p99, {objectives.tpot * 1_000:.0f} allowed"
         return (
-            f"the colocated cluster keeps the tokens' objective even where it breaks ({kept}) and none of its workers "
+            f"the colocated cluster keeps the tokens' objective even where it breaks ({tpot}) and none of its workers "
             f"waits for another; in the split, {why}"
         )
     return f"what {name(split.layout)} gains between tokens it loses elsewhere: {why}"

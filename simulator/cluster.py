@@ -115,7 +115,7 @@ class SimulatedCluster:
         self._addresses = [partial(self._at, name) for name in self._router_names]
         self._homes: dict[str, str] = {}  # the router of each open request, by request name
         self._ended_placed: Counter[str] = Counter()  # by routers that are gone
-        self._asked, self._requests = itertools.count(1), itertools.count(1)
+        self._router_turns, self._requests = itertools.count(1), itertools.count(1)
         self.routers: dict[str, SimulatedRouter] = {}  # by name
         for name in self._router_names:
             self.start_router(name)
@@ -300,7 +300,7 @@ class SimulatedCluster:
             self.agenda.after(_ASK_AGAIN, self._ask, name, arrival)
             return
         living = list(self.routers.items())
-        home, router = living[next(self._asked) % len(living)]
+        home, router = living[next(self._router_turns) % len(living)]
         if chosen in self.routers:
             home, router = chosen, self.routers[chosen]
         self._homes[name] = home

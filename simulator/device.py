@@ -19,11 +19,11 @@ from simulator.transport import SlotMemory
 
 def digests(tokens: Sequence[int]) -> list[int]:
     """Return what K and V stand for at each position."""
-    value, found = 0, list[int]()
+    value, values = 0, list[int]()
     for token in tokens:
         value = hash((value, token))
-        found.append(value)
-    return found
+        values.append(value)
+    return values
 
 
 class PageMemory:
@@ -59,8 +59,8 @@ class CheckingDevice:
         its last digest."""
         expected, size = digests(known), self._page_size
         for position in range(self.first_read(chunk), chunk.start):
-            found = self.pages[chunk.pages[position // size]][position % size]
-            assert found == expected[position], f"a wrong page was read at position {position}"
+            actual = self.pages[chunk.pages[position // size]][position % size]
+            assert actual == expected[position], f"a wrong page was read at position {position}"
         assert list(chunk.tokens) == list(known[chunk.start : chunk.end])
         for position in range(chunk.start, chunk.end):
             self.pages[chunk.pages[position // size]][position % size] = expected[position]
@@ -70,8 +70,8 @@ class CheckingDevice:
         """The first position that the chunk looks at."""
         first = 0 if self._window is None else max(0, chunk.start - self._window + 1)
         if isinstance(chunk.pages, BlockTable):
-            kept = chunk.pages.first * self._page_size
-            assert first >= kept, f"position {first} lies in a page that was given back"
+            oldest = chunk.pages.first * self._page_size
+            assert first >= oldest, f"position {first} lies in a page that was given back"
         return first
 
     def copy(self, copies: Sequence[Copy], arena: SlotMemory) -> None:

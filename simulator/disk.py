@@ -15,9 +15,9 @@ from kvstore.disk.orders import (
     Delete,
     Deleted,
     DiskOrder,
-    Found,
     Open,
     Opened,
+    PagesListed,
     PagesRead,
     Read,
     ReadFinished,
@@ -90,5 +90,5 @@ class SimulatedDisk:
             if page.parent == START or page.parent in linked:
                 linked[page.key] = page
         self._files = linked
-        for event in (Found(epoch, tuple(linked.values())), Opened(epoch)):
+        for event in (PagesListed(epoch, tuple(linked.values())), Opened(epoch)):
             self._later(0, 1.0, event)

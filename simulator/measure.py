@@ -50,7 +50,7 @@ class Measures:
         self.arrived = self.over = 0
         self.ends: Counter[str] = Counter()  # by outcome
         self.ended_twice: list[str] = []
-        self.asked_again = 0  # number of times that a request was sent again because its router died
+        self.resends = 0  # number of times that a request was sent again because its router died
         self.last_end = 0.0
         self.watch: Callable[[str, str, float], object] | None = None  # called at each end with request, tenant, TTFT
 
@@ -67,7 +67,7 @@ class Measures:
         live.first, live.tokens = None, 0
         live.gaps.clear()
         self.outputs[again] = self.outputs.pop(name)
-        self.asked_again += 1
+        self.resends += 1
         return live.arrival
 
     def tokens(self, request: str, count: int, spacing: float) -> None:
@@ -173,15 +173,15 @@ def _outcome(end: RequestEnded) -> str:
 def longest_tenth(gaps: list[tuple[float, int]]) -> float:
     """Return the mean of the longest tenth of the gaps, given as (seconds, number); NaN if there is none."""
     total = sum(count for _, count in gaps)
-    wanted = left = max(1, total // 10)
+    tenth = left = max(1, total // 10)
     sum_ = 0.0
     for seconds, count in sorted(gaps, reverse=True):
-        taken = min(count, left)
-        sum_ += seconds * taken
-        left -= taken
+        part = min(count, left)
+        sum_ += seconds * part
+        left -= part
         if not left:
             break
-    return sum_ / wanted if total else math.nan
+    return sum_ / tenth if total else math.nan
 
 
 def _spread(values: npt.NDArray[np.float64]) -> dict[str, float]:

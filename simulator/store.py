@@ -114,9 +114,9 @@ class SimulatedStore(StoreShell):
 
     def receive_from_router(self, place: int, envelope: Envelope[Any]) -> None:
         """Take a router's message. A lost router needs no action: its pins expire."""
-        for said in self._routers.hear(place, envelope, self._agenda.now):
-            if isinstance(said, RouterMessage) and isinstance(said.message, PinPages | UnpinPages):
-                self.handle(RouterMessageReceived(said.message, said.router))
+        for event in self._routers.hear(place, envelope, self._agenda.now):
+            if isinstance(event, RouterMessage) and isinstance(event.message, PinPages | UnpinPages):
+                self.handle(RouterMessageReceived(event.message, event.router))
 
     def beat(self) -> float:
         """Run an idle iteration of its loop and send heartbeats; return the seconds until the next."""
@@ -158,8 +158,8 @@ class SimulatedStore(StoreShell):
     def reply(self, connection: int, reply: StoreReply) -> None:
         """Answer a worker. Heartbeats are not simulated: workers learn of a store's end at once."""
         if not isinstance(reply, StoreHeartbeat) and (worker := self._workers.get(connection)) is not None:
-            said = StoreUp(reply.slots, reply.page_bytes) if isinstance(reply, Attached) else reply
-            self._network.call(connection, worker.peer.incarnation, worker.receive_from_store, said, connection)
+            event = StoreUp(reply.slots, reply.page_bytes) if isinstance(reply, Attached) else reply
+            self._network.call(connection, worker.peer.incarnation, worker.receive_from_store, event, connection)
 
     def tell_router(self, message: FromStore, router: str) -> None:
         self._routers.say(message, router)

@@ -214,12 +214,12 @@ class SimulatedWorker(WorkerShell):
         while self._from_store:
             yield self._from_store.popleft()
         while self._inbox:
-            for said in self._routers.hear(*self._inbox.popleft(), now):
-                match said:
+            for event in self._routers.hear(*self._inbox.popleft(), now):
+                match event:
                     case RouterMessage(message=ChangeRole(role=role)):
                         self._become(role)
                     case _:
-                        yield said
+                        yield event
         yield from self._routers.tick(now)
         yield Tick()
 

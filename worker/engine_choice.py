@@ -32,7 +32,7 @@ Name = Literal["native", "vllm"]
 class EngineFacts:
     """What the rule looks at. A lack says why an engine can't serve the model on this device; "" means that it can."""
 
-    asked: Literal["auto", "native", "vllm"]
+    setting: Literal["auto", "native", "vllm"]
     native_lack: str
     vllm_lack: str
     on_gpu: bool
@@ -50,12 +50,12 @@ def choose(facts: EngineFacts) -> EngineChoice:
     """Apply the rule."""
     lacks: Mapping[Name, str] = {"native": facts.native_lack, "vllm": facts.vllm_lack}
     titles: Mapping[Name, str] = {"native": "our own engine", "vllm": "vLLM's runner"}
-    if facts.asked != "auto":
-        lack = lacks[facts.asked]
+    if facts.setting != "auto":
+        lack = lacks[facts.setting]
         return (
-            EngineChoice(None, f"{titles[facts.asked]} can't: {lack}")
+            EngineChoice(None, f"{titles[facts.setting]} can't: {lack}")
             if lack
-            else EngineChoice(facts.asked, f"model.engine is {facts.asked}")
+            else EngineChoice(facts.setting, f"model.engine is {facts.setting}")
         )
     first: Name = "vllm" if facts.on_gpu else "native"
     second: Name = "native" if facts.on_gpu else "vllm"
@@ -67,21 +67,21 @@ def choose(facts: EngineFacts) -> EngineChoice:
     return EngineChoice(None, f"our own engine can't: {facts.native_lack}; vLLM's runner can't: {facts.vllm_lack}")
 
 
-def engine_facts(config: Config, path: Path, devices: Collection[str], found: Installation | None) -> EngineFacts:
+def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Installation | None) -> EngineFacts:
     """Read the config of the checkpoint in `path` and return the facts. `devices`, of all roles: "cpu" or CUDA devices.
 
     Raises ModelError for a checkpoint without a readable config.
     """
     ranks = _most_ranks(config)
     raw, held = read_object(path / "config.json"), config.model.kv_cache_dtype
-    lacks = [problem(found, raw, config.pages.page_size, device, ranks, held) for device in devices]
-    vllm = next(filter(None, lacks), "")
+    lacks = [problem(vllm, raw, config.pages.page_size, device, ranks, held) for device in devices]
+    lack = next(filter(None, lacks), "")
     if len({device.partition(":")[0] for device in devices}) > 1:
-        vllm = vllm or "its pages on a GPU have another form than those on a CPU, and roles differ in their devices"
+        lack = lack or "its pages on a GPU have another form than those on a CPU, and roles differ in their devices"
     if config.pages.recompute_share:
-        vllm = vllm or "pages.recompute_share is set, and only our own engine compares pages"
+        lack = lack or "pages.recompute_share is set, and only our own engine compares pages"
     return EngineFacts(
-        config.model.engine, _setting_lack(config) or native_lack(path), vllm, on_gpu=set(devices) != {"cpu"}
+        config.model.engine, _setting_lack(config) or native_lack(path), lack, on_gpu=set(devices) != {"cpu"}
     )
 
 
@@ -101,12 +101,12 @@ def native_lack(path: Path) -> str:
     return ""
 
 
-def devices_of(config: Config, found: VisibleGpus) -> Mapping[WorkerRole, str]:
+def devices_of(config: Config, gpus: VisibleGpus) -> Mapping[WorkerRole, str]:
     """Return the devices of the roles that the cluster begins with, as they are on this machine. A CUDA device need not
     be here: workers of that role may run elsewhere."""
     roles: Sequence[WorkerRole] = ("prefill", "decode") if config.cluster.prefill else ("decode",)
     devices: dict[WorkerRole, str] = {role: config.device_of(role) for role in roles}
-    return {role: resolve_device(each, found) if each == "auto" else each for role, each in devices.items()}
+    return {role: resolve_device(each, gpus) if each == "auto" else each for role, each in devices.items()}
 
 
 def engine_of(config: Config, path: Path, devices: Collection[str]) -> EngineChoice:

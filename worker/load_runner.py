@@ -19,7 +19,7 @@ from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.runner import Runner
 from engine.vllm_runner import compiling
-from engine.vllm_runner.pages import asked_of_vllm, largest_page
+from engine.vllm_runner.pages import largest_page, vllm_kv_dtype
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.layout import PageLayout
 from worker.engine_choice import devices_of, engine_of
@@ -71,7 +71,7 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         ranks=config.ranks_of(role),
         eager=eager,
         deadline=config.cluster.step_timeout_ms / 1_000,
-        kv_cache_dtype=asked_of_vllm(raw, held),
+        kv_cache_dtype=vllm_kv_dtype(raw, held),
         exact=config.model.numerics == "exact",
     )
 

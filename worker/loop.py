@@ -49,7 +49,7 @@ from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
 from decode_worker.sliding_window import SlidingWindow
-from engine.runner import Moving, Runner, Running
+from engine.runner import CopyHandle, Runner, StepHandle
 from engine.sampling.grammars import GrammarCompiler
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from engine.step.recomputation import ComparePages, PagesCompared
@@ -189,8 +189,8 @@ class WorkerLoop:
         self._step_started: float | None = None  # that of the oldest
         self._step_timeout = config.cluster.step_timeout_ms / 1_000
         self.under_way: deque[StepUnderWay] = deque()  # the turns' own
-        self._running: deque[tuple[ScheduledBatch, Running]] = deque()  # steps beside the loop, oldest first
-        self._moving: list[tuple[int, Moving]] = []  # copies beside the loop, with their epochs
+        self._running: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # steps beside the loop, oldest first
+        self._moving: list[tuple[int, CopyHandle]] = []  # copies beside the loop, with their epochs
         self._stepped = False  # in this turn
         self.metrics.read_at_scrape(self._step_age)
         if (gpu := GpuMetrics.of(torch.device(runner.device))) is not None:
@@ -418,13 +418,13 @@ class WorkerLoop:
         self._moving.append((epoch, moving))
         return None
 
-    def _count(self, made: CopiedIn | CopiedOut) -> CopiedIn | CopiedOut:
-        if isinstance(made, CopiedOut):
-            self.pages_out += made.pages
+    def _count(self, event: CopiedIn | CopiedOut) -> CopiedIn | CopiedOut:
+        if isinstance(event, CopiedOut):
+            self.pages_out += event.pages
         else:
-            self.pages_in += made.pages
-            self.corrupt += len(made.corrupt)
-        return made
+            self.pages_in += event.pages
+            self.corrupt += len(event.corrupt)
+        return event
 
     def _step(self, plan: ScheduledBatch) -> StepOutcome | None:
         """Launch one step. While one runs, the heartbeat's thread tells how old the oldest is."""

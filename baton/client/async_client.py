@@ -71,8 +71,8 @@ class AsyncClient:
         """Start a chat from messages in OpenAI's form, or from the text of one user's message. Raises BatonError."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        given = {name: value for name, value in options.items() if value is not None}
-        body = {"messages": list(messages), **given, "stream": True, "stream_options": {"include_usage": True}}
+        fields = {name: value for name, value in options.items() if value is not None}
+        body = {"messages": list(messages), **fields, "stream": True, "stream_options": {"include_usage": True}}
         return AsyncChatStream(self._connection, body, timeout)
 
     async def serving(self, timeout: float = 2.0) -> bool:
@@ -134,8 +134,8 @@ class AsyncClient:
         """
         from baton.v1 import cluster_pb2
 
-        asked = cluster_pb2.DrainRequest(worker=worker, now=now, undo=undo)
-        return (await self._cluster("Drain", asked, timeout)).worker
+        request = cluster_pb2.DrainRequest(worker=worker, now=now, undo=undo)
+        return (await self._cluster("Drain", request, timeout)).worker
 
     async def set_role(
         self,
@@ -151,10 +151,10 @@ class AsyncClient:
         """
         from baton.v1 import cluster_pb2
 
-        wanted = cluster_pb2.ROLE_PREFILL if role == "prefill" else cluster_pb2.ROLE_DECODE
+        code = cluster_pb2.ROLE_PREFILL if role == "prefill" else cluster_pb2.ROLE_DECODE
         patience_ms = None if patience is None else round(patience * 1_000)
-        asked = cluster_pb2.SetRoleRequest(worker=worker, role=wanted, patience_ms=patience_ms)
-        return (await self._cluster("SetRole", asked, timeout)).worker
+        request = cluster_pb2.SetRoleRequest(worker=worker, role=code, patience_ms=patience_ms)
+        return (await self._cluster("SetRole", request, timeout)).worker
 
     async def pin_prefix(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[PinOptions]

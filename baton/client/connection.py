@@ -131,9 +131,9 @@ def typed(error: Any, address: str, *, late: type[BatonError] = Unavailable) -> 
     passes here is."""
     details = error.details() or ""
     metadata: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()
-    told = {name: value.decode() if isinstance(value, bytes) else str(value) for name, value in metadata}
-    if reason := told.get(REASON):
-        return rebuilt(reason, details, told.get(RETRY_AFTER))
+    texts = {name: value.decode() if isinstance(value, bytes) else str(value) for name, value in metadata}
+    if reason := texts.get(REASON):
+        return rebuilt(reason, details, texts.get(RETRY_AFTER))
     name = error.code().name
     if name == "UNAVAILABLE":
         return Unavailable(f"no router answers at {address} ({details}); `baton status` tells whether it runs")

@@ -102,10 +102,10 @@ def generate_request(prompt: str | Sequence[int], options: SamplingOptions) -> g
     field can't hold."""
     from baton.v1 import generation_pb2 as pb
 
-    given: dict[str, Any] = dict(options)
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    return _message(pb.GenerateRequest, prompt, given)
+    fields: dict[str, Any] = dict(options)
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    return _message(pb.GenerateRequest, prompt, fields)
 
 
 def pin_request(prompt: str | Sequence[int], options: PinOptions) -> cache_pb2.PinPrefixRequest:
@@ -118,13 +118,13 @@ def pin_request(prompt: str | Sequence[int], options: PinOptions) -> cache_pb2.P
 def _message(kind: Any, prompt: str | Sequence[int], options: Mapping[str, Any]) -> Any:
     from baton.v1 import generation_pb2 as pb
 
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     known = kind.DESCRIPTOR.fields_by_name
-    if unknown := given.keys() - known.keys():
+    if unknown := fields.keys() - known.keys():
         raise InvalidRequest(f"{min(unknown)} is no field of a request; the fields are {', '.join(known)}")
     try:
         if isinstance(prompt, str):
-            return kind(text=prompt, **given)
-        return kind(token_ids=pb.TokenIds(ids=prompt), **given)
+            return kind(text=prompt, **fields)
+        return kind(token_ids=pb.TokenIds(ids=prompt), **fields)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"the request can't be sent: {error}") from None

@@ -160,8 +160,8 @@ class AsyncChatStream(AsyncStream[ChatDelta, ChatAnswer]):
             message = str(json.loads(text)["error"]["message"])
         except (ValueError, LookupError, TypeError):
             message = f"HTTP status {response.status}: {text[:200]}"
-        told = response.headers
-        raise http_error(response.status, message, told.get("baton-reason", ""), told.get("retry-after-ms"))
+        headers = response.headers
+        raise http_error(response.status, message, headers.get("baton-reason", ""), headers.get("retry-after-ms"))
 
 
 def raise_if_ours() -> None:

@@ -24,13 +24,13 @@ class ClientTls:
     key: str | Path = ""
 
     @classmethod
-    def of(cls, given: bool | str | Path | ClientTls) -> ClientTls | None:
+    def of(cls, option: bool | str | Path | ClientTls) -> ClientTls | None:
         """Return what the argument `tls` of a client stands for; None: no TLS."""
-        if isinstance(given, ClientTls):
-            return given
-        if isinstance(given, bool) or not given:
-            return cls() if given else None
-        return cls(authorities=given)
+        if isinstance(option, ClientTls):
+            return option
+        if isinstance(option, bool) or not option:
+            return cls() if option else None
+        return cls(authorities=option)
 
     def grpc_credentials(self) -> grpc.ChannelCredentials:
         """Return the credentials of a channel. Raises ConfigError if a file can't be read."""

@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from baton.messages import UNREADABLE, FromPublisher, Snapshot, SnapshotRequest, ToPublisher
-from baton.wire.cooperation import Cooperation
+from baton.wire.periodic_yield import PeriodicYield
 from baton.wire.sockets import bind, configure, connect
 
 _SEQUENCE_BYTES = 8
@@ -55,13 +55,13 @@ class Subscriber:
         self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.SUB))
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         _connect(self._socket, endpoint)
-        self._cooperation = Cooperation()
+        self._periodic_yield = PeriodicYield()
         self.malformed = 0
 
     async def receive(self) -> tuple[bytes, int, bytes]:
         """Topic, sequence and payload of the next batch. Yields to other tasks now and then."""
         while True:
-            await self._cooperation.before_message()
+            await self._periodic_yield.before_message()
             frames = await self._socket.recv_multipart()
             if len(frames) == 3 and len(frames[1]) == _SEQUENCE_BYTES:
                 return frames[0], int.from_bytes(frames[1], "big"), frames[2]
@@ -137,7 +137,7 @@ class ReplayClient:
         _connect(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(FromPublisher)
         self._question = [b"", msgspec.msgpack.encode(SnapshotRequest())]
-        self._cooperation = Cooperation()
+        self._periodic_yield = PeriodicYield()
         self.malformed = 0
 
     def ask(self) -> None:
@@ -148,7 +148,7 @@ class ReplayClient:
     async def receive(self) -> tuple[bytes, Snapshot]:
         """The next part of a snapshot, with its topic. Yields to other tasks now and then."""
         while True:
-            await self._cooperation.before_message()
+            await self._periodic_yield.before_message()
             frames = await self._socket.recv_multipart()
             try:
                 empty, topic, part = frames

@@ -55,10 +55,10 @@ class ConnectionGuard:
         self._accepted = accepted
         # A shadow: plain sockets whatever kind the context makes, and nothing ends with it.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
-        self._asked = self._context.socket(zmq.REP)
-        self._asked.bind(_ZAP)
+        self._questions = self._context.socket(zmq.REP)
+        self._questions.bind(_ZAP)
         self._bound: deque[zmq.Socket[bytes]] = deque()  # monitors that the thread has not taken over yet
-        self._told = float("-inf")
+        self._last_warning = float("-inf")
         self._thread = threading.Thread(target=self._run, name="zap", daemon=True)
         self._thread.start()
 
@@ -77,7 +77,7 @@ class ConnectionGuard:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._asked, zmq.POLLIN)
+        poller.register(self._questions, zmq.POLLIN)
         monitors: set[zmq.Socket[bytes]] = set()
         try:
             while True:
@@ -86,7 +86,7 @@ class ConnectionGuard:
                     monitors.add(self._bound[0])
                     poller.register(self._bound.popleft(), zmq.POLLIN)
                 for socket in ready:
-                    if socket is self._asked:
+                    if socket is self._questions:
                         self._answer()
                     elif not self._note(socket):
                         poller.unregister(socket)
@@ -95,17 +95,17 @@ class ConnectionGuard:
         except zmq.ContextTerminated:
             pass
         finally:
-            for socket in (self._asked, *monitors, *self._bound):
+            for socket in (self._questions, *monitors, *self._bound):
                 socket.close(0)
 
     def _answer(self) -> None:
-        version, number, _domain, address, _identity, mechanism, *credentials = self._asked.recv_multipart()
-        wanted = self._accepted()
-        good = mechanism == b"CURVE" and wanted is not None and hmac.compare_digest(credentials[0], wanted)
+        version, number, _domain, address, _identity, mechanism, *credentials = self._questions.recv_multipart()
+        expected = self._accepted()
+        good = mechanism == b"CURVE" and expected is not None and hmac.compare_digest(credentials[0], expected)
         if not good:
             self._count(f"{address.decode(errors='replace')} showed other keys than the cluster's")
         status = (b"200", b"OK") if good else (b"400", b"not the keys of this cluster")
-        self._asked.send_multipart([version, number, *status, b"", b""])
+        self._questions.send_multipart([version, number, *status, b"", b""])
 
     def _note(self, monitor: zmq.Socket[bytes]) -> bool:
         """One event of a monitor; False when its socket has closed."""
@@ -118,6 +118,6 @@ class ConnectionGuard:
     def _count(self, what: str) -> None:
         self.refused += 1
         now = time.monotonic()
-        if now - self._told >= _SILENCE:
-            self._told = now
+        if now - self._last_warning >= _SILENCE:
+            self._last_warning = now
             log.warning("refused a connection: %s (%d so far)", what, self.refused)

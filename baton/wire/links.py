@@ -2,7 +2,7 @@
 
 - `Listener`: the router's end of every link: asyncio, one ROUTER socket
 - `RouterSocket`: a worker's or store's end: synchronous and never blocking, one DEALER socket
-- `Heart`: a thread that sends the worker's heartbeat whatever its main loop is doing
+- `HeartbeatSender`: a thread that sends the worker's heartbeat whatever its main loop is doing
 
 A DEALER that reconnects hands queued messages to the process that listens there now, and a ROUTER drops messages for a
 peer that has gone. Envelopes carry both incarnations, and heartbeats repair the rest.
@@ -22,13 +22,13 @@ import zmq.asyncio
 from baton.clock import Clock
 from baton.logs import RateLimitedLog
 from baton.messages import UNREADABLE, Envelope, Heartbeat, Message, Peer, ToRouter
-from baton.wire.cooperation import Cooperation
-from baton.wire.sockets import Revival, bind, configure, connect
+from baton.wire.periodic_yield import PeriodicYield
+from baton.wire.sockets import Reconnector, bind, configure, connect
 
 log = RateLimitedLog(logging.getLogger(__name__))
 
 _HEART_SUFFIX = b"/heart"
-_HELD_UP = 1.0  # seconds; a heart that wakes so much too late was stopped together with its process
+_HELD_UP = 1.0  # seconds; a sender that wakes so much too late was stopped together with its process
 _PER_TURN = 1_000  # frames that a worker or store reads from one router in one turn of its loop
 
 M = TypeVar("M")
@@ -47,14 +47,14 @@ class Listener:
         self.endpoint = bind(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(Envelope[ToRouter])
         self._sequences: dict[str, int] = {}
-        self._cooperation = Cooperation()
+        self._periodic_yield = PeriodicYield()
         self.malformed = 0  # frames dropped because they are no message of this link
 
     async def receive(self) -> Envelope[ToRouter]:
         """Return the next message. A malformed one, or one with another sender than its socket, is dropped. Yields
         to other tasks now and then, also while messages are there."""
         while True:
-            await self._cooperation.before_message()
+            await self._periodic_yield.before_message()
             frames = await self._socket.recv_multipart()
             try:
                 identity, body = frames
@@ -94,7 +94,7 @@ class RouterSocket(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[Envelope[M]] = msgspec.msgpack.Decoder(Envelope[receives])
         self.endpoint = endpoint
         self.socket = _dealer(endpoint, me.incarnation.encode())
-        self._revival = Revival(self.socket, endpoint)
+        self._reconnector = Reconnector(self.socket, endpoint)
         self._sequence = 0
         self.malformed = 0
         self.dropped = 0  # messages not sent because the router has not read for long, or is not the router
@@ -107,7 +107,7 @@ class RouterSocket(Generic[M]):
             self.socket.send(_encoder.encode(envelope), zmq.NOBLOCK)
         except zmq.Again:
             self.dropped += 1
-            self._revival.try_again()
+            self._reconnector.try_again()
 
     def receive(self) -> Iterator[Envelope[M]]:
         """What is here now and meant for this incarnation: of at most 1,000 frames, malformed ones included. The rest
@@ -131,7 +131,7 @@ class RouterSocket(Generic[M]):
 
 
 class _Published(NamedTuple):
-    """What a main loop has last told its heart."""
+    """What a main loop has last told the sender of its heartbeats."""
 
     router: str
     heartbeat: Heartbeat
@@ -139,7 +139,7 @@ class _Published(NamedTuple):
     step_started: float | None
 
 
-class Heart:
+class HeartbeatSender:
     """Sends the latest published `Heartbeat` at a fixed pace from a thread and socket of its own.
 
     So the router can tell a dead worker from one whose step is long: the heartbeat goes on while the step runs, and
@@ -150,12 +150,12 @@ class Heart:
         self._me = me
         self._clock = clock
         self._socket = _dealer(endpoint, me.incarnation.encode() + _HEART_SUFFIX)
-        self._revival = Revival(self._socket, endpoint)
+        self._reconnector = Reconnector(self._socket, endpoint)
         self._stop = threading.Event()
         self._latest: _Published | None = None
         self._interval = 0.25
         self._sequence = 0
-        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
 
     def publish(self, router: str, heartbeat: Heartbeat, interval: float, step_started: float | None) -> None:
@@ -201,7 +201,7 @@ class Heart:
                 self._socket.send(_encoder.encode(envelope), zmq.NOBLOCK)
             except zmq.Again:
                 log.warning("the router does not read our heartbeats")
-                self._revival.try_again()
+                self._reconnector.try_again()
 
 
 def _ms(seconds: float) -> int:

@@ -28,7 +28,7 @@ import zmq
 from baton.errors import StartupError
 from baton.messages import UNREADABLE, Envelope, Message
 from baton.peer_protocol import FetchedPages, PageReply, PageRequest
-from baton.wire.sockets import Revival, bind, configure, connect
+from baton.wire.sockets import Reconnector, bind, configure, connect
 
 _IO_THREADS = 2  # so that one can send while the other receives, and encryption has two cores
 _REQUEST_BYTES = 2**20  # the largest request, and the largest first frame of a reply
@@ -38,13 +38,13 @@ _REPLIES_READ = 2  # messages from one store that wait in our heap: with more, f
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _HEAP_FRAME = 2**25  # bytes: the largest that glibc lets come from the heap
-_HEAP_KEPT = 2**26  # bytes free at its end
+_FREE_HEAP = 2**26  # bytes free at its end
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(slots=True)
-class Losses:
+class DropCounters:
     """Messages that came to nothing, on all sockets."""
 
     malformed: int = 0
@@ -60,7 +60,7 @@ class _Common:
     silence_s: float
     requests: Any  # unions of messages
     replies: Any
-    losses: Losses
+    drops: DropCounters
 
 
 class Sending:
@@ -91,7 +91,7 @@ class PageServer:
     def __init__(self, common: _Common, endpoint: str) -> None:
         """Bind `endpoint`. Raises PortInUse or StartupError."""
         self._me = common.me
-        self._losses = common.losses
+        self._drops = common.drops
         self.socket = _configured(common.context.socket(zmq.ROUTER), common.silence_s)
         for option, value in (
             (zmq.SNDHWM, _REPLIES_SENT), (zmq.RCVHWM, _REQUESTS), (zmq.MAXMSGSIZE, _REQUEST_BYTES),
@@ -116,12 +116,12 @@ class PageServer:
                 if identity != envelope.sender.encode():
                     raise ValueError(f"{identity!r} speaks as {envelope.sender!r}")
             except UNREADABLE:
-                self._losses.malformed += 1
+                self._drops.malformed += 1
                 continue
             if envelope.addressee == self._me:
                 yield envelope.sender, envelope.message
             else:
-                self._losses.dropped += 1
+                self._drops.dropped += 1
 
     def send(self, peer: str, reply: Message) -> bool:
         """Send words to the store of that incarnation. False when it is not connected, or has not read for long."""
@@ -144,7 +144,7 @@ class PageServer:
         except zmq.ZMQError as error:  # EHOSTUNREACH or EAGAIN, and then nothing of this message has been sent
             if error.errno == zmq.EHOSTUNREACH:
                 self._sequences.pop(peer, None)
-            self._losses.dropped += 1
+            self._drops.dropped += 1
             return False
         # From here on a message goes as a whole: ZMQ takes its other frames, or drops them with their connection.
         self.socket.send(_encoder.encode(Envelope(self._me, peer, sequence, reply)), more)
@@ -161,7 +161,7 @@ class PageLink:
     def __init__(self, common: _Common, store: str, endpoint: str) -> None:
         """Connect to the store of incarnation `store`. Raises StartupError for an endpoint that can't be one."""
         self._me = common.me
-        self._losses = common.losses
+        self._drops = common.drops
         self.store = store
         self.endpoint = endpoint
         self.socket = _configured(common.context.socket(zmq.DEALER), common.silence_s)
@@ -180,7 +180,7 @@ class PageLink:
         except StartupError:
             self.socket.close(0)
             raise
-        self._revival = Revival(self.socket, endpoint)
+        self._reconnector = Reconnector(self.socket, endpoint)
         self._decoder: msgspec.msgpack.Decoder[Envelope[Any]] = msgspec.msgpack.Decoder(Envelope[common.replies])
         self._sequence = 0
 
@@ -190,8 +190,8 @@ class PageLink:
         try:
             self.socket.send(_encoder.encode(Envelope(self._me, self.store, self._sequence, request)), zmq.NOBLOCK)
         except zmq.Again:
-            self._losses.dropped += 1
-            self._revival.try_again()
+            self._drops.dropped += 1
+            self._reconnector.try_again()
 
     def receive(self, limit: int) -> Iterator[tuple[Any, list[memoryview]]]:
         """At most `limit` of the replies that are here; with `FetchedPages` as many frames, each the bytes of a
@@ -209,12 +209,12 @@ class PageLink:
                 if len(frames) != (len(message.pages) if isinstance(message, FetchedPages) else 0):
                     raise ValueError(f"{len(frames)} frames behind {type(message).__name__}")
             except UNREADABLE:
-                self._losses.malformed += 1
+                self._drops.malformed += 1
                 continue
             if envelope.addressee == self._me and envelope.sender == self.store:
                 yield message, [frame.buffer for frame in frames]
             else:
-                self._losses.dropped += 1
+                self._drops.dropped += 1
 
     def close(self) -> None:
         self.socket.close(0)
@@ -230,8 +230,8 @@ class PageSockets:
         """Listen on `endpoint`. The unions are of the messages that may come in. Raises PortInUse or StartupError."""
         _keep_heap()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
-        self.losses = Losses()
-        self._common = _Common(self._context, me, silence_s, requests, replies, self.losses)
+        self.drops = DropCounters()
+        self._common = _Common(self._context, me, silence_s, requests, replies, self.drops)
         try:
             self.server = PageServer(self._common, endpoint)
         except StartupError:
@@ -280,7 +280,7 @@ def _keep_heap() -> None:
     with contextlib.suppress(AttributeError, OSError):  # another C library: slower
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _HEAP_FRAME)
-        libc.mallopt(_M_TRIM_THRESHOLD, _HEAP_KEPT)
+        libc.mallopt(_M_TRIM_THRESHOLD, _FREE_HEAP)
 
 
 def _configured(socket: Any, silence_s: float) -> Any:

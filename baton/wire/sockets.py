@@ -106,7 +106,7 @@ def connect(socket: Any, endpoint: str) -> None:
     socket.connect(endpoint)
 
 
-class Revival:
+class Reconnector:
     """Connects a socket anew that ZMQ has given up, which is told by a send that finds no room.
 
     ZMQ tries again after a connection has ended, but not after the other end has broken the protocol. A program that

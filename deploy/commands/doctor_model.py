@@ -93,9 +93,9 @@ def _engine(choice: EngineChoice, facts: EngineFacts) -> Finding:
 
 def _advice(facts: EngineFacts) -> str:
     """What would make the other runner serve the model, if one could."""
-    if facts.asked == "vllm" and not facts.native_lack:
+    if facts.setting == "vllm" and not facts.native_lack:
         return f"our own engine can serve it: --engine native. vLLM's runner can't: {facts.vllm_lack}"
-    if facts.asked == "native" and not facts.vllm_lack:
+    if facts.setting == "native" and not facts.vllm_lack:
         return f"vLLM's runner can serve it: --engine vllm. Our own can't: {facts.native_lack}"
     return ""
 

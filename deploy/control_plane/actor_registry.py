@@ -25,7 +25,7 @@ from deploy.processes import ProcessIdentity
 
 SUPERVISOR = "supervisor"
 NODE_KEY = "node/"
-_TAKEN_BACK = 0.5  # seconds after which an actor that was killed before its start can't run any more
+_START_DELAY = 0.5  # seconds after which an actor that was killed before its start can't run any more
 _REMOTE_PATIENCE = 30.0  # seconds, for a task on another node
 LENDING_PATIENCE = 30.0  # seconds until an actor has its GPUs; about 5 where they are free
 
@@ -44,7 +44,7 @@ class ActorRecord:
     started: float = 0.0  # when Ray was told to start the actor
     failure: Failure | None = None
     addresses: ServiceAddresses | None = None
-    asked: Any = None  # the pending report() call
+    report: Any = None  # the pending report() call
     lost: str = ""  # Ray's message when the actor died
     ending: bool = False  # by us: its death is then no failure
     gone: bool = False  # proven
@@ -70,11 +70,11 @@ class ActorRegistry:
 
     def hardware(self) -> dict[str, NodeHardware]:
         """Return the GPUs and labels of the nodes that are up."""
-        found = {name: hardware_of(node) for name, node in self._alive().items()}
-        if not any(has.gpus for has in found.values()):
-            return found
+        nodes = {name: hardware_of(node) for name, node in self._alive().items()}
+        if not any(has.gpus for has in nodes.values()):
+            return nodes
         free = self._free_gpus()
-        return {name: replace(has, lent=self._lent(name, has.gpus, free.get(name))) for name, has in found.items()}
+        return {name: replace(has, lent=self._lent(name, has.gpus, free.get(name))) for name, has in nodes.items()}
 
     def gpu_shares(self) -> dict[str, GpuShare]:
         """Return the GPU shares of all processes that are not gone."""
@@ -129,13 +129,13 @@ class ActorRegistry:
     def poll(self, patience: float = 0.2) -> None:
         """Request a report from every actor, and take those that are ready. A late report is taken by a later call."""
         for member in self._members.values():
-            if member.asked is None and member.handle is not None and not member.gone:
-                member.asked = member.handle.report.remote()
-        waiting = {member.asked: member for member in self._members.values() if member.asked is not None}
+            if member.report is None and member.handle is not None and not member.gone:
+                member.report = member.handle.report.remote()
+        waiting = {member.report: member for member in self._members.values() if member.report is not None}
         if waiting:
             done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=patience)
             for answer in done:
-                waiting[answer].asked = None
+                waiting[answer].report = None
                 self._take(waiting[answer], answer)
         for member in self._members.values():
             if member.record is None and member.gpu_share and member.failure is None and not member.ending:
@@ -160,7 +160,7 @@ class ActorRegistry:
         if record is None:
             # The actor has not run its first line, which writes the record. After Ray has cancelled it, it never will.
             self._kill_actor(member)
-            time.sleep(_TAKEN_BACK)
+            time.sleep(_START_DELAY)
             record = self._kept_record(name)
         if record is None:
             member.gone, member.why_gone = True, "its actor never started"
@@ -237,8 +237,8 @@ class ActorRegistry:
             )
 
     def _kept_record(self, name: str) -> ProcessRecord | None:
-        kept = self._keys.get(PROCESS_KEY + name)
-        return None if kept is None else msgspec.json.decode(kept, type=ProcessRecord)
+        record = self._keys.get(PROCESS_KEY + name)
+        return None if record is None else msgspec.json.decode(record, type=ProcessRecord)
 
     def _take(self, member: ActorRecord, answer: Any) -> None:
         try:
@@ -297,13 +297,13 @@ def name_nodes(hostnames: Mapping[str, str], names: Mapping[str, str]) -> dict[s
     A name is the hostname, with a number if another live node has it already. A node thus keeps its name when Ray is
     restarted, and its store finds the disk tier of its predecessor.
     """
-    taken = {names[node_id] for node_id in hostnames if node_id in names}
+    used = {names[node_id] for node_id in hostnames if node_id in names}
     new: dict[str, str] = {}
     for node_id, hostname in hostnames.items():
         if node_id not in names:
             spellings = itertools.chain([hostname], (f"{hostname}-{number}" for number in itertools.count(2)))
-            new[node_id] = next(name for name in spellings if name not in taken)
-            taken.add(new[node_id])
+            new[node_id] = next(name for name in spellings if name not in used)
+            used.add(new[node_id])
     return new
 
 

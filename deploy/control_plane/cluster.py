@@ -163,15 +163,15 @@ def _native_stderr_muted() -> Iterator[None]:
 
     Python's own stderr still works.
     """
-    python_stderr, kept = sys.stderr, os.dup(2)
+    python_stderr, duplicate = sys.stderr, os.dup(2)
     try:
-        with Path(os.devnull).open("w") as nowhere, os.fdopen(os.dup(kept), "w", buffering=1) as still_stderr:
+        with Path(os.devnull).open("w") as nowhere, os.fdopen(os.dup(duplicate), "w", buffering=1) as still_stderr:
             sys.stderr = still_stderr
             os.dup2(nowhere.fileno(), 2)
             yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(duplicate, 2)
+        os.close(duplicate)
         sys.stderr = python_stderr
 
 

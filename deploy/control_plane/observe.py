@@ -51,9 +51,9 @@ def listed(statuses: Iterable[cluster_pb2.GetStatusResponse], name: str, identit
     """Return the best state that the answering routers list for this process, ignoring its predecessors."""
     if identity is None:
         return "unknown"
-    said = {_listed(status, name, identity.pid) for status in statuses}
+    words = {_listed(status, name, identity.pid) for status in statuses}
     for word in _BEST_FIRST:
-        if word in said:
+        if word in words:
             return word
     return "unknown"
 

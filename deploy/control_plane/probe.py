@@ -72,18 +72,18 @@ def link(address: str, environment: Mapping[str, str] = os.environ) -> RayLink:
                 "Baton start one of its own: `baton up --ray own`"
             )
         case RayAnswer.REFUSED:
-            found = token(environment)
-            if found is None:
+            secret = token(environment)
+            if secret is None:
                 raise RayUnusable(
                     f"Ray at {address} asks for a token and there is none in ~/.ray/auth_token; copy it from the "
                     "head node (`ray get-auth-token` prints it there), or export RAY_AUTH_TOKEN_PATH=FILE"
                 )
-            if ask(address, found.text) is not RayAnswer.WELCOME:
+            if ask(address, secret.text) is not RayAnswer.WELCOME:
                 raise RayUnusable(
-                    f"Ray at {address} refuses the token in {found.path or 'RAY_AUTH_TOKEN'}; it was started with "
+                    f"Ray at {address} refuses the token in {secret.path or 'RAY_AUTH_TOKEN'}; it was started with "
                     "another one: restart it (`ray stop`, `ray start --head`), or copy the token it runs with"
                 )
-            return RayLink(address, "token", found.path)
+            return RayLink(address, "token", secret.path)
 
 
 def ask(address: str, token: str | None, patience: float = PATIENCE) -> RayAnswer:

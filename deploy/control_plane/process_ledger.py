@@ -70,9 +70,9 @@ class ProcessLedger:
         """
         for name, before in self._seen.items():
             before = replace(before, since=before.since + held_up, missed_since=before.missed_since + held_up)
-            found = facts[name]
-            seen = (observe_router if role_of(name) == "router" else observe)(before, found, now)
-            self._note(before, seen, found, now)
+            fresh = facts[name]
+            seen = (observe_router if role_of(name) == "router" else observe)(before, fresh, now)
+            self._note(before, seen, fresh, now)
         actions = reconcile(desired, self._seen, self._crashes, now, self._join_patience, self._restart_patience)
         for action in actions:
             match action:
@@ -106,13 +106,13 @@ class ProcessLedger:
             else self._failures.get(spec.name),
         )
 
-    def _note(self, before: ObservedProcess, seen: ObservedProcess, found: Facts, now: float) -> None:
+    def _note(self, before: ObservedProcess, seen: ObservedProcess, fresh: Facts, now: float) -> None:
         name = seen.name
         self._seen[name] = seen
-        self._identities[name] = found.identity
-        if found.failure is not None:
+        self._identities[name] = fresh.identity
+        if fresh.failure is not None:
             self._old.add(name)
-            self._failed(name, found.failure)
+            self._failed(name, fresh.failure)
         if seen.condition is before.condition:
             return
         log.info("%s: %s → %s %s", name, before.condition.value, seen.condition.value, seen.why)
@@ -125,11 +125,11 @@ class ProcessLedger:
             self._failures[name] = failure
         self._old.discard(name)
 
-    def _bury(self, name: str, why: str, wanted: set[str], now: float) -> None:
+    def _bury(self, name: str, why: str, desired: set[str], now: float) -> None:
         del self._seen[name]
         self._identities.pop(name, None)
         since = self._live_since.pop(name, now)
-        if name not in wanted:
+        if name not in desired:
             self._crashes.pop(name, None)
             self._failures.pop(name, None)
             return

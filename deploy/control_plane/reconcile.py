@@ -112,12 +112,12 @@ def reconcile(
 ) -> list[SupervisorAction]:
     """Return the actions of this cycle, at most one per name. `desired` is in start order."""
     actions: list[SupervisorAction] = []
-    wanted = {spec.name for spec in desired}
+    names = {spec.name for spec in desired}
     for seen in actual.values():
         if seen.condition is Condition.GONE:
             actions.append(ReapProcess(seen.name, seen.why))
         elif seen.condition is not Condition.ENDING:
-            if seen.name not in wanted:
+            if seen.name not in names:
                 actions.append(StopProcess(seen.name))
             elif why := verdict(seen, now, join_patience, restart_patience):
                 actions.append(KillProcess(seen.name, why))

@@ -83,8 +83,8 @@ class Supervisor:
         self._namespace = namespace
         self._cluster_keys = cluster_keys
         self._keys = RayKvKeys(namespace)
-        kept = self._keys.get(DESIRED_KEY)
-        self._desired = DesiredCluster.decode(kept) if kept is not None else desired
+        saved = self._keys.get(DESIRED_KEY)
+        self._desired = DesiredCluster.decode(saved) if saved is not None else desired
         self._keep(self._desired)
         self._registry = ActorRegistry(namespace)
         self._identity = self._registry.sign(SUPERVISOR)
@@ -182,8 +182,8 @@ class Supervisor:
 
     def _ask_routers(self) -> tuple[dict[str, cluster_pb2.GetStatusResponse], set[str]]:
         """Return the statuses of the routers that give one, and the names of all routers that answer."""
-        asked = [name for name in self._desired.routers if name in self._ledger.names]
-        answers = dict(zip(asked, self._askers.map(self._ask_router, asked), strict=True))
+        names = [name for name in self._desired.routers if name in self._ledger.names]
+        answers = dict(zip(names, self._askers.map(self._ask_router, names), strict=True))
         statuses = {
             name: answer for name, answer in answers.items() if isinstance(answer, cluster_pb2.GetStatusResponse)
         }

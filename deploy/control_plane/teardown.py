@@ -67,8 +67,8 @@ def _sockets(folder: Path, state: State) -> list[Path]:
     """Return the folders with operator sockets of the cluster's routers."""
     overview = read_overview(folder)
     routers = [*state.routers.values(), *(overview.routers.values() if overview is not None else ())]
-    found = [path.parent for path in operator_port.paths(router.operator for router in routers)]
-    return [path for path in found if path.name == state.name and path.parent.name.startswith("baton")]
+    folders = [path.parent for path in operator_port.paths(router.operator for router in routers)]
+    return [path for path in folders if path.name == state.name and path.parent.name.startswith("baton")]
 
 
 def _end_actors(namespace: str) -> None:

@@ -83,5 +83,5 @@ class _Sender:
 
 def _reason(error: grpc.aio.AioRpcError) -> str:
     """The router's own word for it, else the status."""
-    said = dict(error.trailing_metadata() or ()).get("baton-reason")
-    return str(said or error.code().name.lower())
+    reason = dict(error.trailing_metadata() or ()).get("baton-reason")
+    return str(reason or error.code().name.lower())

@@ -55,12 +55,12 @@ class Users:
                 self._left -= 1
                 await asyncio.sleep(turn.gap)
                 tokens += turn.tokens
-                outcome, made = await self._send(tokens, turn.output, due)
+                outcome, reply = await self._send(tokens, turn.output, due)
                 outcomes.append(outcome)
                 self._on_outcome(outcome)
                 if outcome.failed:
                     break
-                tokens += made
+                tokens += reply
 
     async def _send(self, prompt: list[int], output: int, due: float) -> tuple[Outcome, list[int]]:
         sent = self._now()
@@ -71,10 +71,10 @@ class Users:
             )
             async for delta in stream:
                 times += [self._now()] * len(delta.token_ids)
-            made = await stream.result()
+            result = await stream.result()
         except BatonError as error:
             return Outcome(due, sent, self._now(), tuple(times), failed=error.reason), []
         return Outcome(
-            due, sent, self._now(), tuple(times), "", made.usage.prompt_tokens, made.usage.cached_tokens,
-            split=bool(made.work.prefill_worker), attempts=max(1, made.work.attempts),
-        ), made.token_ids  # fmt: skip
+            due, sent, self._now(), tuple(times), "", result.usage.prompt_tokens, result.usage.cached_tokens,
+            split=bool(result.work.prefill_worker), attempts=max(1, result.work.attempts),
+        ), result.token_ids  # fmt: skip

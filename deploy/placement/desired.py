@@ -107,7 +107,7 @@ def _workers(
     roles: Sequence[tuple[WorkerRole, int]] = [("decode", scale.decode), ("prefill", scale.prefill)]
     names: list[tuple[WorkerRole, str]] = [(role, f"{role}-{index}") for role, count in roles for index in range(count)]
     turns = {name: turn for turn, (_, name) in enumerate(names)}
-    found: dict[str, ProcessSpec] = {}
+    specs: dict[str, ProcessSpec] = {}
     used: dict[str, int] = defaultdict(int)  # ranks, by node
     # Workers that run stay, so they come before all others.
     for role, name in sorted(names, key=lambda each: (placed.get(each[1]) not in usable, -config.ranks_of(each[0]))):
@@ -118,8 +118,8 @@ def _workers(
             ranks = config.ranks_of(role)
             node = roomiest(nodes, hardware, used, ranks) if on_gpus else nodes[turns[name] % len(nodes)]
         used[node] += config.ranks_of(role)
-        found[name] = ProcessSpec(name, role, node, blocked="" if node else why)
-    ordered = [found[name] for name in turns]
+        specs[name] = ProcessSpec(name, role, node, blocked="" if node else why)
+    ordered = [specs[name] for name in turns]
     return [*(spec for spec in ordered if spec.role == "prefill"), *(spec for spec in ordered if spec.role == "decode")]
 
 
@@ -141,11 +141,11 @@ def _on_gpus(
         if _have_gpus([spec.node], hardware) and uses_assigned_gpu(config.device_of(worker_role(spec.role)))
     }
     for node in {spec.node for spec in on_gpus.values()}:
-        wanted = {
+        requests = {
             name: wanted_gpus(config, worker_role(spec.role)) for name, spec in on_gpus.items() if spec.node == node
         }
-        has = {name: share for name, share in held.items() if name in wanted}
-        shares |= share_gpus(wanted, hardware[node].gpus, has)
+        has = {name: share for name, share in held.items() if name in requests}
+        shares |= share_gpus(requests, hardware[node].gpus, has)
     return [
         replace(spec, gpu=shares[spec.name])
         if spec.name in shares
@@ -156,12 +156,12 @@ def _on_gpus(
     ]
 
 
-def _no_room(spec: ProcessSpec, wanted: float | None, hardware: Mapping[str, NodeHardware]) -> str:
+def _no_room(spec: ProcessSpec, share: float | None, hardware: Mapping[str, NodeHardware]) -> str:
     gpus = hardware[spec.node].gpus
-    if wanted is not None and wanted > 1:
+    if share is not None and share > 1:
         there = ", ".join(f"{has.gpus} of {name}" for name, has in hardware.items() if has.gpus)
         return (
-            f"its ranks need {wanted:.0f} GPUs of one node, and other workers hold too many of the GPUs ({there}); "
+            f"its ranks need {share:.0f} GPUs of one node, and other workers hold too many of the GPUs ({there}); "
             f"lower {spec.role}.tensor_parallel_size or the number of workers, or add a node"
         )
     return (

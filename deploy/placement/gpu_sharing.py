@@ -45,46 +45,46 @@ class GpuShare:
 
 
 def share_gpus(
-    wanted: Mapping[str, float | None], gpus: int, held: Mapping[str, GpuShare] | None = None
+    requests: Mapping[str, float | None], gpus: int, held: Mapping[str, GpuShare] | None = None
 ) -> dict[str, GpuShare]:
     """Return the share of each worker. One that fits on no GPU any more has none.
 
-    `wanted`: the share that each is to have, above 1 a number of whole GPUs; None for an equal one. `held`: what
+    `requests`: the share that each is to have, above 1 a number of whole GPUs; None for an equal one. `held`: what
     running workers have. They keep it, and an index that they have.
     """
     held = held or {}
     if gpus < 1:
         return dict(held)
     best: dict[str, GpuShare] = dict(held)
-    new = {name: share for name, share in wanted.items() if name not in held}
-    told = {name: _parts(share) for name, share in new.items() if share is not None}
+    new = {name: share for name, share in requests.items() if name not in held}
+    fixed = {name: _parts(share) for name, share in new.items() if share is not None}
     for each in range(1, _MOST_PER_GPU + 1):
-        found = _pack(told, dict.fromkeys(new.keys() - told.keys(), _UNIT // each), gpus, held)
-        if len(found) > len(best):
-            best = found
-        if set(best) >= set(wanted):
+        packing = _pack(fixed, dict.fromkeys(new.keys() - fixed.keys(), _UNIT // each), gpus, held)
+        if len(packing) > len(best):
+            best = packing
+        if set(best) >= set(requests):
             break
     return best
 
 
 def _pack(
-    told: Mapping[str, int], equal: Mapping[str, int], gpus: int, held: Mapping[str, GpuShare]
+    fixed: Mapping[str, int], equal: Mapping[str, int], gpus: int, held: Mapping[str, GpuShare]
 ) -> dict[str, GpuShare]:
     """Put each part on the GPU that has most left: those that were asked for first, larger ones before smaller ones.
     Leave out those that fit nowhere."""
     left = [_UNIT] * gpus
-    found: dict[str, GpuShare] = {}
+    packing: dict[str, GpuShare] = {}
     for name, has in sorted(held.items(), key=lambda item: (item[1].index is None, -item[1].share, item[0])):
         index = has.index if has.index is not None and has.index < gpus else _roomiest(left, _parts(has.share))
         _take(left, index, _parts(has.share))
-        found[name] = has
-    for name, part in [*sorted(told.items(), key=lambda item: (-item[1], item[0])), *sorted(equal.items())]:
+        packing[name] = has
+    for name, part in [*sorted(fixed.items(), key=lambda item: (-item[1], item[0])), *sorted(equal.items())]:
         index = _roomiest(left, part)
         room = left[index : index + _whole(part)]
         if len(room) == _whole(part) and min(room) >= min(part, _UNIT):
             _take(left, index, part)
-            found[name] = GpuShare(part / _UNIT, index)
-    return found
+            packing[name] = GpuShare(part / _UNIT, index)
+    return packing
 
 
 def _whole(part: int) -> int:
@@ -131,15 +131,15 @@ def nodes_for(
     """
     selector, device = config.worker(role).node_selector, config.device_of(role)
     labels = {name: hardware.get(name, NodeHardware()).labels for name in nodes}
-    found = [name for name in nodes if selector.items() <= labels[name].items()]
-    if not found:
-        asked = ", ".join(f"{key}={value}" for key, value in selector.items())
-        return (), f"no node has the labels of {role}.node_selector: {asked}"
-    with_gpus = [name for name in found if hardware.get(name, NodeHardware()).gpus]
+    fitting = [name for name in nodes if selector.items() <= labels[name].items()]
+    if not fitting:
+        labels_text = ", ".join(f"{key}={value}" for key, value in selector.items())
+        return (), f"no node has the labels of {role}.node_selector: {labels_text}"
+    with_gpus = [name for name in fitting if hardware.get(name, NodeHardware()).gpus]
     if device == "cuda" and not with_gpus:
-        return (), f"the device of {role} workers is cuda, and Ray knows no GPU on {', '.join(found)}"
+        return (), f"the device of {role} workers is cuda, and Ray knows no GPU on {', '.join(fitting)}"
     if not with_gpus or not uses_assigned_gpu(device):
-        return found, ""
+        return fitting, ""
     ranks = config.ranks_of(role)
     if large := [name for name in with_gpus if hardware[name].gpus >= ranks]:
         return large, ""

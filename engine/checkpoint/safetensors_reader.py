@@ -79,9 +79,9 @@ class TensorFiles:
         if name not in self._files:
             raise CorruptWeights(f"the checkpoint has no tensor {name}, which its config asks for; fetch it again")
         path, file = self._files[name]
-        found = self.shape(name)
-        if found != shape:
-            raise CorruptWeights(f"{path.name}: {name} has shape {list(found)}, its config says {list(shape)}")
+        actual = self.shape(name)
+        if actual != shape:
+            raise CorruptWeights(f"{path.name}: {name} has shape {list(actual)}, its config says {list(shape)}")
         stored = file.get_slice(name).get_dtype()
         if stored not in (known := [_STORED_AS[dtype] for dtype in dtypes]):
             raise CorruptWeights(f"{path.name}: {name} is {stored}; known: {', '.join(known)}")
@@ -124,11 +124,11 @@ class TensorFiles:
         for path, promised in shards.items():
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
-                found = set(file.keys())
+                present = set(file.keys())
             except (SafetensorError, OSError) as error:
                 raise CorruptWeights(f"{path} can't be read: {error}; fetch the checkpoint again") from error
-            for name in found if promised is None else promised:
-                if name not in found:
+            for name in present if promised is None else promised:
+                if name not in present:
                     raise CorruptWeights(f"{path.name} lacks {name}, which {INDEX} promises; fetch it again")
                 self._files[name] = (path, file)
 

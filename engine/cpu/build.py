@@ -120,20 +120,20 @@ def cpu_description() -> str:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
         return ""
-    told = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
-    told = {key.strip(): value.strip() for key, value in told.items()}
+    fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
     keys = ("vendor_id", "cpu family", "model", "stepping", "flags")
-    return " ".join(told.get(key, "") for key in keys)
+    return " ".join(fields.get(key, "") for key in keys)
 
 
-def first_level_cache(told_in: Path = Path("/sys/devices/system/cpu/cpu0/cache/index0")) -> int:
+def first_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache/index0")) -> int:
     """Bytes of data that the first CPU has closest to it; 0 where the kernel does not tell."""
     try:
-        level, kind, size = ((told_in / name).read_text().strip() for name in ("level", "type", "size"))
+        level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
     except OSError:
         return 0
-    told = re.fullmatch(r"(\d+)K", size)
-    return int(told[1]) * 1024 if told and (level, kind) == ("1", "Data") else 0
+    kib = re.fullmatch(r"(\d+)K", size)
+    return int(kib[1]) * 1024 if kib and (level, kind) == ("1", "Data") else 0
 
 
 def find_compiler() -> list[str]:
@@ -146,8 +146,8 @@ def find_compiler() -> list[str]:
             raise LibraryUnavailable(f"CXX names {chosen[0]}, which is not there")
         return chosen
     for name in ("c++", "g++", "clang++"):
-        if found := shutil.which(name):
-            return [found]
+        if program := shutil.which(name):
+            return [program]
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "c++"]
     raise LibraryUnavailable("no C++ compiler; install g++, clang++ or the PyPI package ziglang")
@@ -159,10 +159,10 @@ def _flags() -> list[str]:
 
 def _digest(files: Sequence[Path], compiler: Sequence[str], cpu: str) -> str:
     try:
-        told = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=False).stdout  # noqa: S603
+        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=False).stdout  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LibraryUnavailable(f"{compiler[0]} does not run: {error}") from error
-    parts = [cpu.encode(), told, "\0".join([*compiler, *_flags()]).encode()]
+    parts = [cpu.encode(), version, "\0".join([*compiler, *_flags()]).encode()]
     for file in files:
         parts += [file.name.encode(), file.read_bytes()]
     digest = hashlib.blake2b(digest_size=16)
@@ -193,5 +193,5 @@ def _run(command: Sequence[str]) -> None:
     except subprocess.TimeoutExpired as error:
         raise LibraryUnavailable(f"{command[0]} took longer than {COMPILE_SECONDS} s") from error
     if done.returncode:
-        said = " | ".join(line for line in done.stderr.splitlines() if "error" in line)[:500]
-        raise LibraryUnavailable(f"{command[0]} failed: {said or done.stderr[:500]}")
+        errors = " | ".join(line for line in done.stderr.splitlines() if "error" in line)[:500]
+        raise LibraryUnavailable(f"{command[0]} failed: {errors or done.stderr[:500]}")

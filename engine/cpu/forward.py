@@ -98,7 +98,7 @@ class NativeForward:
         self._threads = threads
         self._hidden_size, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, pool.dtype
         self._has_head = weights.head is not None
-        self._kept: list[object] = [weights, pool]  # whatever C++ has pointers to
+        self._references: list[object] = [weights, pool]  # whatever C++ has pointers to
         self._model = self._describe(config, weights, layout, pool)
         self._model_at = ctypes.byref(self._model)
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -107,7 +107,7 @@ class NativeForward:
         self._logits = [logits[:rows] for rows in range(_KEPT_ROWS + 1)]  # a slice costs more than the rest of a call
         self._best = np.empty(_KEPT_ROWS, dtype=np.int64)
         self._hidden = torch.empty((_KEPT_ROWS, config.hidden_size), dtype=pool.dtype)
-        self._kept_at = (self._hidden.data_ptr(), logits.data_ptr(), self._best.__array_interface__["data"][0])
+        self._addresses = (self._hidden.data_ptr(), logits.data_ptr(), self._best.__array_interface__["data"][0])
         self._forward: Callable[..., int] = library.baton_forward
         self._head: Callable[..., int] = library.baton_head
         for function in (library.baton_forward, library.baton_head):
@@ -119,7 +119,7 @@ class NativeForward:
         a head."""
         count = batch.num_samples if self._has_head else 0
         if count <= _KEPT_ROWS:
-            logits, best, addresses = self._logits[count], self._best, self._kept_at
+            logits, best, addresses = self._logits[count], self._best, self._addresses
         else:
             logits, best = torch.empty((count, self._vocab_size)), np.empty(count, dtype=np.int64)
             hidden = torch.empty((count, self._hidden_size), dtype=self._dtype)
@@ -169,7 +169,7 @@ class NativeForward:
             if (experts := spec.experts) is not None:
                 described.expert_count, described.top_k = experts.count, experts.top_k
                 described.renormalise = experts.renormalise
-        self._kept.append(layers)
+        self._references.append(layers)
         experts = [layer.experts for layer in config.layers if layer.experts is not None]
         head = None if weights.head is None else self._product(weights.head)[0]
         frequencies = torch.stack([rotary.inverse_frequencies(rope, config.head_dim) for rope in ropes])
@@ -198,7 +198,7 @@ class NativeForward:
             experts = (_Expert * len(each))()
             for described_one, one in zip(experts, each, strict=True):
                 described_one.gate_up, described_one.down = self._product(one.gate_up)[0], self._product(one.down)[0]
-            self._kept.append(experts)
+            self._references.append(experts)
             described.experts, described.router = ctypes.addressof(experts), self._keep(tiled(layer.mlp.router))
         return described
 
@@ -219,7 +219,7 @@ class NativeForward:
 
     def _keep(self, tensor: torch.Tensor) -> int:
         tensor = tensor.contiguous()
-        self._kept.append(tensor)
+        self._references.append(tensor)
         return tensor.data_ptr()
 
 

@@ -49,10 +49,10 @@ class PackedLinear:
         object lives."""
         if self._tiles is None:
             assert self._weight is not None
-            wanted = tiled(self._weight.to_dense() if self._packed else self._weight)
-            shared = _memory(self._weight, wanted) if self._packed else None
+            fresh = tiled(self._weight.to_dense() if self._packed else self._weight)
+            shared = _memory(self._weight, fresh) if self._packed else None
             self._copied = shared is None
-            self._tiles = wanted if shared is None else shared
+            self._tiles = fresh if shared is None else shared
             huge_pages.collapse(self._tiles.data_ptr(), self._tiles.nbytes)
         return self._tiles
 
@@ -104,8 +104,8 @@ def _memory(packed_weight: torch.Tensor, like: torch.Tensor) -> torch.Tensor | N
     if size != like.nbytes:
         return None
     memory = (ctypes.c_ubyte * size).from_address(torch.ops.mkldnn.data_ptr(packed_weight))
-    found = torch.frombuffer(memory, dtype=like.dtype)
-    return found if torch.equal(found, like) else None
+    shared = torch.frombuffer(memory, dtype=like.dtype)
+    return shared if torch.equal(shared, like) else None
 
 
 def _packs(dtype: torch.dtype) -> bool:

@@ -51,9 +51,9 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], *, masked: bool) -> _Rows:
-        asked = [(number, chunk.end, chunk.sample) for number, chunk in enumerate(chunks) if chunk.sample is not None]
-        rows = [row for row, (_, _, draw) in enumerate(asked) if (draw.mask is not None) == masked]
-        chosen = [asked[row] for row in rows]
+        draws = [(number, chunk.end, chunk.sample) for number, chunk in enumerate(chunks) if chunk.sample is not None]
+        rows = [row for row, (_, _, draw) in enumerate(draws) if (draw.mask is not None) == masked]
+        chosen = [draws[row] for row in rows]
         return cls(
             rows, [number for number, _, _ in chosen], [draw for _, _, draw in chosen], [end for _, end, _ in chosen]
         )
@@ -158,10 +158,10 @@ class _MaskedDraws:
     """Those draws of a step that have a mask."""
 
     def __init__(
-        self, device: DrawDevice, asked: _Rows, logits: torch.Tensor, masks: MasksUnderWay, stream: _Stream
+        self, device: DrawDevice, rows: _Rows, logits: torch.Tensor, masks: MasksUnderWay, stream: _Stream
     ) -> None:
-        """`logits` are those of `asked`. `stream` is asked for whenever something is launched."""
-        self._device, self._asked, self._logits, self._masks, self._stream = device, asked, logits, masks, stream
+        """`logits` are those of `rows`. `stream` is asked for whenever something is launched."""
+        self._device, self._rows, self._logits, self._masks, self._stream = device, rows, logits, masks, stream
         self._launched: LaunchedDraws | None = None
         self._late: Sequence[int] = ()
         self._error: Exception | None = None
@@ -188,10 +188,10 @@ class _MaskedDraws:
         return [None if row in self._late else one for row, one in enumerate(drawn)]
 
     def _unready(self) -> list[int]:
-        return [row for row, draw in enumerate(self._asked.draws) if draw.mask is not None and not draw.mask.ready]
+        return [row for row, draw in enumerate(self._rows.draws) if draw.mask is not None and not draw.mask.ready]
 
     def _launch(self) -> None:
         self._late = self._unready()  # these draw something that does not count
-        draws = [replace(draw, mask=None) if row in self._late else draw for row, draw in enumerate(self._asked.draws)]
+        draws = [replace(draw, mask=None) if row in self._late else draw for row, draw in enumerate(self._rows.draws)]
         with self._device.tracer.span("sampling", "engine"), self._stream():
-            self._launched = self._device.sampler.launch(self._logits, draws, self._asked.positions)
+            self._launched = self._device.sampler.launch(self._logits, draws, self._rows.positions)

@@ -87,14 +87,14 @@ class StepLauncher:
         """The step's tokens, if the device has some of them; else none."""
         if before is None:
             return None
-        found = [
+        follows = [
             (span.first, row)
             for span, chunk in zip(batch.spans, chunks, strict=True)
             if chunk.follows is not None and (row := before.draws.row(chunk.follows)) is not None
         ]
-        if not found:
+        if not follows:
             return None
-        places = upload(np.array(found, np.int64), self._device)
+        places = upload(np.array(follows, np.int64), self._device)
         tokens = upload(batch.tokens.copy(), self._device)
         return tokens.index_copy_(0, places[:, 0], before.draws.tokens[places[:, 1]])
 

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from engine.cuda.errors import device_errors
 from engine.cuda.streams import Event
-from engine.runner import Finished, PromptScores
+from engine.runner import PromptScores, StepResults
 from engine.step.batch import Sampled
 
 
@@ -36,7 +36,7 @@ class LaunchedStep:
             self._go_on()
             return self._ended.query()
 
-    def wait(self) -> Finished:
+    def wait(self) -> StepResults:
         """Return the results. `seconds` is the time between the events, and that of a draw that came later, without
         what passed until it was asked for."""
         with device_errors():
@@ -44,7 +44,7 @@ class LaunchedStep:
             counts, began = self._draws_late(), time.perf_counter()
             sampled, scores = self._collect()
             drawing = time.perf_counter() - began if counts else 0.0
-            return Finished(sampled, scores, self._begun.elapsed_time(self._ended) / 1_000 + drawing)
+            return StepResults(sampled, scores, self._begun.elapsed_time(self._ended) / 1_000 + drawing)
 
 
 class StepWatch:

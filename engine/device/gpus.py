@@ -144,21 +144,21 @@ def find_gpus(
     return VisibleGpus(gpus)
 
 
-def resolve_device(setting: str, found: VisibleGpus | None = None) -> str:
+def resolve_device(setting: str, visible: VisibleGpus | None = None) -> str:
     """Return the torch device that `model.device` means here: "auto" is cuda where there is a GPU, else cpu.
 
     Raises StartupError for a CUDA device that this process has not, with the reason.
     """
     if setting != "auto" and not setting.startswith("cuda"):
         return setting
-    found = visible_gpus() if found is None else found
+    visible = visible_gpus() if visible is None else visible
     if setting == "auto":
-        return "cuda" if found.gpus else "cpu"
-    if not found.gpus:
-        raise StartupError(f"the device is {setting} and there is no GPU: {found.problem}")
+        return "cuda" if visible.gpus else "cpu"
+    if not visible.gpus:
+        raise StartupError(f"the device is {setting} and there is no GPU: {visible.problem}")
     index = setting.partition(":")[2] or "0"
-    if not index.isdigit() or int(index) >= len(found.gpus):
-        raise StartupError(f"the device is {setting} and this process has {len(found.gpus)} GPUs: {found}")
+    if not index.isdigit() or int(index) >= len(visible.gpus):
+        raise StartupError(f"the device is {setting} and this process has {len(visible.gpus)} GPUs: {visible}")
     return setting
 
 
@@ -170,8 +170,8 @@ def installed_torch() -> TorchBuild | None:
     for folder in folders or ():
         file = Path(folder) / "version.py"
         if file.is_file():
-            said = runpy.run_path(str(file))
-            return TorchBuild(str(said.get("__version__", "?")), said.get("cuda"))
+            module = runpy.run_path(str(file))
+            return TorchBuild(str(module.get("__version__", "?")), module.get("cuda"))
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.device.page_pool import PagePool
-from engine.runner import Moved, Slots, copied_in, copied_out
+from engine.runner import FinishedCopy, Slots, copied_in, copied_out
 from kvstore.checksum import page_checksum
 from kvstore.client.transfer import Copy, CopyIn, CopyOut
 
@@ -20,10 +20,10 @@ class HostMover:
     def attach(self, arena: Slots) -> None:
         self._arena = arena
 
-    def start(self, copies: Sequence[Copy]) -> Moved:
+    def start(self, copies: Sequence[Copy]) -> FinishedCopy:
         if isinstance(copies[0], CopyOut):
-            return Moved(copied_out(copies, [self._copy_out(copy) for copy in copies]))
-        return Moved(copied_in(copies, [self._copy_in(copy) for copy in copies]))
+            return FinishedCopy(copied_out(copies, [self._copy_out(copy) for copy in copies]))
+        return FinishedCopy(copied_in(copies, [self._copy_in(copy) for copy in copies]))
 
     def close(self) -> bool:
         self._arena = None

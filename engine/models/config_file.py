@@ -225,5 +225,5 @@ def _longrope(own: ConfigFile, theta: float, original: int, rotated: int, pairs:
 
 def _canonical(raw: Mapping[str, Any]) -> bytes:
     """Two copies of one model must agree whatever path they were loaded from and whichever release wrote them."""
-    told = {key: value for key, value in raw.items() if key not in ("_name_or_path", "transformers_version")}
-    return json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
+    fields = {key: value for key, value in raw.items() if key not in ("_name_or_path", "transformers_version")}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()

@@ -56,8 +56,8 @@ def _yarn(waves: torch.Tensor, rope: RopeSpec, rotated: int) -> torch.Tensor:
     if low == high:
         high += 0.001
     stretched = ((torch.arange(rotated // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
-    kept = 1 - stretched
-    return 1.0 / (rope.factor * waves) * (1 - kept) + 1.0 / waves * kept
+    unstretched = 1 - stretched
+    return 1.0 / (rope.factor * waves) * (1 - unstretched) + 1.0 / waves * unstretched
 
 
 def rotation(

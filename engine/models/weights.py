@@ -270,11 +270,11 @@ class _Tensors:
     @property
     def norms(self) -> dict[str, tuple[str, Shape]]:
         """Name and shape by what each is for."""
-        wanted = ["input_norm", "mlp_norm"]
-        wanted += ["attention_output_norm", "mlp_output_norm"] if self.spec.output_norms else []
-        found = dict.fromkeys(wanted, (self.spec.hidden_size,))
-        found |= {one: (self.spec.head_dim,) for one in ("q_norm", "k_norm") if self.spec.qk_norm}
-        return {one: (f"{self._prefix}{self._names.norms[one]}.weight", shape) for one, shape in found.items()}
+        hidden = ["input_norm", "mlp_norm"]
+        hidden += ["attention_output_norm", "mlp_output_norm"] if self.spec.output_norms else []
+        shapes = dict.fromkeys(hidden, (self.spec.hidden_size,))
+        shapes |= {one: (self.spec.head_dim,) for one in ("q_norm", "k_norm") if self.spec.qk_norm}
+        return {one: (f"{self._prefix}{self._names.norms[one]}.weight", shape) for one, shape in shapes.items()}
 
     def stored(self) -> dict[str, Shape]:
         """Name and shape of all tensors."""

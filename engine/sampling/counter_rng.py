@@ -42,9 +42,9 @@ def keys(seeds: Sequence[int], indexes: Sequence[int], positions: Sequence[int])
 @lru_cache(maxsize=2)
 def counters(count: int) -> Words:
     """What a draw's key is added to, for the token ids below `count`. Read-only: all callers share it."""
-    made = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-    made.flags.writeable = False
-    return made
+    numbers = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def scramble(states: Words, room: Words) -> Words:

@@ -14,17 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling.parcel import Parcel
+from engine.sampling.packed_upload import PackedUpload
 from engine.step.batch import TokenDraw
 
 NUMBERS_AT_ONCE = 1 << 23
 """Rows are computed in blocks of so many logits. A temporary of 64-bit numbers then takes 64 MiB at most."""
 
 
-class Edits:
-    """The changes that a step's draws make to their logits. Construct it, send the parcel, apply it."""
+class BatchEdits:
+    """The changes that a step's draws make to their logits. Construct it, send the upload, apply it."""
 
-    def __init__(self, draws: Sequence[TokenDraw], vocab_size: int, parcel: Parcel) -> None:
+    def __init__(self, draws: Sequence[TokenDraw], vocab_size: int, upload: PackedUpload) -> None:
         self._vocab = vocab_size
         edits = [(row, draw.edits) for row, draw in enumerate(draws) if draw.edits is not None]
         masks = [
@@ -36,14 +36,14 @@ class Edits:
 
         def pairs(rows: Iterable[tuple[int, npt.NDArray[Any]]]) -> int | None:
             """Places in the flattened logits."""
-            found = [row * vocab_size + ids for row, ids in rows]
-            return parcel.add(np.concatenate(found)) if found else None
+            places = [row * vocab_size + ids for row, ids in rows]
+            return upload.add(np.concatenate(places)) if places else None
 
         def joined(parts: Sequence[npt.NDArray[np.float32]]) -> int | None:
-            return parcel.add(np.concatenate(parts)) if parts else None
+            return upload.add(np.concatenate(parts)) if parts else None
 
         only = [(row, edit.allowed) for row, edit in edits if edit.allowed is not None]
-        self._only_rows = parcel.add(np.array([row for row, _ in only], np.int64)) if only else None
+        self._only_rows = upload.add(np.array([row for row, _ in only], np.int64)) if only else None
         self._only = pairs(only)
         self._forbidden = pairs((row, edit.forbidden) for row, edit in edits if edit.forbidden is not None)
         biases = [(row, edit.bias) for row, edit in edits if edit.bias is not None]
@@ -58,9 +58,9 @@ class Edits:
 
         self._mask_rows = self._bits = self._ends = None
         if masks:
-            self._mask_rows = parcel.add(np.array([row for row, _, _ in masks], np.int64))
+            self._mask_rows = upload.add(np.array([row for row, _, _ in masks], np.int64))
             allowed = np.stack([allowed for _, _, allowed in masks])
-            self._bits = parcel.add(np.packbits(allowed, axis=-1, bitorder="little"))
+            self._bits = upload.add(np.packbits(allowed, axis=-1, bitorder="little"))
             ends = [
                 (place, row, np.array([one for one in mask.ends if one < vocab_size], np.int64))
                 for place, (row, mask, _) in enumerate(masks)
@@ -68,10 +68,10 @@ class Edits:
             ]
             self._ends = pairs((row, ids) for _, row, ids in ends)
             if ends:
-                self._ending = parcel.add(np.concatenate([np.full(len(ids), place) for place, _, ids in ends]))
+                self._ending = upload.add(np.concatenate([np.full(len(ids), place) for place, _, ids in ends]))
 
     def applied(self, raw: torch.Tensor, sent: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return changed logits; `raw` [rows, vocab], float32, stays. `sent` is the parcel on the device. A row without
+        """Return changed logits; `raw` [rows, vocab], float32, stays. `sent` is the upload on the device. A row without
         any token left is −∞ everywhere."""
 
         def of(place: int | None) -> torch.Tensor:
@@ -83,16 +83,16 @@ class Edits:
         logits = raw.clone()
         flat = logits.view(-1)
         if self._only is not None:
-            kept = flat[of(self._only)]
+            only = flat[of(self._only)]
             logits.index_fill_(0, of(self._only_rows), -math.inf)
-            flat.index_copy_(0, of(self._only), kept)
+            flat.index_copy_(0, of(self._only), only)
         if self._forbidden is not None:
             flat.index_fill_(0, of(self._forbidden), -math.inf)
         if self._biased is not None:
             flat.index_add_(0, of(self._biased), of(self._bias))
         if self._repeated is not None:
-            found, by = flat[of(self._repeated)], of(self._repetition)
-            flat.index_copy_(0, of(self._repeated), torch.where(found > 0, found / by, found * by))
+            before, by = flat[of(self._repeated)], of(self._repetition)
+            flat.index_copy_(0, of(self._repeated), torch.where(before > 0, before / by, before * by))
         if self._lowered is not None:
             flat.index_add_(0, of(self._lowered), -of(self._lowering))
         if self._mask_rows is not None:

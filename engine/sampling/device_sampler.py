@@ -18,11 +18,11 @@ from msgspec import Struct
 from baton.messages import PromptTokenLogprob
 from engine.device.uploads import Download
 from engine.sampling import counter_rng, device_rng, filters
-from engine.sampling.device_edits import NUMBERS_AT_ONCE, Edits
-from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, depth, heat, mass
+from engine.sampling.device_edits import NUMBERS_AT_ONCE, BatchEdits
+from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, min_p_logit, temperature, top_p_mass
 from engine.sampling.filter_edges import filters as filters_tokens
 from engine.sampling.filters import FilterRows
-from engine.sampling.parcel import Parcel
+from engine.sampling.packed_upload import PackedUpload
 from engine.step.batch import Sampled, TokenDraw
 
 _SORTED_AT_ONCE = NUMBERS_AT_ONCE // 4  # whole rows, which need four times as many temporaries
@@ -38,14 +38,14 @@ class _Rows(Struct, frozen=True, gc=False):
 
     places: Sequence[int]
     index: torch.Tensor  # int64: the same
-    heats: torch.Tensor  # float32
+    temperatures: torch.Tensor  # float32
     filters: FilterRows
 
     def block(self, first: int, last: int) -> _Rows:
         part = slice(first, last)
         of = self.filters
-        cut = FilterRows(of.top_k[part], of.mass[part], of.depth[part], of.keys[part])
-        return _Rows(self.places[part], self.index[part], self.heats[part], cut)
+        cut = FilterRows(of.top_k[part], of.top_p_mass[part], of.min_p_logit[part], of.keys[part])
+        return _Rows(self.places[part], self.index[part], self.temperatures[part], cut)
 
 
 class DeviceSampler:
@@ -110,20 +110,20 @@ class LaunchedDraws:
         self._counters = counters
         self._draws = draws
         vocab = raw.shape[-1]
-        parcel = Parcel()
-        edits = Edits(draws, vocab, parcel)
+        upload = PackedUpload()
+        edits = BatchEdits(draws, vocab, upload)
         warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
         filtered = [row for row in warm if filters_tokens(draws[row], vocab)]
         wide_places = [row for row in filtered if _output(draws[row]) in wide]
         self._filtered_places = [row for row in filtered if _output(draws[row]) not in wide]
         plain_places = [row for row in warm if not filters_tokens(draws[row], vocab)]
-        add_plain = _add(parcel, plain_places, draws, positions, vocab)
-        add_filtered = _add(parcel, self._filtered_places, draws, positions, vocab)
-        add_wide = _add(parcel, wide_places, draws, positions, vocab)
+        add_plain = _add(upload, plain_places, draws, positions, vocab)
+        add_filtered = _add(upload, self._filtered_places, draws, positions, vocab)
+        add_wide = _add(upload, wide_places, draws, positions, vocab)
         self._reported = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
         self._top = min(max((draws[row].logprobs or 0 for row in self._reported), default=0), vocab)
-        reported = parcel.add(np.array(self._reported, np.int64))
-        sent = parcel.send(raw.device)
+        reported = upload.add(np.array(self._reported, np.int64))
+        sent = upload.send(raw.device)
         self._index = sent[reported]
 
         self._logits = edits.applied(raw, sent)
@@ -197,14 +197,14 @@ class LaunchedDraws:
     def _redraw(self, undecided: Sequence[int]) -> torch.Tensor:
         """Draw those of the filtered rows again, from all tokens. Returns the tokens as int32, and log-probabilities of
         those that ask for them."""
-        parcel = Parcel()
-        parcel.add(np.array(undecided, np.int64))
+        upload = PackedUpload()
+        upload.add(np.array(undecided, np.int64))
         places = [self._filtered_places[place] for place in undecided]
-        parcel.add(np.array([at for at, row in enumerate(places) if row in set(self._reported)], np.int64))
-        chosen, reported = parcel.send(self._raw.device)
+        upload.add(np.array([at for at, row in enumerate(places) if row in set(self._reported)], np.int64))
+        chosen, reported = upload.send(self._raw.device)
         of = self._filtered.filters
-        cut = FilterRows(of.top_k[chosen], of.mass[chosen], of.depth[chosen], of.keys[chosen])
-        rows = _Rows(places, self._filtered.index[chosen], self._filtered.heats[chosen], cut)
+        cut = FilterRows(of.top_k[chosen], of.top_p_mass[chosen], of.min_p_logit[chosen], of.keys[chosen])
+        rows = _Rows(places, self._filtered.index[chosen], self._filtered.temperatures[chosen], cut)
         tokens, _ = _draw_filtered(self._logits, self._largest, rows, self._counters, len(self._counters))
         parts = [tokens.int()]
         if reported.numel():
@@ -222,9 +222,9 @@ class LaunchedScores:
         """`logits` [rows, vocab] are float32."""
         self._targets = targets
         self._top = top
-        parcel = Parcel()
-        parcel.add(np.array(targets, np.int64))
-        (chosen,) = parcel.send(logits.device)
+        upload = PackedUpload()
+        upload.add(np.array(targets, np.int64))
+        (chosen,) = upload.send(logits.device)
         ranks = (logits > logits.gather(1, chosen[:, None])).sum(-1)
         self.packed = torch.cat([ranks.int(), *_logprobs(logits, chosen, top)])
         """What is copied to the host, int32: ranks and log-probabilities."""
@@ -246,26 +246,26 @@ def _output(draw: TokenDraw) -> tuple[int, int]:
 
 
 def _add(
-    parcel: Parcel, places: Sequence[int], draws: Sequence[TokenDraw], positions: Sequence[int], vocab: int
+    upload: PackedUpload, places: Sequence[int], draws: Sequence[TokenDraw], positions: Sequence[int], vocab: int
 ) -> Sequence[int]:
-    """Add to a parcel what `_rows` takes out of it."""
+    """Add to an upload what `_rows` takes out of it."""
     some = [draws[row] for row in places]
     keys = counter_rng.keys(
         [draw.seed for draw in some], [draw.index for draw in some], [positions[row] for row in places]
     )
     return [
-        parcel.add(np.array(places, np.int64)),
-        parcel.add(np.array([heat(draw) for draw in some], np.float32)),
-        parcel.add(np.array([draw.top_k if draw.top_k < vocab else 0 for draw in some], np.int64)),
-        parcel.add(np.array([mass(draw) for draw in some], np.float64)),
-        parcel.add(np.array([depth(draw) for draw in some], np.float64)),
-        parcel.add(keys.view(np.int64)),
+        upload.add(np.array(places, np.int64)),
+        upload.add(np.array([temperature(draw) for draw in some], np.float32)),
+        upload.add(np.array([draw.top_k if draw.top_k < vocab else 0 for draw in some], np.int64)),
+        upload.add(np.array([top_p_mass(draw) for draw in some], np.float64)),
+        upload.add(np.array([min_p_logit(draw) for draw in some], np.float64)),
+        upload.add(keys.view(np.int64)),
     ]
 
 
 def _rows(places: Sequence[int], sent: Sequence[torch.Tensor], added: Sequence[int]) -> _Rows:
-    index, heats, top_k, masses, depths, keys = (sent[place] for place in added)
-    return _Rows(places, index, heats, FilterRows(top_k, masses, depths, keys))
+    index, temperatures, top_k, top_p_masses, min_p_logits, keys = (sent[place] for place in added)
+    return _Rows(places, index, temperatures, FilterRows(top_k, top_p_masses, min_p_logits, keys))
 
 
 def _blocks(rows: _Rows, vocab: int, numbers: int) -> Iterator[_Rows]:
@@ -278,7 +278,7 @@ def _scaled(logits: torch.Tensor, largest: torch.Tensor, rows: _Rows) -> torch.T
     """Return logits [rows, vocab] relative to the row's largest, by temperature."""
     if len(rows.places) < len(logits):
         logits, largest = logits[rows.index], largest[rows.index]
-    return (logits - largest[:, None]).div_(rows.heats[:, None])
+    return (logits - largest[:, None]).div_(rows.temperatures[:, None])
 
 
 def _floats(bits: Numbers) -> list[float]:

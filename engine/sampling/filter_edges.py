@@ -24,17 +24,17 @@ NO_MASK = "the mask was not computed"
 LEFT_NO_TOKEN = "the grammar and the request's other rules leave no token"  # noqa: S105
 
 
-def heat(draw: TokenDraw) -> float:
+def temperature(draw: TokenDraw) -> float:
     """Return what the logits are divided by."""
     return max(draw.temperature, COLDEST)
 
 
-def mass(draw: TokenDraw) -> float:
+def top_p_mass(draw: TokenDraw) -> float:
     """Return the cumulated probability at which top-p cuts; infinity where it cuts nothing."""
     return draw.top_p * (1 - _ROUNDING) if draw.top_p < 1 else math.inf
 
 
-def depth(draw: TokenDraw) -> float:
+def min_p_logit(draw: TokenDraw) -> float:
     """Return the scaled logit, relative to the likeliest token's 0, below which min-p cuts."""
     return math.log(draw.min_p) if draw.min_p > 0 else -math.inf
 

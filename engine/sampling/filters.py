@@ -21,8 +21,8 @@ class FilterRows(Struct, frozen=True, gc=False):
     """What the filters of some rows are, on the device: each [rows]."""
 
     top_k: torch.Tensor  # int64; 0: no such filter
-    mass: torch.Tensor  # float64; infinity: no such filter
-    depth: torch.Tensor  # float64; minus infinity: no such filter
+    top_p_mass: torch.Tensor  # float64; infinity: no such filter
+    min_p_logit: torch.Tensor  # float64; minus infinity: no such filter
     keys: torch.Tensor  # int64: the bits of the draws' keys
 
 
@@ -54,9 +54,9 @@ def draw(
     count = min(prefix, vocab)
     values, ids = rank(scaled, count)
     logits = values.double()
-    kept, decided = _keep(logits, filters, scaled.exp().sum(-1, dtype=torch.float64).log(), count == vocab)
+    width, decided = _keep(logits, filters, scaled.exp().sum(-1, dtype=torch.float64).log(), count == vocab)
     noise = device_rng.gumbel(counters[ids] + filters.keys[:, None])
-    inside = torch.arange(count, device=scaled.device) < kept
+    inside = torch.arange(count, device=scaled.device) < width
     place = torch.where(inside, logits + noise, -math.inf).argmax(-1, keepdim=True)
     return ids.gather(1, place)[:, 0], decided[:, 0]
 
@@ -70,30 +70,30 @@ def _keep(
     edge = logits[:, -1:]
     # Tokens that are not here may pass too, unless all of those are masked.
     open_end = (edge > -math.inf) if not whole else torch.zeros_like(edge, dtype=torch.bool)
-    kept = torch.full_like(edge, count, dtype=torch.int64)
+    width = torch.full_like(edge, count, dtype=torch.int64)
     places = torch.arange(count, device=logits.device)
     total = log_total[:, None]
 
     top_k = filters.top_k[:, None]
-    asks = (top_k > 0) & (open_end | (top_k < kept))
+    asks = (top_k > 0) & (open_end | (top_k < width))
     kth = logits.gather(1, (top_k - 1).clamp(0, count - 1))
-    undecided = asks & open_end & ((top_k > kept) | (kth <= edge))
-    kept = torch.where(asks, (logits >= kth).sum(-1, keepdim=True), kept)  # the k-th token's equals pass with it
-    left = torch.where(places < kept, logits, -math.inf).logsumexp(-1, keepdim=True)
+    undecided = asks & open_end & ((top_k > width) | (kth <= edge))
+    width = torch.where(asks, (logits >= kth).sum(-1, keepdim=True), width)  # the k-th token's equals pass with it
+    left = torch.where(places < width, logits, -math.inf).logsumexp(-1, keepdim=True)
     total = torch.where(asks, left, total)
     open_end = open_end & ~asks
 
-    mass = filters.mass[:, None]
-    asks = mass < math.inf
-    short = ((logits - total).exp().cumsum(-1) < mass) & (places < kept)
+    top_p_mass = filters.top_p_mass[:, None]
+    asks = top_p_mass < math.inf
+    short = ((logits - total).exp().cumsum(-1) < top_p_mass) & (places < width)
     nucleus = short.sum(-1, keepdim=True) + 1  # the smallest set that reaches it
-    undecided |= asks & open_end & (nucleus > kept)
-    kept = torch.where(asks, torch.minimum(nucleus, kept), kept)
+    undecided |= asks & open_end & (nucleus > width)
+    width = torch.where(asks, torch.minimum(nucleus, width), width)
     open_end = open_end & ~asks
 
-    limit = logits[:, :1] + filters.depth[:, None]
-    asks = filters.depth[:, None] > -math.inf
+    limit = logits[:, :1] + filters.min_p_logit[:, None]
+    asks = filters.min_p_logit[:, None] > -math.inf
     undecided |= asks & open_end & (limit <= edge)
     deep = (logits >= limit).sum(-1, keepdim=True).clamp(min=1)
-    kept = torch.where(asks, torch.minimum(deep, kept), kept)
-    return kept, ~(undecided | (open_end & ~asks))
+    width = torch.where(asks, torch.minimum(deep, width), width)
+    return width, ~(undecided | (open_end & ~asks))

@@ -24,7 +24,7 @@ from engine.step.batch import Bits
 
 log = logging.getLogger(__name__)
 
-_KEPT = 64  # compiled grammars
+_MOST_COMPILED = 64  # compiled grammars
 _AT_ONCE = 64  # tokens of an output that are followed at once; a longer one is followed by the thread
 _SLOW = 0.005  # seconds for one mask
 
@@ -176,10 +176,10 @@ class GrammarCompiler:
             file = tokenizer_folder(self._folder) / "tokenizer.json"
             self._tokenizer = grammars.load_tokenizer(file, self._vocab_size, grammar.eos)
             log.info("read the tokenizer for grammars in %.2f s", time.monotonic() - began)
-        made = self._compiled[key] = grammars.matcher_of(self._tokenizer, grammar)
-        while len(self._compiled) > _KEPT:
+        matcher = self._compiled[key] = grammars.matcher_of(self._tokenizer, grammar)
+        while len(self._compiled) > _MOST_COMPILED:
             self._compiled.popitem(last=False)
-        return made
+        return matcher
 
 
 def _key(grammar: Grammar) -> tuple[str, str, int]:

@@ -24,8 +24,8 @@ import torch
 
 from baton.messages import PromptTokenLogprob
 from engine.sampling import counter_rng
-from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, depth, filters, heat, mass
-from engine.sampling.race import Race
+from engine.sampling.filter_edges import LEFT_NO_TOKEN, NO_MASK, PREFIX, filters, min_p_logit, temperature, top_p_mass
+from engine.sampling.gumbel_argmax import GumbelArgmax
 from engine.step.batch import Floats, Ints, LogitsEdits, Sampled, TokenDraw, TokenMask
 
 Doubles = npt.NDArray[np.float64]
@@ -45,7 +45,7 @@ class HostSampler:
     """A `Sampler` for CPUs. Not for several threads at once."""
 
     def __init__(self) -> None:
-        self._race = Race()
+        self._gumbel_argmax = GumbelArgmax()
 
     def sample(
         self,
@@ -86,7 +86,7 @@ class HostSampler:
                         tokens[row] = _draw_filtered(rows[row], tokens[row], draw, positions[row])
                     else:
                         key = counter_rng.key(draw.seed, draw.index, positions[row])
-                        tokens[row] = self._race.winner(rows[row], tokens[row], heat(draw), key)
+                        tokens[row] = self._gumbel_argmax.winner(rows[row], tokens[row], temperature(draw), key)
         sampled = _report(raw, draws, tokens)
         for row, logit in enumerate(largest):
             if not math.isfinite(logit) or row in failures:
@@ -111,18 +111,18 @@ def apply(edits: LogitsEdits, logits: torch.Tensor) -> None:
     """Change one row of logits [vocab], float32, in place."""
 
     if edits.allowed is not None:
-        kept = torch.from_numpy(edits.allowed)
-        values = logits[kept]
+        only = torch.from_numpy(edits.allowed)
+        values = logits[only]
         logits.fill_(-math.inf)
-        logits[kept] = values
+        logits[only] = values
     if edits.forbidden is not None:
         logits[torch.from_numpy(edits.forbidden)] = -math.inf
     if edits.bias is not None:
         logits.index_add_(0, *map(torch.from_numpy, edits.bias))
     if edits.repeated is not None:
         ids = torch.from_numpy(edits.repeated)
-        found = logits[ids]
-        logits[ids] = torch.where(found > 0, found / edits.repetition, found * edits.repetition)
+        before = logits[ids]
+        logits[ids] = torch.where(before > 0, before / edits.repetition, before * edits.repetition)
     if edits.lowered is not None:
         ids, values = map(torch.from_numpy, edits.lowered)
         logits.index_add_(0, ids, -values)
@@ -130,11 +130,11 @@ def apply(edits: LogitsEdits, logits: torch.Tensor) -> None:
 
 def _draw_filtered(logits: Floats, best: int, draw: TokenDraw, position: int) -> int:
     """Draw a token from a row [vocab], among those that its filters leave. `best` is the likeliest."""
-    scaled = (logits - logits[best]) / np.float32(heat(draw))
+    scaled = (logits - logits[best]) / np.float32(temperature(draw))
     if not math.isfinite(scaled[best]):
         return best
-    kept, ids = _filtered(scaled, np.arange(len(scaled)), draw)
-    return _noisiest(kept, ids, draw, position)
+    remaining, ids = _filtered(scaled, np.arange(len(scaled)), draw)
+    return _noisiest(remaining, ids, draw, position)
 
 
 def _draw_masked(draw: TokenDraw, mask: TokenMask, logits: Floats, raw: Floats, best: int, position: int) -> int | str:
@@ -155,12 +155,12 @@ def _draw_masked(draw: TokenDraw, mask: TokenMask, logits: Floats, raw: Floats, 
         return LEFT_NO_TOKEN
     if draw.temperature == 0:
         return int(ids[np.argmax(values)])
-    scaled = (values - values.max()) / np.float32(heat(draw))
+    scaled = (values - values.max()) / np.float32(temperature(draw))
     if filters(draw, len(logits)):
-        kept, ids = _filtered(scaled, ids, draw)
+        remaining, ids = _filtered(scaled, ids, draw)
     else:
-        kept = scaled.astype(np.float64)
-    return _noisiest(kept, ids, draw, position)
+        remaining = scaled.astype(np.float64)
+    return _noisiest(remaining, ids, draw, position)
 
 
 def _possible(logits: Floats, ids: Ints) -> tuple[Ints, Floats]:
@@ -216,31 +216,31 @@ def _rank(logits: Floats, ids: Ints, whole: bool, log_total: float) -> _Ranked:
 
 def _keep(ranked: _Ranked, draw: TokenDraw) -> int | None:
     """How many of the first tokens pass all filters, at least one; None when that can't be told from a prefix."""
-    logits, kept = ranked.logits, len(ranked.logits)
+    logits, width = ranked.logits, len(ranked.logits)
     open_end = not ranked.whole  # tokens that are not here may pass too
     edge = logits[-1]  # of a prefix: which of the tokens with this logit are here is chance
     log_total = ranked.log_total
 
-    if draw.top_k > 0 and (open_end or draw.top_k < kept):
-        if open_end and (draw.top_k > kept or logits[draw.top_k - 1] <= edge):
+    if draw.top_k > 0 and (open_end or draw.top_k < width):
+        if open_end and (draw.top_k > width or logits[draw.top_k - 1] <= edge):
             return None
-        kept = _count_from(logits, logits[draw.top_k - 1])  # the k-th token's equals pass with it
-        log_total = float(np.logaddexp.reduce(logits[:kept]))
+        width = _count_from(logits, logits[draw.top_k - 1])  # the k-th token's equals pass with it
+        log_total = float(np.logaddexp.reduce(logits[:width]))
         open_end = False
     if draw.top_p < 1:
-        cumulated = np.cumsum(np.exp(logits[:kept] - log_total))
-        nucleus = int(np.searchsorted(cumulated, mass(draw))) + 1  # the smallest set that reaches top_p
-        if open_end and (nucleus > kept or logits[nucleus - 1] <= edge):
+        cumulated = np.cumsum(np.exp(logits[:width] - log_total))
+        nucleus = int(np.searchsorted(cumulated, top_p_mass(draw))) + 1  # the smallest set that reaches top_p
+        if open_end and (nucleus > width or logits[nucleus - 1] <= edge):
             return None
-        kept = min(nucleus, kept)
+        width = min(nucleus, width)
         open_end = False
     if draw.min_p > 0:
-        limit = logits[0] + depth(draw)
+        limit = logits[0] + min_p_logit(draw)
         if open_end and limit <= edge:
             return None
-        kept = min(kept, max(1, _count_from(logits, limit)))
+        width = min(width, max(1, _count_from(logits, limit)))
         open_end = False
-    return None if open_end else kept
+    return None if open_end else width
 
 
 def _count_from(falling: Doubles, limit: float) -> int:
@@ -250,17 +250,17 @@ def _count_from(falling: Doubles, limit: float) -> int:
 
 def _report(logits: torch.Tensor, draws: Sequence[TokenDraw], tokens: Sequence[int]) -> list[Sampled]:
     """Tokens with the log-probabilities that their draws ask for."""
-    wanted = [(row, draw.logprobs) for row, draw in enumerate(draws) if draw.logprobs is not None]
+    counts = [(row, draw.logprobs) for row, draw in enumerate(draws) if draw.logprobs is not None]
     sampled = [Sampled(token) for token in tokens]
-    if not wanted:
+    if not counts:
         return sampled
-    rows = [row for row, _ in wanted]
+    rows = [row for row, _ in counts]
     if len(rows) < len(draws):
         logits = logits[rows]
     logprobs = logits.log_softmax(dim=-1)
-    likeliest = _likeliest(logits, logprobs, max(count for _, count in wanted))
+    likeliest = _likeliest(logits, logprobs, max(count for _, count in counts))
     chosen = logprobs[torch.arange(len(rows)), [tokens[row] for row in rows]].tolist()
-    for place, (row, count) in enumerate(wanted):
+    for place, (row, count) in enumerate(counts):
         sampled[row] = Sampled(tokens[row], chosen[place], likeliest[place][:count])
     return sampled
 
@@ -273,7 +273,7 @@ def _likeliest(logits: torch.Tensor, logprobs: torch.Tensor, count: int) -> list
         return [()] * len(logits)
     # One more than asked for shows whether equals were left out.
     best, best_ids = (part.numpy() for part in logits.topk(min(count + 1, vocab), dim=-1))
-    made: list[tuple[tuple[int, float], ...]] = []
+    rows: list[tuple[tuple[int, float], ...]] = []
     for row, (values, ids) in enumerate(zip(best, best_ids, strict=True)):
         if count < vocab and values[count] == values[count - 1]:
             above = ids[values > values[count]]
@@ -281,5 +281,5 @@ def _likeliest(logits: torch.Tensor, logprobs: torch.Tensor, count: int) -> list
             ids = np.concatenate((above, equal[: count - len(above)]))
             values = logits[row].numpy()[ids]
         ids = ids[:count][np.lexsort((ids[:count], -values[:count]))]
-        made.append(tuple(zip(ids.tolist(), logprobs[row].numpy()[ids].tolist(), strict=True)))
-    return made
+        rows.append(tuple(zip(ids.tolist(), logprobs[row].numpy()[ids].tolist(), strict=True)))
+    return rows

@@ -153,5 +153,5 @@ def lora_requests(order: Load) -> dict[int, Any]:
     """Return what vLLM calls the adapters of rows, by their numbers; number 0 is none."""
     from vllm.lora.request import LoRARequest
 
-    found = {number: LoRARequest(name, number, path) for number, (name, path) in enumerate(order.adapters, 1)}
-    return {0: None, **found}
+    requests = {number: LoRARequest(name, number, path) for number, (name, path) in enumerate(order.adapters, 1)}
+    return {0: None, **requests}

@@ -74,8 +74,8 @@ class Child:
                 return Copied(checksums=sums, seconds=time.perf_counter() - began)
             case In(slots=slots, pages=pages, checksums=checksums):
                 blocks = [page + self._null for page in pages]
-                found = self._ranks.checksums("baton_in", slots, blocks, bool(checksums))
-                intact = [one == right for one, right in zip(found, checksums, strict=True)] if checksums else None
+                actual = self._ranks.checksums("baton_in", slots, blocks, bool(checksums))
+                intact = [one == right for one, right in zip(actual, checksums, strict=True)] if checksums else None
                 return Copied(intact=intact or [True] * len(slots), seconds=time.perf_counter() - began)
 
 

@@ -50,8 +50,8 @@ def child_environment(
     visible = [one.strip() for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     number = int(index or 0)
     if visible and number + ranks > len(visible):
-        wanted = f"{device} and {ranks - 1} more" if ranks > 1 else device
-        raise StartupError(f"the device is {wanted} and CUDA_VISIBLE_DEVICES is {','.join(visible)}")
+        devices = f"{device} and {ranks - 1} more" if ranks > 1 else device
+        raise StartupError(f"the device is {devices} and CUDA_VISIBLE_DEVICES is {','.join(visible)}")
     numbers = range(number, number + ranks)
     own["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a driver that was initialized is of no use to a forked process
     return own | {"CUDA_VISIBLE_DEVICES": ",".join(visible[each] if visible else str(each) for each in numbers)}

@@ -39,8 +39,8 @@ def await_memory(gpus: Sequence[str], share: float) -> None:
         nvml.nvmlInit()
         handles = [nvml.nvmlDeviceGetHandleByUUID(gpu) for gpu in gpus]
         while time.monotonic() < deadline:
-            told = [nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
-            if all(memory.free >= share * memory.total for memory in told):
+            infos = [nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
+            if all(memory.free >= share * memory.total for memory in infos):
                 return
             time.sleep(_POLL)
     except nvml.NVMLError as error:

@@ -53,9 +53,9 @@ class BatonDraw(ABC):
         rows = [row for row, name in enumerate(names) if name in self.draws]
         tokens = torch.zeros(len(names), dtype=torch.int64, device=logits.device)
         if rows:
-            wanted = logits if len(rows) == len(names) else logits[rows]
+            chosen = logits if len(rows) == len(names) else logits[rows]
             draws = [self.draws[names[row]] for row in rows]
-            sampled = self._sampler.sample(wanted, [draw for draw, _ in draws], [at for _, at in draws], None)
+            sampled = self._sampler.sample(chosen, [draw for draw, _ in draws], [at for _, at in draws], None)
             self.drawn = {names[row]: one for row, one in zip(rows, sampled, strict=True)}
             tokens[rows] = torch.tensor([one.token for one in sampled], dtype=torch.int64, device=logits.device)
         return tokens

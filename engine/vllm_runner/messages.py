@@ -49,7 +49,7 @@ class Row(Struct, frozen=True, gc=False):
     first: int = 0
     top: int = 0
     follows: int | None = None
-    told: bool = True  # its draw is told; else it is made because vLLM makes one
+    reported: bool = True  # so is its draw; else it is made because vLLM makes one
     adapter: int = 0  # number of its LoRA adapter, from 1; 0: the plain model
 
 

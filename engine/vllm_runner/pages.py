@@ -25,7 +25,7 @@ _CPU_HEAD = 32
 """The elements of a head are a multiple of this on a CPU."""
 
 
-def asked_of_vllm(config: Mapping[str, Any], kv_cache_dtype: str) -> str:
+def vllm_kv_dtype(config: Mapping[str, Any], kv_cache_dtype: str) -> str:
     """Return the `kv_cache_dtype` for vLLM. By "auto" that is FP8 where the checkpoint was quantized for it."""
     return "fp8" if kv_cache_dtype == "auto" and _scheme(config) else kv_cache_dtype
 
@@ -41,8 +41,8 @@ def largest_page(config: Mapping[str, Any], dtype: str, page_size: int, kv_cache
         dtype = str(config.get("dtype", config.get("torch_dtype")) or "float32")
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}; set model.dtype to one")
-    asked = asked_of_vllm(config, kv_cache_dtype)
-    held = dtype if asked == "auto" else FP8.get(asked, asked)
+    chosen = vllm_kv_dtype(config, kv_cache_dtype)
+    held = dtype if chosen == "auto" else FP8.get(chosen, chosen)
     return PageLayout(own.count("num_hidden_layers"), heads, own.head_dim(), page_size, held)
 
 
@@ -51,19 +51,19 @@ def lacks(
 ) -> Iterator[str]:
     """Say why vLLM's runner can't hold the pages that are asked for. `cpu` describes the CPU, its flags as words;
     `head_dim` is None where the config does not tell."""
-    asked = asked_of_vllm(config, kv_cache_dtype)
-    if asked == "auto":
+    chosen = vllm_kv_dtype(config, kv_cache_dtype)
+    if chosen == "auto":
         return
-    if asked not in FP8:
-        yield f"its pages are in the model's dtype or in FP8, and model.kv_cache_dtype is {asked}: set auto or fp8"
+    if chosen not in FP8:
+        yield f"its pages are in the model's dtype or in FP8, and model.kv_cache_dtype is {chosen}: set auto or fp8"
         return
     if device != "cpu":
         return  # which kernels there are is vLLM's to say
-    wanted = f"FP8 pages, by {'model.kv_cache_dtype' if asked == kv_cache_dtype else 'the checkpoint'}"
+    pages = f"FP8 pages, by {'model.kv_cache_dtype' if chosen == kv_cache_dtype else 'the checkpoint'}"
     if not _CPU_FLAGS.issubset(cpu.split()):
-        yield f"its kernels take {wanted}, on a CPU with AVX-512 only: set model.kv_cache_dtype to auto"
+        yield f"its kernels take {pages}, on a CPU with AVX-512 only: set model.kv_cache_dtype to auto"
     if head_dim is not None and head_dim % _CPU_HEAD:
-        yield f"its kernels take {wanted}, with heads of a multiple of {_CPU_HEAD} elements only, not {head_dim}"
+        yield f"its kernels take {pages}, with heads of a multiple of {_CPU_HEAD} elements only, not {head_dim}"
     if ranks > 1 and _scheme(config).get("strategy") == "attn_head":
         # vLLM's CPU kernels take the largest scale of a rank's heads, so pages would differ between degrees.
         yield "its kernels for CPUs take one scale for all heads, and several ranks would each choose their own"

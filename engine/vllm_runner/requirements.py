@@ -93,7 +93,7 @@ def wrong_version(version: str, device: str) -> str:
 
 
 def problem(
-    found: Installation | None,
+    vllm: Installation | None,
     config: Mapping[str, Any] | None,
     page_size: int,
     device: str,
@@ -106,23 +106,23 @@ def problem(
     config only the installation is looked at. What is found here is what vLLM would refuse after a minute of loading;
     it may still refuse more.
     """
-    if found is None:
+    if vllm is None:
         return f"vLLM is not installed: {install_command(device)}"
-    if found.is_wrong:
-        return wrong_version(found.version, device)
-    if wrong := found.wrong_build(device):
+    if vllm.is_wrong:
+        return wrong_version(vllm.version, device)
+    if wrong := vllm.wrong_build(device):
         return wrong
     if config is None:
         return ""
-    return "; ".join(_lacks(found, config, page_size, device, ranks, kv_cache_dtype))
+    return "; ".join(_lacks(vllm, config, page_size, device, ranks, kv_cache_dtype))
 
 
 def _lacks(
-    found: Installation, config: Mapping[str, Any], page_size: int, device: str, ranks: int, kv_cache_dtype: str
+    vllm: Installation, config: Mapping[str, Any], page_size: int, device: str, ranks: int, kv_cache_dtype: str
 ) -> Iterator[str]:
     named: list[str] = [str(name) for name in config.get("architectures") or ()]
-    if found.architectures is not None and named and not found.architectures.intersection(named):
-        yield f"vLLM {found.version} does not know architecture {', '.join(named)}"
+    if vllm.architectures is not None and named and not vllm.architectures.intersection(named):
+        yield f"vLLM {vllm.version} does not know architecture {', '.join(named)}"
     text: Mapping[str, Any] = config.get("text_config") or config  # of a model that also takes images
     if text.get("kv_lora_rank"):
         yield "its layers keep latents (MLA) in place of K and V, and Baton's pages hold K and V"

@@ -29,7 +29,7 @@ from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.device import gpu_locks
 from engine.device.gpus import visible_gpus
 from engine.numerics import digest, torch_digest
-from engine.runner import Finished
+from engine.runner import StepResults
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
@@ -363,11 +363,11 @@ def _gpus(device: str, ranks: int) -> Sequence[str]:
 def _refusal(order: Load, failed: Failed) -> ModelError | NotEnoughMemory:
     """The error for a child that could not load."""
     held = "" if order.kv_cache_dtype == "auto" else f" in {order.kv_cache_dtype}"
-    asked = f"{order.path} with pages of {order.page_size} tokens{held}{_with_adapters(order)}"
+    load = f"{order.path} with pages of {order.page_size} tokens{held}{_with_adapters(order)}"
     if failed.kind == NotEnoughMemory.reason:
-        return NotEnoughMemory(f"vLLM has too little memory for {asked}: {failed.message}")
+        return NotEnoughMemory(f"vLLM has too little memory for {load}: {failed.message}")
     kind = UnsupportedModel if failed.kind in _UNSUPPORTED else ModelError
-    return kind(f"vLLM can't serve {asked}: {failed.message}")
+    return kind(f"vLLM can't serve {load}: {failed.message}")
 
 
 def _with_adapters(order: Load) -> str:
@@ -400,7 +400,7 @@ def _with_draw(row: Row, chunk: Chunk) -> Row:
 
 def _late(row: Row) -> Row:
     """A row whose mask is late draws some token, which is not told."""
-    return msgspec.structs.replace(row, draw=TokenDraw(temperature=0.0), told=False)
+    return msgspec.structs.replace(row, draw=TokenDraw(temperature=0.0), reported=False)
 
 
 class RunningStep:
@@ -412,7 +412,7 @@ class RunningStep:
     def done(self) -> bool:
         return self._pending.done
 
-    def wait(self) -> Finished:
+    def wait(self) -> StepResults:
         answer = self._pending.wait()
         if isinstance(answer, Failed):
             kind = torch.OutOfMemoryError if answer.kind == torch.OutOfMemoryError.__name__ else RuntimeError
@@ -421,7 +421,7 @@ class RunningStep:
         for known, sampled in zip(self._known, answer.sampled, strict=True):
             if known is not None:
                 known.token = sampled.token if sampled is not None else None
-        return Finished(list[Sampled | None](answer.sampled), answer.scores, answer.seconds)
+        return StepResults(list[Sampled | None](answer.sampled), answer.scores, answer.seconds)
 
 
 def _numerics(device: str, order: Load) -> str:

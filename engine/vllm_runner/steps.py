@@ -32,7 +32,7 @@ class Steps:
         self._ranks, self._adapters, self._companion = ranks, adapters, companion
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
         self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
-        self._made = 0
+        self._named = 0
         self._drawn: list[int | None] = []  # in the last step, by row
         self._left: set[str] = set()  # vLLM has not been told yet that these are gone
 
@@ -47,15 +47,15 @@ class Steps:
         if rows or self._left:
             names, drawn = self._run(rows, scores)
             for (number, row), name in zip(rows.items(), names, strict=True):
-                sampled[number] = drawn.get(name) if row.told else None
+                sampled[number] = drawn.get(name) if row.reported else None
         self._drawn = [None if one is None else one.token for one in sampled]
         return Drawn(sampled, scores, time.perf_counter() - began)
 
-    def _with_tokens(self, asked: Sequence[Row]) -> dict[int, Row]:
+    def _with_tokens(self, pending: Sequence[Row]) -> dict[int, Row]:
         """The rows that can be run, by number, with the tokens that the step before has drawn for them."""
         drawn, self._drawn = self._drawn, []
         rows: dict[int, Row] = {}
-        for number, row in enumerate(asked):
+        for number, row in enumerate(pending):
             if row.follows is None:
                 rows[number] = row
             elif row.follows < len(drawn) and (token := drawn[row.follows]) is not None:
@@ -112,8 +112,8 @@ class Steps:
             else:
                 assert not row.appends, "a row that vLLM does not know can't go on"
                 self._forget(row.name)
-                self._made += 1
-                name = self._names[row.name] = f"{row.name}-{self._made}"
+                self._named += 1
+                name = self._names[row.name] = f"{row.name}-{self._named}"
                 self._outputs[row.name] = 0
                 # Where nothing is drawn there is one token more than is computed, so that vLLM forgets its draw.
                 tokens = [0] * row.start + list(row.tokens) + ([] if row.draw is not None else [0])

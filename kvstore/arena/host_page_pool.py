@@ -133,13 +133,13 @@ class HostPagePool:
         known = self._tree.match(keys, above)
         if any(key in self._tree for key in keys[len(known) :]):
             return "orphan"
-        wanted = sum(node.value.page is None for node in known) + len(keys) - len(known)
+        need = sum(node.value.page is None for node in known) + len(keys) - len(known)
         deepest = known[-1] if known else above
-        if wanted > len(self._free) + len(self._lru) - (self._lru.exempted_by(deepest) if deepest else 0):
+        if need > len(self._free) + len(self._lru) - (self._lru.exempted_by(deepest) if deepest else 0):
             return "full"
         if deepest is not None:
             self._lru.pin(deepest)  # lest making room takes what this chain stands on
-        while len(self._free) < wanted:
+        while len(self._free) < need:
             self._evict()
         result: list[HostPage | SlotReservation] = []
         last = above

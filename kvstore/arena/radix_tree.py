@@ -52,15 +52,15 @@ class RadixTree(Generic[V]):
 
     def match(self, keys: Sequence[bytes], under: RadixNode[V] | None = None) -> list[RadixNode[V]]:
         """The nodes of the longest prefix of `keys` that hangs, link by link, below `under` (none: a chain's start)."""
-        found: list[RadixNode[V]] = []
+        path: list[RadixNode[V]] = []
         parent = under
         for key in keys:
             node = self._nodes.get(key)
             if node is None or node.parent is not parent:
                 break
-            found.append(node)
+            path.append(node)
             parent = node
-        return found
+        return path
 
     def add(self, key: bytes, parent: RadixNode[V] | None, value: V) -> RadixNode[V]:
         """Hang a new key below `parent` (none: it starts a chain)."""

@@ -237,15 +237,15 @@ class DeviceBlockManager:
     def keys_by_use(self) -> list[bytes]:
         """The keys of every cached page, parents before children. Leaves are in the order in which they would be
         evicted, and those in use come last."""
-        found: dict[bytes, None] = {}
+        keys: dict[bytes, None] = {}
         for node in (*self._lru, *self._tree.preorder()):
             chain: list[bytes] = []
             here: RadixNode[int] | None = node
-            while here is not None and here.key not in found:
+            while here is not None and here.key not in keys:
                 chain.append(here.key)
                 here = here.parent
-            found.update(dict.fromkeys(reversed(chain)))
-        return list(found)
+            keys.update(dict.fromkeys(reversed(chain)))
+        return list(keys)
 
     def drain_events(self) -> list[CacheChange]:
         """What has become findable or stopped being so since the last call, in order."""

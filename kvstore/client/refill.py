@@ -69,7 +69,7 @@ class StoreRefill:
         if write is None or write.lease != lease:
             return []
         self._progressed_at = now
-        calls = self._copies.add(write.handle(event))
+        calls = self._copies.add_copies(write.handle(event))
         if write.refused == "quota":  # the worker's prompts need their share
             return calls + (self.give_way() or [])
         return calls + (self._end_run() if write.done or write.refused else [])
@@ -101,9 +101,9 @@ class StoreRefill:
         self._blocks.incref([page.page for page in self._run])
         keys = [page.key for page in self._run]
         self._write = StorePages(next(self._leases), self._run[0].parent, keys, hold=False)
-        calls = self._copies.add(self._write.start())
+        calls = self._copies.add_copies(self._write.start())
         for index, page in enumerate(self._run):
-            calls += self._copies.add(self._write.offer(index, page.page))
+            calls += self._copies.add_copies(self._write.offer(index, page.page))
         return calls
 
     def _end_run(self) -> list[CallStore]:
@@ -129,11 +129,11 @@ class StoreRefill:
 
     def take_copies(self, count: int) -> list[Copy]:
         """At most `count` copies to make now."""
-        return self._copies.take(count)
+        return self._copies.take_copies(count)
 
     def copied(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
         """Copies were made; `handle` is told, too."""
-        return self._copies.made(event)
+        return self._copies.copies_ended(event)
 
     # --- what others read ---------------------------------------------------------------------------------------
 

@@ -81,11 +81,11 @@ class ReplyCheck:
 def _fits(reply: StoreReply, lease: _OpenLease, slots: int) -> bool:
     """Whether a reply fits the lease; note it."""
     match reply:
-        case Reserved(slots=given):
-            taken = [slot for slot in given if slot is not None]
-            fits = lease.reserving and lease.undecided and len(given) == lease.pages
+        case Reserved(slots=grants):
+            numbers = [slot for slot in grants if slot is not None]
+            fits = lease.reserving and lease.undecided and len(grants) == lease.pages
             lease.undecided = False
-            return fits and len(set(taken)) == len(taken) and all(0 <= slot < slots for slot in taken)
+            return fits and len(set(numbers)) == len(numbers) and all(0 <= slot < slots for slot in numbers)
         case NotReserved():
             fits, lease.undecided = lease.reserving and lease.undecided, False
             return fits

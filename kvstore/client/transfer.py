@@ -235,7 +235,7 @@ class PrefixLookup(_Acquisition):
         super().__init__(leases, keys, False, b"", sources)
 
     @property
-    def found(self) -> int | None:
+    def hits(self) -> int | None:
         """Pages of the prefix that the arena has; none until it is known how many these will be."""
         return self.limit if self._decided and self._here.issuperset(range(self.limit)) else None
 
@@ -397,26 +397,26 @@ class CopyQueue:
         """Whether there is a copy to hand out."""
         return len(self._copies) > len(self._delayed())
 
-    def add(self, asked: Sequence[StoreCall | Copy]) -> list[CallStore]:
+    def add_copies(self, requests: Sequence[StoreCall | Copy]) -> list[CallStore]:
         """Keep the copies of what a transfer asks for; the calls come back as commands."""
-        self._copies += [item for item in asked if isinstance(item, CopyIn | CopyOut)]
-        return [CallStore(item) for item in asked if not isinstance(item, CopyIn | CopyOut)]
+        self._copies += [item for item in requests if isinstance(item, CopyIn | CopyOut)]
+        return [CallStore(item) for item in requests if not isinstance(item, CopyIn | CopyOut)]
 
-    def take(self, count: int) -> list[Copy]:
-        """Hand out at most `count`, oldest first. Each must be reported to `made`."""
+    def take_copies(self, count: int) -> list[Copy]:
+        """Hand out at most `count`, oldest first. Each must be reported to `copies_ended`."""
         if delayed := self._delayed():
             waiting = [copy for copy in self._copies if isinstance(copy, CopyIn) and copy.page in delayed]
             ready = [copy for copy in self._copies if not (isinstance(copy, CopyIn) and copy.page in delayed)]
         else:
             waiting, ready = [], self._copies
-        taken, self._copies = ready[:count], ready[count:] + waiting
-        for copy in taken:
+        batch, self._copies = ready[:count], ready[count:] + waiting
+        for copy in batch:
             self._under_way[copy.lease] = self._under_way.get(copy.lease, 0) + 1
             if isinstance(copy, CopyIn):
                 self._coming[copy.lease, copy.index] = copy.page
-        return taken
+        return batch
 
-    def made(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
+    def copies_ended(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
         """Copies that were handed out have been made. Their lease ends now, if it was to and they were the last."""
         if event.lease not in self._under_way:
             return []

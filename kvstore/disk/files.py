@@ -67,13 +67,13 @@ class NodeDirectory:
 
     def others(self, own: Path) -> list[FoundFolder]:
         """The folders of other kinds of pages, the one that was not used for longest first. Raises OSError."""
-        found: list[tuple[float, FoundFolder]] = []
+        folders: list[tuple[float, FoundFolder]] = []
         for folder in self._folders():
             if folder != own:
                 pages = sum(1 for _ in page_files(folder))
                 size = pages * footprint(int(folder.name.rpartition("-")[2]))
-                found.append((folder.lstat().st_mtime, FoundFolder(folder.name, size)))
-        return [folder for _, folder in sorted(found)]
+                folders.append((folder.lstat().st_mtime, FoundFolder(folder.name, size)))
+        return [folder for _, folder in sorted(folders)]
 
     def delete(self, name: str) -> None:
         """Delete the pages in another kind's folder, and the folder if nothing else is in it. Raises OSError."""

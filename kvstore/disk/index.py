@@ -37,10 +37,10 @@ from kvstore.disk.orders import (
     DiskPage,
     DiskResult,
     FolderDeleted,
-    Found,
     Open,
     Opened,
     OpenFailed,
+    PagesListed,
     PagesRead,
     Read,
     ReadEnded,
@@ -254,8 +254,8 @@ class DiskIndex:
         if getattr(event, "epoch", None) != self._epoch:
             return DiskResult()  # of a namespace that is served no more
         match event:
-            case Found():
-                self._found(event)
+            case PagesListed():
+                self._pages_listed(event)
             case Opened():
                 self._opened(event)
             case OpenFailed(reason=reason):
@@ -287,7 +287,7 @@ class DiskIndex:
         else:
             self._out.orders.append(Open(self._epoch, namespace, page_bytes, kv_heads))
 
-    def _found(self, event: Found) -> None:
+    def _pages_listed(self, event: PagesListed) -> None:
         pages = [StoredPage(file) for file in event.pages]
         self._used += len(pages) * self._footprint
         for page in pages:

@@ -35,10 +35,10 @@ from kvstore.disk.orders import (
     DiskEvent,
     DiskOrder,
     FolderDeleted,
-    Found,
     Open,
     Opened,
     OpenFailed,
+    PagesListed,
     PagesRead,
     Read,
     ReadFinished,
@@ -50,7 +50,7 @@ from kvstore.disk.orders import (
 
 log = logging.getLogger(__name__)
 
-_FOUND_PER_EVENT = 1_024  # pages, so that the index never takes long over one event
+_PAGES_PER_EVENT = 1_024  # pages, so that the index never takes long over one event
 _RUN_BYTES = 2**20  # of small pages that one thread moves before it tells of them
 _CLOSE_SECONDS = 2.0
 _WRITERS = 2
@@ -148,7 +148,7 @@ class DiskTier:
         events: list[DiskEvent] = []
         while self._events:
             events.append(self._events.popleft())
-            if isinstance(events[-1], Found) and self._events:
+            if isinstance(events[-1], PagesListed) and self._events:
                 self._signalled = True
                 os.eventfd_write(self._signal, 1)
                 break
@@ -221,17 +221,17 @@ class DiskTier:
         directory = self._directory
         folder = directory.folder(order.namespace, order.page_bytes)
         names = FileNames(order.namespace, order.page_bytes)
-        found = list_pages(folder, names, lambda: self._epoch != order.epoch)
-        if found is None:
+        listing = list_pages(folder, names, lambda: self._epoch != order.epoch)
+        if listing is None:
             return
         others = tuple(directory.others(folder))
         files = PageFiles(folder, names)
         if not directory.read_only:
             files.make_folders()
         self._namespace = _Namespace(order.epoch, order.page_bytes, order.kv_heads, files)
-        for start in range(0, len(found.pages), _FOUND_PER_EVENT):
-            self._tell(Found(order.epoch, tuple(found.pages[start : start + _FOUND_PER_EVENT])))
-        counts = (found.stray_bytes, found.torn, found.corrupt, found.orphans, found.duplicates)
+        for start in range(0, len(listing.pages), _PAGES_PER_EVENT):
+            self._tell(PagesListed(order.epoch, tuple(listing.pages[start : start + _PAGES_PER_EVENT])))
+        counts = (listing.stray_bytes, listing.torn, listing.corrupt, listing.orphans, listing.duplicates)
         self._tell(Opened(order.epoch, others, *counts, directory.read_only))
 
     # --- writing ------------------------------------------------------------------------------------------------------

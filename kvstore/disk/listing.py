@@ -30,7 +30,7 @@ class Listing:
 def list_pages(folder: Path, names: FileNames, abandoned: Callable[[], bool]) -> Listing | None:
     """List a namespace's folder. None when `abandoned` became true meanwhile. Raises OSError where it can't."""
     result = Listing()
-    found: list[tuple[int, PageFile]] = []
+    entries: list[tuple[int, PageFile]] = []
     useless: list[tuple[str, int]] = []  # path, bytes
     for entry in page_files(folder):
         if abandoned():
@@ -46,17 +46,17 @@ def list_pages(folder: Path, names: FileNames, abandoned: Callable[[], bool]) ->
             result.corrupt += 1
         else:
             if info.st_size == names.page_bytes and not name.endswith(UNFINISHED):
-                found.append((info.st_mtime_ns, page))
+                entries.append((info.st_mtime_ns, page))
                 continue
             result.torn += 1
         useless.append((entry.path, info.st_size))
-    found.sort()
-    latest = {page.key: page for _, page in found}
+    entries.sort()
+    latest = {page.key: page for _, page in entries}
     result.pages = _linked(latest)
-    result.duplicates = len(found) - len(latest)
+    result.duplicates = len(entries) - len(latest)
     result.orphans = len(latest) - len(result.pages)
     used = set(result.pages)
-    useless += [(f"{folder}/{names.name(page)}", names.page_bytes) for _, page in found if page not in used]
+    useless += [(f"{folder}/{names.name(page)}", names.page_bytes) for _, page in entries if page not in used]
     for path, size in useless:
         try:
             remove(path)

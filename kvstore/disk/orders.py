@@ -41,7 +41,7 @@ class DiskEvent:
 
 @dataclass(frozen=True, slots=True)
 class Open(DiskOrder):
-    """Lock the directory, if that is not done, and list this namespace's folder: Found …, Opened; or OpenFailed."""
+    """Lock the directory if that is not done, and list its namespace's folder: PagesListed …, Opened; or OpenFailed."""
 
     epoch: int
     namespace: bytes
@@ -93,7 +93,7 @@ class DeleteFolder(DiskOrder):
 
 
 @dataclass(frozen=True, slots=True)
-class Found(DiskEvent):
+class PagesListed(DiskEvent):
     """Some of the pages that lie there, each once, parents before children, otherwise oldest first."""
 
     epoch: int

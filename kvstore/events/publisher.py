@@ -49,7 +49,7 @@ class KvEventPublisher:
             self._publisher.close()
             raise
         self._answers = ReplayQueue(self._log)
-        self._made: tuple[bytes, ...] = ()  # the parts of a snapshot that is still true
+        self._parts: tuple[bytes, ...] = ()  # the parts of a snapshot that is still true
         self._next_snapshot = float("-inf")
         self._corrected = 0  # times that our digest was not that of what we hold: a mistake of ours
 
@@ -91,14 +91,14 @@ class KvEventPublisher:
     @property
     def metric_samples(self) -> Mapping[str, Sample]:
         """For the metrics page."""
-        return {"kv_event_answers_dropped": self._answers.given_up, "kv_event_digests_corrected": self._corrected}
+        return {"kv_event_answers_dropped": self._answers.dropped, "kv_event_digests_corrected": self._corrected}
 
     def publish(self, changes: Sequence[TierChanges], page_size: int) -> None:
         """What has changed since the last call, by tier, in as many batches as that takes."""
         for part in in_parts(changes):
             batch = self._log.append(part, page_size, time.time())
             self._publisher.send(batch.topic, batch.sequence, batch.payload)
-            self._made = ()
+            self._parts = ()
 
     def answer(self, snapshot: Callable[[], Iterable[PageSegment]]) -> None:
         """Hear what followers ask and go on answering. Call every turn, after `publish` and before anything changes:
@@ -109,8 +109,8 @@ class KvEventPublisher:
                 self._answers.replay(follower, question, now)
             else:
                 self._answers.snapshot(follower, now)
-        if self._answers.snapshot_wanted and (parts := self._snapshot(snapshot, now)):
-            self._answers.made(parts, now)
+        if self._answers.needs_snapshot and (parts := self._snapshot(snapshot, now)):
+            self._answers.add_snapshot(parts, now)
         self._answers.send_some(self._send, now)
 
     def close(self) -> None:
@@ -128,12 +128,12 @@ class KvEventPublisher:
 
     def _snapshot(self, snapshot: Callable[[], Iterable[PageSegment]], now: float) -> tuple[bytes, ...]:
         """One of the present; nothing if it is too early for another."""
-        if not self._made and now >= self._next_snapshot:
+        if not self._parts and now >= self._next_snapshot:
             runs = list(snapshot())
             self._check(runs)
-            self._made = tuple(_encode(part) for part in snapshot_parts(self._log.last, runs))
+            self._parts = tuple(_encode(part) for part in snapshot_parts(self._log.last, runs))
             self._next_snapshot = now + _SHARE * (self._clock.now() - now)
-        return self._made
+        return self._parts
 
     def _check(self, runs: Iterable[PageSegment]) -> None:
         """The held pages are the truth. Followers of our events see by the digest that the events said something

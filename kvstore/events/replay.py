@@ -57,14 +57,14 @@ class ReplayQueue:
     def __init__(self, log: KvEventLog) -> None:
         self._log = log
         self._answers: dict[bytes, _Answer] = {}  # by follower; the first is next
-        self.given_up = 0  # answers that a follower did not read, or that too many followers asked for
+        self.dropped = 0  # answers that a follower did not read, or that too many followers asked for
         self.under_way = False  # the last turn sent something, and there is more
 
     def __len__(self) -> int:
         return len(self._answers)
 
     @property
-    def snapshot_wanted(self) -> bool:
+    def needs_snapshot(self) -> bool:
         return any(answer.waits for answer in self._answers.values())
 
     def replay(self, follower: bytes, first: int, now: float) -> None:
@@ -73,11 +73,11 @@ class ReplayQueue:
             answer.first, answer.last = first, self._log.last
 
     def snapshot(self, follower: bytes, now: float) -> None:
-        """The follower asks for a snapshot, which `made` brings."""
+        """The follower asks for a snapshot, which `add_snapshot` brings."""
         if (answer := self._of(follower, now)) is not None:
             answer.waits = True
 
-    def made(self, parts: tuple[bytes, ...], now: float) -> None:
+    def add_snapshot(self, parts: tuple[bytes, ...], now: float) -> None:
         """A snapshot, for every follower that waits for one."""
         for answer in self._answers.values():
             if answer.waits:
@@ -92,15 +92,15 @@ class ReplayQueue:
             if follower is None:
                 break
             answer = self._answers.pop(follower)
-            taken = send(follower, self._next(answer))
-            if taken:
+            accepted = send(follower, self._next(answer))
+            if accepted:
                 sent += 1
                 answer.since = now
                 self._advance(answer)
                 if answer.ready or answer.waits:
                     self._answers[follower] = answer
-            elif taken is None or now - answer.since > PATIENCE:
-                self.given_up += 1
+            elif accepted is None or now - answer.since > PATIENCE:
+                self.dropped += 1
             else:
                 full.add(follower)
                 self._answers[follower] = answer
@@ -110,7 +110,7 @@ class ReplayQueue:
         answer = self._answers.get(follower)
         if answer is None:
             if len(self._answers) >= FOLLOWERS:
-                self.given_up += 1
+                self.dropped += 1
                 return None
             answer = self._answers[follower] = _Answer(now)
         return answer

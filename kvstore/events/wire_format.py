@@ -95,9 +95,9 @@ class KvEventLog:
         """`timestamp`: seconds since 1970; `keep`, `keep_bytes`: how many batches are kept at most, and
         how many bytes of them."""
         self.topic = f"kv@{incarnation}@{model}".encode()
-        self._kept: dict[int, EncodedKvEventBatch] = {}  # by sequence, without a gap
+        self._batches: dict[int, EncodedKvEventBatch] = {}  # by sequence, without a gap
         self._keep, self._keep_bytes = keep, keep_bytes
-        self._kept_bytes = 0
+        self._log_bytes = 0
         self.last = -1  # the sequence of the latest batch
         self.digest = 0  # of all that is held once that has happened: see `kvstore.events.changes.digest`
         self._append((AllBlocksCleared(),), timestamp)
@@ -117,19 +117,19 @@ class KvEventLog:
     @property
     def first(self) -> int:
         """The sequence of the oldest batch that is still here."""
-        return self.last - len(self._kept) + 1
+        return self.last - len(self._batches) + 1
 
     def batch(self, sequence: int) -> EncodedKvEventBatch:
         """That batch. Raises KeyError if it is not here, or not here any more."""
-        return self._kept[sequence]
+        return self._batches[sequence]
 
     def _append(self, events: tuple[KvEvent, ...], timestamp: float) -> EncodedKvEventBatch:
         self.last += 1
         batch = EncodedKvEventBatch(self.topic, self.last, _encoder.encode(_Payload(timestamp, events, 0)))
-        self._kept[batch.sequence] = batch
-        self._kept_bytes += len(batch.payload)
-        while len(self._kept) > self._keep or self._kept_bytes > self._keep_bytes:
-            self._kept_bytes -= len(self._kept.pop(self.first).payload)
+        self._batches[batch.sequence] = batch
+        self._log_bytes += len(batch.payload)
+        while len(self._batches) > self._keep or self._log_bytes > self._keep_bytes:
+            self._log_bytes -= len(self._batches.pop(self.first).payload)
         return batch
 
 

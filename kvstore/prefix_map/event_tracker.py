@@ -35,7 +35,7 @@ from kvstore.prefix_map.prefix_map import PrefixMap
 _ASK_AGAIN = 1.0  # seconds without a snapshot after which it is asked for again: the request may have been lost
 _LATE = 2.0  # seconds without a batch that a heartbeat has told of after which it counts as lost
 _HEAL_AGAIN = 60.0  # seconds at most between two snapshots for a holder whose digest never agrees
-_KEPT_KEYS = 1_000_000  # of batches while awaiting; the oldest go first, and the gap they leave makes for a snapshot
+_BACKLOG_KEYS = 1_000_000  # of batches while awaiting; the oldest go first, and the gap they leave makes for a snapshot
 _DIGESTS = 64  # sequences of which the map's digest is remembered
 
 
@@ -77,11 +77,11 @@ class _ReportedDigest:
 
 @dataclass(slots=True)
 class _Source:
-    asked: float
+    last_request: float
     following: bool = False
     next: int = 0  # sequence expected while following
-    kept: deque[KvEventBatch] = field(default_factory=deque[KvEventBatch])
-    kept_keys: int = 0
+    backlog: deque[KvEventBatch] = field(default_factory=deque[KvEventBatch])
+    backlog_keys: int = 0
     part: int = 0  # of the snapshot that is coming in: expected next
     loading: int = 0  # its sequence
     digests: dict[int, int] = field(default_factory=dict[int, int])  # the map's, by sequence, latest last
@@ -102,7 +102,7 @@ class EventTracker:
         """Start with a holder that has said Hello; again for one already followed changes nothing."""
         if holder in self._sources:
             return []
-        self._sources[holder] = _Source(asked=now)
+        self._sources[holder] = _Source(last_request=now)
         return [RequestSnapshot(holder)]
 
     def forget(self, holder: str) -> None:
@@ -140,7 +140,7 @@ class EventTracker:
             begun, source.part = source.part > 0, 0
             return self._ask(holder, source, now) if begun else []
         source.part += 1
-        source.asked = now  # progress: no need to ask again
+        source.last_request = now  # progress: no need to ask again
         actions: list[TrackerAction] = [
             LoadSnapshot(holder, part.runs, part.part == 0, part.sequence if part.last else None)
         ]
@@ -148,8 +148,8 @@ class EventTracker:
             source.part = 0
             source.following, source.next = True, part.sequence + 1
             source.digests.clear()
-            kept, source.kept, source.kept_keys = source.kept, deque(), 0
-            for batch in kept:
+            backlog, source.backlog, source.backlog_keys = source.backlog, deque(), 0
+            for batch in backlog:
                 actions += self.batch(batch, now)
         return actions
 
@@ -193,14 +193,14 @@ class EventTracker:
     def unusable(self, holder: str, now: float) -> None:
         """A snapshot made no sense. Another is asked for, but not at once."""
         if (source := self._sources.get(holder)) is not None:
-            source.following, source.part, source.asked = False, 0, now
+            source.following, source.part, source.last_request = False, 0, now
 
     def tick(self, now: float) -> list[TrackerAction]:
         """Ask where an answer or a batch is overdue; call about once a second."""
         actions: list[TrackerAction] = []
         for holder, source in self._sources.items():
             if not source.following:
-                if now - source.asked >= _ASK_AGAIN:
+                if now - source.last_request >= _ASK_AGAIN:
                     actions += self._ask(holder, source, now)
             elif source.claim is not None and now - source.claim.since >= _LATE:
                 actions += self._gap(holder, source, now)
@@ -232,14 +232,14 @@ class EventTracker:
     def _ask(self, holder: str, source: _Source, now: float) -> list[TrackerAction]:
         source.following = False
         source.claim = None
-        source.asked = now
+        source.last_request = now
         return [RequestSnapshot(holder)]
 
     def _keep(self, source: _Source, batch: KvEventBatch) -> None:
-        source.kept.append(batch)
-        source.kept_keys += _weight(batch)
-        while source.kept_keys > _KEPT_KEYS:
-            source.kept_keys -= _weight(source.kept.popleft())
+        source.backlog.append(batch)
+        source.backlog_keys += _weight(batch)
+        while source.backlog_keys > _BACKLOG_KEYS:
+            source.backlog_keys -= _weight(source.backlog.popleft())
 
 
 def _weight(batch: KvEventBatch) -> int:

@@ -98,9 +98,9 @@ class KeyRuns:
             before = None  # another chain goes on there: this one branches off
         room = MAX_RUN - len(before.keys) if before is not None and before.group is group else 0
         if before is not None and room:
-            taken = keys[:room]
-            before.keys += taken
-            self._point(taken, before)
+            head = keys[:room]
+            before.keys += head
+            self._point(head, before)
         for start in range(room, len(keys), MAX_RUN):
             run = KeyRun(keys[start : start + MAX_RUN], group, above if before is None else before.keys[-1])
             self._point(run.keys, run)

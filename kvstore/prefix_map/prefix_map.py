@@ -222,11 +222,11 @@ class PrefixMap:
         for me in self._holders.values():
             mine = [(run, run.mask >> me.shift & _ALL) for run in self._all_runs() if run.mask & me.field]
             assert me.pages == sum(len(run.keys) for run, _ in mine)
-            told = 0
+            expected = 0
             for run, bits in mine:
                 for medium in MEDIA:
-                    told ^= digest(run.keys, medium) if bits & _BITS[medium] else 0
-            assert me.digest == told, "a digest of something else"
+                    expected ^= digest(run.keys, medium) if bits & _BITS[medium] else 0
+            assert me.digest == expected, "a digest of something else"
 
     # --- small parts ------------------------------------------------------------------------------------------------
 

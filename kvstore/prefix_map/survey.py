@@ -64,7 +64,7 @@ class Survey:
         self._total = sum(len(group.runs) for group in runs.groups.values())
         self._stride = -(-self._total // _DRAWN_RUNS) or 1
         self._seen = 0
-        self._found: dict[KeyRun, _Found] = {}
+        self._positions: dict[KeyRun, _RunPosition] = {}
         self.pages = Counter[int]()
         """Pages of each mask, once `step` has returned True."""
 
@@ -85,21 +85,21 @@ class Survey:
 
     def _find(self, run: KeyRun) -> None:
         """Note the run, and every run above it that is not noted yet."""
-        while run.keys and run not in self._found:
+        while run.keys and run not in self._positions:
             above = self._runs.index.get(run.above) if run.above != START else None
             at = 0 if above is None or above is run else above.keys.index(run.above) + 1
-            self._found[run] = _Found(len(run.keys), run.mask, above if at else None, at)
+            self._positions[run] = _RunPosition(len(run.keys), run.mask, above if at else None, at)
             if not at or above is None:
                 return
             run = above
 
     def draw(self, nodes: int = MAX_NODES) -> PrefixPicture:
         """The picture, of about so many nodes. It reads nothing but what `step` has noted."""
-        return PrefixPicture(_drawn(_stretches(self._found), nodes), self._total, len(self._found))
+        return PrefixPicture(_drawn(_stretches(self._positions), nodes), self._total, len(self._positions))
 
 
 @dataclass(slots=True)
-class _Found:
+class _RunPosition:
     """A run as it was: it follows the first `at` pages of the run `above`."""
 
     length: int
@@ -120,17 +120,17 @@ class _Stretch:
     pages: int = 0
 
 
-def _stretches(found: Mapping[KeyRun, _Found]) -> _Stretch:
+def _stretches(positions: Mapping[KeyRun, _RunPosition]) -> _Stretch:
     """The tree: a root of no pages, and below it the first stretch of every chain."""
     branches: defaultdict[KeyRun | None, list[tuple[int, KeyRun]]] = defaultdict(list)
-    for run, one in found.items():
-        branches[one.above if one.above in found else None].append((one.at, run))
+    for run, one in positions.items():
+        branches[one.above if one.above in positions else None].append((one.at, run))
     root = _Stretch(0, 0, 0)
     order = [root]
     todo = [(run, root) for _, run in branches[None]]
     while todo:
         run, above = todo.pop()
-        one = found[run]
+        one = positions[run]
         begin, depth, parent = 0, above.depth + above.length, above
         children = sorted(branches.get(run, ()), key=lambda branch: branch[0])
         cuts = sorted({min(at, one.length) for at, _ in children} | {one.length})

@@ -32,20 +32,20 @@ class HeadOfLine:
         self._patience = patience
         self._head: tuple[ClientProcess, int] | None = None
         self._waits = False  # its last Reserve was refused
-        self._asked = 0.0
+        self._last_request = 0.0
 
     def bars(self, process: ClientProcess, prompt: int, now: float) -> bool:
         """Return whether another prompt waits at the head of the line."""
-        return self._waits and self._head != (process, prompt) and now - self._asked <= self._patience
+        return self._waits and self._head != (process, prompt) and now - self._last_request <= self._patience
 
     def refused(self, process: ClientProcess, prompt: int, now: float) -> bool:
         """Note that there are no slots for this prompt. Return whether it is the head, and may keep what it holds."""
-        lost = self._waits and now - self._asked > self._patience
+        lost = self._waits and now - self._last_request > self._patience
         if self._head is None or lost:
             self._head = (process, prompt)
         if self._head != (process, prompt):
             return False
-        self._waits, self._asked = True, now
+        self._waits, self._last_request = True, now
         return True
 
     def granted(self, process: ClientProcess, prompt: int) -> None:
@@ -65,7 +65,7 @@ class HeadOfLine:
 
     def pause(self, seconds: float) -> None:
         """The store stood still meanwhile."""
-        self._asked += seconds
+        self._last_request += seconds
 
     @property
     def waiting(self) -> tuple[ClientProcess, int] | None:

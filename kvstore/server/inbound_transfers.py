@@ -256,7 +256,7 @@ class InboundTransfers:
         return outcome
 
     def prune(
-        self, awaited: Callable[[bytes], bool], wanted: Callable[[bytes], bool], named: Callable[[bytes, str], bool],
+        self, awaited: Callable[[bytes], bool], by_worker: Callable[[bytes], bool], named: Callable[[bytes, str], bool],
         now: float,
     ) -> InboundResult:  # fmt: skip
         """Give up reads that have not begun of pages without a waiter, and fetches of which no worker wants a page.
@@ -270,7 +270,7 @@ class InboundTransfers:
         self._queued = deque(link for link in self._queued if link[0] in self._coming)
         for fetch in list(self._fetches.values()):
             left = [key for key in fetch.keys if self._coming.get(key) is fetch]
-            if not any(wanted(key) for key in left):
+            if not any(by_worker(key) for key in left):
                 outcome = self._end(fetch, outcome)
             elif fetch.wait and not any(named(key, fetch.source.store) for key in left):
                 self._try_next(fetch, outcome, now)
@@ -313,7 +313,7 @@ class InboundTransfers:
             since, received = now, fetch.received
         fetch.watched = since, received
 
-    def answered(self, store: str, reply: PageReply, now: float) -> InboundResult:
+    def peer_replied(self, store: str, reply: PageReply, now: float) -> InboundResult:
         """Another store has said something about our fetches."""
         outcome = InboundResult()
         if store in self._heard:

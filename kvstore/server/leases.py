@@ -74,7 +74,7 @@ class PageWaiters:
         """Whether anybody waits for `key`."""
         return key in self._waiting
 
-    def wanted(self, key: bytes) -> bool:
+    def worker_awaits(self, key: bytes) -> bool:
         """Whether a worker waits for `key`."""
         return any(isinstance(waiter, Lease) for waiter in self._waiting.get(key, ()))
 

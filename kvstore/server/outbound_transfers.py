@@ -109,7 +109,7 @@ class OutboundTransfers:
         """No thread reads a slot on our behalf."""
         return not (self._sending or self._doubted)
 
-    def asked(self, peer: str, request: PageRequest, now: float) -> InboundResult:
+    def peer_requested(self, peer: str, request: PageRequest, now: float) -> InboundResult:
         """Another store has said something."""
         self._heard[peer] = now
         fetches = self._peers.setdefault(peer, {})

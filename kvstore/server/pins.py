@@ -38,22 +38,22 @@ class PinnedPrefixes:
         """Hold every page of a chain or none, for the router of that incarnation. Returns the answer, and the pages
         that are pinned now."""
         keys, name = split_keys(order.keys), (router, order.pin)
-        found: list[HostPage] = []
+        chain: list[HostPage] = []
         for key in keys:
             if (page := self._pages.find(key)) is None:
-                return PagesPinned(order.pin, len(found), "missing"), []
-            found.append(page)
+                return PagesPinned(order.pin, len(chain), "missing"), []
+            chain.append(page)
         replaced = self._pins.get(name)
         others = [p for other, p in self._pins.items() if other != name and p.tenant == order.tenant]
-        pinned = {id(page) for pinning in others for page in pinning.pages} | {id(page) for page in found}
+        pinned = {id(page) for pinning in others for page in pinning.pages} | {id(page) for page in chain}
         if len(pinned) * self._page_bytes > self._quota:
             return PagesPinned(order.pin, 0, "quota"), []
-        for page in found:
+        for page in chain:
             self._pages.hold(page)
         if replaced is not None:
             self.unpin(*name)
-        self._pins[name] = _Pinning(order.tenant, found, now + order.ttl_ms / 1_000)
-        return PagesPinned(order.pin, len(found)), found
+        self._pins[name] = _Pinning(order.tenant, chain, now + order.ttl_ms / 1_000)
+        return PagesPinned(order.pin, len(chain)), chain
 
     def unpin(self, router: str, pin: str) -> None:
         """End a pin; one that is not there has ended already."""

@@ -172,11 +172,11 @@ class StoreState:
             case Tick(paused=paused):
                 return self._tick(now, paused)
             case RouterMessageReceived(message=message, router=router):
-                return self._router_said(message, router, now)
+                return self._router_message(message, router, now)
             case _:
                 return self._tell(self._tiers.handle(event, now))
 
-    def _router_said(self, message: ToStore, router: str, now: float) -> list[StoreCommand]:
+    def _router_message(self, message: ToStore, router: str, now: float) -> list[StoreCommand]:
         match message:
             case PinPages():
                 try:
@@ -247,8 +247,8 @@ class StoreState:
             return []
         if self._processes or not self._tiers.idle:
             assert self._namespace is not None
-            found = difference(namespace, self._namespace) or f"page_bytes is {page_bytes}, not {self._page_bytes}"
-            raise Incompatible(f"{found}; run one store and its workers per model")
+            mismatch = difference(namespace, self._namespace) or f"page_bytes is {page_bytes}, not {self._page_bytes}"
+            raise Incompatible(f"{mismatch}; run one store and its workers per model")
         host_cache_bytes = self._settings.host_cache_bytes
         if page_bytes % namespace.kv_heads:
             raise MalformedMessage(f"a page of {page_bytes} bytes can't have {namespace.kv_heads} KV heads")
@@ -368,7 +368,7 @@ class StoreState:
         # Our own pages are found without asking; a fetch from ourselves would wait for itself.
         lease.sources = tuple(source for source in call.sources if source.store != self._me.incarnation)
         process.leases[lease.number] = lease
-        found: list[PageAt] = []
+        hits: list[PageAt] = []
         missing: list[int] = []
         for index, key in enumerate(lease.keys):
             page = self._pages.find(key)
@@ -380,14 +380,14 @@ class StoreState:
             else:
                 self._pages.hold(page)
                 lease.holds[index] = page
-                found.append(PageAt(index, page.slot, page.checksum))
-        self._count.hits += len(found)
-        self._count.misses += len(lease.keys) - len(found)
-        commands = self._reply(process, PagesReady(call.lease, tuple(found))) if found else []
+                hits.append(PageAt(index, page.slot, page.checksum))
+        self._count.hits += len(hits)
+        self._count.misses += len(lease.keys) - len(hits)
+        commands = self._reply(process, PagesReady(call.lease, tuple(hits))) if hits else []
         if call.wait:
             return commands + self._tell(self._tiers.hand_off(lease, now))
         commands += self._tell(self._tiers.used(lease.keys[: missing[0]] if missing else lease.keys))
-        lease.reached = len(found)
+        lease.reached = len(hits)
         if missing:
             below = self._tiers.below(lease, missing[0])
             reply = (

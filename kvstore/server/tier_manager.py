@@ -173,19 +173,19 @@ class TierManager:
         sealed. Pages that no source is believed to have or make are waited for here. A partial page is loose where
         it is brought."""
         chain = _chain(lease)
-        wanted: dict[tuple[PageSource, ...], list[ChainLink]] = {}
+        missing: dict[tuple[PageSource, ...], list[ChainLink]] = {}
         for index in sorted(lease.waits):
             if sources := lease.sources_of(index):
-                wanted.setdefault(sources, []).append(chain[index])
+                missing.setdefault(sources, []).append(chain[index])
         turn = TierResult()
-        for sources, part in wanted.items():
+        for sources, part in missing.items():
             turn.add(self._settle(self.loads.fetch(sources, part, True, now), now))
         return turn
 
     def prune(self, now: float) -> TierResult:
         """Stop transfers without a waiter: leases have ended, or their pages came in another way."""
         waiting = self.waiting
-        return self._settle(self.loads.prune(waiting.awaited, waiting.wanted, waiting.named, now), now)
+        return self._settle(self.loads.prune(waiting.awaited, waiting.worker_awaits, waiting.named, now), now)
 
     # --- what threads, other stores and the operator do ------------------------------------------------------------
 
@@ -194,11 +194,11 @@ class TierManager:
             case PagesLanded():
                 return self._settle(self.loads.landed(event, now), now)
             case PeerReplied(peer=peer, reply=reply):
-                return self._settle(self.loads.answered(peer, reply, now), now)
+                return self._settle(self.loads.peer_replied(peer, reply, now), now)
             case FetchRetracted(fetch=fetch):
                 return self._settle(self.loads.retracted(fetch, now), now)
             case PeerRequested(peer=peer, request=request):
-                return self._settle(self.server.asked(peer, request, now), now)
+                return self._settle(self.server.peer_requested(peer, request, now), now)
             case PagesSent(number=number):
                 self.server.served(number)
                 return TierResult()
@@ -252,7 +252,7 @@ class TierManager:
     def _ask_others(self, outcome: InboundResult, now: float) -> TierResult:
         """What the sources of one hand-off do not have, those of another may: prompts that begin alike are computed on
         different nodes."""
-        wanted: dict[tuple[tuple[PageSource, ...], frozenset[str]], list[ChainLink]] = {}
+        missing: dict[tuple[tuple[PageSource, ...], frozenset[str]], list[ChainLink]] = {}
         chains: dict[Lease, list[ChainLink]] = {}
         for key in outcome.gone:
             tried = outcome.tried.get(key, frozenset())
@@ -261,10 +261,10 @@ class TierManager:
                     continue
                 if sources := tuple(source for source in lease.sources_of(index) if source.store not in tried):
                     chain = chains[lease] = chains.get(lease) or _chain(lease)
-                    wanted.setdefault((sources, tried), []).append(chain[index])
+                    missing.setdefault((sources, tried), []).append(chain[index])
                     break
         turn = TierResult()
-        for (sources, tried), part in wanted.items():
+        for (sources, tried), part in missing.items():
             turn.add(self._settle(self.loads.fetch(sources, part, True, now, tried), now))
         return turn
 
@@ -287,10 +287,10 @@ class TierManager:
         keys = list(keys)
         self._forsaken.update(key for key in keys if self.loads.coming(key))
         self._refuse(keys, turn, lambda waiter, index: True)
-        lost = [key for key in keys if self.loads.handing_off(key) and not self._made_here(key)]
+        lost = [key for key in keys if self.loads.handing_off(key) and not self._has_writer(key)]
         self._cancel_waiters(lost, turn, lambda waiter, index: not isinstance(waiter, Lease))
 
-    def _made_here(self, key: bytes) -> bool:
+    def _has_writer(self, key: bytes) -> bool:
         """Return whether a worker of this node has reserved a slot for this page."""
         return any(writer != STORE for writer in self.pages.writers(key))
 
@@ -299,7 +299,7 @@ class TierManager:
 
         A cached page is not worth waiting for then. The worker that asks for it may be the one that has to make it, and
         the stores along the hand-off may wait for each other in a circle."""
-        return self.loads.handing_off(key) and self.waiting.promised(key) and not self._made_here(key)
+        return self.loads.handing_off(key) and self.waiting.promised(key) and not self._has_writer(key)
 
     def _refuse(self, keys: Iterable[bytes], turn: TierResult, who: Callable[[PageWaiter, int], bool]) -> None:
         """Refuse these keys to the waiters that `who` selects, unless another producer makes or brings them."""

@@ -177,11 +177,11 @@ class _NixlCarrier(Carrier):
         self._pages_out += len(order.slots)
         self._bytes_out += len(order.slots) * self._page_bytes
 
-    def asked(self, peer: str, request: NixlRequest) -> None:
+    def request_received(self, peer: str, request: NixlRequest) -> None:
         if peer in self._heard:
             self._heard[peer] = time.monotonic()
         if not isinstance(request, NixlOfferDone):
-            super().asked(peer, request)
+            super().request_received(peer, request)
         elif self._offered.get(request.offer) == peer:
             del self._offered[request.offer]
             self._mailbox.tell(PagesSent(request.offer))
@@ -195,23 +195,23 @@ class _NixlCarrier(Carrier):
 
     # --- pages in ---------------------------------------------------------------------------------------------------
 
-    def answered(self, store: str, reply: NixlReply, frames: Sequence[memoryview]) -> None:
+    def reply_received(self, store: str, reply: NixlReply, frames: Sequence[memoryview]) -> None:
         if isinstance(reply, FetchedPages):
-            self._sockets.losses.malformed += 1  # from a store that does not speak NIXL
+            self._sockets.drops.malformed += 1  # from a store that does not speak NIXL
         elif isinstance(reply, NixlOffer):
             arrival = _Arrival(reply)
             if len(reply.addresses) == len(reply.pages) and reply.page_bytes == self._page_bytes:
                 expected = self._expected.get(reply.fetch, {})
-                wanted = [each for each in zip(reply.pages, reply.addresses, strict=True) if each[0].index in expected]
-                self._unexpected += len(reply.pages) - len(wanted)
-                arrival.unread.extend(wanted)
+                due = [each for each in zip(reply.pages, reply.addresses, strict=True) if each[0].index in expected]
+                self._unexpected += len(reply.pages) - len(due)
+                arrival.unread.extend(due)
             else:
                 self._unexpected += len(reply.pages)
             self._lines.setdefault(store, deque()).append(arrival)
         elif store in self._lines:
             self._lines[store].append(reply)
         else:
-            super().answered(store, reply, frames)
+            super().reply_received(store, reply, frames)
 
     def advance(self) -> None:
         now = time.monotonic()
@@ -236,9 +236,9 @@ class _NixlCarrier(Carrier):
     def _read(self, arrival: _Arrival, now: float) -> None:
         assert self._agent is not None
         count = min(len(arrival.unread), len(self._places), _PAGES_A_READ)
-        taken = [arrival.unread.popleft() for _ in range(count)]
+        batch = [arrival.unread.popleft() for _ in range(count)]
         places = [self._places.pop() for _ in range(count)]
-        pages, addresses = [page for page, _ in taken], [address for _, address in taken]
+        pages, addresses = [page for page, _ in batch], [address for _, address in batch]
         try:
             handle = self._agent.read(arrival.offer, addresses, places, self._page_bytes)
         except Exception as error:  # noqa: BLE001 - whatever NIXL raises

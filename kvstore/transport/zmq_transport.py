@@ -181,8 +181,8 @@ class ZmqTransport:
 
 class Carrier:
     """The thread's side: it alone touches sockets and page bytes. A subclass that carries the bytes in another way
-    replaces how pages are served (`serve`), what other messages mean (`asked`, `answered`) and what is done every
-    turn (`advance`)."""
+    replaces how pages are served (`serve`), what other messages mean (`request_received`, `reply_received`) and what is
+    done every turn (`advance`)."""
 
     def __init__(self, sockets: PageSockets, mailbox: Mailbox) -> None:
         self.endpoint: Final = sockets.server.endpoint
@@ -234,8 +234,8 @@ class Carrier:
             bytes_out=self._bytes_out,
             damaged=self._damaged,
             unexpected=self._unexpected,
-            malformed=self._sockets.losses.malformed,
-            dropped=self._sockets.losses.dropped,
+            malformed=self._sockets.drops.malformed,
+            dropped=self._sockets.drops.dropped,
         )
 
     def _carry_out(self, order: PeerOrder | _Use) -> None:
@@ -303,7 +303,7 @@ class Carrier:
         try:
             link = self._sockets.link(order.source.store, order.source.endpoint)
         except StartupError as error:
-            self._sockets.losses.dropped += 1
+            self._sockets.drops.dropped += 1
             if order.source.endpoint not in self._refused:
                 self._refused.add(order.source.endpoint)
                 log.warning("can't ask %s for pages: %s", order.source.store, error)
@@ -314,16 +314,16 @@ class Carrier:
     def _receive(self, ready: Container[object]) -> None:
         if self._server.socket in ready:
             for peer, request in self._server.receive(_REQUESTS_PER_TURN):
-                self.asked(peer, request)
+                self.request_received(peer, request)
         for link in [link for link in self._sockets.links.values() if link.socket in ready]:
             for reply, frames in link.receive(_REPLIES_PER_TURN):
                 self._used[link.store] = time.monotonic()
-                self.answered(link.store, reply, frames)
+                self.reply_received(link.store, reply, frames)
 
-    def asked(self, peer: str, request: PageRequest) -> None:
+    def request_received(self, peer: str, request: PageRequest) -> None:
         self._mailbox.tell(PeerRequested(peer, request))
 
-    def answered(self, store: str, reply: PageReply, frames: Sequence[memoryview]) -> None:
+    def reply_received(self, store: str, reply: PageReply, frames: Sequence[memoryview]) -> None:
         if isinstance(reply, FetchedPages):
             self.land(reply.fetch, reply.pages, frames)
         else:

@@ -39,7 +39,7 @@ _OF_STRANGERS.disabled = True
 
 
 class HttpServer:
-    """The server; it reads the relay and changes nothing."""
+    """The server; it reads the router and changes nothing."""
 
     def __init__(self, driver: RouterDriver, gate: Gatekeeper) -> None:
         self._driver = driver

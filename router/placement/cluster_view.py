@@ -50,11 +50,11 @@ class ClusterView:
     @property
     def reserved_seconds(self) -> Floats:
         """Seconds that have been claimed of each worker of the table."""
-        claims = np.zeros(len(self.table.workers))
+        seconds_of = np.zeros(len(self.table.workers))
         for worker, seconds in self._reserved.items():
             if (row := self.table.index.get(worker)) is not None:
-                claims[row] = seconds
-        return claims
+                seconds_of[row] = seconds
+        return seconds_of
 
     def refreshed_table(self) -> WorkerTable:
         """The table as of now."""

@@ -37,9 +37,9 @@ _TURN = 1e-6  # seconds at most by which those used last seem dearer: so equals 
 class PlacementCosts:
     """The costs of one request. They never change, so that they can be read later for an explanation."""
 
-    def __init__(self, ask: PlacementRequest, table: WorkerTable, now: float, output: float, claims: Floats) -> None:
-        """`output`: tokens that the request is expected to generate; `claims`: seconds of each worker that requests
-        which wait have been promised before this one."""
+    def __init__(self, ask: PlacementRequest, table: WorkerTable, now: float, output: float, reserved: Floats) -> None:
+        """`output`: tokens that the request is expected to generate; `reserved`: seconds of each worker, promised to
+        requests that wait before this one."""
         self.workers, self.prefix = table.workers, ask.prefix
         self.num_decode = d = table.num_decode
         self.num_sequences = table.num_sequences[:d].copy()
@@ -60,7 +60,7 @@ class PlacementCosts:
         middle = prefix.pages * prefix.page_size + rest + 0.5 - 0.5 * made  # of what new tokens attend to
         self.compute = made * (table.token + table.pair * middle) + table.fixed * steps
         self.compute[:d] *= table.slowdown[:d]
-        self.queue = np.maximum(table.prefills_done_at - now, 0.0) + claims
+        self.queue = np.maximum(table.prefills_done_at - now, 0.0) + reserved
         self.prefill_seconds = self.load + self.compute
         self.new_tokens = new
         self.open = _open(ask, table)

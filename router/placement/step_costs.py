@@ -96,10 +96,10 @@ class FittedCosts:
     def join(self, incarnation: str, role: Role, calibration: Sequence[StepSample]) -> None:
         """A worker is live from now on."""
         alike = [worker.model for worker in self._workers.values() if worker.role == role]
-        elders = [pace for pace in alike if pace.knows_anything]
-        pace = StepCostModel.from_peers(elders) if elders else StepCostModel(_rated(DEFAULT_PREFILL_RATE))
-        pace.calibrate(calibration)
-        self._workers[incarnation] = _Worker(role, pace, calibration=calibration, calibrated=pace.cost)
+        elders = [model for model in alike if model.knows_anything]
+        model = StepCostModel.from_peers(elders) if elders else StepCostModel(_rated(DEFAULT_PREFILL_RATE))
+        model.calibrate(calibration)
+        self._workers[incarnation] = _Worker(role, model, calibration=calibration, calibrated=model.cost)
 
     def observe(self, incarnation: str, step: int, load: LoadReport) -> None:
         """A heartbeat: the worker has run so many steps, of which it tells the last. Those known are skipped. Until

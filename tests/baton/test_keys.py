@@ -24,7 +24,7 @@ from baton import wire
 from baton.errors import KeysUnusable, PortInUse, StartupError
 from baton.messages import Cancel, Heartbeat, Hello, LoadReport, ToDecode
 from baton.monotonic_clock import MonotonicClock
-from baton.wire import ClusterKeys, Heart, Listener, Publisher, RouterSocket, Subscriber, guard, use_keys
+from baton.wire import ClusterKeys, HeartbeatSender, Listener, Publisher, RouterSocket, Subscriber, guard, use_keys
 from baton.wire.sockets import bind, configure, connect
 from tests.baton.test_wire import DEADLINE, ME, ROUTER, run
 from tests.support import cluster_keys
@@ -165,7 +165,7 @@ def test_links_are_encrypted_unasked(host: str) -> None:
         listener = Listener(f"tcp://{host}:0", ROUTER)
         link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
         clock = MonotonicClock()
-        heart = Heart(listener.endpoint, ME, clock)
+        heart = HeartbeatSender(listener.endpoint, ME, clock)
         try:
             link.send("", Hello(ME))
             assert (await listener.receive()).message == Hello(ME)
@@ -371,7 +371,7 @@ def test_a_program_on_a_dead_routers_port_does_not_end_the_links() -> None:
     async def main() -> None:
         listener = listen_below_the_ephemeral_ports()
         link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
-        heart = Heart(listener.endpoint, ME, MonotonicClock())
+        heart = HeartbeatSender(listener.endpoint, ME, MonotonicClock())
         heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
         try:
             for squatted in (False, True):

@@ -99,7 +99,7 @@ def test_a_connection_that_comes_between_the_look_and_the_bind_is_waited_for() -
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    assert asyncio.run(door(port).taken(listen)) == "listening"
+    assert asyncio.run(door(port).claim(listen)) == "listening"
 
 
 @pytest.mark.parametrize("port", [0, 1234])

@@ -21,7 +21,7 @@ from baton.messages import Cancel, Heartbeat, Hello, LoadReport, Peer, ToDecode
 from baton.monotonic_clock import MonotonicClock
 from baton.store_protocol import AttachRefused, EndLease, LeaseHeartbeat, StoreCall, StoreHeartbeat, StoreReply
 from baton.unix import UnixListener, UnixSocket
-from baton.wire import Heart, Listener, Poller, Publisher, RouterSocket, Subscriber
+from baton.wire import HeartbeatSender, Listener, Poller, Publisher, RouterSocket, Subscriber
 from tests.support import cluster_keys
 from tests.support.eventually import eventually
 from tests.support.virtual_clock import VirtualClock
@@ -105,7 +105,7 @@ def test_the_heart_beats_while_the_loop_is_busy() -> None:
     async def main() -> None:
         listener = Listener("tcp://127.0.0.1:0", ROUTER)
         clock = MonotonicClock()
-        heart = Heart(listener.endpoint, ME, clock)
+        heart = HeartbeatSender(listener.endpoint, ME, clock)
         try:
             heart.publish("router-1", Heartbeat(3, LoadReport(), step=8), 0.02, clock.now() - 1.0)
             beats = [await listener.receive() for _ in range(3)]
@@ -137,7 +137,7 @@ def test_the_heart_tells_since_when_the_loop_stands_still() -> None:
     async def main() -> None:
         listener = Listener("tcp://127.0.0.1:0", ROUTER)
         clock = VirtualClock()
-        heart = Heart(listener.endpoint, ME, clock)
+        heart = HeartbeatSender(listener.endpoint, ME, clock)
         try:
             heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
             await until(listener, lambda beat: beat.loop_age_ms == 0)

@@ -82,7 +82,7 @@ def test_an_endpoint_without_a_store(both: tuple[PageSockets, PageSockets]) -> N
     assert not b.server.send("a", FetchUnavailable(1, 1))
     assert not b.server.send_pages("a", FetchedPages(1, (SentPage(0, 0),)), iter([memoryview(b"x")]), sending)
     assert sending.done
-    assert b.losses.dropped == 2
+    assert b.drops.dropped == 2
 
 
 def test_pages_are_busy_until_their_connection_is_gone(both: tuple[PageSockets, PageSockets]) -> None:
@@ -170,7 +170,7 @@ def test_frames_that_do_not_belong_to_their_message_are_malformed(both: tuple[Pa
             a.wait(0.05)
             heard += [(reply, [bytes(frame) for frame in frames]) for reply, frames in link.receive(3)]
         assert heard == [(one, [b"x"]), (FetchStatus(1), [])]
-        assert (a.losses.malformed, a.losses.dropped) == (6, 2)
+        assert (a.drops.malformed, a.drops.dropped) == (6, 2)
     finally:
         liar.close(0)
         context.term()

@@ -80,10 +80,10 @@ def requests(
     ]
 
 
-def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: GrowthReserve | None = None) -> Outcome:
+def run(wanted: Sequence[Wanted], clients: int, num_pages: int, growth_reserve: GrowthReserve | None = None) -> Outcome:
     """So many clients send one request after the other; what is refused is sent again at the next step, oldest first.
     The first half of the load warms up and is not counted."""
-    worker = _Loaded(wanted, num_pages, headroom)
+    worker = _Loaded(wanted, num_pages, growth_reserve)
     rng = random.Random(1)
     queue = deque(wanted)
     asking: deque[Wanted] = deque()
@@ -114,8 +114,8 @@ class _Loaded(WorkerShell):
     patience = 0.0
     store_connected = False
 
-    def __init__(self, wanted: Sequence[Wanted], num_pages: int, headroom: GrowthReserve | None) -> None:
-        self.state = DecodeScheduler(DecodeConfig(ageing_ms=10_000), PAGE, num_pages, headroom=headroom)
+    def __init__(self, wanted: Sequence[Wanted], num_pages: int, growth_reserve: GrowthReserve | None) -> None:
+        self.state = DecodeScheduler(DecodeConfig(ageing_ms=10_000), PAGE, num_pages, growth_reserve=growth_reserve)
         self.ended = self.steps = 0
         self.time = 0.0
         self._num_pages = num_pages

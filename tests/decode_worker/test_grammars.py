@@ -72,7 +72,7 @@ class Worker:
 
     def __init__(self, grammars: Any, pages: int = 64) -> None:
         self.state = DecodeScheduler(
-            DecodeConfig(), PAGE, pages, vocab_size=VOCAB, grammars=grammars, headroom=OnePageEach()
+            DecodeConfig(), PAGE, pages, vocab_size=VOCAB, grammars=grammars, growth_reserve=OnePageEach()
         )
         self.said: list[Message] = []
         self.late: Collection[str] = ()  # requests whose masks are late in the next step

@@ -24,10 +24,10 @@ def young(left: int, known: int = 64) -> GrowthOutlook:
 
 
 def taught(*lengths: int, cut: bool = False) -> LearnedGrowthReserve:
-    headroom = LearnedGrowthReserve()
+    growth_reserve = LearnedGrowthReserve()
     for length in lengths:
-        headroom.ended(0, length, cut)
-    return headroom
+        growth_reserve.ended(0, length, cut)
+    return growth_reserve
 
 
 def test_a_limit_that_is_near_needs_what_it_allows() -> None:
@@ -58,29 +58,29 @@ def test_what_was_cut_off_counts_as_no_shorter_and_not_as_an_end() -> None:
 
 def test_an_output_that_began_elsewhere_teaches_nothing_about_its_beginning() -> None:
     """Ends at 110 of outputs that came with 100 tokens: of those that came with none, most may end before."""
-    headroom = LearnedGrowthReserve()
+    growth_reserve = LearnedGrowthReserve()
     for _ in range(100):
-        headroom.ended(100, 110, cut=False)
-    assert headroom.pages_to_keep([young(2_000)] * 10, PAGE) < taught(*[110] * 100).pages_to_keep(
+        growth_reserve.ended(100, 110, cut=False)
+    assert growth_reserve.pages_to_keep([young(2_000)] * 10, PAGE) < taught(*[110] * 100).pages_to_keep(
         [young(2_000)] * 10, PAGE
     )
 
 
 def test_it_follows_the_load_when_that_changes() -> None:
-    headroom = taught(*[20] * 2_000)
-    before = headroom.pages_to_keep([young(1_000)] * 10, PAGE)
+    growth_reserve = taught(*[20] * 2_000)
+    before = growth_reserve.pages_to_keep([young(1_000)] * 10, PAGE)
     for _ in range(1_000):
-        headroom.ended(0, 600, cut=False)
-    assert headroom.pages_to_keep([young(1_000)] * 10, PAGE) > 5 * before
+        growth_reserve.ended(0, 600, cut=False)
+    assert growth_reserve.pages_to_keep([young(1_000)] * 10, PAGE) > 5 * before
 
 
 def test_one_that_is_about_to_end_makes_room_for_others() -> None:
     """Of two that grow, the older gives its pages back before the younger needs them."""
-    headroom = taught(*[100] * 500)
+    growth_reserve = taught(*[100] * 500)
     old = GrowthOutlook(generated=90, left=1_000, known=154, pages=10, own=10)
-    assert headroom.pages_to_keep([old, young(1_000)], PAGE) < 7
+    assert growth_reserve.pages_to_keep([old, young(1_000)], PAGE) < 7
     shared = GrowthOutlook(generated=90, left=1_000, known=154, pages=10, own=0)
-    assert headroom.pages_to_keep([shared, young(1_000)], PAGE) >= 7
+    assert growth_reserve.pages_to_keep([shared, young(1_000)], PAGE) >= 7
 
 
 outlooks = st.lists(
@@ -98,10 +98,10 @@ outlooks = st.lists(
 def test_it_is_a_page_each_at_least_and_what_is_allowed_at_most(
     holders: list[GrowthOutlook], outputs: list[tuple[int, int, bool]]
 ) -> None:
-    headroom = LearnedGrowthReserve()
+    growth_reserve = LearnedGrowthReserve()
     for begun, more, cut in outputs:
-        headroom.ended(begun, begun + more, cut)
-    needed = headroom.pages_to_keep(holders, PAGE)
+        growth_reserve.ended(begun, begun + more, cut)
+    needed = growth_reserve.pages_to_keep(holders, PAGE)
     allowed = AllThatIsAllowed().pages_to_keep(holders, PAGE)
     assert min(allowed, OnePageEach().pages_to_keep(holders, PAGE)) <= needed <= allowed
 

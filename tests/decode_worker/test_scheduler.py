@@ -55,7 +55,7 @@ class DecodeMachine(RuleBasedStateMachine):
         window = data.draw(st.sampled_from(self.windows), "window")
         self.worker: RigWorker = self.rig.worker("decode", pages, config, window=window, recompute_share=again)
         if greedy:
-            self.worker.state = DecodeScheduler(config, PAGE, pages, headroom=OnePageEach(), window=window)
+            self.worker.state = DecodeScheduler(config, PAGE, pages, growth_reserve=OnePageEach(), window=window)
             self.worker.handle(StoreUp(slots, PAGE_BYTES))
         self.worker.state._planner._alignment = grain  # less than a page, as where pages are large
         self.prefill = self.rig.worker(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import shlex
@@ -65,6 +66,15 @@ def test_every_setting_that_a_page_names_exists(page: Path):
     for section, setting in re.findall(r"(?:`|--set[= ])([a-z_]+)\.([a-z_]+)(?=[`:=])", page.read_text()):
         if hasattr(Config(), section) and setting not in _FILES:
             assert hasattr(getattr(Config(), section), setting), f"{section}.{setting} is no setting"
+
+
+def test_the_glossary_lists_the_fields_of_a_request_on_its_way():
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs" / "glossary.md").read_text().partition("## From a request")[2], re.M)
+    head, _, *cells = ([re.findall(r"`(.+?)`", cell) for cell in row.split("|")[2:-1]] for row in rows)
+    for column, (name, path) in enumerate(head):
+        struct = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+        fields = [field for row in cells for field in row[column]]
+        assert sorted(fields) == sorted(struct.__annotations__), f"{name} in docs/glossary.md"
 
 
 def test_install_is_two_commands_and_one_of_them_runs_the_tests():

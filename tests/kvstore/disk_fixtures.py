@@ -12,10 +12,10 @@ from kvstore.disk.orders import (
     DiskEvent,
     DiskOrder,
     FolderDeleted,
-    Found,
     FoundFolder,
     Open,
     Opened,
+    PagesListed,
     PagesRead,
     Read,
     ReadFinished,
@@ -129,6 +129,6 @@ class PaperDisk:
         found = tuple(linked.values())
         folders = tuple(FoundFolder(*folder) for folder in self.folders.items())
         return [
-            *(Found(epoch, found[at : at + chunk]) for at in range(0, len(found), chunk)),
+            *(PagesListed(epoch, found[at : at + chunk]) for at in range(0, len(found), chunk)),
             Opened(epoch, folders, orphans=orphans),
         ]

@@ -109,10 +109,10 @@ def test_a_snapshot_is_sent_to_each_that_waits_and_a_replay_goes_before_it() -> 
     followers.answers.snapshot(b"a", 0.0)
     followers.answers.snapshot(b"b", 0.0)
     followers.answers.replay(b"b", 1, 0.0)
-    assert followers.answers.snapshot_wanted
+    assert followers.answers.needs_snapshot
     followers.turn()
-    followers.answers.made((b"1", b"2"), 1.0)
-    assert not followers.answers.snapshot_wanted
+    followers.answers.add_snapshot((b"1", b"2"), 1.0)
+    assert not followers.answers.needs_snapshot
     followers.turn()
     assert followers.got[b"a"] == [EncodedSnapshotPart(b"1"), EncodedSnapshotPart(b"2")]
     kinds = [type(item) for item in followers.got[b"b"]]
@@ -129,11 +129,11 @@ def test_a_follower_that_does_not_read_is_given_up_and_delays_no_other() -> None
     for _ in range(20):
         followers.turn()
     assert followers.sequences(b"good") == [*range(101), -1]
-    assert (followers.answers.given_up, len(followers.answers)) == (1, 1)
+    assert (followers.answers.dropped, len(followers.answers)) == (1, 1)
     assert not followers.answers.under_way  # nothing was sent: the next turn need not come soon
     followers.now = PATIENCE + 0.1
     followers.turn()
-    assert (followers.answers.given_up, len(followers.answers)) == (2, 0)
+    assert (followers.answers.dropped, len(followers.answers)) == (2, 0)
 
 
 @pytest.mark.parametrize("kind", ["replay", "snapshot"])
@@ -145,4 +145,4 @@ def test_followers_beyond_the_limit_are_refused(kind: str) -> None:
             followers.answers.replay(name, 0, 0.0)
         else:
             followers.answers.snapshot(name, 0.0)
-    assert (len(followers.answers), followers.answers.given_up) == (FOLLOWERS, 5)
+    assert (len(followers.answers), followers.answers.dropped) == (FOLLOWERS, 5)

@@ -132,7 +132,7 @@ def test_what_waits_for_a_snapshot_is_bounded() -> None:
     many = BlockStored(tuple(key("a") for _ in range(100_000)), None, (), 16, None, "GPU", None)
     for sequence in range(50):
         tracker.batch(KvEventBatch("h", sequence, (many,)), 0.0)
-    assert [batch.sequence for batch in tracker._sources["h"].kept] == list(range(41, 50))
+    assert [batch.sequence for batch in tracker._sources["h"].backlog] == list(range(41, 50))
     assert tracker.snapshot("h", Snapshot(10, ()), 0.0) == [LoadSnapshot("h", (), True, 10), RequestSnapshot("h")], (
         "a gap at 11"
     )

@@ -53,7 +53,7 @@ class Bench:
         return self.loads.tick(self.now, 0.0)
 
     def hear(self, store: str, reply: FetchUnavailable | FetchStatus) -> InboundResult:
-        outcome = self.loads.answered(store, reply, self.now)
+        outcome = self.loads.peer_replied(store, reply, self.now)
         self.loads.validate()
         return outcome
 

@@ -53,7 +53,7 @@ class Bench:
             self.pages.unhold(page)
 
     def ask(self, request: PageRequest, now: float = 0.0) -> list[object]:
-        outcome = self.server.asked("peer", request, now)
+        outcome = self.server.peer_requested("peer", request, now)
         self.pages.validate()
         self.waiting.validate(self.server.fetches)
         return list(outcome.orders)

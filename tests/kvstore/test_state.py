@@ -34,7 +34,7 @@ from baton.store_protocol import (
 )
 from kvstore.disk.file_names import PageFile
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.orders import Found, Opened
+from kvstore.disk.orders import Opened, PagesListed
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from kvstore.server.events import (
     CallReceived,
@@ -368,7 +368,7 @@ def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
 
     attach(1, NAMESPACE)
     state.drain_events()
-    state.handle(Found(1, (PageFile(key("a"), b"", 1), PageFile(key("ab"), key("a"), 1))), 0.0)
+    state.handle(PagesListed(1, (PageFile(key("a"), b"", 1), PageFile(key("ab"), key("a"), 1))), 0.0)
     state.handle(Opened(1, read_only="read-only file system"), 0.0)
     assert [medium for medium, _ in state.drain_events()] == ["DISK"]
     assert "disk" in [speed.tier for speed in state.load().tiers], "it can be read"

@@ -76,7 +76,7 @@ def test_what_the_arena_has_is_found_and_nothing_else_is_asked_for() -> None:
     assert looking.undecided
     assert looking.runs == []
     assert looking.decide(0) == []
-    assert looking.found == 3
+    assert looking.hits == 3
 
 
 def test_what_lies_below_is_decided_about_once_all_is_known() -> None:
@@ -88,12 +88,12 @@ def test_what_lies_below_is_decided_about_once_all_is_known() -> None:
     assert looking.undecided
     assert (looking.here, looking.runs) == (1_000, [TierPages(DISK, 24), TierPages(DISK, 6), TierPages(REMOTE, 70)])
     assert looking.decide(30) == [Promote(1, 1_024), Promote(2, 6)]
-    assert looking.found is None
+    assert looking.hits is None
     looking.handle(here(1, 1_000, 1_024))
     looking.handle(PagesUnavailable(2, 4))
-    assert looking.found is None
+    assert looking.hits is None
     looking.handle(here(2, 0, 4))
-    assert looking.found == 1_028
+    assert looking.hits == 1_028
 
 
 def test_a_gap_ends_what_can_be_loaded() -> None:
@@ -197,22 +197,22 @@ def test_a_copy_into_a_page_in_limbo_waits_and_others_go_before_it() -> None:
     epoch = blocks.begin()
     blocks.free(pages[:1])
     delayed, ready, out = CopyIn(1, 0, 5, pages[0], 0), CopyIn(2, 0, 6, pages[1], 0), CopyOut(3, 0, pages[0], 7)
-    queue.add([delayed, ready, out])
-    assert queue.take(8) == [ready, out]
+    queue.add_copies([delayed, ready, out])
+    assert queue.take_copies(8) == [ready, out]
     assert not queue
     blocks.end(epoch)
     assert queue
-    assert queue.take(8) == [delayed]
+    assert queue.take_copies(8) == [delayed]
 
 
 def test_a_lease_ends_after_its_copies() -> None:
     queue = CopyQueue(DeviceBlockManager(3))
-    queue.add([CopyOut(1, index, index, index) for index in range(3)])
-    assert len(queue.take(2)) == 2
+    queue.add_copies([CopyOut(1, index, index, index) for index in range(3)])
+    assert len(queue.take_copies(2)) == 2
     assert queue.end_lease(1) == []
     assert queue.ending == (1,)
-    assert queue.take(2) == [], "what was not handed out is dropped"
-    assert queue.made(CopiedOut(1, 0, (0,))) == []
-    assert queue.made(CopiedOut(1, 1, (0,))) == [CallStore(EndLease(1))]
+    assert queue.take_copies(2) == [], "what was not handed out is dropped"
+    assert queue.copies_ended(CopiedOut(1, 0, (0,))) == []
+    assert queue.copies_ended(CopiedOut(1, 1, (0,))) == [CallStore(EndLease(1))]
     assert (queue.ending, queue.under_way) == ((), 0)
     assert queue.end_lease(2) == [CallStore(EndLease(2))]

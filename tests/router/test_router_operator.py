@@ -273,7 +273,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Path, make: Callab
 def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 120) / "router.sock"
     with pytest.raises(StartupError, match=f"{len(str(path))} bytes, and Linux takes 107"):
-        operator_port.prepare(path, made_up=False)
+        operator_port.prepare(path, is_default=False)
 
 
 # --- the setting ---

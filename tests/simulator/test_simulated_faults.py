@@ -90,7 +90,7 @@ def test_clients_of_a_router_that_dies_are_served_by_another(layout: str, seed: 
     Faults(worker_deaths=8, router_deaths=12, calm=2.5).inject(world, seed)
     measures = serve(world, LOAD.arrivals(100, Wishes(max_tokens=200), seed))
     assert measures.ends == {"finished": 100}
-    assert measures.asked_again > 3
+    assert measures.resends > 3
     nobody_is_left(world)
 
 

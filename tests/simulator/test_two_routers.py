@@ -59,7 +59,7 @@ def test_the_death_of_one_takes_nothing_from_the_other(moment: int) -> None:
         assert not worker.state.heartbeat(0, dead).attempts, "what the dead one owned is held still"
     crowd.submit(TWO, 30, 10)
     crowd.settle()
-    assert cluster.measures.asked_again
+    assert cluster.measures.resends
     for name, attempts in running.items():
         summary = survivor.state.explain(name, None).summary
         assert summary is not None

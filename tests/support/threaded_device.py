@@ -19,7 +19,7 @@ from engine.cuda.steps import LaunchedStep
 from engine.cuda.streams import Event
 from engine.device.page_pool import PagePool
 from engine.engine import Engine
-from engine.runner import Finished
+from engine.runner import StepResults
 from engine.sampling.mask_threads import MasksUnderWay
 from engine.step.batch import Batch, Chunk
 
@@ -85,13 +85,13 @@ class ThreadedCopies:
 
 
 class _Step:
-    def __init__(self, future: Future[Finished]) -> None:
+    def __init__(self, future: Future[StepResults]) -> None:
         self._future = future
 
     def done(self) -> bool:
         return self._future.done()
 
-    def wait(self) -> Finished:
+    def wait(self) -> StepResults:
         return self._future.result()
 
 
@@ -133,7 +133,7 @@ class ThreadedEngine(Engine):
         return True
 
     @property
-    def queued(self) -> deque[Future[Finished]]:
+    def queued(self) -> deque[Future[StepResults]]:
         """Steps that were launched and that the device has not begun."""
         return self.__dict__.setdefault("queued_steps", deque())
 
@@ -150,20 +150,20 @@ class ThreadedEngine(Engine):
         return self.__dict__.setdefault("copies", ThreadedCopies(self.pages, pieces=1, slowest=_SLOWEST))
 
     @property
-    def _uncollected(self) -> deque[tuple[LaunchedStep, Future[Finished], float]]:
+    def _uncollected(self) -> deque[tuple[LaunchedStep, Future[StepResults], float]]:
         """Steps in the device's stream, with what becomes of them and the seconds that they took. For its thread."""
         return self.__dict__.setdefault("uncollected", deque())
 
     def launch(self, chunks: Sequence[Chunk]) -> _Step:
         batch, masks = self._flatten(chunks), self._start_masks(chunks)
-        future: Future[Finished] = Future()
+        future: Future[StepResults] = Future()
         future.add_done_callback(lambda _: self._alarm())
         self.queued.append(future)
         self._steps.submit(self._run, chunks, batch, masks, future)
         return _Step(future)
 
     def _run(
-        self, chunks: Sequence[Chunk], batch: Batch, masks: MasksUnderWay | None, future: Future[Finished]
+        self, chunks: Sequence[Chunk], batch: Batch, masks: MasksUnderWay | None, future: Future[StepResults]
     ) -> None:
         """Run a step. It is collected before the next one is launched or, as often as not, after that."""
         time.sleep(random.uniform(0, _SLOWEST))

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from engine.runner import Finished
+from engine.runner import StepResults
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner.runner import RunningStep, VllmRunner
@@ -33,7 +33,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [rng.randrange(3, checkpoints.VOCAB) for _ in range(length)]
 
 
-def step(runner: VllmRunner, *chunks: Chunk) -> Finished:
+def step(runner: VllmRunner, *chunks: Chunk) -> StepResults:
     return runner.launch(chunks).wait()
 
 

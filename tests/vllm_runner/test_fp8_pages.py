@@ -24,7 +24,7 @@ from baton.errors import UnsupportedModel
 from deploy.local import LocalCluster
 from engine.step.batch import Chunk
 from engine.vllm_runner.child_environment import child_environment
-from engine.vllm_runner.pages import FP8, asked_of_vllm
+from engine.vllm_runner.pages import FP8, vllm_kv_dtype
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopyIn, CopyOut
@@ -72,7 +72,7 @@ def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
     def loaded(
         name: str = "llama", held: str = "fp8", dtype: str = "float32", number: int = 0, ranks: int = 1
     ) -> VllmRunner:
-        kind = asked_of_vllm(json.loads((paths(name) / "config.json").read_text()), held)
+        kind = vllm_kv_dtype(json.loads((paths(name) / "config.json").read_text()), held)
         running.append(load_runner(paths(name), dtype, ranks=ranks, kv_cache_dtype=kind))
         return running[-1]
 

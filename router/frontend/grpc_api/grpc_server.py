@@ -336,7 +336,7 @@ class OperatorServer:
             target = str(chosen._replace(port=bound))
         else:
             path = chosen or operator_port.default_path(cluster, router)
-            operator_port.prepare(path, made_up=chosen is None)
+            operator_port.prepare(path, is_default=chosen is None)
             target = operator_port.target(path)
             await server.start(target, remedy)
             with contextlib.suppress(FileNotFoundError):  # removed already; see `lost`

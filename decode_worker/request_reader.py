@@ -19,7 +19,7 @@ _LEVELS = 8  # of priority to either side of 0; beyond them no request is more, 
 
 
 @dataclass(frozen=True)
-class OrderReader:
+class RequestReader:
     """What this worker's model can do, as far as orders depend on it."""
 
     page_size: int

@@ -18,7 +18,7 @@ _DTYPES = {
 }
 
 
-class Parcel:
+class PackedUpload:
     """Collects arrays. Send it once."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ _SLACK = 32 * math.log(2) + 1e-4
 Row = npt.NDArray[np.float32]
 
 
-class Race:
+class GumbelArgmax:
     """Owns the arrays that blocks are computed in. Not for several threads at once."""
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class Race:
         self._bound = np.empty(_BLOCK, np.float32)
         self._high = np.empty(_BLOCK, np.uint32)
 
-    def winner(self, logits: Row, best: int, heat: float, key: int) -> int:
-        """Return the token of the row [vocab] with the largest logit / heat + noise, of equals the lowest.
+    def winner(self, logits: Row, best: int, temperature: float, key: int) -> int:
+        """Return the token of the row [vocab] with the largest logit / temperature + noise, of equals the lowest.
 
         `best` is the likeliest token. A row that is not finite gives any token.
         """
-        vocab, largest, divisor = len(logits), logits[best], np.float32(heat)
+        vocab, largest, divisor = len(logits), logits[best], np.float32(temperature)
         counters = counter_rng.counters(vocab)
         token = best
         score = float(counter_rng.gumbel(key, np.array([best]))[0])
@@ -62,9 +62,9 @@ class Race:
                 noisy = scaled[passed].astype(np.float64)
                 noisy += counter_rng.gumbel_of(counter_rng.uniform_of(states[passed]))
                 place = int(np.argmax(noisy))
-                found = start + int(passed[place])
-                if noisy[place] > score or (noisy[place] == score and found < token):
-                    score, token = float(noisy[place]), found
+                rival = start + int(passed[place])
+                if noisy[place] > score or (noisy[place] == score and rival < token):
+                    score, token = float(noisy[place]), rival
             start += size
             size = min(_BLOCK, vocab - start)
         return token

@@ -7,7 +7,7 @@ import asyncio
 _MESSAGES = 64  # read before the other tasks run: about 1 ms of work
 
 
-class Cooperation:
+class PeriodicYield:
     """Let the event loop's other tasks run after every 64 messages of a socket, good and malformed ones alike.
 
     Awaiting a message that is already there does not yield, so a socket that is never empty would keep the loop."""
