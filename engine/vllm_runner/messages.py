@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
     """Return an array or a mask as what msgpack knows. The bits of a mask are packed."""
     if not isinstance(value, np.ndarray):
         return ReceivedMask(value.allowed, value.may_end, value.failure, tuple(value.ends))
-    array: npt.NDArray[Any] = value
+    array: npt.NDArray[Any] = value  # pyright: ignore[reportUnknownVariableType] of whatever type
     return (len(array), np.packbits(array).tobytes()) if array.dtype == np.bool_ else array.tobytes()
 
 
