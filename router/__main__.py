@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from baton.errors import BatonError
+from baton.grpc_loop import GrpcEventLoop
 from baton.process import Arguments, parse
 from router.service import RouterAddresses, serve
 
@@ -18,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; 0, or 1 with the reason on stderr."""
     try:
         given = parse("router", argv, needs_router=False)
-        asyncio.run(_serve(given))
+        with asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
+            runner.run(_serve(given))
     except BatonError as error:
         print(f"router: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -22,6 +22,7 @@ import ray
 from baton import logs
 from baton.config import Config
 from baton.errors import BatonError
+from baton.grpc_loop import GrpcEventLoop
 from baton.hosts import LOOPBACK, is_loopback
 from baton.messages import Role
 from baton.process import raise_descriptor_limit
@@ -94,7 +95,8 @@ class Service:
         order = self._order
         match order.role:
             case "router":
-                asyncio.run(self._serve_router())
+                with asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
+                    runner.run(self._serve_router())
                 return
             case "store":
                 from kvstore.service import run

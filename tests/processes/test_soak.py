@@ -31,7 +31,6 @@ def test_requests_of_mixed_length_leave_every_pool_empty(tmp_path: Path, prefill
 @pytest.mark.alone  # it compares gaps of streams with the machine's own standstills
 def test_honest_streams_beside_hostile_clients_and_hung_processes(tmp_path: Path) -> None:
     path = checkpoints.make("llama", tmp_path / "model")
-    # The soak's own limit is a second. On two busy cores twelve seconds of attacks had gaps of 0.7 to 2.2 s.
-    result = hostile(12.0, 11, tmp_path / "cluster", path, longest=3.0)
+    result = hostile(12.0, 11, tmp_path / "cluster", path)
     assert result["requests"]
     assert result["hangs"]

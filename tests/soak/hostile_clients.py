@@ -28,6 +28,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from baton.grpc_loop import GrpcEventLoop
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from bench.memory import Memory
 from deploy.local import LocalCluster
@@ -280,7 +281,8 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path, longest: float 
 
 def _finish(streams: Streams, failures: list[BaseException]) -> None:
     try:
-        asyncio.run(streams.run())
+        with asyncio.Runner(loop_factory=GrpcEventLoop) as runner:  # gaps are to be the cluster's, not this loop's
+            runner.run(streams.run())
     except BaseException as error:  # noqa: BLE001 the soak's own thread raises it
         failures.append(error)
 
