@@ -1,7 +1,8 @@
 """Count the lines of Python, and fail above the numbers in `.ci/size.toml`: `python .ci/size.py`.
 
-Generated code and other languages are not counted in production, bench and tests. C++, JavaScript, CSS and HTML have a
-number of their own. A commit that adds lines raises a number, and says what for. One that removes lines lowers it.
+Generated code and other languages are not counted in production, bench, tools and tests. C++, JavaScript, CSS and HTML
+have a number of their own. A commit that adds lines raises a number, and says what for. One that removes lines lowers
+it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def count() -> Counter[str]:
     lines: Counter[str] = Counter()
     for name in tracked.split("\0"):
         path, folder = _ROOT / name, name.partition("/")[0]
-        counted = folder in {*_PACKAGES, "bench", "tests"} and path.suffix in {".py", *_OTHER}
+        counted = folder in {*_PACKAGES, "bench", "tools", "tests"} and path.suffix in {".py", *_OTHER}
         if counted and "_pb2" not in path.name and path.exists():
             lines[folder if path.suffix == ".py" else "other"] += path.read_bytes().count(b"\n")
     return lines

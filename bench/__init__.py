@@ -1,11 +1,5 @@
-"""Measurements. Every script runs alone, as `.venv/bin/python bench/NAME.py`; docs/lab/benchmarks.md says how.
+"""Measurements, in folders by question: bench/README.md names each question, its script and its table.
 
-Python puts the folder of a script that is run as a file first on the module path. There `bench/kvstore.py` would shadow
-the package `kvstore`. That folder is therefore removed from the path before anything else is imported.
+Every script runs from the project's root as a module, `python -m bench.store.tiers`, and prints its results as
+`bench.report` has them.
 """
-
-import sys
-from pathlib import Path
-
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != _HERE]

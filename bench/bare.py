@@ -1,39 +1,35 @@
 """The bare engine: `Engine.step` in a loop, in a process of its own. It is the reference for a cluster.
 
-    python -m bench.bare DIRECTORY DTYPE THREADS
+    python -m bench.bare MODEL DTYPE THREADS [STEP_TOKENS]
 
-That is streams that begin and end together; `generate_batch` is what other processes run any others with.
-
-For each line of JSON on stdin, `{"prompts": [[ids]], "count": n}`, one line on stdout: `times`, when each of the `n`
-steps ended, and `cpu`, the CPU time of one, all in seconds.
+The process speaks the protocol of `bench.peers.adapter`. With STEP_TOKENS it is one of the peers. Without, a job is
+streams that begin and end together; its answer has `times`, when each step ended, and `cpu`, the CPU time of one, all
+in seconds.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
 
-import msgspec
-from msgspec import Struct
-
-from baton.errors import StartupError
+from bench.peers.adapter import PeerProcess, Tokens, serve_answers
 from engine.engine import Engine
 from engine.step.batch import Chunk, TokenDraw
 from engine.step.block_table import BlockTable
 
 _PAGE_SIZE, _PAGES, _STEP_TOKENS = 16, 512, 512
+_BATCH_PAGES = 1_024  # more than any case of the peers needs
 _GREEDY = TokenDraw(temperature=0)
 
 
-class Steps(Struct, frozen=True):
+@dataclass(frozen=True)
+class Steps:
     """How the steps of some streams of tokens went, in seconds."""
 
     times: list[float]  # when each ended, on `time.perf_counter`, which all processes share
@@ -119,44 +115,27 @@ def _sequences(prompts: Sequence[Sequence[int]], count: int, page_size: int) -> 
     return made
 
 
-def main() -> None:
-    directory, dtype, threads = sys.argv[1:]
-    engine = Engine.load(Path(directory), dtype, "cpu", _PAGES, _PAGE_SIZE, head=True, threads=int(threads))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(msgspec.json.encode(generate(engine, asked["prompts"], asked["count"])).decode(), flush=True)
-
-
-class BareEngine:
-    """The other end of that process, which ends with this object."""
+class BareEngine(PeerProcess):
+    """The process that runs streams. It ends with this object."""
 
     def __init__(self, model: Path, dtype: str, threads: int) -> None:
+        """Raises PeerFailed."""
         command = [sys.executable, "-m", "bench.bare", str(model), dtype, str(threads)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        if self._answer() != "ready":
-            raise StartupError("the bare engine did not start; its reason stands above")
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        super().__init__("the bare engine", command, os.environ)
 
     def generate(self, prompts: Sequence[Sequence[int]], count: int) -> Steps:
-        assert self._process.stdin is not None
-        asked = {"prompts": [list(prompt) for prompt in prompts], "count": count}
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        return msgspec.json.decode(self._answer(), type=Steps)
+        """Raises PeerFailed."""
+        answer = self.ask({"prompts": [list(prompt) for prompt in prompts], "count": count})
+        return Steps(answer["times"], answer["cpu"])
 
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.communicate()  # closes its stdin, which ends it
+def _load(model: str, dtype: str, threads: str, step_tokens: str = "") -> Callable[[Tokens, int], dict[str, Any]]:
+    pages = _BATCH_PAGES if step_tokens else _PAGES
+    engine = Engine.load(Path(model), dtype, "cpu", pages, _PAGE_SIZE, head=True, threads=int(threads))
+    if step_tokens:
+        return lambda prompts, count: {"tokens": generate_batch(engine, prompts, count, int(step_tokens))}
+    return lambda prompts, count: asdict(generate(engine, prompts, count))
 
 
 if __name__ == "__main__":
-    main()
+    serve_answers(lambda: _load(*sys.argv[1:]))

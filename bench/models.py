@@ -8,6 +8,7 @@ import shutil
 import string
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,16 @@ _VERSION = 1  # of what is written; a cache of another version is left alone
 
 
 def directory(name: str) -> Path:
-    """`tiny` (1 M parameters, float32), `100m` (100 M, bfloat16) and `100m-128k` (the same with a vocabulary of 128,256
-    tokens) are made once and kept in the user's cache; any other name is a directory already."""
-    made = {"tiny": random_model.write, "100m": write_100m, "100m-128k": write_100m_128k}.get(name)
+    """`tiny` (1 M parameters, float32) and `100m` (100 M, bfloat16) are made once and kept in the user's cache; any
+    other name is a directory already."""
+    made = {"tiny": random_model.write, "100m": partial(write_shape, config=LLAMA_100M)}.get(name)
     if made is None:
         return Path(name)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-bench"
-    cached = cache / f"{name}-{_VERSION}"
+    cached = cache() / f"{name}-{_VERSION}"
     if not cached.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        cache().mkdir(parents=True, exist_ok=True)
         # Made beside its place and moved there whole: two scripts may start at once, and one may be killed.
-        building = Path(tempfile.mkdtemp(dir=cache))
+        building = Path(tempfile.mkdtemp(dir=cache()))
         try:
             made(building)
             building.rename(cached)
@@ -66,14 +66,9 @@ def directory(name: str) -> Path:
     return cached
 
 
-def write_100m(folder: Path) -> Path:
-    """Write the checkpoint into `folder`, which exists, and return it."""
-    return write_shape(folder, LLAMA_100M)
-
-
-def write_100m_128k(folder: Path) -> Path:
-    """The same with as many tokens as Llama 3 has, and 175 M parameters."""
-    return write_shape(folder, LLAMA_100M | {"vocab_size": 128_256})
+def cache() -> Path:
+    """Return the folder of checkpoints, and of the environments of peers."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-bench"
 
 
 def write_shape(folder: Path, config: dict[str, Any]) -> Path:

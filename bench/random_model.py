@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,14 +134,3 @@ def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def main() -> None:
-    """`python -m bench.random_model DIRECTORY`: write the model, to try commands by hand."""
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m bench.random_model DIRECTORY")
-    write(Path(sys.argv[1]))
-
-
-if __name__ == "__main__":
-    main()

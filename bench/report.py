@@ -47,6 +47,15 @@ def median_of(bench: str, case: str, unit: str, runs: Sequence[float]) -> Result
     return Result(bench, case, statistics.median(runs), unit, runs=tuple(runs) if len(runs) > 1 else None)
 
 
+def beside(bench: str, case: str, unit: str, runs: Sequence[float], limits: Sequence[float]) -> Result:
+    """The median of one figure beside that of its limit, which took turns with it.
+
+    `ratio` is the median of the runs' own: what disturbs a run disturbs its limit as well.
+    """
+    ratio = statistics.median(run / limit for run, limit in zip(runs, limits, strict=True))
+    return replace(median_of(bench, case, unit, runs), limit=statistics.median(limits), ratio=ratio)
+
+
 def judged(result: Result, target: float, better: Better) -> Result:
     """The result, which has a ratio: `ok` when that is on the better side of the target."""
     assert result.ratio is not None

@@ -39,7 +39,6 @@ class FakeEngine(Generic[Stream]):
 
     def __init__(self, words: Sequence[int]) -> None:
         """`words` are the tokens that it gives."""
-        self.most_unread = 0  # tokens of one stream that waited for its reader at a step with an interval
         self._words = words
         self._left: dict[Stream, int] = {}
         self._new: list[Stream] = []
@@ -81,7 +80,6 @@ class FakeEngine(Generic[Stream]):
                 ready = [stream for stream in self._left if not unread(stream)]
             else:
                 ready = await self._next()
-                self.most_unread = max(self.most_unread, *map(unread, ready), 0)
             if ready:
                 return [self._give(stream) for stream in ready]
 
@@ -130,10 +128,9 @@ class _Timer(Thread):
 async def follow(engine: FakeEngine[Stream], address: str, answers: TextIO) -> None:
     """Say where the front is, and pace the engine as told, until stdin is closed.
 
-    A line `{"interval": seconds or null}` is answered by `{"most_unread": tokens}` of the time since the one before.
+    A line `{"interval": seconds or null}` is answered by `{}`.
     """
     print(json.dumps({"address": address}), file=answers, flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         engine.pace(json.loads(line)["interval"])
-        print(json.dumps({"most_unread": engine.most_unread}), file=answers, flush=True)
-        engine.most_unread = 0
+        print("{}", file=answers, flush=True)

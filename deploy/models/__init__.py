@@ -1,6 +1,6 @@
 """The checkpoints that come with Baton: a model worth talking to, and its small sibling for speculative decoding.
 
-Owns where they are. `bench/demo_model` makes them; `docs/demo-model.md` says what they can do and what not.
+Owns where they are. `tools/demo_model` makes them; `docs/demo-model.md` says what they can do and what not.
 """
 
 from __future__ import annotations

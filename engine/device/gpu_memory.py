@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 CONTEXT_BYTES = 600 * 2**20
 """Of a process's CUDA context with cuBLAS and torch's kernels, which no allocator counts. An estimate, not measured
-here; `bench/gpu.py` prints it."""
+here; `bench/engine/gpu.py` prints it."""
 
 _RESERVE = 1 / 64  # of what the worker may use, and of what is free, for the gaps between blocks of torch's allocator
 

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from bench import engine, models, roofline
+from bench import models
+from bench.engine import roofline, speed
+from bench.engine.roofline import Limits, Shape
+from bench.engine.turns import Run, Turn, quiet
 from bench.peers.cases import BY_NAME, Case
-from bench.roofline import Limits, Shape
-from bench.turns import Run, Turn, quiet
 from engine.models.config import parse_spec
 from engine.models.weights import expected_tensors
 
@@ -47,16 +48,6 @@ def test_prefill_counts_as_time_of_a_decode_case() -> None:
     assert roofline.rate(case, SMALL, reading) == pytest.approx(3 / (sum(steps) / 1e3))
 
 
-def test_a_machine_twice_as_fast_has_a_roofline_twice_as_high() -> None:
-    shape, slow, fast = Shape.of(models.LLAMA_100M, 2), Limits(40e9, 1e12), Limits(80e9, 2e12)
-    for case in BY_NAME.values():
-        assert roofline.rate(case, shape, fast) == pytest.approx(2 * roofline.rate(case, shape, slow))
-
-
-def test_the_better_of_two_limits_counts() -> None:
-    assert Limits(1, 4).best(Limits(2, 3)) == Limits(2, 4)
-
-
 def test_a_ratio_is_the_median_of_each_run_with_its_own_limits() -> None:
     case = BY_NAME["decode-1"]
     limits = [Limits(80e9, 1e12), Limits(40e9, 1e12), Limits(80e9, 1e12)]
@@ -66,9 +57,10 @@ def test_a_ratio_is_the_median_of_each_run_with_its_own_limits() -> None:
         Run(roofline.seconds(case, shape, limit) / share, limit, 0.0)
         for limit, share in zip(limits, shares, strict=True)
     ]
-    told = {result.case: result for result in engine.results({case: runs}, shape)}
-    assert told["decode-1"].ratio == pytest.approx(0.8)
-    assert told["decode-1"].ok
+    turns = [Turn({speed.OWN: run}, {}) for run in runs]
+    told = {result.case: result for result in speed.results({case: turns}, shape)}
+    assert told["decode-1, baton"].ratio == pytest.approx(0.8)
+    assert told["decode-1, baton"].ok
     assert told["limit: memory read"].value == 80e9
     assert told["limit: large product"].value == 1e12
 

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from baton.step_cost_model import StepCoefficients
-from bench.fit_model import Step, errors, fit, grid
+from bench.engine.fit_model import Step, errors, fit, grid
 
 _TRUE = StepCoefficients(fixed=0.01, token=2e-4, pair=3e-8, row=5e-4, context=1e-6, mixed=4e-3)
 
@@ -38,10 +38,3 @@ def test_outliers_and_noise_move_little() -> None:
     seconds[-3] *= 3
     found = fit(steps, seconds)
     assert max(map(abs, errors(found, checked, [_TRUE.of(*step.amounts) for step in checked]))) < 0.03
-
-
-def test_no_coefficient_is_negative() -> None:
-    """Times that fall with what there is to do."""
-    steps, _ = grid()
-    found = fit(steps, [1 / (1 + step.tokens + step.rows * step.context) for step in steps])
-    assert min(astuple(found)) >= 0

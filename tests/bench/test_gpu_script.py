@@ -1,4 +1,4 @@
-"""`bench/gpu.py` runs to its end without a GPU, so that no minute with one is lost to a mistake in the script."""
+"""`bench.engine.gpu` runs to its end without a GPU, so that no minute with one is lost to a mistake in the script."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu
-from bench.gpu_device import Device
+from bench.engine import gpu
+from bench.engine.gpu_device import Device
 from bench.report import Result
 
 ROOT = Path(__file__).parents[2]
@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_it_runs_to_its_end_on_a_cpu_and_prints_its_table() -> None:
-    command = [sys.executable, "bench/gpu.py", "--fake"]
+    command = [sys.executable, "-m", "bench.engine.gpu", "--fake"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     _, _, shown = done.stdout.partition("| part |")
     assert {line.split("|")[1].strip() for line in shown.splitlines()[2:] if line.startswith("|")} == {
-        "limits", "imports", "tests", "engine", "profile", "pages", "pinning", "kill", "cluster", "runner", "vllm",
+        "limits", "imports", "tests", "engine", "profile", "pages", "cluster", "runner", "vllm",
     }  # fmt: skip
     assert "failed:" not in done.stdout
     assert "no figure counts" in done.stdout
@@ -44,10 +44,5 @@ def test_a_part_that_fails_is_told_and_the_next_one_runs(
 
 
 def test_a_wrong_result_is_a_failure() -> None:
-    rows = [Result("kill", "slots written after that", 3, "", ok=False)]
-    assert "| kill | slots written after that | 3  |  | **wrong** |" in gpu.table(rows, [], Device("cpu", True))
-
-
-def test_what_pytest_says_is_counted() -> None:
-    said = "= 12 passed, 1 failed in 3.2s ="
-    assert dict(gpu._pairs(said.split())) == {"12": "passed,", "1": "failed"}
+    rows = [Result("imports", "router.service", 1, "exit status", ok=False)]
+    assert "| imports | router.service | 1 exit status |  | **wrong** |" in gpu.table(rows, [], Device("cpu", True))

@@ -11,9 +11,10 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 import pytest
 
 from baton.errors import Unavailable
-from bench import cores, interference
-from bench.interference import COLOCATED, SPLIT, Seen
-from bench.streams import Gap, Prompts, Streams, every, first_token, tokens_in
+from bench import processes
+from bench.cluster import interference
+from bench.cluster.interference import COLOCATED, SPLIT, Seen
+from bench.streams import Prompts, Streams, tokens_in
 
 
 class Fake:
@@ -51,14 +52,6 @@ def test_streams_ask_again_and_again_and_gaps_are_within_a_request() -> None:
     assert sum(gap.seconds == 0 for gap in made.gaps) >= 2 * len(made.gaps) // 5  # of a message with three tokens, two
 
 
-def test_what_came_outside_the_window_does_not_count() -> None:
-    made = streams(Fake([]))
-    made.gaps = [Gap(1.0, 0.5), Gap(2.0, 0.1), Gap(3.0, 0.2)]
-    made.arrived = [(1.0, 4), (2.0, 2), (3.0, 1)]
-    assert made.gaps_between(1.5, 3.0) == [0.1]
-    assert made.tokens_between(1.0, 2.5) == 6
-
-
 def test_a_stream_that_fails_is_told() -> None:
     class Broken(Fake):
         async def generate(self, prompt: Sequence[int], count: int) -> AsyncGenerator[int, None]:
@@ -73,18 +66,6 @@ def test_a_stream_that_fails_is_told() -> None:
 
     with pytest.raises(Unavailable, match="gone"):
         asyncio.run(run())
-
-
-def test_so_many_long_prompts_are_sent() -> None:
-    server = Fake([1])
-    found = asyncio.run(every(0.0, 3, server, Prompts(100, seed=1), 350))
-    assert len(found) == 3
-    assert server.asked == [(350, 1)] * 3
-
-
-def test_a_request_without_a_token_is_an_error() -> None:
-    with pytest.raises(Unavailable):
-        asyncio.run(first_token(Fake([]), [1, 2]))
 
 
 def test_tokens_of_a_completions_message() -> None:
@@ -112,12 +93,6 @@ def test_ours_are_judged_by_the_better_setting_of_the_peer() -> None:
     }
 
 
-def test_without_the_peer_nothing_is_judged() -> None:
-    lines = interference.results({COLOCATED: seen(180, 330), SPLIT: seen(30, 280)})
-    assert len(lines) == 14
-    assert all(line.target is None for line in lines)
-
-
 @pytest.fixture
 def sleeper() -> Iterator[int]:
     code = "import threading, sys; threading.Thread(target=sys.stdin.read).start(); print('', flush=True)"
@@ -130,12 +105,5 @@ def sleeper() -> Iterator[int]:
 
 def test_every_thread_of_a_pinned_process_stays_on_its_cores(sleeper: int) -> None:
     core = min(os.sched_getaffinity(0))
-    cores.pin(sleeper, {core})
-    assert cores.of(sleeper) == {frozenset({core})}
-
-
-def test_a_process_that_has_ended_can_not_be_pinned() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    with pytest.raises(ProcessLookupError):
-        cores.pin(process.pid, {0})
+    processes.pin(sleeper, {core})
+    assert processes.cores_of(sleeper) == {frozenset({core})}

@@ -45,30 +45,9 @@ def test_prompts_are_the_same_for_the_same_seed_and_share_no_prefix_otherwise() 
     assert [len(prompt) for prompt in case.prompts(32_000, 1)] == [128] * 8
 
 
-def test_cases_are_chosen_by_name() -> None:
-    assert [case.name for case in cases.chosen("prefill-8,decode-1")] == ["prefill-8", "decode-1"]
-    with pytest.raises(KeyError):
-        cases.chosen("decode-2")
-
-
 def test_a_ratio_is_to_the_best_peer_in_the_same_round() -> None:
     rates = {"a": [100.0, 50.0, 100.0], "b": [90.0, 90.0, 91.0]}
     assert cases.against_best([110.0, 60.0, 130.0], rates) == ("a", pytest.approx(1.2))
-
-
-def test_agreement_is_of_first_tokens() -> None:
-    assert cases.agreement([[1, 2], [3, 4]], [[1, 9], [5, 4]]) == 0.5
-
-
-def test_the_table_has_a_row_for_each_engine_and_one_for_the_limits() -> None:
-    told = cases.table({"ours": {"x": 1_234.4, "y": 2}, "theirs": {"x": 1, "y": 3}}, {"x": 2_000, "y": 4})
-    assert told.splitlines() == [
-        "| | x | y |",
-        "|---|---|---|",
-        "| ours | 1,234 | 2 |",
-        "| theirs | 1 | 3 |",
-        "| roofline | 2,000 | 4 |",
-    ]
 
 
 def test_a_peer_answers_whatever_its_libraries_print() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import cluster, models, serve
+from bench import clusters, models
+from bench.cluster import serve
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_open_and_closed_loops_against_a_cluster(
     lines = [{"timestamp": 50 * i, "input_length": 1_200, "output_length": 80, "hash_ids": [1, i]} for i in range(4)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     small = ["--runs", "1", "--warmup", "1", "--requests", "4", "--prompt", "40", "--output", "6"]
-    with cluster.local(models.directory("tiny"), prefill=1, decode=1) as running:
+    with clusters.local(models.directory("tiny"), prefill=1, decode=1) as running:
         loads = (
             ["--concurrency", "2", "--prefix-groups", "1", "--prefix-tokens", "64"],
             ["--rate", "20"],

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from bench import vllm_cluster
+from bench.cluster import vllm_cluster
+from bench.cluster.vllm_cluster import BARE, OURS, THEIRS, Run
 from bench.peers import environments
 from bench.peers.adapter import PeerProcess
 from bench.peers.cases import Case
 from bench.peers.steps import Course, Decoding
-from bench.vllm_cluster import BARE, OURS, THEIRS, Run
 
 CASE = Case("decode-2", sequences=2, prompt=3, output=4)
 SIDE = """
@@ -76,9 +76,3 @@ def test_each_round_is_begun_by_another_side_and_the_first_only_warms_up() -> No
     taken = vllm_cluster.take_turns({"a": side("a"), "b": side("b")}, [CASE], 2, 100)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert len(taken[CASE]) == 2
-
-
-def test_parts_are_chosen_by_name() -> None:
-    assert vllm_cluster.parse(["--parts", "pages,decode"]).parts == ["pages", "decode"]
-    with pytest.raises(SystemExit):
-        vllm_cluster.parse(["--parts", "speed"])

@@ -68,6 +68,23 @@ def test_every_setting_that_a_page_names_exists(page: Path):
             assert hasattr(getattr(Config(), section), setting), f"{section}.{setting} is no setting"
 
 
+@pytest.mark.parametrize(
+    "page", sorted({*PAGES} - {ROOT / "CHANGELOG.md"}), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_every_module_of_bench_and_tools_that_a_page_names_exists(page: Path):
+    """Scripts that are gone are named with the commit that has them."""
+    for name in re.findall(r"(?<!c0b9701:)\b(?:bench|tools)[./][a-z][\w./]*\w", page.read_text()):
+        path = ROOT / name.removesuffix(".py").replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").is_file(), name
+
+
+def test_each_script_of_bench_stands_in_the_table_of_questions():
+    table = (ROOT / "docs" / "benchmarks.md").read_text().partition("## How to repeat it")[2].partition("###")[0]
+    for path in (ROOT / "bench").rglob("*.py"):
+        if "argparse.ArgumentParser(" in path.read_text():
+            assert f"`{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}`" in table, path
+
+
 def test_the_glossary_lists_the_fields_of_a_request_on_its_way():
     rows = re.findall(r"^\|.*\|$", (ROOT / "docs" / "glossary.md").read_text().partition("## From a request")[2], re.M)
     head, _, *cells = ([re.findall(r"`(.+?)`", cell) for cell in row.split("|")[2:-1]] for row in rows)
@@ -90,7 +107,7 @@ def test_every_reason_of_an_example_is_used():
 
 
 def _script(command: Command) -> str:
-    """Return the file of a command like `python bench/x.py` or `python -m bench.x`."""
+    """Return the file of a command like `python x.py` or `python -m bench.x`."""
     words = shlex.split(command.text, comments=True)
     if words[0].rpartition("/")[2] != "python":
         return ""

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from bench import overhead
-from bench.overhead import Round, Turn
+from bench.cluster import overhead
+from bench.cluster.overhead import Round, Turn
 from bench.report import Result, judged, median_of
 from deploy.load.figures import Objectives, Outcome, errors, figures, percentile
 from deploy.load.workload import Lengths, Planned, Workload

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.client import ChatAnswer, Client
-from bench.demo_model import evaluate
 from deploy.local import LocalCluster
 from deploy.models import DEMO_MODEL
 from tests.support import workload
+from tools.demo_model import evaluate
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import pytest
 import baton
 from baton import api_keys
 from baton.api_keys import Identity
-from bench.memory import Memory
+from bench.processes import Memory
 from router.frontend.api import bodies, connection
 from router.frontend.api.connection import MAX_HEADERS, SPARE
 from tests.router.served import Served, served, settings_for

@@ -24,7 +24,7 @@ from baton.config import ApiConfig, Config, TlsConfig, load
 from baton.doors import check_keys, server_tls
 from baton.errors import ConfigError, StartupError
 from baton.v1 import generation_pb2_grpc
-from bench.memory import Memory
+from bench.processes import Memory
 from router.frontend.api import connection, server
 from tests.router.served import collect, served, settings_for
 from tests.router.strangers import HOST, Stranger

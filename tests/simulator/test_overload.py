@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import overload
+from bench.router import overload
 from simulator.lengths import Lengths
 from simulator.workloads import Random, Wishes
 from tests.simulator.simulated import cluster, serve

@@ -30,7 +30,7 @@ import grpc.aio
 
 from baton.grpc_loop import GrpcEventLoop
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from bench.memory import Memory
+from bench.processes import Memory
 from deploy.local import LocalCluster
 from kvstore.client.connection import store_address
 from tests.soak.standstill import NOTED, Gap, Machine

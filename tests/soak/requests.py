@@ -17,7 +17,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from bench.memory import Memory
+from bench.processes import Memory
 from bench.streams import Router, Server
 from deploy.load.workload import Lengths, Planned, Workload
 from deploy.local import LocalCluster

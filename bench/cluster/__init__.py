@@ -1,0 +1,1 @@
+"""What clients see of whole clusters, beside the bare engine, vLLM and one another."""

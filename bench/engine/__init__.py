@@ -1,0 +1,1 @@
+"""What a step takes, beside the machine's roofline and other engines, and on a GPU."""

@@ -1,0 +1,219 @@
+"""Measure what the doors cost: beside each other on one cluster, and by themselves beside vLLM's own front.
+
+    python -m bench.router.frontends [--rounds N] [--streams N] [--quick] [--only cluster|speed|rate]
+    python -m bench.router.frontends --prepare    # once: vLLM's environment, 5 minutes and 3.4 GB
+
+`cluster`: a colocated cluster serves eight streams at a time, by each door in turns, to clients in another process. The
+ratios are of medians over the rounds: a door's time to first token and gap between tokens over those of `baton.v1`.
+
+In the other parts each front stands by itself, in a process on one core, before an engine that computes nothing. The
+clients run on another core, and the fronts take turns. vLLM's front is left out where its environment is not.
+
+`speed`: as fast as they can. Each of 64 streams gets its next token when the front has taken the one before. The
+figures are tokens for each second of the front's CPU time, and tokens a second as the clients see them.
+
+`rate`: 8 and 64 streams with a token each every 10 ms. The figures are time to first token, gap between tokens, and the
+share of its core that the front takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench import clusters, models, processes, report
+from bench.peers import environments
+from bench.peers.adapter import PeerFailed
+from bench.peers.environments import VLLM, NotPrepared
+from bench.router import fronts
+from bench.router.front_clients import Client, Order, Stream, StreamFailed
+from bench.router.fronts import Front
+from deploy.load.figures import percentile
+
+TARGET = 1.10
+TARGET_TOKENS = 10_000
+_DOORS = {"http": "HTTP", "grpc": "gRPC"}
+_PARTS = ("cluster", "speed", "rate")
+_PEER, _PEER_LOGGING = "vLLM's HTTP", "vLLM's HTTP with its statistics"
+_OUTPUT = 200  # tokens of a stream
+_MANY = 64  # streams
+_INTERVAL = 0.01  # seconds between two tokens of a stream, where they come at one rate
+
+
+# --- a cluster --------------------------------------------------------------------------------------------------------
+
+
+def against_grpc(client: Client, model: Path, rounds: int, streams: int, count: int) -> None:
+    """The doors in turns on one cluster."""
+    firsts: dict[str, list[float]] = {door: [] for door in _DOORS}
+    gaps: dict[str, list[float]] = {door: [] for door in _DOORS}
+    with clusters.local(model, 0, 1, {"decode.kv_cache_bytes": "64MiB"}) as running:
+        assert running.addresses is not None
+        for number in range(rounds + 1):
+            for door in _DOORS:
+                address = running.addresses.api if door == "http" else running.addresses.grpc
+                found = client.round(Order(door, address, streams, count))
+                if number:  # the first round warms up
+                    firsts[door].append(_first(found))
+                    gaps[door].append(statistics.median(_gaps(found)))
+    for case, values in (("TTFT", firsts), ("ITL", gaps)):
+        _compare(f"HTTP {case}, {streams} streams", "ms", values["http"], values["grpc"], TARGET, "low", 1e3)
+
+
+# --- fronts by themselves ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Figures:
+    """A front's figures, one of each round."""
+
+    per_cpu_second: list[float] = field(default_factory=list[float])  # tokens
+    per_second: list[float] = field(default_factory=list[float])  # tokens
+    share: list[float] = field(default_factory=list[float])  # of a core
+    first: list[float] = field(default_factory=list[float])  # seconds, median of the streams
+    gap: list[float] = field(default_factory=list[float])  # seconds, median
+    late_gap: list[float] = field(default_factory=list[float])  # seconds, 99th percentile
+
+
+def take_turns(client: Client, running: Sequence[Front], rounds: int, order: Order) -> dict[str, Figures]:
+    """The same streams from each front, by name, round by round."""
+    taken = {front.name: Figures() for front in running}
+    for number in range(rounds + 1):
+        for front in running:
+            before = front.cpu_seconds()
+            found = client.round(Order(front.door, front.address, order.streams, order.count))
+            used = front.cpu_seconds() - before
+            tokens = order.count * len(found)
+            seconds = max(stream.times[-1] for stream in found) - min(stream.began for stream in found)
+            if number:  # the first round warms up
+                figures = taken[front.name]
+                figures.per_cpu_second.append(tokens / used)
+                figures.per_second.append(tokens / seconds)
+                figures.share.append(used / seconds)
+                figures.first.append(_first(found))
+                figures.gap.append(statistics.median(_gaps(found)))
+                figures.late_gap.append(percentile(_gaps(found), 99))
+    return taken
+
+
+def at_full_speed(client: Client, running: Sequence[Front], rounds: int, count: int) -> None:
+    """Every front as fast as it can."""
+    for front in running:
+        front.pace(None)
+    taken = take_turns(client, running, rounds, Order("", "", _MANY, count))
+    for name, figures in taken.items():
+        case = f"{name} alone, {_MANY} streams"
+        if name in _DOORS.values():
+            rate = statistics.median(figures.per_cpu_second)
+            result = report.Result(
+                "frontends", case, rate, "tokens/CPU-s", limit=TARGET_TOKENS, ratio=rate / TARGET_TOKENS,
+                runs=tuple(figures.per_cpu_second),
+            )  # fmt: skip
+            report.emit(report.judged(result, 1.0, "high"))
+        else:
+            report.emit(report.median_of("frontends", case, "tokens/CPU-s", figures.per_cpu_second))
+        report.emit(report.median_of("frontends", f"{case}, by the clock", "tokens/s", figures.per_second))
+    ours = taken["HTTP"]
+    for peer in (name for name in (_PEER, _PEER_LOGGING) if name in taken):
+        case = f"HTTP over {peer}, {_MANY} streams"
+        _compare(case, "tokens/CPU-s", ours.per_cpu_second, taken[peer].per_cpu_second, 1.0, "high")
+        _compare(f"{case}, by the clock", "tokens/s", ours.per_second, taken[peer].per_second, 1.0, "high")
+
+
+def at_one_rate(client: Client, running: Sequence[Front], rounds: int, count: int) -> None:
+    """The HTTP fronts at the same rate of tokens."""
+    for front in running:
+        front.pace(_INTERVAL)
+    for streams in (8, _MANY):
+        taken = take_turns(client, running, rounds, Order("", "", streams, count))
+        told = f"{streams} streams, a token every {_INTERVAL * 1e3:g} ms"
+        for name, figures in taken.items():
+            for case, values in (("TTFT", figures.first), ("ITL p50", figures.gap), ("ITL p99", figures.late_gap)):
+                milliseconds = [value * 1e3 for value in values]
+                report.emit(report.median_of("frontends", f"{name} alone {case}, {told}", "ms", milliseconds))
+            report.emit(report.median_of("frontends", f"{name} alone, {told}", "of a core", figures.share))
+        if _PEER in taken:
+            ours, theirs = taken["HTTP"], taken[_PEER]
+            _compare(f"HTTP over {_PEER} TTFT, {told}", "ms", ours.first, theirs.first, 1.0, "low", 1e3)
+            _compare(f"HTTP over {_PEER} ITL p99, {told}", "ms", ours.late_gap, theirs.late_gap, TARGET, "low", 1e3)
+            _compare(f"HTTP over {_PEER}, {told}", "of a core", ours.share, theirs.share, 1.0, "low")
+
+
+def alone(client: Client, model: Path, parts: Collection[str], rounds: int, count: int, peers: Path) -> None:
+    """All fronts by themselves. Raises PeerFailed."""
+    available = os.sched_getaffinity(0)
+    processes.pin(client.pid, {min(available)})
+    given = fronts.words(model)
+    with ExitStack() as stack:
+        http, grpc = (fronts.baton(door, model, given, stack) for door in ("http", "grpc"))
+        running = [Front("HTTP", "http", http), Front("gRPC", "grpc", grpc)]
+        if environments.prepared(VLLM, peers):
+            report.say(f"starting {VLLM.partial}")
+            for name, options in ((_PEER, ("--disable-log-stats",)), (_PEER_LOGGING, ())):
+                running.append(Front(name, "http", fronts.vllm(model, given, peers, stack, *options)))
+        else:
+            report.say(f"not beside vLLM: it is not in {VLLM.folder(peers)}; --prepare installs it")
+        for front in running:
+            processes.pin(front.pid, {max(available)})
+        if "speed" in parts:
+            at_full_speed(client, running, rounds, count)
+        if "rate" in parts:
+            at_one_rate(client, [front for front in running if front.name in ("HTTP", _PEER)], rounds, count)
+
+
+def _first(found: Sequence[Stream]) -> float:
+    return statistics.median(stream.first for stream in found)
+
+
+def _gaps(found: Sequence[Stream]) -> list[float]:
+    return [gap for stream in found for gap in stream.gaps]
+
+
+def _compare(
+    case: str, unit: str, ours: Sequence[float], theirs: Sequence[float], target: float, better: report.Better,
+    scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Emit our median beside theirs, and the median of each round's ratio."""
+    mine, limits = ([value * scale for value in values] for values in (ours, theirs))
+    report.emit(report.judged(report.beside("frontends", case, unit, mine, limits), target, better))
+
+
+def main() -> int:
+    """Measure both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--model", default="100m", help="of the cluster: tiny, 100m or a directory")
+    parser.add_argument("--quick", action="store_true", help="three rounds of short streams")
+    parser.add_argument("--only", action="append", choices=_PARTS, help="may be said several times")
+    parser.add_argument("--peers", type=Path, default=models.cache() / "peers", help="of vLLM's environment")
+    parser.add_argument("--prepare", action="store_true", help="make vLLM's environment, no more")
+    given = parser.parse_args()
+    rounds, count = (3, 50) if given.quick else (given.rounds, _OUTPUT)
+    parts = set(given.only or _PARTS)
+    try:
+        if given.prepare:
+            environments.prepare(VLLM, given.peers)
+            return 0
+        report.say(report.machine())
+        if "cluster" in parts:
+            with closing(Client()) as client:
+                model = models.directory(given.model)
+                against_grpc(client, model, rounds, given.streams, count)
+        if parts - {"cluster"}:
+            with closing(Client()) as client:
+                alone(client, models.directory("tiny"), parts, rounds, count, given.peers)
+    except (NotPrepared, PeerFailed, StreamFailed) as error:
+        report.say(f"frontends: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

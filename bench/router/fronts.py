@@ -1,0 +1,166 @@
+"""Fronts by themselves, each in a process, before an engine that computes nothing: Baton's, and vLLM's own.
+
+`python -m bench.router.fronts DOOR MODEL WORDS` is the process of one of Baton's doors, http or grpc.
+WORDS is a JSON list of token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import grpc
+
+from baton.api_keys import KeyRing
+from baton.config import ModelConfig
+from baton.monotonic_clock import MonotonicClock
+from baton.ports import FixedPort
+from baton.timeline import Timeline
+from baton.v1 import generation_pb2_grpc
+from bench.peers import environments
+from bench.peers.adapter import PeerProcess, only_answers
+from bench.peers.fake_engine import FakeEngine, follow
+from bench.router.front_clients import PROMPT
+from router.events import Cancelled, Finished, RequestEnded, Summary, Usage
+from router.frontend.api.app import HttpApi
+from router.frontend.api.server import ApiServer
+from router.frontend.detokenizer import TextStream
+from router.frontend.generation import GenerationService
+from router.frontend.grpc_api.grpc_server import GenerationServicer
+from router.frontend.identity import Gatekeeper
+from router.frontend.output_stream import OutputStream, StopVerdict
+from router.frontend.request_parsing import ValidatedRequest
+from router.frontend.served_model import ServedModel, load
+from router.frontend.tokenizer_threads import TokenizerThreads
+from router.tracing.request_spans import RequestSpans
+
+_PROCESS_CLOCK = 2  # CPUCLOCK_SCHED, of <linux/posix-timers.h>
+
+
+class Front:
+    """A front's process. It ends with this object's context."""
+
+    def __init__(self, name: str, door: str, process: PeerProcess) -> None:
+        self.name = name
+        self.door = door  # as of `front_clients.Order`
+        self._process = process
+        self.address: str = process.hello["address"]
+        self.pid = process.pid
+
+    def pace(self, interval: float | None) -> None:
+        """Have tokens come at this interval in seconds, or as fast as they are read. Raises PeerFailed."""
+        self._process.ask({"interval": interval})
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the process so far, of all its threads."""
+        # The clock's number as clock_getcpuclockid(3) makes it. /proc counts in hundredths of a second.
+        return time.clock_gettime((~self.pid << 3) | _PROCESS_CLOCK)
+
+
+def words(model: Path) -> list[int]:
+    """Return tokens that are letters alone: each has a text by itself."""
+    tokenizer, limits = (served := load(ModelConfig(path=str(model)))).tokenizer, served.limits
+    assert tokenizer is not None
+    return [token for token in range(limits.vocab_size) if tokenizer.text_of(token).strip().isalpha()]
+
+
+def baton(door: str, model: Path, given: Sequence[int], stack: contextlib.ExitStack) -> PeerProcess:
+    """Start the process of one of Baton's doors, http or grpc. Raises PeerFailed."""
+    command = [sys.executable, "-m", "bench.router.fronts", door, str(model), json.dumps(given)]
+    return stack.enter_context(PeerProcess(f"Baton's {door} front", command, environments.variables({})))
+
+
+def vllm(model: Path, given: Sequence[int], folder: Path, stack: contextlib.ExitStack, *options: str) -> PeerProcess:
+    """Start vLLM's front, whose environment lies below the folder. Raises PeerFailed."""
+    own = {
+        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    }  # fmt: skip
+    command = [str(environments.VLLM.python(folder)), "-m", "bench.peers.vllm_front", str(model), json.dumps(given)]
+    command += ["--served-model-name", model.name, "--disable-uvicorn-access-log", *options]
+    return stack.enter_context(PeerProcess("vLLM's front", command, environments.variables(own)))
+
+
+class FakeDriver:
+    """What a front asks of the router, before the engine that computes nothing."""
+
+    def __init__(self, model: ServedModel, engine: FakeEngine[OutputStream]) -> None:
+        self.model = model
+        self.unready = None
+        self._engine = engine
+
+    def draw_seed(self) -> int:
+        return 1
+
+    def fingerprint(self, adapter: str) -> str:
+        return "fp_0"
+
+    def submit(
+        self,
+        validated: ValidatedRequest,
+        received: float,
+        deadline: float | None,
+        tenant: str = "",
+        *,
+        cached_on: str = "",
+        leader: OutputStream | None = None,
+        spans: RequestSpans | None = None,
+    ) -> OutputStream:
+        stream = OutputStream("r", TextStream(self.model.tokenizer, validated.prompt, (), frozenset()))
+        self._engine.add(stream, validated.max_tokens or 1)
+        return stream
+
+    def abandon(self, stream: OutputStream) -> None:
+        self._engine.drop(stream)
+        stream.end(RequestEnded("r", Cancelled("the client does not read"), _summary(stream.taken)))
+
+    async def run(self) -> None:
+        """Pass the engine's tokens on."""
+        while True:
+            for given in await self._engine.step(lambda stream: stream.unread):
+                if given.stream.emit((given.token,), ()) is StopVerdict.UNREAD:
+                    self.abandon(given.stream)
+                elif given.last:
+                    given.stream.end(RequestEnded("r", Finished("length"), _summary(given.stream.taken)))
+
+
+def _summary(completion: int) -> Summary:
+    now = time.monotonic()
+    line = Timeline(received=now, first_token=now, ended=now)
+    return Summary(line, now, Usage(prompt=len(PROMPT), completion=completion))
+
+
+async def _serve(door: str, model: str, given: list[int], answers: TextIO) -> None:
+    engine = FakeEngine[OutputStream](given)
+    driver: Any = FakeDriver(load(ModelConfig(path=model)), engine)
+    service = GenerationService(driver, MonotonicClock(), TokenizerThreads())
+
+    async def page() -> bytes:
+        return b""
+
+    if door == "http":
+        listener = await FixedPort("api.port", "127.0.0.1", 0).listener()
+        await ApiServer(HttpApi(service, page, Gatekeeper(KeyRing(None))), 4_096).serve(listener)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    else:
+        server = grpc.aio.server()
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(service), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+    running = asyncio.create_task(driver.run())
+    following = asyncio.create_task(follow(engine, address, answers))
+    await asyncio.wait({running, following}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    running.cancel()
+
+
+if __name__ == "__main__":
+    _, _door, _model, _words = sys.argv
+    asyncio.run(_serve(_door, _model, json.loads(_words), only_answers()))

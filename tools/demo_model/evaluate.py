@@ -1,0 +1,167 @@
+"""Measure recall by distance: `python -m tools.demo_model.evaluate CHECKPOINT [--prompts N] [--seed N]`.
+
+Each prompt is a chat that tells one fact, then as many tokens of other facts and sentences as the distance says, and
+then asks for the fact. An answer counts only if it is the expected sentence, which may go on. A local Baton cluster
+answers, greedily, in float32. transformers answers some of the prompts; the script fails if one token differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from baton.client import Client
+from bench.clusters import local
+from tools.demo_model.conversation import BEGIN, Conversation, Message, render
+from tools.demo_model.facts import Fact, facts
+from tools.demo_model.stories import sentence
+
+SEED = 1_000_003
+"""Training draws from seeds of another form, so these prompts are fresh."""
+DISTANCES = (100, 200, 300, 400, 500, 750, 1_000, 1_500)
+MAX_TOKENS = 24
+_ENDS = (0, 2)
+GOAL = 0.95
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question about a fact. `distance` counts the tokens from the end of its statement to the answer."""
+
+    tokens: tuple[int, ...]
+    fact: Fact
+    distance: int
+
+
+def prompt(draw: random.Random, tokenizer: Tokenizer, distance: int) -> Prompt:
+    """Return a prompt whose fact stands at least `distance` tokens, and at most a sentence more, before the answer."""
+    asked = facts(draw, 1)[0]
+    before = "Please remember these notes. " + " ".join(sentence(draw) for _ in range(3))
+    told = f"{before} {draw.choice(asked.statements)}"
+    others = [one for one in facts(draw, 200) if one.key[0] != asked.key[0]]
+    after = ""
+    question = draw.choice(asked.questions)
+    end = len(tokenizer.encode(f"{BEGIN}user\n{told}").ids)
+    while True:
+        tokens = _chat(tokenizer, told + after, question)
+        if len(tokens) - end >= distance:
+            return Prompt(tuple(tokens), asked, len(tokens) - end)
+        # Most of the missing tokens at once: a sentence has 7 to 14.
+        for _ in range(max(1, (distance - len(tokens) + end) // 15)):
+            line = draw.choice(others.pop().statements) if others and draw.random() < 0.5 else sentence(draw)
+            after += f" {line}"
+
+
+def _chat(tokenizer: Tokenizer, text: str, question: str) -> list[int]:
+    chat = (Message("user", text), Message("assistant", "I will remember that."), Message("user", question))
+    return tokenizer.encode(f"{render(Conversation(chat)).text}{BEGIN}assistant\n").ids
+
+
+def prompts(tokenizer: Tokenizer, distance: int, count: int, seed: int = SEED) -> list[Prompt]:
+    """Return `count` prompts, the same ones every time. Another seed gives fresh ones."""
+    draw = random.Random(repr((seed, distance)))
+    return [prompt(draw, tokenizer, distance) for _ in range(count)]
+
+
+def by_transformers(checkpoint: Path, asked: Sequence[Prompt]) -> list[list[int]]:
+    """Return each answer's tokens by transformers, greedily, in float32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    made: list[list[int]] = []
+    with torch.inference_mode():
+        for one in asked:
+            given = torch.tensor([one.tokens])
+            mask = torch.ones_like(given)
+            out = model.generate(given, attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False)
+            made.append(out[0, given.shape[1] :].tolist())
+    return made
+
+
+def by_baton(checkpoint: Path, asked: Sequence[Prompt]) -> list[list[int]]:
+    """Return each answer's tokens by a local cluster of one prefill and one decode worker, greedily, in float32."""
+    settings: dict[str, object] = {
+        "model.dtype": "float32",
+        "prefill.kv_cache_bytes": "256MiB",
+        "decode.kv_cache_bytes": "256MiB",
+        "router.queue_timeout_ms": 300_000,  # a busy machine is slow, and no prompt may be left out
+    }
+    with (
+        local(checkpoint, 1, 1, settings) as cluster,
+        Client(cluster.address) as client,
+        ThreadPoolExecutor(8) as threads,
+    ):
+
+        def answer(one: Prompt) -> list[int]:
+            made = client.generate(one.tokens, max_tokens=MAX_TOKENS, temperature=0.0, timeout=300).result()
+            return list(made.token_ids)
+
+        return list(threads.map(answer, asked))
+
+
+def right(tokenizer: Tokenizer, one: Prompt, tokens: Sequence[int]) -> bool:
+    """Whether an answer begins as the expected sentence does, with the fact's values. It may tell more."""
+    said = tokenizer.decode(list(tokens)).strip()
+    return re.match(rf"{re.escape(one.fact.answer.removesuffix('.'))}\b", said) is not None
+
+
+def report(rows: Sequence[tuple[int, float]], count: int) -> str:
+    """Return the table of `docs/demo-model.md`."""
+    lines = [f"| tokens between fact and answer | recall on {count} prompts |", "|---:|---:|"]
+    lines += [f"| {distance:,} | {share:.1%} |" for distance, share in rows]
+    reached = 0
+    for distance, share in rows:
+        if share < GOAL:
+            break
+        reached = distance
+    return "\n".join(
+        [*lines, "", f"Longest distance with at least {GOAL:.0%} there and at all shorter ones: {reached:,}"]
+    )
+
+
+def main() -> int:
+    """Print recall by distance; 1 if Baton and transformers disagree."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--prompts", type=int, default=200, help="prompts for each distance")
+    parser.add_argument("--compared", type=int, default=20, help="of them transformers answers so many, too")
+    parser.add_argument("--distances", type=int, nargs="+", default=DISTANCES)
+    parser.add_argument("--seed", type=int, default=SEED, help="of the prompts; another one gives fresh prompts")
+    parser.add_argument("--misses", type=int, default=0, help="wrong answers to print for each distance")
+    given = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(given.checkpoint / "tokenizer.json"))
+    asked = {distance: prompts(tokenizer, distance, given.prompts, given.seed) for distance in given.distances}
+    answers = by_baton(given.checkpoint, [one for group in asked.values() for one in group])
+    rows: list[tuple[int, float]] = []
+    differ = compared = 0
+    for number, (distance, group) in enumerate(asked.items()):
+        made = answers[number * given.prompts :][: given.prompts]
+        marks = [right(tokenizer, one, tokens) for one, tokens in zip(group, made, strict=True)]
+        rows.append((distance, sum(marks) / len(marks)))
+        wrong = [(one, tokens) for one, tokens, mark in zip(group, made, marks, strict=True) if not mark]
+        for one, tokens in wrong[: given.misses]:
+            print(f"{distance}: {one.fact.answer!r} was answered as {tokenizer.decode(tokens)!r}")
+        theirs = by_transformers(given.checkpoint, group[: given.compared])
+        differ += sum(_spoken(one) != _spoken(other) for one, other in zip(made, theirs, strict=False))
+        compared += len(theirs)
+    print(report(rows, given.prompts))
+    print(f"answers in which Baton and transformers differ: {differ} of {compared}")
+    return int(differ > 0)
+
+
+def _spoken(tokens: Sequence[int]) -> list[int]:
+    """Return an answer without its end, which transformers counts as a part of it."""
+    return [token for token in tokens if token not in _ENDS]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
