@@ -144,9 +144,6 @@ def _defaults(generation: Mapping[str, Any]) -> SamplingParams:
     )
 
 
-_FIELD = "eos_token_id"
-
-
 def end_tokens(
     named: str | None,
     token_of: Callable[[str], int | None],
@@ -178,8 +175,8 @@ def end_tokens(
 
 
 def _ids(settings: Mapping[str, Any], file: str) -> list[int]:
-    value: Any = settings.get(_FIELD)
+    value: Any = settings.get("eos_token_id")
     ids = cast("list[Any]", value if isinstance(value, list) else [] if value is None else [value])
     if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
-        raise ModelError(f"{_FIELD} is {value!r} in {file}; it must be a token id or a list of them")
+        raise ModelError(f"eos_token_id is {value!r} in {file}; it must be a token id or a list of them")
     return ids

@@ -19,6 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.messages import MIXED, Namespace
 from baton.ports import FixedPort
 from kvstore.keys import system_fingerprint
+from router.frontend.api.openai_chat import ChatToolCall
+from router.frontend.api.openai_responses import OutputMessage
+from router.frontend.api.streaming import json_pieces
+from router.frontend.api.token_logprobs import ChatLogprobs, ChatTokenLogprob
 from router.frontend.detokenizer import Tokenizer
 from tests.router import tokenizers
 from tests.router.model import EMPTY, EOS, NAMESPACE, expected
@@ -144,6 +148,13 @@ def test_a_completion_of_each_kind_of_prompt(tmp_path: Path) -> None:
                 assert ids == [*TOKENIZER.encode("x")[:1], *TOKENIZER.encode(text * 3)[-6:]]
 
     run(test)
+
+
+def test_a_response_in_pieces_is_the_response_at_once() -> None:
+    for count in (1, 700):
+        scored = ChatLogprobs([ChatTokenLogprob("b", [98], -1.0, [])] * count)
+        for value in (scored, [OutputMessage(id="x", status="completed", content=[])], ChatToolCall("x", scored)):
+            assert b"".join(json_pieces(value)) == msgspec.json.encode(value)
 
 
 def test_without_max_tokens_a_completion_has_sixteen(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def shown(tokenizer: Tokenizer, tokens: list[int], prompt: list[int], options: T
     if texts:
         texts[-1] += stream.flush().text
     scored = [TokenLogprob(token, -1.0) for token in tokens]
-    return chat_logprobs(TokenNames(tokenizer), scored, texts)["content"], whole.feed(tokens).text + whole.flush().text
+    return chat_logprobs(TokenNames(tokenizer), scored, texts).content, whole.feed(tokens).text + whole.flush().text
 
 
 @KINDS
@@ -42,18 +42,18 @@ def test_joined_they_are_the_text(tokenizer: Tokenizer, text: str, cut: int) -> 
     if LOST in tokenizer.decode(prompt):
         return  # the output begins inside a character
     content, whole = shown(tokenizer, output, prompt)
-    assert "".join(one["token"] for one in content) == whole
-    assert b"".join(bytes(one["bytes"]) for one in content) == whole.encode()
+    assert "".join(one.token for one in content) == whole
+    assert b"".join(bytes(one.bytes) for one in content) == whole.encode()
 
 
 @KINDS
 def test_a_character_of_several_tokens(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("🚀", special_tokens=False)
     content, _ = shown(tokenizer, tokens, tokenizer.encode("a"))
-    *parts, last = [one for one in content if bytes(one["bytes"]) != b" "]
-    assert [one["token"] for one in parts] == [""] * len(parts)
-    assert last["token"] == "🚀"
-    assert b"".join(bytes(one["bytes"]) for one in content).strip() == "🚀".encode()
+    *parts, last = [one for one in content if bytes(one.bytes) != b" "]
+    assert [one.token for one in parts] == [""] * len(parts)
+    assert last.token == "🚀"
+    assert b"".join(bytes(one.bytes) for one in content).strip() == "🚀".encode()
     assert tokenizer.text_of(tokens[-1]).startswith("bytes:\\x")
 
 
@@ -61,21 +61,21 @@ def test_a_character_of_several_tokens(tokenizer: Tokenizer) -> None:
 def test_whatever_comes_they_are_the_text(tokens: list[int]) -> None:
     for options in (TextOptions(), TextOptions(special_tokens=True), TextOptions(shown=frozenset({1}))):
         content, whole = shown(BYTES, tokens, [5], options)
-        assert "".join(one["token"] for one in content) == whole
+        assert "".join(one.token for one in content) == whole
 
 
 def test_a_word_keeps_its_space_but_at_the_beginning() -> None:
     tokens = WORDS.encode("hello world")
     assert WORDS.text_of(WORDS.encode("hello")[0]) == " "
     content, _ = shown(WORDS, tokens, [])
-    assert "".join(one["token"] for one in content) == "hello world"
-    assert b"".join(bytes(one["bytes"]) for one in content) == b"hello world"
+    assert "".join(one.token for one in content) == "hello world"
+    assert b"".join(bytes(one.bytes) for one in content) == b"hello world"
 
 
 def test_a_hidden_token_adds_nothing() -> None:
     content, text = shown(BYTES, [BYTES.encode("fox")[-1], 1], [5])
-    assert [one["token"] for one in content] == [text, ""]
-    assert content[1]["bytes"] == []
+    assert [one.token for one in content] == [text, ""]
+    assert content[1].bytes == []
 
 
 def twins() -> Tokenizer:
@@ -94,25 +94,25 @@ def test_two_tokens_with_one_text_keep_their_values(chosen: int) -> None:
     one = TokenLogprob(chosen, dict(top)[chosen], top)
     names = TokenNames(twins())
     told = completion_logprobs(names, [one], ["A"], 7)
-    assert told["tokens"] == ["A"]
-    assert told["top_logprobs"][0]["A"] == told["token_logprobs"][0] == dict(top)[chosen]
-    assert told["top_logprobs"][0][f"token_id:{3 - chosen}"] == dict(top)[3 - chosen]
-    assert {key: value for key, value in told["top_logprobs"][0].items() if value < -2.1} == {
+    assert told.tokens == ["A"]
+    assert told.top_logprobs[0]["A"] == told.token_logprobs[0] == dict(top)[chosen]
+    assert told.top_logprobs[0][f"token_id:{3 - chosen}"] == dict(top)[3 - chosen]
+    assert {key: value for key, value in told.top_logprobs[0].items() if value < -2.1} == {
         "b": -2.5, " ": -3.0, " A": -4.0,
     }  # fmt: skip
-    entries = chat_logprobs(names, [one], ["A"])["content"][0]["top_logprobs"]
-    assert [(each["token"], each["logprob"]) for each in entries[:2]] == [("A", -0.13), ("A", -2.09)]
+    entries = chat_logprobs(names, [one], ["A"]).content[0].top_logprobs
+    assert [(each.token, each.logprob) for each in entries[:2]] == [("A", -0.13), ("A", -2.09)]
     assert len(entries) == 5
 
 
 def test_a_token_beyond_the_likeliest_leaves_its_name_to_none_of_them() -> None:
     told = completion_logprobs(TokenNames(twins()), [TokenLogprob(1, -9.0, ((2, -0.1),))], ["A"], 0)
-    assert told["top_logprobs"] == [{"token_id:2": -0.1}]
+    assert told.top_logprobs == [{"token_id:2": -0.1}]
 
 
 def test_names_by_id_leave_offsets_alone() -> None:
     told = completion_logprobs(TokenNames(twins(), as_ids=True), [TokenLogprob(2, -1.0)] * 2, ["A", "A"], 3)
-    assert (told["tokens"], told["text_offset"]) == (["token_id:2"] * 2, [3, 4])
+    assert (told.tokens, told.text_offset) == (["token_id:2"] * 2, [3, 4])
 
 
 @KINDS

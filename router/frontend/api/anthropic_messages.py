@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import Struct
@@ -15,48 +15,41 @@ from baton.errors import BatonError, shown
 from router.frontend.api import errors
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.protocol import unsupported
-from router.frontend.api.response_builder import Answer, AnswerOptions, Json, Sample
+from router.frontend.api.response_builder import Choice, Count, ResponseBuilder, ResponseOptions
+from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import switch, wrong
 from router.frontend.chat.deltas import Content, Item, ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream, ToolCall
 from router.frontend.chat.json_calls import decoded
 from router.frontend.output_stream import Output
 
 
-class MessagesRequest(Struct, kw_only=True):
-    """The body of POST /v1/messages."""
+class CountTokensRequest(Struct, kw_only=True):
+    """The body of POST /v1/messages/count_tokens: a chat whose prompt is counted."""
 
     messages: list[dict[str, Any]]
-    max_tokens: int
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """The body of POST /v1/messages."""
+
+    max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
 
 
-class CountTokensRequest(Struct, kw_only=True):
-    """The body of POST /v1/messages/count_tokens."""
-
-    messages: list[dict[str, Any]]
-    model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-
-    def as_message(self) -> MessagesRequest:
-        """The request whose prompt is counted."""
-        return MessagesRequest(max_tokens=1, **asdict(self))
-
-
-def chat_of_messages(request: MessagesRequest) -> ChatCompletionRequest:
+def chat_of_messages(request: CountTokensRequest) -> ChatCompletionRequest:
     """The same request as a chat. Raises InvalidRequest."""
+    if not isinstance(request, MessagesRequest):
+        request = MessagesRequest(max_tokens=1, **asdict(request))
     messages: list[Json] = [{"role": "system", "content": request.system}] if request.system else []
     called: dict[str, str] = {}
     for number, message in enumerate(request.messages):
@@ -161,44 +154,93 @@ def _thinking(given: Mapping[str, Any] | None) -> tuple[bool, Json | None]:
             raise wrong("thinking", f"it is {shown(repr(given))}; its type must be enabled, adaptive or disabled")
 
 
-_NO_TEXT: Json = {"type": "text", "text": ""}
+class TextBlock(Struct, tag_field="type", tag="text"):
+    """Text for the client."""
+
+    text: str = ""
 
 
-class AnthropicMessage(Answer):
+class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
+    """Reasoning. There is no signature."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
+    """A call that the model makes."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+Block: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(Struct, kw_only=True):
+    """Tokens. Anthropic counts those that were cached apart from the others."""
+
+    input_tokens: Count
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+    output_tokens: Count
+
+
+class AnthropicMessage(Struct, kw_only=True, tag_field="type", tag="message"):
     """The answer of POST /v1/messages."""
 
+    id: str
+    role: Literal["assistant"]
+    model: str
+    content: list[Block]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageTokensCount(Struct):
+    """The answer of POST /v1/messages/count_tokens."""
+
+    input_tokens: Count
+
+
+class MessageBuilder(ResponseBuilder):
+    """Builds the response of POST /v1/messages."""
+
+    prefix = "msg_"
     end_of_stream = b""
 
-    def __init__(self, wanted: AnswerOptions, samples: Sequence[Sample]) -> None:
-        super().__init__(wanted, samples)
+    def __init__(self, options: ResponseOptions, choices: Sequence[Choice]) -> None:
+        super().__init__(options, choices)
         self._items = ItemStream()
         self._empty = True
 
     def event(self, chunk: Json) -> bytes:
         return b"event: " + chunk["type"].encode() + b"\ndata: " + msgspec.json.encode(chunk) + b"\n\n"
 
-    def failed(self, error: BatonError) -> Json:
+    def failed(self, error: BatonError) -> AnthropicError:
         return anthropic_body(error)
 
     def opening(self) -> Iterator[Json]:
-        (sample,) = self.samples
-        usage = {"input_tokens": len(sample.prompt), "output_tokens": 0}
-        yield {"type": "message_start", "message": self._message([], None, None, usage)}
+        (choice,) = self.choices
+        yield {"type": "message_start", "message": self._message([], None, len(choice.prompt), 0, 0)}
         yield {"type": "ping"}
 
-    def chunks(self, sample: Sample, piece: Output) -> Iterator[Json]:
-        sample.tokens += piece.tokens
-        yield from self._events(self._items.steps(sample.chat.feed(piece.text)))
+    def chunks(self, choice: Choice, piece: Output) -> Iterator[Json]:
+        choice.tokens += piece.tokens
+        yield from self._events(self._items.steps(choice.chat.feed(piece.text)))
 
-    def ending(self, sample: Sample) -> Iterator[Json]:
-        yield from self._events(self._items.steps(sample.chat.finish()))
+    def ending(self, choice: Choice) -> Iterator[Json]:
+        yield from self._events(self._items.steps(choice.chat.finish()))
         yield from self._events(self._items.end())
         if self._empty:
-            yield {"type": "content_block_start", "index": 0, "content_block": _NO_TEXT}
+            yield {"type": "content_block_start", "index": 0, "content_block": TextBlock()}
             yield {"type": "content_block_stop", "index": 0}
-        reason, sequence = _stop(sample)
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
-        yield {"type": "message_delta", "delta": delta, "usage": self.usage()}
+        whole = self.whole()
+        delta = {"stop_reason": whole.stop_reason, "stop_sequence": whole.stop_sequence}
+        yield {"type": "message_delta", "delta": delta, "usage": whole.usage}
         yield {"type": "message_stop"}
 
     def _events(self, steps: Iterable[ItemStep]) -> Iterator[Json]:
@@ -206,48 +248,40 @@ class AnthropicMessage(Answer):
             self._empty = False
             match step:
                 case ItemBegins(number, item):
-                    yield {"type": "content_block_start", "index": number, "content_block": _begun(item)}
+                    yield {"type": "content_block_start", "index": number, "content_block": _block(item, begun=True)}
                 case ItemGrows(number, item, text):
                     yield {"type": "content_block_delta", "index": number, "delta": _delta(item, text)}
                 case ItemEnds(number):
                     yield {"type": "content_block_stop", "index": number}
 
-    def closing(self) -> Iterator[Json]:
-        yield from ()
+    def whole(self) -> AnthropicMessage:
+        (choice,) = self.choices
+        content = [_block(item) for item in choice.chat.output.items] or [TextBlock()]
+        counted = self.usage()
+        cached = counted.prompt_tokens_details["cached_tokens"]
+        return self._message(content, choice, counted.prompt_tokens - cached, cached, counted.completion_tokens)
 
-    def whole(self) -> Json:
-        (sample,) = self.samples
-        content = [_block(item) for item in sample.chat.output.items] or [_NO_TEXT]
-        return self._message(content, *_stop(sample), self.usage())
-
-    def usage(self) -> Json:
-        """Tokens. Anthropic counts those that were cached apart from the others."""
-        counted = super().usage()
-        cached = counted["prompt_tokens_details"]["cached_tokens"]
-        return {
-            "input_tokens": counted["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": counted["completion_tokens"],
-        }
-
-    def _message(self, content: list[Json], reason: str | None, sequence: str | None, usage: Json) -> Json:
-        return {
-            "id": self.wanted.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.wanted.model,
-            "content": content,
-            "stop_reason": reason,
-            "stop_sequence": sequence,
-            "usage": usage,
-        }
+    def _message(
+        self, content: list[Block], ended: Choice | None, prompt: int, cached: int, output: int
+    ) -> AnthropicMessage:
+        reason, sequence = _stop(ended) if ended is not None else (None, None)
+        usage = MessageUsage(
+            input_tokens=prompt, cache_creation_input_tokens=0, cache_read_input_tokens=cached, output_tokens=output
+        )
+        return AnthropicMessage(
+            id=self.options.id, role="assistant", model=self.options.model, content=content, stop_reason=reason,
+            stop_sequence=sequence, usage=usage,
+        )  # fmt: skip
 
 
-def _begun(item: Item) -> Json:
-    if isinstance(item, ToolCall):
-        return {"type": "tool_use", "id": item.id, "name": item.name, "input": {}}
-    return _NO_TEXT if item.kind is Content else {"type": "thinking", "thinking": "", "signature": ""}
+def _block(item: Item, *, begun: bool = False) -> Block:
+    """An item with its text, or as it is when it has begun."""
+    if not isinstance(item, ToolCall):
+        return (TextBlock if item.kind is Content else ThinkingBlock)("" if begun else item.text)
+    value: object = {} if begun else decoded(item.arguments or "{}")
+    # Anthropic's own way to tell of arguments that were cut.
+    whole = isinstance(value, dict)
+    return ToolUseBlock(item.id, item.name, cast("Json", value) if whole else {"INVALID_JSON": item.arguments})
 
 
 def _delta(item: Item, text: str) -> Json:
@@ -258,22 +292,14 @@ def _delta(item: Item, text: str) -> Json:
     return {"type": "thinking_delta", "thinking": text}
 
 
-def _block(item: Item) -> Json:
-    if isinstance(item, ToolCall):
-        given: Any = decoded(item.arguments or "{}")
-        # Anthropic's own way to tell of arguments that were cut.
-        return _begun(item) | {"input": given if isinstance(given, dict) else {"INVALID_JSON": item.arguments}}
-    return _begun(item) | {"text" if item.kind is Content else "thinking": item.text}
-
-
-def _stop(sample: Sample) -> tuple[str, str | None]:
-    match sample.finish_reason:
+def _stop(choice: Choice) -> tuple[StopReason, str | None]:
+    match choice.finish_reason:
         case "length":
             return "max_tokens", None
         case "tool_calls":
             return "tool_use", None
         case _:
-            sequence = sample.stop_reason
+            sequence = choice.stop_reason
             return ("stop_sequence", sequence) if isinstance(sequence, str) else ("end_turn", None)
 
 
@@ -289,14 +315,17 @@ _ANTHROPIC = {
 }
 
 
-def anthropic_body(error: BatonError) -> dict[str, Any]:
-    """The JSON of an error, as Anthropic's API has it."""
+class AnthropicError(Struct, tag_field="type", tag="error"):
+    """An error, as Anthropic's API has it."""
+
+    error: dict[Literal["type", "message"], str]
+
+
+def anthropic_body(error: BatonError) -> AnthropicError:
+    """Return an error as Anthropic's API has it."""
     return anthropic_described(errors.status_of(error), str(error))
 
 
-def anthropic_described(status: int, message: str) -> dict[str, Any]:
-    """The JSON of an error with that status, as Anthropic's API has it."""
-    return {
-        "type": "error",
-        "error": {"type": _ANTHROPIC.get(status, "api_error"), "message": errors.shortened(message)},
-    }
+def anthropic_described(status: int, message: str) -> AnthropicError:
+    """Return an error with that status, as Anthropic's API has it."""
+    return AnthropicError({"type": _ANTHROPIC.get(status, "api_error"), "message": errors.shortened(message)})

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -36,9 +36,10 @@ from baton.messages import TOKEN_BYTES
 from baton.metrics import PAGE_TYPE
 from router.frontend.api import errors, openapi
 from router.frontend.api.anthropic_messages import (
-    AnthropicMessage,
     CountTokensRequest,
+    MessageBuilder,
     MessagesRequest,
+    MessageTokensCount,
     anthropic_body,
     anthropic_described,
     chat_of_messages,
@@ -48,17 +49,17 @@ from router.frontend.api.dashboard.routes import DashboardRoutes
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.gates import KeyGate, behind_site_gate
 from router.frontend.api.model_cards import ModelCards, is_anthropic
-from router.frontend.api.openai_chat import ChatCompletion, ChatCompletionRequest
-from router.frontend.api.openai_completions import Completion, CompletionRequest
-from router.frontend.api.openai_responses import ModelResponse, ResponsesRequest, chat_of_response
+from router.frontend.api.openai_chat import ChatBuilder, ChatCompletionRequest
+from router.frontend.api.openai_completions import CompletionBuilder, CompletionRequest
+from router.frontend.api.openai_responses import ResponsesBuilder, ResponsesRequest, chat_of_response
 from router.frontend.api.parameters import affinity_of, generate_request, rule_entries, token_ids
 from router.frontend.api.prompts import ChatOrder, PromptBuilder
 from router.frontend.api.protocol import DetokenizeRequest, GenerationFields, TokenizeRequest, refuse_unserved, samples
-from router.frontend.api.response_builder import Answer, AnswerOptions, Sample
+from router.frontend.api.response_builder import Choice, ResponseBuilder, ResponseOptions
 from router.frontend.api.streaming import (
-    AnswerOrder,
     EventStream,
-    WholeAnswer,
+    GenerationOrder,
+    WholeResponse,
     error_response,
     json_response,
     request_name,
@@ -116,15 +117,18 @@ class HttpApi:
         self._cards = ModelCards(model, int(time.time()))
         get = partial(Route, methods=["GET"])
         post = partial(Route, methods=["POST"])
+        openai_chat = partial(self._chat, ChatCompletionRequest, lambda fields: fields, ChatBuilder)
+        messages = partial(self._chat, MessagesRequest, chat_of_messages, MessageBuilder)
+        responses = partial(self._chat, ResponsesRequest, chat_of_response, ResponsesBuilder)
         routes = Starlette(
             routes=[
                 post("/v1/completions", self._guarded(self._completions)),
-                post("/v1/chat/completions", self._guarded(self._chat_completions)),
+                post("/v1/chat/completions", self._guarded(openai_chat)),
                 get("/v1/models", self._models),
                 get("/v1/models/{model:path}", self._model),
-                post("/v1/messages", self._guarded(self._messages, anthropic_body)),
+                post("/v1/messages", self._guarded(messages, anthropic_body)),
                 post("/v1/messages/count_tokens", self._guarded(self._count_tokens, anthropic_body)),
-                post("/v1/responses", self._guarded(self._responses)),
+                post("/v1/responses", self._guarded(responses)),
                 post("/tokenize", self._guarded(self._tokenize)),
                 post("/detokenize", self._guarded(self._detokenize)),
                 get("/version", self._version),
@@ -147,12 +151,12 @@ class HttpApi:
     async def _completions(self, request: Request) -> Response:
         received = self._service.clock.now()
         fields, most, prompts, echo = await self._bodies.read(request, CompletionRequest, self._completion_of)
-        wanted = self._wanted("cmpl-", request, fields, logprobs=fields.logprobs is not None, echo=echo)
-        answer = Completion(wanted, _samples_of(prompts, samples(fields)))
+        options = self._options(CompletionBuilder, request, fields, logprobs=fields.logprobs is not None, echo=echo)
+        builder = CompletionBuilder(options, _choices_of(prompts, samples(fields)))
         scored = fields.prompt_logprobs
         if fields.echo and scored is None:
             scored = fields.logprobs
-        order = AnswerOrder(answer, fields, max(most, 1) if wanted.prompt_only else most, fields.logprobs, scored)
+        order = GenerationOrder(builder, fields, max(most, 1) if options.prompt_only else most, fields.logprobs, scored)
         return await self._answered(request, order, received)
 
     def _completion_of(
@@ -173,23 +177,9 @@ class HttpApi:
         _check_prompt_logprobs(fields)
         return fields, most, prompts, echo
 
-    async def _chat_completions(self, request: Request) -> Response:
-        return await self._chat(
-            request, ChatCompletionRequest, lambda fields: fields, "chatcmpl-", _plain(ChatCompletion)
-        )
-
-    async def _messages(self, request: Request) -> Response:
-        return await self._chat(request, MessagesRequest, chat_of_messages, "msg_", _plain(AnthropicMessage))
-
     async def _count_tokens(self, request: Request) -> Response:
-        def converted(asked: CountTokensRequest) -> ChatCompletionRequest:
-            return chat_of_messages(asked.as_message())
-
-        _, chat = await self._bodies.read(request, CountTokensRequest, partial(self._chat_of, converted))
-        return json_response({"input_tokens": len((await self._prompts.of_chat(chat.order)).tokens)})
-
-    async def _responses(self, request: Request) -> Response:
-        return await self._chat(request, ResponsesRequest, chat_of_response, "resp_", ModelResponse)
+        _, chat = await self._bodies.read(request, CountTokensRequest, partial(self._chat_of, chat_of_messages))
+        return json_response(MessageTokensCount(len((await self._prompts.of_chat(chat.order)).tokens)))
 
     def _chat_of(self, converted: Callable[[T], ChatCompletionRequest], asked: T) -> tuple[T, PlannedChat]:
         """Check a chat of any API. Return the request as it came, and as a chat."""
@@ -204,8 +194,8 @@ class HttpApi:
         return asked, PlannedChat(fields, plan, self._prompts.chat_order(fields, constrained=plan.constrained))
 
     async def _chat(
-        self, request: Request, kind: type[T], converted: Callable[[T], ChatCompletionRequest], prefix: str,
-        answered: Callable[[T, AnswerOptions, list[Sample]], Answer],
+        self, kind: type[T], converted: Callable[[T], ChatCompletionRequest], builder: type[ResponseBuilder],
+        request: Request,
     ) -> Response:  # fmt: skip
         received = self._service.clock.now()
         asked, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted))
@@ -213,51 +203,53 @@ class HttpApi:
         prompt = await self._prompts.of_chat(chat.order)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         echo = _last_text(fields) if fields.echo else None
-        wanted = self._wanted(prefix, request, fields, logprobs=logprobs is not None, echo=echo)
-        outputs = _samples_of([prompt.tokens], samples(fields))
+        options = self._options(builder, request, fields, logprobs=logprobs is not None, echo=echo, body=asked)
+        outputs = _choices_of([prompt.tokens], samples(fields))
         for output in outputs:
             output.parser = model.chat_format.parser(
                 plan.calls, plan.names, constrained=plan.constrained, prompt=prompt.end, continued=prompt.continued,
                 show_reasoning=fields.include_reasoning is not False, parallel_calls=plan.parallel,
             )  # fmt: skip
-        answer = answered(asked, wanted, outputs)
         shown_tokens = model.special_tokens(model.chat_format.markers(plan.calls, constrained=plan.constrained))
-        order = AnswerOrder(
-            answer,
+        forced = "tools" if plan.forced else ""
+        order = GenerationOrder(
+            builder(options, outputs),
             fields,
             fields.output_tokens,
             logprobs,
             fields.prompt_logprobs,
             shown_tokens,
-            "tools" if plan.forced else "",
+            forced,
         )
         return await self._answered(request, order, received)
 
-    def _wanted(
-        self, prefix: str, request: Request, fields: GenerationFields, *, logprobs: bool, echo: str | None
-    ) -> AnswerOptions:
-        options = fields.stream_options
-        return AnswerOptions(
-            id=f"{prefix}{_name_of(request, fields)}",
+    def _options(
+        self, builder: type[ResponseBuilder], request: Request, fields: GenerationFields, *, logprobs: bool,
+        echo: str | None, body: Any = None,
+    ) -> ResponseOptions:  # fmt: skip
+        streamed = fields.stream_options
+        return ResponseOptions(
+            request=body,
+            id=f"{builder.prefix}{_name_of(request, fields)}",
             model=self._service.model.answered_as(fields.model),
             created=int(time.time()),
             fingerprint=lambda: self._service.fingerprint(fields.model or "") or None,
             names=TokenNames(self._service.model.tokenizer, bool(fields.return_tokens_as_token_ids)),
             logprobs=logprobs,
             token_ids=bool(fields.return_token_ids),
-            usage_at_end=bool(options and options.include_usage),
-            usage_always=bool(options and options.continuous_usage_stats),
+            usage_at_end=bool(streamed and streamed.include_usage),
+            usage_always=bool(streamed and streamed.continuous_usage_stats),
             echo=echo,
             reasoning_end=self._service.model.reasoning_end,
             prompt_logprobs=fields.prompt_logprobs is not None,
             prompt_only=echo is not None and fields.max_tokens == 0,
         )
 
-    async def _answered(self, request: Request, order: AnswerOrder, received: float) -> Response:
+    async def _answered(self, request: Request, order: GenerationOrder, received: float) -> Response:
         """Start the generations of a request. Raises BatonError if one of them is refused."""
         name, started = _name_of(request, order.fields), list[Generation]()
-        answering = EventStream if order.fields.stream else WholeAnswer
-        leaders = [sample for sample in order.answer.samples if sample.first_of_prompt]
+        answering = EventStream if order.fields.stream else WholeResponse
+        leaders = [choice for choice in order.builder.choices if choice.first_of_prompt]
         rules = rule_entries(order.fields)
         if len(leaders) * rules > _MAX_RULES:
             raise InvalidRequest(
@@ -295,7 +287,7 @@ class HttpApi:
             strings = await self._service.apart(TOKEN_BYTES * len(tokens), lambda: [*map(spell, tokens)])
         limit = self._service.model.limits.max_context
         return json_response(
-            {"count": len(tokens), "max_model_len": limit, "tokens": list(tokens), "token_strs": strings}
+            openapi.Tokens(count=len(tokens), max_model_len=limit, tokens=list(tokens), token_strs=strings)
         )
 
     def _prompt_of(self, fields: TokenizeRequest) -> tuple[TokenizeRequest, ChatOrder | Sequence[int]]:
@@ -309,7 +301,9 @@ class HttpApi:
         return fields, self._prompts.chat_order(fields)
 
     async def _detokenize(self, request: Request) -> Response:
-        return json_response({"prompt": await self._bodies.read(request, DetokenizeRequest, self._text_of)})
+        return json_response(
+            openapi.DetokenizedText(await self._bodies.read(request, DetokenizeRequest, self._text_of))
+        )
 
     def _text_of(self, fields: DetokenizeRequest) -> str:
         model = self._service.model
@@ -331,15 +325,15 @@ class HttpApi:
             return error_response(error, failed)
 
     async def _version(self, request: Request) -> Response:
-        return json_response({"version": baton.__version__})
+        return json_response(openapi.Version(baton.__version__))
 
     async def _live(self, request: Request) -> Response:
         """Answering is the proof: it takes a turn of the loop."""
-        return json_response({"status": "live"})
+        return json_response(openapi.Status("live"))
 
     async def _ready(self, request: Request) -> Response:
         if (reason := self._service.driver.unready) is None:
-            return json_response({"status": "ready"})
+            return json_response(openapi.Status("ready"))
         return json_response(errors.described(503, reason), 503)
 
     async def _metrics(self, request: Request) -> Response:
@@ -372,18 +366,11 @@ class HttpApi:
         return guarded
 
 
-def _plain(
-    kind: Callable[[AnswerOptions, list[Sample]], Answer],
-) -> Callable[[object, AnswerOptions, list[Sample]], Answer]:
-    """Return what makes an answer of that kind, which does not depend on the request."""
-    return lambda asked, wanted, outputs: kind(wanted, outputs)
-
-
-def _samples_of(prompts: Sequence[Sequence[int]], n: int) -> list[Sample]:
-    made: list[Sample] = []
+def _choices_of(prompts: Sequence[Sequence[int]], n: int) -> list[Choice]:
+    made: list[Choice] = []
     for number, prompt in enumerate(prompts):
-        leader = Sample(index=number * n, prompt=prompt)
-        made += [leader, *(Sample(number * n + other, prompt, leader) for other in range(1, n))]
+        leader = Choice(index=number * n, prompt=prompt)
+        made += [leader, *(Choice(number * n + other, prompt, leader) for other in range(1, n))]
     return made
 
 

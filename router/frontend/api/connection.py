@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import httptools
 import msgspec
@@ -52,14 +52,7 @@ OPERATORS = SPARE // 2  # of them
 HELD = 64 * 2**20  # bytes that all connections that wait may hold: unfinished heads, answers that are not read
 
 
-class Closable(Protocol):
-    def abort(self) -> None: ...
-
-
-C = TypeVar("C", bound=Closable)
-
-
-class Places(Generic[C]):
+class Places:
     """The connections that wait for their clients, the longest first."""
 
     def __init__(self, most: int, held: int = HELD) -> None:
@@ -67,9 +60,9 @@ class Places(Generic[C]):
         self.most = most
         self._most_held = held
         self._held = 0
-        self._waiting: dict[C, int] = {}  # with the bytes that each holds
+        self._waiting: dict[Connection, int] = {}  # with the bytes that each holds
 
-    def enter(self, connection: C, count: int) -> bool:
+    def enter(self, connection: Connection, count: int) -> bool:
         """Add a new connection, and close another one where there are more than there may be. `count` includes it.
 
         Return False if all others are served: then the new one has no place."""
@@ -81,18 +74,18 @@ class Places(Generic[C]):
         self._waiting[connection] = 0
         return True
 
-    def waits(self, connection: C, held: int) -> None:
+    def waits(self, connection: Connection, held: int) -> None:
         """Note that a connection waits for its client and holds so many bytes. A turn in the line is kept."""
         self._held += held - self._waiting.get(connection, 0)
         self._waiting[connection] = held
         while self._held > self._most_held:
             self._close(next(other for other, size in self._waiting.items() if size))
 
-    def leave(self, connection: C) -> None:
+    def leave(self, connection: Connection) -> None:
         """Note that a connection is served, or has ended."""
         self._held -= self._waiting.pop(connection, 0)
 
-    def _close(self, connection: C) -> None:
+    def _close(self, connection: Connection) -> None:
         self.leave(connection)
         connection.abort()
 
@@ -156,7 +149,7 @@ def _drop(data: object) -> None:
 class Connection(HttpToolsProtocol):
     """One connection. It waits for its client, or serves one request after the other."""
 
-    def __init__(self, config: Config, state: ServerState, places: Places[Connection]) -> None:
+    def __init__(self, config: Config, state: ServerState, places: Places) -> None:
         super().__init__(config, state, {})
         self._places = places
         self._why: tuple[int, str] | None = None  # a callback of the parser refuses the request: status and message

@@ -10,9 +10,27 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
+from msgspec import Struct
+
 from baton.errors import BatonError, BodyTimeout, InvalidRequest, Overloaded, PayloadTooLarge, Unauthenticated, shown
 
-ErrorBody: TypeAlias = Callable[[BatonError], dict[str, Any]]
+ErrorBody: TypeAlias = Callable[[BatonError], Struct | dict[str, Any]]
+
+
+class ErrorDetail(Struct):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int | str
+
+
+class Error(Struct):
+    """An error."""
+
+    error: ErrorDetail
+
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,
@@ -50,19 +68,19 @@ def headers_of(error: BatonError) -> dict[str, str]:
     return headers
 
 
-def body_of(error: BatonError) -> dict[str, Any]:
-    """The JSON of an error."""
+def body_of(error: BatonError) -> Error:
+    """Return an error as the OpenAI APIs have it."""
     body = described(status_of(error), str(error), (error.field or None) if isinstance(error, InvalidRequest) else None)
     if isinstance(error, Unauthenticated):
-        body["error"] |= {"type": "invalid_request_error", "code": error.reason}  # OpenAI's words for it
+        body.error.type, body.error.code = "invalid_request_error", error.reason  # OpenAI's words for it
     return body
 
 
-def described(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The JSON of an error with that status."""
+def described(status: int, message: str, param: str | None = None) -> Error:
+    """Return an error with that status."""
     name = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
     kind = name.title().replace(" ", "") + ("" if name.endswith("Error") else "Error")
-    return {"error": {"message": shortened(message), "type": kind, "param": param, "code": status}}
+    return Error(ErrorDetail(shortened(message), kind, param, status))
 
 
 def shortened(message: str) -> str:

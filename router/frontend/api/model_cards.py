@@ -9,11 +9,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
+from msgspec import Struct
+
+from router.frontend.api.response_builder import Count
 from router.frontend.served_model import ServedModel
 
 _ANTHROPIC = "anthropic-version"
+
+
+class Model(Struct, kw_only=True, tag_field="object", tag="model"):
+    """A name of the served model, as OpenAI's clients and vLLM's read it."""
+
+    id: str
+    created: Count
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: Count
+    permission: list[Any]
+
+
+class AnthropicModel(Struct, kw_only=True, tag_field="type", tag="model"):
+    """A name of the served model, as Anthropic's clients read it."""
+
+    id: str
+    display_name: str
+    created_at: datetime
+    lifecycle: Literal["active"]
+    max_input_tokens: Count
+    max_tokens: Count
+
+
+class ModelList(Struct, tag_field="object", tag="list"):
+    """All names."""
+
+    data: list[Model]
+
+
+class AnthropicModelList(Struct):
+    """All names."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
 def is_anthropic(headers: Mapping[str, str]) -> bool:
@@ -28,35 +69,30 @@ class ModelCards:
         self._model = model
         self._created = created
 
-    def all(self, headers: Mapping[str, str]) -> dict[str, Any]:
+    def all(self, headers: Mapping[str, str]) -> ModelList | AnthropicModelList:
         """The cards of all names, the one that answers have first."""
         names = (self._model.name, *self._model.aliases, *self._model.adapters)
-        cards = [self.one(name, headers) for name in names]
         if is_anthropic(headers):
-            return {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return {"object": "list", "data": cards}
+            return AnthropicModelList([self._anthropic(name) for name in names], False, names[0], names[-1])
+        return ModelList([self._openai(name) for name in names])
 
-    def one(self, name: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    def one(self, name: str, headers: Mapping[str, str]) -> Model | AnthropicModel:
         """The card of a name. Raises ModelMismatch."""
         self._model.check(name)
+        return self._anthropic(name) if is_anthropic(headers) else self._openai(name)
+
+    def _anthropic(self, name: str) -> AnthropicModel:
         context = self._model.limits.max_context
-        if is_anthropic(headers):
-            return {
-                "id": name,
-                "type": "model",
-                "display_name": name,
-                "created_at": datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z"),
-                "lifecycle": "active",
-                "max_input_tokens": context,
-                "max_tokens": context,
-            }
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "baton",
-            "root": self._model.adapters.get(name, self._model.name),
-            "parent": self._model.name if name in self._model.adapters else None,
-            "max_model_len": context,
-            "permission": [],
-        }
+        created = datetime.fromtimestamp(self._created, UTC)
+        return AnthropicModel(
+            id=name, display_name=name, created_at=created, lifecycle="active", max_input_tokens=context,
+            max_tokens=context,
+        )  # fmt: skip
+
+    def _openai(self, name: str) -> Model:
+        root = self._model.adapters.get(name, self._model.name)
+        parent = self._model.name if name in self._model.adapters else None
+        return Model(
+            id=name, created=self._created, owned_by="baton", root=root, parent=parent,
+            max_model_len=self._model.limits.max_context, permission=[],
+        )  # fmt: skip

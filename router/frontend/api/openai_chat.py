@@ -7,9 +7,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from msgspec import UNSET, Struct, UnsetType
+
+from baton.messages import TokenLogprob
 from router.frontend.api.protocol import GenerationFields
-from router.frontend.api.response_builder import Answer, Json, Sample
-from router.frontend.api.token_logprobs import chat_logprobs
+from router.frontend.api.response_builder import (
+    Choice,
+    Count,
+    OpenAiResponse,
+    PromptLogprobs,
+    ResponseBuilder,
+    StopCause,
+)
+from router.frontend.api.token_logprobs import ChatLogprobs, Json, chat_logprobs
 from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Content, Reasoning
 from router.frontend.output_stream import Output
 
@@ -39,72 +49,114 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class ChatCompletion(Answer):
-    """POST /v1/chat/completions."""
+class FunctionCall(Struct):
+    """A function and its arguments as JSON."""
 
-    kind: str = "chat.completion"
-    chunk_kind: str = "chat.completion.chunk"
+    name: str
+    arguments: str
+
+
+class ChatToolCall(Struct, tag_field="type", tag="function"):
+    """A call that the model makes."""
+
+    id: str
+    function: FunctionCall
+
+
+class AssistantMessage(Struct, kw_only=True, tag_field="role", tag="assistant"):
+    """What the model answers."""
+
+    content: str | None
+    refusal: None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, kw_only=True):
+    """One output."""
+
+    index: Count
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: StopCause
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(OpenAiResponse, kw_only=True, tag="chat.completion"):
+    """The answer of POST /v1/chat/completions."""
+
+    choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatBuilder(ResponseBuilder):
+    """Builds the response of POST /v1/chat/completions."""
+
+    prefix = "chatcmpl-"
+    chunk_kind = "chat.completion.chunk"
 
     def opening(self) -> Iterator[Json]:
-        for sample in self.samples:
-            content = self.wanted.echo or ""
-            chunk = self._chunk([_chat_choice(sample.index, {"role": "assistant", "content": content}, None, None)])
-            if self.wanted.token_ids:
-                chunk["prompt_token_ids"] = list(sample.prompt)
+        for choice in self.choices:
+            delta = {"role": "assistant", "content": self.options.echo or ""}
+            chunk = self._chunk([_chunk_choice(choice.index, delta)])
+            if self.options.token_ids:
+                chunk["prompt_token_ids"] = list(choice.prompt)
             yield chunk
 
-    def _delta(self, sample: Sample, piece: Output) -> Json | None:
-        delta = _chat_delta(sample.chat.feed(piece.text))
+    def _delta(self, choice: Choice, piece: Output) -> Json | None:
+        delta = _chat_delta(choice.chat.feed(piece.text))
         if not delta and not self._shows_tokens(piece):
             return None
-        texts = sample.added(piece.logprobs)
-        logprobs = chat_logprobs(self.wanted.names, piece.logprobs, texts) if self.wanted.logprobs else None
-        choice = _chat_choice(sample.index, delta or {"content": ""}, logprobs, None)
-        return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
+        logprobs = self._logprobs(piece.logprobs, choice.added(piece.logprobs))
+        part = _chunk_choice(choice.index, delta or {"content": ""}, logprobs)
+        return part | {"token_ids": piece.tokens} if self.options.token_ids else part
 
-    def _end(self, sample: Sample) -> Json:
-        return _chat_choice(sample.index, {}, None, sample.finish_reason) | {"stop_reason": sample.stop_reason}
+    def ending(self, choice: Choice) -> Iterator[Json]:
+        if delta := _chat_delta(choice.chat.finish()):
+            yield self._chunk([_chunk_choice(choice.index, delta)])
+        end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        yield self._chunk([_chunk_choice(choice.index, {}) | end])
 
-    def ending(self, sample: Sample) -> Iterator[Json]:
-        if delta := _chat_delta(sample.chat.finish()):
-            yield self._chunk([_chat_choice(sample.index, delta, None, None)])
-        yield from super().ending(sample)
+    def whole(self) -> ChatCompletion:
+        first = self.choices[0]
+        return ChatCompletion(
+            **self._about(),
+            choices=[self._whole_choice(choice) for choice in self.choices],
+            usage=self.usage(),
+            metrics=self.metrics(),
+            prompt_logprobs=self.prompt_logprobs(first) if self.options.prompt_logprobs else UNSET,
+            prompt_token_ids=list(first.prompt) if self.options.token_ids else UNSET,
+        )
 
-    def whole(self) -> Json:
-        answer = super().whole()
-        if self.wanted.prompt_logprobs:
-            answer["prompt_logprobs"] = self.prompt_logprobs(self.samples[0])
-        if self.wanted.token_ids:
-            answer["prompt_token_ids"] = list(self.samples[0].prompt)
-        return answer
+    def _whole_choice(self, choice: Choice) -> ChatChoice:
+        return ChatChoice(
+            index=choice.index,
+            message=self._message(choice.chat.output),
+            logprobs=self._logprobs(choice.logprobs, choice.token_texts),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            token_ids=choice.tokens if self.options.token_ids else UNSET,
+        )
 
-    def _choice(self, sample: Sample) -> Json:
-        logprobs = chat_logprobs(self.wanted.names, sample.logprobs, sample.token_texts)
-        choice: Json = {
-            "index": sample.index,
-            "message": self._message(sample.chat.output),
-            "logprobs": logprobs if self.wanted.logprobs else None,
-            "finish_reason": sample.finish_reason,
-            "stop_reason": sample.stop_reason,
-        }
-        return choice | {"token_ids": sample.tokens} if self.wanted.token_ids else choice
+    def _logprobs(self, logprobs: Sequence[TokenLogprob], texts: Sequence[str]) -> ChatLogprobs | None:
+        return chat_logprobs(self.options.names, logprobs, texts) if self.options.logprobs else None
 
-    def _message(self, output: ChatOutput) -> Json:
-        text = (self.wanted.echo or "") + output.content
+    def _message(self, output: ChatOutput) -> AssistantMessage:
+        text = (self.options.echo or "") + output.content
         hidden = not text and (output.calls or output.reasoning)
-        message: Json = {"role": "assistant", "content": None if hidden else text, "refusal": None}
-        if output.reasoning:
-            message |= {"reasoning": output.reasoning, "reasoning_content": output.reasoning}
-        if output.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in output.calls
-            ]
-        return message
+        calls = [ChatToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in output.calls]
+        reasoning = output.reasoning or UNSET
+        return AssistantMessage(
+            content=None if hidden else text, refusal=None, reasoning=reasoning, reasoning_content=reasoning,
+            tool_calls=calls or UNSET,
+        )  # fmt: skip
 
 
-def _chat_choice(index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, "stop_reason": None}
+def _chunk_choice(index: int, delta: Json, logprobs: ChatLogprobs | None = None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
 
 
 def _chat_delta(deltas: Sequence[ChatDelta]) -> Json:

@@ -6,10 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from msgspec import UNSET, Struct, UnsetType
+
 from baton.messages import TokenLogprob
 from router.frontend.api.protocol import GenerationFields
-from router.frontend.api.response_builder import Answer, Sample
-from router.frontend.api.token_logprobs import Json, added_texts, completion_logprobs
+from router.frontend.api.response_builder import (
+    Choice,
+    Count,
+    OpenAiResponse,
+    PromptLogprobs,
+    ResponseBuilder,
+    StopCause,
+)
+from router.frontend.api.token_logprobs import CompletionLogprobs, Json, added_texts, completion_logprobs
 from router.frontend.detokenizer import TextStream
 from router.frontend.output_stream import Output
 
@@ -22,70 +31,101 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: int | None = None
 
 
-class Completion(Answer):
-    """POST /v1/completions."""
+class CompletionChoice(Struct):
+    """One output, or more of it."""
 
-    kind = chunk_kind = "text_completion"
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: StopCause | None  # None: more may come
+    stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(OpenAiResponse, kw_only=True, tag="text_completion"):
+    """The answer of POST /v1/completions."""
+
+    choices: list[CompletionChoice]
+
+
+class CompletionBuilder(ResponseBuilder):
+    """Builds the response of POST /v1/completions."""
+
+    prefix = "cmpl-"
+    chunk_kind = "text_completion"
 
     def opening(self) -> Iterator[Json]:
         if self._scored_echo:
             return  # the first output brings it
-        for sample in self.samples:
-            if self.wanted.echo is not None or self.wanted.token_ids:
-                choice = _completion_choice(sample.index, self.wanted.echo or "", None, None)
-                sample.characters = sample.offset = len(self.wanted.echo or "")
-                yield self._chunk([self._with_ids(choice, sample, [])])
+        for choice in self.choices:
+            if self.options.echo is not None or self.options.token_ids:
+                echo = self.options.echo or ""
+                choice.characters = choice.offset = len(echo)
+                yield self._chunk([self._with_ids(CompletionChoice(choice.index, echo, None, None, None), choice, [])])
 
     @property
     def _scored_echo(self) -> bool:
         """The prompt is in the output, with its log-probabilities."""
-        return self.wanted.echo is not None and self.wanted.logprobs
+        return self.options.echo is not None and self.options.logprobs
 
-    def _delta(self, sample: Sample, piece: Output) -> Json | None:
+    def _delta(self, choice: Choice, piece: Output) -> CompletionChoice | None:
         if not piece.text and not self._shows_tokens(piece):
             return None
-        text, texts = piece.text, sample.added(piece.logprobs)
-        logprobs = self._logprobs(piece.logprobs, texts, sample.offset) if self.wanted.logprobs else None
-        if self._scored_echo and not sample.characters:
-            echo = self.wanted.echo or ""
-            sample.characters = sample.offset = len(echo)
-            text, logprobs = echo + text, self._logprobs_with_prompt(sample, piece.logprobs, texts)
-        sample.characters += len(piece.text)
-        sample.offset += sum(map(len, texts))
-        choice = _completion_choice(sample.index, text, logprobs, None)
-        return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
+        text, texts = piece.text, choice.added(piece.logprobs)
+        logprobs = self._logprobs(piece.logprobs, texts, choice.offset)
+        if self._scored_echo and not choice.characters:
+            echo = self.options.echo or ""
+            choice.characters = choice.offset = len(echo)
+            text, logprobs = echo + text, self._logprobs_with_prompt(choice, piece.logprobs, texts)
+        choice.characters += len(piece.text)
+        choice.offset += sum(map(len, texts))
+        token_ids = piece.tokens if self.options.token_ids else UNSET
+        return CompletionChoice(choice.index, text, logprobs, None, None, token_ids=token_ids)
 
-    def _end(self, sample: Sample) -> Json:
-        return _completion_choice(sample.index, "", None, sample.finish_reason) | {"stop_reason": sample.stop_reason}
+    def ending(self, choice: Choice) -> Iterator[Json]:
+        reason, stop = choice.finish_reason, choice.stop_reason
+        yield self._chunk([CompletionChoice(choice.index, "", None, reason, stop)])
 
-    def _choice(self, sample: Sample) -> Json:
-        echo = self.wanted.echo or ""
-        logprobs = self._logprobs(sample.logprobs, sample.token_texts, len(echo)) if self.wanted.logprobs else None
+    def whole(self) -> Completion:
+        choices = [self._whole_choice(choice) for choice in self.choices]
+        return Completion(**self._about(), choices=choices, usage=self.usage(), metrics=self.metrics())
+
+    def _whole_choice(self, choice: Choice) -> CompletionChoice:
+        echo = self.options.echo or ""
         if self._scored_echo:
-            logprobs = self._logprobs_with_prompt(sample, sample.logprobs, sample.token_texts)
-        choice = _completion_choice(sample.index, echo + "".join(sample.text), logprobs, sample.finish_reason)
-        if self.wanted.prompt_logprobs:
-            choice["prompt_logprobs"] = self.prompt_logprobs(sample)
-        return self._with_ids(choice | {"stop_reason": sample.stop_reason}, sample, sample.tokens)
+            logprobs = self._logprobs_with_prompt(choice, choice.logprobs, choice.token_texts)
+        else:
+            logprobs = self._logprobs(choice.logprobs, choice.token_texts, len(echo))
+        whole = CompletionChoice(
+            choice.index,
+            echo + "".join(choice.text),
+            logprobs,
+            choice.finish_reason,
+            choice.stop_reason,
+            prompt_logprobs=self.prompt_logprobs(choice) if self.options.prompt_logprobs else UNSET,
+        )
+        return self._with_ids(whole, choice, choice.tokens)
 
-    def _with_ids(self, choice: Json, sample: Sample, tokens: Sequence[int]) -> Json:
-        if not self.wanted.token_ids:
-            return choice
-        return choice | {"token_ids": list(tokens), "prompt_token_ids": list(sample.prompt)}
+    def _with_ids(self, part: CompletionChoice, choice: Choice, tokens: list[int]) -> CompletionChoice:
+        if self.options.token_ids:
+            part.token_ids, part.prompt_token_ids = tokens, list(choice.prompt)
+        return part
 
-    def _logprobs_with_prompt(self, sample: Sample, logprobs: Sequence[TokenLogprob], texts: Sequence[str]) -> Json:
+    def _logprobs_with_prompt(
+        self, choice: Choice, logprobs: Sequence[TokenLogprob], texts: Sequence[str]
+    ) -> CompletionLogprobs:
         """Those of the prompt, whose first token has none, and those of the output."""
-        stream = TextStream(self.wanted.names.tokenizer, (), (), frozenset())
-        prompt = added_texts(stream, sample.prompt)
+        stream = TextStream(self.options.names.tokenizer, (), (), frozenset())
+        prompt = added_texts(stream, choice.prompt)
         prompt[-1] += stream.flush().text
-        scored = [TokenLogprob(sample.prompt[0], 0.0), *sample.prompt_scores, *logprobs]
-        found = completion_logprobs(self.wanted.names, scored, [*prompt, *texts], 0)
-        found["token_logprobs"][0] = found["top_logprobs"][0] = None
+        scored = [TokenLogprob(choice.prompt[0], 0.0), *choice.prompt_scores, *logprobs]
+        found = completion_logprobs(self.options.names, scored, [*prompt, *texts], 0)
+        found.token_logprobs[0] = found.top_logprobs[0] = None
         return found
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob], texts: Sequence[str], offset: int) -> Json:
-        return completion_logprobs(self.wanted.names, logprobs, texts, offset)
-
-
-def _completion_choice(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": None}
+    def _logprobs(
+        self, logprobs: Sequence[TokenLogprob], texts: Sequence[str], offset: int
+    ) -> CompletionLogprobs | None:
+        return completion_logprobs(self.options.names, logprobs, texts, offset) if self.options.logprobs else None

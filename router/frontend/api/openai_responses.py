@@ -7,20 +7,26 @@ No response is kept, so `store: true` and `previous_response_id` are refused. A 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from baton.errors import BatonError, shown
 from router.frontend.api import errors
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.protocol import unsupported
-from router.frontend.api.response_builder import Answer, AnswerOptions, Json, Sample
+from router.frontend.api.response_builder import (
+    Choice,
+    Count,
+    Metrics,
+    ResponseBuilder,
+    ResponseOptions,
+)
+from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import wrong
 from router.frontend.chat.deltas import (
-    ChatDelta,
     Content,
     Item,
     ItemBegins,
@@ -184,15 +190,100 @@ _NO_TEXT = Text(Content)
 _EVENTS = {Content: "output_text", Reasoning: "reasoning_text"}
 
 
-class ModelResponse(Answer):
-    """The answer of POST /v1/responses: one message with one text."""
+Status: TypeAlias = Literal["completed", "incomplete", "in_progress"]
 
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    """Text for the client."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    """Reasoning."""
+
+    text: str
+
+
+class _Item(Struct, kw_only=True, tag_field="type"):
+    """What all items have."""
+
+    id: str
+    status: Status
+
+
+class OutputMessage(_Item, kw_only=True, tag="message"):
+    """A text for the client."""
+
+    content: list[OutputText]
+    role: Literal["assistant"] = "assistant"
+
+
+class OutputReasoning(_Item, kw_only=True, tag="reasoning"):
+    """What the model thinks before it answers."""
+
+    content: list[ReasoningText]
+    summary: list[Any] = []
+
+
+class OutputCall(_Item, kw_only=True, tag="function_call"):
+    """A call that the model makes."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem: TypeAlias = OutputMessage | OutputReasoning | OutputCall
+
+
+class ResponseUsage(Struct, kw_only=True):
+    """Tokens."""
+
+    input_tokens: Count
+    input_tokens_details: dict[str, Count]
+    output_tokens: Count
+    output_tokens_details: dict[Literal["reasoning_tokens"], Count]
+    total_tokens: Count
+
+
+class Response(Struct, kw_only=True, tag_field="object", tag="response"):
+    """The answer of POST /v1/responses."""
+
+    id: str
+    created_at: float
+    status: Status
+    error: None = None
+    incomplete_details: dict[Literal["reason"], str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None
+    metadata: dict[str, Any]
+    metrics: Metrics | UnsetType = UNSET
+
+
+class ResponsesBuilder(ResponseBuilder):
+    """Builds the response of POST /v1/responses."""
+
+    prefix = "resp_"
     end_of_stream = b""
 
-    def __init__(self, request: ResponsesRequest, wanted: AnswerOptions, samples: Sequence[Sample]) -> None:
-        super().__init__(wanted, samples)
-        self._request = request
-        self._name = wanted.id.removeprefix("resp_")
+    def __init__(self, options: ResponseOptions, choices: Sequence[Choice]) -> None:
+        super().__init__(options, choices)
+        self._name = options.id.removeprefix("resp_")
         self._items = ItemStream()
         self._events = 0
 
@@ -201,7 +292,7 @@ class ModelResponse(Answer):
         self._events += 1
         return b"event: " + chunk["type"].encode() + b"\ndata: " + msgspec.json.encode(chunk) + b"\n\n"
 
-    def failed(self, error: BatonError) -> Json:
+    def failed(self, error: BatonError) -> Json | Struct:
         if not self._events:
             return errors.body_of(error)
         return {"type": "error", "code": error.reason, "message": str(error), "param": None}
@@ -211,115 +302,91 @@ class ModelResponse(Answer):
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
 
-    def chunks(self, sample: Sample, piece: Output) -> Iterator[Json]:
-        sample.tokens += piece.tokens
-        yield from self._item_events(sample.chat.feed(piece.text))
+    def chunks(self, choice: Choice, piece: Output) -> Iterator[Json]:
+        choice.tokens += piece.tokens
+        yield from self._item_events(self._items.steps(choice.chat.feed(piece.text)))
 
-    def ending(self, sample: Sample) -> Iterator[Json]:
-        yield from self._item_events(sample.chat.finish())
-        for step in self._items.end():
-            yield from self._events_of(step)
+    def ending(self, choice: Choice) -> Iterator[Json]:
+        yield from self._item_events(self._items.steps(choice.chat.finish()))
+        yield from self._item_events(self._items.end())
         whole = self.whole()
-        if not sample.chat.output.items:
-            yield from self._events_of(ItemBegins(0, _NO_TEXT))
-            yield from self._events_of(ItemEnds(0, _NO_TEXT))
-        yield {"type": f"response.{whole['status']}", "response": whole}
+        if not choice.chat.output.items:
+            yield from self._item_events([ItemBegins(0, _NO_TEXT), ItemEnds(0, _NO_TEXT)])
+        yield {"type": f"response.{whole.status}", "response": whole}
 
-    def _item_events(self, deltas: Sequence[ChatDelta]) -> Iterator[Json]:
-        for step in self._items.steps(deltas):
-            yield from self._events_of(step)
+    def _item_events(self, steps: Iterable[ItemStep]) -> Iterator[Json]:
+        for step in steps:
+            number, item = step.number, step.item
+            place: Json = {"item_id": self._id_of(number, item), "output_index": number}
+            part = place | {"content_index": 0}
+            kind = "function_call_arguments" if isinstance(item, ToolCall) else _EVENTS[item.kind]
+            extra: Json = {"logprobs": []} if kind == "output_text" else {}
+            match step:
+                case ItemBegins():
+                    begun = self._output_item(number, item, "in_progress", begun=True)
+                    yield {"type": "response.output_item.added", "output_index": number, "item": begun}
+                    if isinstance(item, Text):
+                        yield {"type": "response.content_part.added", **part, "part": _part(item, "")}
+                case ItemGrows(text=text):
+                    where = place if isinstance(item, ToolCall) else part
+                    yield {"type": f"response.{kind}.delta", **where, "delta": text, **extra}
+                case ItemEnds():
+                    if isinstance(item, ToolCall):
+                        yield {"type": f"response.{kind}.done", **place, "name": item.name, "arguments": item.arguments}
+                    else:
+                        yield {"type": f"response.{kind}.done", **part, "text": item.text, **extra}
+                        yield {"type": "response.content_part.done", **part, "part": _part(item, item.text)}
+                    done = self._output_item(number, item, "completed")
+                    yield {"type": "response.output_item.done", "output_index": number, "item": done}
 
-    def _events_of(self, step: ItemStep) -> Iterator[Json]:
-        number, item = step.number, step.item
-        place: Json = {"item_id": self._id_of(number, item), "output_index": number}
-        part = place | {"content_index": 0}
-        kind = "function_call_arguments" if isinstance(item, ToolCall) else _EVENTS[item.kind]
-        extra: Json = {"logprobs": []} if kind == "output_text" else {}
-        match step:
-            case ItemBegins():
-                begun = self._output_item(number, item, "in_progress", begun=True)
-                yield {"type": "response.output_item.added", "output_index": number, "item": begun}
-                if isinstance(item, Text):
-                    yield {"type": "response.content_part.added", **part, "part": _part(item, "")}
-            case ItemGrows(text=text):
-                where = place if isinstance(item, ToolCall) else part
-                yield {"type": f"response.{kind}.delta", **where, "delta": text, **extra}
-            case ItemEnds():
-                if isinstance(item, ToolCall):
-                    yield {"type": f"response.{kind}.done", **place, "name": item.name, "arguments": item.arguments}
-                else:
-                    yield {"type": f"response.{kind}.done", **part, "text": item.text, **extra}
-                    yield {"type": "response.content_part.done", **part, "part": _part(item, item.text)}
-                done = self._output_item(number, item, "completed")
-                yield {"type": "response.output_item.done", "output_index": number, "item": done}
-
-    def closing(self) -> Iterator[Json]:
-        yield from ()
-
-    def whole(self) -> Json:
-        (sample,) = self.samples
-        status = "incomplete" if sample.finish_reason == "length" else "completed"
-        items = sample.chat.output.items or [_NO_TEXT]
+    def whole(self) -> Response:
+        (choice,) = self.choices
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
+        items = choice.chat.output.items or [_NO_TEXT]
         last = len(items) - 1  # it is the one that was cut
         output = [
             self._output_item(number, item, status if number == last else "completed")
             for number, item in enumerate(items)
         ]
-        return self._response(status, output) | {"usage": self.usage(), "metrics": self.metrics()}
-
-    def usage(self) -> Json:
-        counted = super().usage()
-        return {
-            "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": counted["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": counted.get("completion_tokens_details", {"reasoning_tokens": 0}),
-            "total_tokens": counted["total_tokens"],
-        }
+        whole, counted = self._response(status, output), self.usage()
+        details = counted.completion_tokens_details
+        whole.metrics = self.metrics()
+        whole.usage = ResponseUsage(
+            input_tokens=counted.prompt_tokens,
+            input_tokens_details={**counted.prompt_tokens_details, "cache_write_tokens": 0},
+            output_tokens=counted.completion_tokens,
+            output_tokens_details={"reasoning_tokens": 0} if details is UNSET else details,
+            total_tokens=counted.total_tokens,
+        )
+        return whole
 
     def _id_of(self, number: int, item: Item) -> str:
         prefix = "fc" if isinstance(item, ToolCall) else "msg" if item.kind is Content else "rs"
         return f"{prefix}_{self._name}" + (f"_{number}" if number else "")
 
-    def _output_item(self, number: int, item: Item, status: str, *, begun: bool = False) -> Json:
+    def _output_item(self, number: int, item: Item, status: Status, *, begun: bool = False) -> OutputItem:
         """An item with its text, or as it is when it has begun."""
-        made: Json = {"id": self._id_of(number, item), "status": status}
+        name = self._id_of(number, item)
         if isinstance(item, ToolCall):
             arguments = "" if begun else item.arguments
-            return made | {"type": "function_call", "call_id": item.id, "name": item.name, "arguments": arguments}
-        content = [] if begun else [_part(item, item.text)]
+            return OutputCall(id=name, status=status, call_id=item.id, name=item.name, arguments=arguments)
         if item.kind is Content:
-            return made | {"type": "message", "role": "assistant", "content": content}
-        return made | {"type": "reasoning", "summary": [], "content": content}
+            texts = [] if begun else [OutputText(item.text)]
+            return OutputMessage(id=name, status=status, content=texts)
+        thoughts = [] if begun else [ReasoningText(item.text)]
+        return OutputReasoning(id=name, status=status, content=thoughts)
 
-    def _response(self, status: str, output: list[Json]) -> Json:
-        asked = self._request
-        return {
-            "id": self.wanted.id,
-            "object": "response",
-            "created_at": self.wanted.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "model": self.wanted.model,
-            "output": output,
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": asked.temperature,
-            "text": asked.text or {"format": {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
-            "top_p": asked.top_p,
-            "truncation": "disabled",
-            "usage": None,
-            "metadata": asked.metadata or {},
-        }
+    def _response(self, status: Status, output: list[OutputItem]) -> Response:
+        request: ResponsesRequest = self.options.request
+        return Response(
+            id=self.options.id, created_at=self.options.created, model=self.options.model, status=status, output=output,
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            instructions=request.instructions, max_output_tokens=request.max_output_tokens,
+            parallel_tool_calls=request.parallel_tool_calls is not False, store=False, temperature=request.temperature,
+            text=request.text or {"format": {"type": "text"}}, tool_choice=request.tool_choice or "auto",
+            tools=request.tools or [], top_p=request.top_p, usage=None, metadata=request.metadata or {},
+        )  # fmt: skip
 
 
-def _part(item: Text, text: str) -> Json:
-    if item.kind is Content:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"type": "reasoning_text", "text": text}
+def _part(item: Text, text: str) -> OutputText | ReasoningText:
+    return (OutputText if item.kind is Content else ReasoningText)(text)

@@ -1,4 +1,7 @@
-"""The OpenAPI document of the HTTP doors, made of the requests' classes and the answers' schemas."""
+"""The OpenAPI document of the HTTP doors, derived from the structs of requests and responses.
+
+Answers that belong to no API stand here.
+"""
 
 # pyright: strict
 
@@ -6,57 +9,93 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import Struct
 
 import baton
-from router.frontend.api.answer_schemas import SCHEMAS, Schema, ref
-from router.frontend.api.anthropic_messages import CountTokensRequest, MessagesRequest
-from router.frontend.api.openai_chat import ChatCompletionRequest
-from router.frontend.api.openai_completions import CompletionRequest
-from router.frontend.api.openai_responses import ResponsesRequest
+from router.frontend.api.anthropic_messages import (
+    AnthropicError,
+    AnthropicMessage,
+    CountTokensRequest,
+    MessagesRequest,
+    MessageTokensCount,
+)
+from router.frontend.api.errors import Error
+from router.frontend.api.model_cards import AnthropicModel, AnthropicModelList, Model, ModelList
+from router.frontend.api.openai_chat import ChatCompletion, ChatCompletionRequest
+from router.frontend.api.openai_completions import Completion, CompletionRequest
+from router.frontend.api.openai_responses import Response, ResponsesRequest
 from router.frontend.api.protocol import DetokenizeRequest, TokenizeRequest
+from router.frontend.api.response_builder import Count
+
+Schema: TypeAlias = dict[str, Any]
+
+
+class Tokens(Struct, kw_only=True):
+    """The answer of POST /tokenize."""
+
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(Struct):
+    """The answer of POST /detokenize."""
+
+    prompt: str
+
+
+class Version(Struct):
+    """The answer of GET /version."""
+
+    version: str
+
+
+class Status(Struct):
+    """The answer of GET /live, and of GET /ready while requests can be served."""
+
+    status: Literal["live", "ready"]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A POST: its summary, and the schemas of its body and its answer."""
+    """A POST: its summary, its body and its answer."""
 
     summary: str
     body: type
-    answer: str
+    answer: type
     streams: bool = False
-    error: str = "Error"
+    error: type = Error
 
 
 _CALLS = {
-    "/v1/completions": _Call("Complete a prompt.", CompletionRequest, "Completion", streams=True),
-    "/v1/chat/completions": _Call("Continue a chat.", ChatCompletionRequest, "ChatCompletion", streams=True),
+    "/v1/completions": _Call("Complete a prompt.", CompletionRequest, Completion, streams=True),
+    "/v1/chat/completions": _Call("Continue a chat.", ChatCompletionRequest, ChatCompletion, streams=True),
     "/v1/messages": _Call(
-        "Continue a chat, as Anthropic's API does.", MessagesRequest, "Message", streams=True, error="AnthropicError"
+        "Continue a chat, as Anthropic's API does.", MessagesRequest, AnthropicMessage, True, AnthropicError
     ),
     "/v1/messages/count_tokens": _Call(
-        "Count the tokens of a chat, as Anthropic's API does.",
-        CountTokensRequest,
-        "MessageTokensCount",
-        error="AnthropicError",
+        "Count a chat's tokens, as Anthropic's API does.", CountTokensRequest, MessageTokensCount, error=AnthropicError
     ),
     "/v1/responses": _Call(
-        "Answer an input, as OpenAI's Responses API does, without state.", ResponsesRequest, "Response", streams=True
+        "Answer an input, as OpenAI's Responses API does, without state.", ResponsesRequest, Response, streams=True
     ),
-    "/tokenize": _Call("Return the tokens of a prompt or a chat.", TokenizeRequest, "Tokens"),
-    "/detokenize": _Call("Return the text of tokens.", DetokenizeRequest, "Text"),
+    "/tokenize": _Call("Return the tokens of a prompt or a chat.", TokenizeRequest, Tokens),
+    "/detokenize": _Call("Return the text of tokens.", DetokenizeRequest, DetokenizedText),
 }
-_PAGES: dict[str, tuple[str, list[str], bool]] = {
-    "/v1/models": ("List the names of the served model.", ["ModelList", "AnthropicModelList"], False),
-    "/version": ("Return Baton's version.", ["Version"], False),
-    "/live": ("Tell whether the process answers.", ["Live"], False),
-    "/health": ("Tell whether a request that comes now can be served.", ["Ready"], True),
-    "/ready": ("The same as /health.", ["Ready"], True),
-    "/health/ready": ("The same as /health.", ["Ready"], True),
+_PAGES: dict[str, tuple[str, list[type], bool]] = {
+    "/v1/models": ("List the names of the served model.", [ModelList, AnthropicModelList], False),
+    "/version": ("Return Baton's version.", [Version], False),
+    "/live": ("Tell whether the process answers.", [Status], False),
+    "/health": ("Tell whether a request that comes now can be served.", [Status], True),
+    "/ready": ("The same as /health.", [Status], True),
+    "/health/ready": ("The same as /health.", [Status], True),
 }
-"""Summary, schemas of the answer, and whether 503 is another one."""
+"""Summary, what it answers, and whether 503 is another answer."""
+_MODEL: tuple[str, list[type], bool] = ("Return one name of the served model.", [Model, AnthropicModel], False)
 _ERRORS = {
     "400": "a field is wrong, or has a value that this server does not serve",
     "401": "no API key, or an unknown one",
@@ -83,15 +122,18 @@ _EVENT: Schema = {
 _REASON: Schema = {"baton-reason": {"description": "the reason as a label", "schema": {"type": "string"}}}
 
 
+def ref(kind: type) -> Schema:
+    """Return a reference to the schema of a struct."""
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
 @cache
 def document() -> dict[str, Any]:
     """OpenAPI 3.1, as a JSON object."""
-    bodies, components = msgspec.json.schema_components(
-        [call.body for call in _CALLS.values()], ref_template="#/components/schemas/{name}"
-    )
-    paths: dict[str, Any] = {
-        path: {"post": _post(path, call, body)} for (path, call), body in zip(_CALLS.items(), bodies, strict=True)
-    }
+    kinds = [kind for call in _CALLS.values() for kind in (call.body, call.answer, call.error)]
+    kinds += [kind for _, answers, _ in (*_PAGES.values(), _MODEL) for kind in answers]
+    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {path: {"post": _post(path, call)} for path, call in _CALLS.items()}
     paths |= {path: {"get": _get(path, *told)} for path, told in _PAGES.items()}
     paths["/v1/models/{model}"] = {"get": _model()}
     page = {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -99,55 +141,55 @@ def document() -> dict[str, Any]:
         "get": {
             "operationId": "metrics",
             "summary": "Return this process's metrics.",
-            "responses": {"200": page, **_errors("Error", *_KEYS)},
+            "responses": {"200": page, **_errors(Error, *_KEYS)},
         }
     }
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": baton.__version__},
         "paths": paths,
-        "components": {"schemas": {**components, **SCHEMAS}},
+        "components": {"schemas": components},
     }
 
 
-def _post(path: str, call: _Call, body: Schema) -> Schema:
+def _post(path: str, call: _Call) -> Schema:
     content: dict[str, Any] = _json(ref(call.answer))
     if call.streams:
         content["text/event-stream"] = {"schema": _EVENT}
     return {
         "operationId": _name(path),
         "summary": call.summary,
-        "requestBody": {"required": True, "content": _json(body)},
+        "requestBody": {"required": True, "content": _json(ref(call.body))},
         "responses": {"200": {"description": "the answer", "content": content}, **_errors(call.error, *_ERRORS)},
     }
 
 
-def _get(path: str, summary: str, answers: list[str], may_fail: bool) -> Schema:
+def _get(path: str, summary: str, answers: list[type], may_fail: bool) -> Schema:
     schema = {"anyOf": [ref(name) for name in answers]} if len(answers) > 1 else ref(answers[0])
     return {
         "operationId": _name(path),
         "summary": summary,
         "responses": {
             "200": {"description": "the answer", "content": _json(schema)},
-            **_errors("Error", *(["503"] if may_fail else []), *(_KEYS if path.startswith("/v1") else ())),
+            **_errors(Error, *(["503"] if may_fail else []), *(_KEYS if path.startswith("/v1") else ())),
         },
     }
 
 
 def _model() -> Schema:
     parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    return _get("/v1/model", "Return one name of the served model.", ["Model", "AnthropicModel"], False) | {
+    return _get("/v1/model", *_MODEL) | {
         "parameters": [parameter],
         "responses": {
-            "200": {"description": "the model", "content": _json({"anyOf": [ref("Model"), ref("AnthropicModel")]})},
-            **_errors("Error", *_KEYS),
-            "404": _error("404", {"anyOf": [ref("Error"), ref("AnthropicError")]}),
+            "200": {"description": "the model", "content": _json({"anyOf": [ref(Model), ref(AnthropicModel)]})},
+            **_errors(Error, *_KEYS),
+            "404": _error("404", {"anyOf": [ref(Error), ref(AnthropicError)]}),
         },
     }
 
 
-def _errors(schema: str, *statuses: str) -> Schema:
-    return {status: _error(status, ref(schema)) for status in statuses}
+def _errors(kind: type, *statuses: str) -> Schema:
+    return {status: _error(status, ref(kind)) for status in statuses}
 
 
 def _error(status: str, schema: Schema) -> Schema:

@@ -1,6 +1,7 @@
-"""The answers of the HTTP APIs, and that of completions: outputs of one or several samples as JSON, whole or in chunks.
+"""What the response builders of all HTTP APIs share: outputs of one or several choices as JSON, whole or in chunks.
 
-Pure: the doors read the outputs and send what stands here.
+Pure: `streaming.py` reads the outputs and sends what stands here. A whole response is a struct, of which `openapi.py`
+derives its schema. The chunks of a stream are objects with such structs in them.
 """
 
 # pyright: strict
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from baton.errors import BatonError
 from baton.messages import PromptTokenLogprob, TokenLogprob
@@ -23,14 +26,52 @@ from router.frontend.output_stream import Output
 
 _HOPS = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token", "ended")
 
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
+StopCause: TypeAlias = Literal["stop", "length", "tool_calls"]  # baton.messages.FinishReason, and calls
+
+
+class Usage(Struct, kw_only=True):
+    """Tokens over all choices. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: dict[Literal["cached_tokens"], Count]
+    completion_tokens_details: dict[Literal["reasoning_tokens"], Count] | UnsetType = UNSET
+
+
+class Metrics(Struct, kw_only=True):
+    """Times of the first choice, in milliseconds: vLLM's names, and every hop since receipt."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+    hops_ms: dict[str, float]
+
+
+PromptLogprobs: TypeAlias = list[dict[str, Json] | None]  # as vLLM has them, by token id
+
+
+class OpenAiResponse(Struct, kw_only=True, tag_field="object"):
+    """What completions and chat completions have in common."""
+
+    id: str
+    created: Count
+    model: str
+    system_fingerprint: str | None
+    usage: Usage
+    metrics: Metrics
+
 
 @dataclass
-class Sample:
+class Choice:
     """One output of a request, as far as it has come."""
 
     index: int
     prompt: Sequence[int]
-    leader: Sample | None = None  # the first sample of its prompt; none: it is that itself
+    leader: Choice | None = None  # the first choice of its prompt; none: it is that itself
     text: list[str] = field(default_factory=list[str])
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
@@ -79,7 +120,7 @@ class Sample:
         return (self.leader or self).prompt_logprobs
 
     @property
-    def finish_reason(self) -> str:
+    def finish_reason(self) -> StopCause:
         assert self.end is not None
         assert isinstance(self.end.outcome, Finished)
         reason = self.end.outcome.reason
@@ -87,13 +128,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """What an answer is to contain."""
+class ResponseOptions:
+    """What a response is to contain."""
 
+    request: Any  # as it came
     id: str
     model: str
     created: int  # seconds since the epoch
-    fingerprint: Callable[[], str | None]  # to be asked once the answer has begun
+    fingerprint: Callable[[], str | None]  # to be asked once the response has begun
     names: TokenNames
     logprobs: bool = False
     token_ids: bool = False
@@ -105,16 +147,16 @@ class AnswerOptions:
     prompt_only: bool = False  # the output is not shown: it was asked for no tokens
 
 
-class Answer:
-    """One request's answer. The kinds of APIs differ in their choices."""
+class ResponseBuilder:
+    """Builds one request's response. Each API has a builder of its own."""
 
-    kind: str
-    chunk_kind: str
+    prefix: str  # of ids
+    chunk_kind: str  # of OpenAI's chunks
     end_of_stream = b"data: [DONE]\n\n"
 
-    def __init__(self, wanted: AnswerOptions, samples: Sequence[Sample]) -> None:
-        self.wanted = wanted
-        self.samples = samples
+    def __init__(self, options: ResponseOptions, choices: Sequence[Choice]) -> None:
+        self.options = options
+        self.choices = choices
 
     # --- streams -----------------------------------------------------------------------------------------------------
 
@@ -122,137 +164,113 @@ class Answer:
         """Yield the chunks before all output."""
         yield from ()
 
-    def take(self, sample: Sample, piece: Output) -> None:
-        """Add a piece to a sample's output."""
-        sample.take(Output(prompt_logprobs=piece.prompt_logprobs) if self.wanted.prompt_only else piece)
+    def take(self, choice: Choice, piece: Output) -> None:
+        """Add a piece to a choice's output."""
+        choice.take(Output(prompt_logprobs=piece.prompt_logprobs) if self.options.prompt_only else piece)
 
-    def ended(self, sample: Sample) -> None:
-        """A sample's output is whole."""
-        sample.finish()
-
-    def chunks(self, sample: Sample, piece: Output) -> Iterator[Json]:
+    def chunks(self, choice: Choice, piece: Output) -> Iterator[Json]:
         """Yield chunks with new output; none if there is nothing that the client would see."""
-        sample.prompt_logprobs += piece.prompt_logprobs
-        sample.tokens += piece.tokens
-        if (choice := self._delta(sample, piece)) is not None:
-            yield self._chunk([choice])
+        choice.prompt_logprobs += piece.prompt_logprobs
+        choice.tokens += piece.tokens
+        if (delta := self._delta(choice, piece)) is not None:
+            yield self._chunk([delta])
 
     def _shows_tokens(self, piece: Output) -> bool:
         """Whether a piece has more than text to show."""
-        return bool((self.wanted.logprobs and piece.logprobs) or (self.wanted.token_ids and piece.tokens))
+        return bool((self.options.logprobs and piece.logprobs) or (self.options.token_ids and piece.tokens))
 
-    def ending(self, sample: Sample) -> Iterator[Json]:
-        """Yield the chunk with the reason why a sample ended."""
-        yield self._chunk([self._end(sample)])
+    def ending(self, choice: Choice) -> Iterator[Json]:
+        """Yield the chunks after a choice's output, with the reason why it ended."""
+        raise NotImplementedError
 
     def event(self, chunk: Json) -> bytes:
         """A chunk as a server-sent event."""
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
-    def failed(self, error: BatonError) -> Json:
+    def failed(self, error: BatonError) -> Json | Struct:
         """An error as this API has it."""
         return errors.body_of(error)
 
     def closing(self) -> Iterator[Json]:
         """Yield the chunk with the usage, if it was asked for."""
-        if self.wanted.usage_at_end:
+        if self.options.usage_at_end:
             yield self._chunk([]) | {"usage": self.usage(), "metrics": self.metrics()}
 
-    def _chunk(self, choices: list[Json]) -> Json:
-        wanted = self.wanted
-        chunk: Json = {
-            "id": wanted.id,
-            "object": self.chunk_kind,
-            "created": wanted.created,
-            "model": wanted.model,
-            "system_fingerprint": wanted.fingerprint(),
-            "choices": choices,
-        }
-        if wanted.usage_always:
+    def _chunk(self, choices: list[Any]) -> Json:
+        chunk = {"object": self.chunk_kind, "choices": choices} | self._about()
+        if self.options.usage_always:
             chunk["usage"] = self.usage()
-        elif wanted.usage_at_end:
+        elif self.options.usage_at_end:
             chunk["usage"] = None
         return chunk
 
-    def _delta(self, sample: Sample, piece: Output) -> Json | None:
+    def _delta(self, choice: Choice, piece: Output) -> Any:
         raise NotImplementedError
 
-    def _end(self, sample: Sample) -> Json:
+    # --- whole responses ---------------------------------------------------------------------------------------------
+
+    def whole(self) -> Struct:
+        """The response once every choice has ended."""
         raise NotImplementedError
 
-    # --- whole answers -----------------------------------------------------------------------------------------------
-
-    def whole(self) -> Json:
-        """The answer once every sample has ended."""
-        return {
-            "id": self.wanted.id,
-            "object": self.kind,
-            "created": self.wanted.created,
-            "model": self.wanted.model,
-            "system_fingerprint": self.wanted.fingerprint(),
-            "choices": [self._choice(sample) for sample in self.samples],
-            "usage": self.usage(),
-            "metrics": self.metrics(),
+    def _about(self) -> Json:
+        """What is alike in all parts of a response."""
+        names = ("id", "created", "model")
+        return {name: getattr(self.options, name) for name in names} | {
+            "system_fingerprint": self.options.fingerprint()
         }
 
-    def _choice(self, sample: Sample) -> Json:
-        raise NotImplementedError
-
-    def prompt_logprobs(self, sample: Sample) -> list[Json | None]:
+    def prompt_logprobs(self, choice: Choice) -> PromptLogprobs:
         """Log-probabilities of the prompt's tokens as vLLM has them: the token itself, then the likeliest ones."""
-        told: list[Json | None] = [None]
-        own = replace(self.wanted.names, as_ids=False).own
-        for one in sample.prompt_scores:
+        scores: PromptLogprobs = [None]
+        own = replace(self.options.names, as_ids=False).own
+        for one in choice.prompt_scores:
             ranked = {token: (value, rank) for rank, (token, value) in enumerate(one.top, start=1)}
             ranked = {one.token: (one.logprob, one.rank)} | ranked
-            told.append(
+            scores.append(
                 {
                     str(token): {"logprob": value, "rank": rank, "decoded_token": own(token)}
                     for token, (value, rank) in ranked.items()
                 }
             )
-        return told
+        return scores
 
     # --- both --------------------------------------------------------------------------------------------------------
 
-    def usage(self) -> Json:
-        """Tokens over all samples, as far as they have come. A prompt counts once, however many samples it has."""
-        prompt = sum(len(sample.prompt) for sample in self.samples if sample.first_of_prompt)
-        completion = sum(len(sample.tokens) for sample in self.samples)
-        ended = [sample.end for sample in self.samples if sample.first_of_prompt and sample.end is not None]
+    def usage(self) -> Usage:
+        """Tokens as far as they have come."""
+        prompt = sum(len(choice.prompt) for choice in self.choices if choice.first_of_prompt)
+        completion = sum(len(choice.tokens) for choice in self.choices)
+        ended = [choice.end for choice in self.choices if choice.first_of_prompt and choice.end is not None]
         cached = sum(end.summary.usage.cached for end in ended)
-        usage: Json = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
-        if (reasoning := self._reasoning_tokens()) is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-        return usage
+        reasoning = self._reasoning_tokens()
+        return Usage(
+            prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion,
+            prompt_tokens_details={"cached_tokens": cached},
+            completion_tokens_details=UNSET if reasoning is None else {"reasoning_tokens": reasoning},
+        )  # fmt: skip
 
     def _reasoning_tokens(self) -> int | None:
         """Tokens of reasoning over all samples; None if they are not known."""
-        end = self.wanted.reasoning_end
-        counts = [sample.parser.reasoning_tokens(sample.tokens, end) for sample in self.samples if sample.parser]
+        end = self.options.reasoning_end
+        counts = [choice.parser.reasoning_tokens(choice.tokens, end) for choice in self.choices if choice.parser]
         known = [count for count in counts if count is not None]
         return sum(known) if known else None
 
-    def metrics(self) -> Json:
-        """Times of the first sample, in milliseconds: vLLM's names, and every hop since receipt."""
-        sample = self.samples[0]
-        assert sample.end is not None
-        line = sample.end.summary.timeline
+    def metrics(self) -> Metrics:
+        """Return the times of the first choice, which has ended."""
+        choice = self.choices[0]
+        assert choice.end is not None
+        line = choice.end.summary.timeline
         generation = line.between("first_token", "ended")
-        tpot = line.tpot(len(sample.tokens))
-        return {
-            "time_to_first_token_ms": _ms(line.ttft),
-            "generation_time_ms": _ms(generation),
-            "queue_time_ms": _ms(line.between("received", "placed")),
-            "mean_itl_ms": _ms(tpot),
-            "tokens_per_second": round(len(sample.tokens) / generation, 3) if generation else None,
-            "hops_ms": {hop: ms for hop in _HOPS if (ms := _ms(line.between("received", hop))) is not None},
-        }
+        return Metrics(
+            time_to_first_token_ms=_ms(line.ttft),
+            generation_time_ms=_ms(generation),
+            queue_time_ms=_ms(line.between("received", "placed")),
+            mean_itl_ms=_ms(line.tpot(len(choice.tokens))),
+            tokens_per_second=round(len(choice.tokens) / generation, 3) if generation else None,
+            hops_ms={hop: ms for hop in _HOPS if (ms := _ms(line.between("received", hop))) is not None},
+        )
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -53,7 +53,7 @@ class ApiServer:
         self._config.load()
         self._server = _UvicornServer(self._config)
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._places: Places[Connection] = Places(min(max_connections, descriptors // 2))
+        self._places: Places = Places(min(max_connections, descriptors // 2))
         self._tls = tls
         if tls is not None:
             sslproto.SSLProtocol.max_size = _TLS_BUFFER

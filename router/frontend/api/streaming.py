@@ -1,4 +1,4 @@
-"""What goes back over HTTP: one JSON object, or server-sent events.
+"""Sends responses over HTTP as they are generated: one JSON object at the end, or server-sent events.
 
 A response runs the generations of its request to their end. It cancels them if the client closes its connection, or
 reads nothing after the end.
@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, Struct
+from msgspec.structs import asdict
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,7 +27,7 @@ from router.events import Cancelled, Failed, Finished, RequestEnded
 from router.frontend.api import errors
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.protocol import GenerationFields
-from router.frontend.api.response_builder import Answer, Sample
+from router.frontend.api.response_builder import Choice, ResponseBuilder
 from router.frontend.generation import Apart, Generation
 from router.frontend.output_stream import Output
 from router.frontend.parallel_sampling import merged
@@ -33,7 +35,7 @@ from router.frontend.parallel_sampling import merged
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _JSON = "application/json"
 _ENCODED_AT_ONCE = 500  # members of a list
-_SCORED_BYTES = 64  # of an answer, for each log-probability
+_SCORED_BYTES = 64  # of a response, for each log-probability
 _MAX_NAME = 80  # characters of a request's name
 
 
@@ -42,10 +44,10 @@ class ConnectionClosed(Exception):
 
 
 @dataclass(frozen=True)
-class AnswerOrder:
-    """A checked request: its answer, and what to generate for it."""
+class GenerationOrder:
+    """A checked request: what builds its response, and what to generate for it."""
 
-    answer: Answer
+    builder: ResponseBuilder
     fields: GenerationFields
     max_tokens: int | None
     logprobs: int | None
@@ -56,6 +58,10 @@ class AnswerOrder:
 
 def json_pieces(value: Any) -> Iterator[bytes]:
     """Yield the JSON of a value in pieces. msgspec holds the GIL while it encodes one."""
+    if isinstance(value, Struct):
+        config, members = value.__struct_config__, asdict(value)
+        tag = {config.tag_field: config.tag} if config.tag_field else {}
+        value = tag | {name: member for name, member in members.items() if member is not UNSET}
     if isinstance(value, dict):
         for number, (name, member) in enumerate(value.items()):
             yield (b"," if number else b"{") + msgspec.json.encode(name) + b":"
@@ -65,7 +71,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         for start in range(0, len(value), _ENCODED_AT_ONCE):
             yield (b"," if start else b"[") + msgspec.json.encode(value[start : start + _ENCODED_AT_ONCE])[1:-1]
         yield b"]"
-    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+    elif isinstance(value, list) and any(isinstance(one, dict | Struct) for one in value):
         for number, member in enumerate(value):
             yield b"," if number else b"["
             yield from json_pieces(member)
@@ -74,10 +80,10 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield msgspec.json.encode(value)
 
 
-def _size(sample: Sample) -> int:
-    """Return about how many bytes a sample's part of an answer has, by what takes time to build."""
-    scored = len(sample.logprobs) + sum(1 + len(one.top) for one in sample.prompt_logprobs)
-    return TOKEN_BYTES * len(sample.tokens) + _SCORED_BYTES * scored
+def _size(choice: Choice) -> int:
+    """Return about how many bytes a choice's part of a response has, by what takes time to build."""
+    scored = len(choice.logprobs) + sum(1 + len(one.top) for one in choice.prompt_logprobs)
+    return TOKEN_BYTES * len(choice.tokens) + _SCORED_BYTES * scored
 
 
 def request_name(headers: Mapping[str, str], wanted: str = "") -> str:
@@ -97,16 +103,16 @@ def error_response(error: BatonError, failed: ErrorBody = errors.body_of) -> Res
     return Response(msgspec.json.encode(failed(error)), errors.status_of(error), errors.headers_of(error), _JSON)
 
 
-class _Generating(Response):
+class _GeneratedResponse(Response):
     """A response that runs generations to their end, or until the client has gone."""
 
     def __init__(
-        self, order: AnswerOrder, generations: Sequence[Generation], linger: float, name: str, apart: Apart
+        self, order: GenerationOrder, generations: Sequence[Generation], linger: float, name: str, apart: Apart
     ) -> None:
-        self.answer, self.generations, self._linger, self._apart = order.answer, generations, linger, apart
+        self.builder, self.generations, self._linger, self._apart = order.builder, generations, linger, apart
         if order.logprobs is not None:
-            for sample, generation in zip(order.answer.samples, generations, strict=True):
-                sample.stream = generation.validated.text_stream(order.answer.wanted.names.tokenizer)
+            for choice, generation in zip(order.builder.choices, generations, strict=True):
+                choice.stream = generation.validated.text_stream(order.builder.options.names.tokenizer)
         self._stops = frozenset(order.fields.stop_token_ids or ())
         self.raw_headers = [(b"x-request-id", name.encode())]
 
@@ -142,16 +148,16 @@ class _Generating(Response):
             working.cancel()
             gone.cancel()
 
-    async def _outputs(self) -> AsyncIterator[tuple[Sample, Output | RequestEnded]]:
-        """Yield what comes of each sample, as it comes. Raises BatonError when one of them fails."""
+    async def _outputs(self) -> AsyncIterator[tuple[Choice, Output | RequestEnded]]:
+        """Yield what comes of each choice, as it comes. Raises BatonError when one of them fails."""
         streams = [generation.stream for generation in self.generations]
         async with contextlib.aclosing(merged(streams)) as news:
             async for number, what in news:
-                sample = self.answer.samples[number]
-                yield sample, self._checked(sample, what)
+                choice = self.builder.choices[number]
+                yield choice, self._checked(choice, what)
 
-    def _checked(self, sample: Sample, news: Output | RequestEnded) -> Output | RequestEnded:
-        """Note the end of a sample. Raises the error that it ended in."""
+    def _checked(self, choice: Choice, news: Output | RequestEnded) -> Output | RequestEnded:
+        """Note the end of a choice. Raises the error that it ended in."""
         if not isinstance(news, RequestEnded):
             return news
         match news.outcome:
@@ -160,41 +166,41 @@ class _Generating(Response):
             case Cancelled(why=why):
                 raise RequestCancelled(why)
             case Finished(reason=reason):
-                sample.end = news
-                sample.stop_reason = self.generations[sample.index].stream.stop_string
-                if reason == "stop" and sample.stop_reason is None and sample.tokens:
-                    last = sample.tokens[-1]
-                    sample.stop_reason = last if last in self._stops else None
+                choice.end = news
+                choice.stop_reason = self.generations[choice.index].stream.stop_string
+                if reason == "stop" and choice.stop_reason is None and choice.tokens:
+                    last = choice.tokens[-1]
+                    choice.stop_reason = last if last in self._stops else None
         return news
 
 
-class WholeAnswer(_Generating):
+class WholeResponse(_GeneratedResponse):
     """One JSON object at the end."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for sample, news in self._outputs():
+            async for choice, news in self._outputs():
                 if isinstance(news, Output):
-                    self.answer.take(sample, news)
+                    self.builder.take(choice, news)
                 else:
-                    self.answer.ended(sample)
-            size = sum(map(_size, self.answer.samples))
-            body = await self._apart(size, lambda: b"".join(json_pieces(self.answer.whole())))
+                    choice.finish()
+            size = sum(map(_size, self.builder.choices))
+            body = await self._apart(size, lambda: b"".join(json_pieces(self.builder.whole())))
             response = Response(body, media_type=_JSON)
         except BatonError as error:
-            response = error_response(error, self.answer.failed)
+            response = error_response(error, self.builder.failed)
         response.headers["x-request-id"] = self.headers["x-request-id"]
         await response(scope, receive, send)
 
 
-class EventStream(_Generating):
+class EventStream(_GeneratedResponse):
     """Server-sent events, an output at a time."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer, opened = self.answer, False
+        builder, opened = self.builder, False
 
         async def event(value: dict[str, Any]) -> None:
-            await emit(answer.event(value))
+            await emit(builder.event(value))
 
         async def emit(body: bytes) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -205,37 +211,37 @@ class EventStream(_Generating):
                 (b"x-accel-buffering", b"no"), *self.raw_headers,
             ]  # fmt: skip
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            for chunk in answer.opening():
+            for chunk in builder.opening():
                 await event(chunk)
 
         try:
-            async for sample, news in self._outputs():
+            async for choice, news in self._outputs():
                 if not opened:  # a request that is refused has a status of its own
                     opened = True
                     await open_stream()
                 if not isinstance(news, Output):
-                    for chunk in answer.ending(sample):
+                    for chunk in builder.ending(choice):
                         await event(chunk)
                 else:
                     # The first chunk of an echo has all of the prompt's log-probabilities.
-                    size = 0 if sample.characters else _SCORED_BYTES * len(sample.prompt_scores)
-                    for body in await self._apart(size, partial(_events, answer, sample, news)):
+                    size = 0 if choice.characters else _SCORED_BYTES * len(choice.prompt_scores)
+                    for body in await self._apart(size, partial(_events, builder, choice, news)):
                         await emit(body)
-            for chunk in answer.closing():
+            for chunk in builder.closing():
                 await event(chunk)
         except BatonError as error:
             if not opened:
-                response = error_response(error, answer.failed)
+                response = error_response(error, builder.failed)
                 response.headers["x-request-id"] = self.headers["x-request-id"]
                 await response(scope, receive, send)
                 return
-            await event(answer.failed(error))
-        await send({"type": "http.response.body", "body": answer.end_of_stream, "more_body": False})
+            await event(msgspec.to_builtins(builder.failed(error)))
+        await send({"type": "http.response.body", "body": builder.end_of_stream, "more_body": False})
 
 
-def _events(answer: Answer, sample: Sample, piece: Output) -> list[bytes]:
+def _events(builder: ResponseBuilder, choice: Choice, piece: Output) -> list[bytes]:
     """Return the server-sent events of a piece of output."""
-    return [answer.event(chunk) for chunk in answer.chunks(sample, piece)]
+    return [builder.event(chunk) for chunk in builder.chunks(choice, piece)]
 
 
 async def _disconnected(receive: Receive) -> None:

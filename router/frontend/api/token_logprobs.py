@@ -12,14 +12,46 @@ character.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from msgspec import Struct
 
 from baton.messages import PromptTokenLogprob, TokenLogprob
 from router.frontend.detokenizer import LOST, TextStream, Tokenizer
 
 Json: TypeAlias = dict[str, Any]
+
+
+class CompletionLogprobs(Struct, kw_only=True):
+    """Log-probabilities of a completion's tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[Mapping[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(Struct):
+    """A token that could come at a place of a chat's output."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatTokenLogprob(TopLogprob):
+    """A token of a chat's output."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Log-probabilities of a chat's tokens."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
 
 
 @dataclass(frozen=True)
@@ -61,19 +93,19 @@ def added_texts(stream: TextStream, tokens: Iterable[int]) -> list[str]:
 
 def completion_logprobs(
     names: TokenNames, logprobs: Sequence[TokenLogprob | PromptTokenLogprob], texts: Sequence[str], offset: int
-) -> Json:
-    """Return the object of OpenAI's completions. `texts`: what each token adds to the text, from `offset` on."""
+) -> CompletionLogprobs:
+    """Return those of OpenAI's completions. `texts`: what each token adds to the text, from `offset` on."""
     offsets: list[int] = []
     for text in texts:
         offsets.append(offset)
         offset += len(text)
-    told = list(zip(logprobs, texts, strict=True))
-    return {
-        "tokens": [names.in_text(one.token, text) for one, text in told],
-        "token_logprobs": [one.logprob for one, _ in told],
-        "top_logprobs": [_by_name(names, one, text) for one, text in told],
-        "text_offset": offsets,
-    }
+    scored = list(zip(logprobs, texts, strict=True))
+    return CompletionLogprobs(
+        tokens=[names.in_text(one.token, text) for one, text in scored],
+        token_logprobs=[one.logprob for one, _ in scored],
+        top_logprobs=[_by_name(names, one, text) for one, text in scored],
+        text_offset=offsets,
+    )
 
 
 def _by_name(names: TokenNames, one: TokenLogprob | PromptTokenLogprob, text: str) -> Mapping[str, float]:
@@ -88,17 +120,16 @@ def _by_name(names: TokenNames, one: TokenLogprob | PromptTokenLogprob, text: st
     return found
 
 
-def chat_logprobs(names: TokenNames, logprobs: Sequence[TokenLogprob], texts: Sequence[str]) -> Json:
-    """Return the object of OpenAI's chat completions."""
-    return {"content": list(_chat_tokens(names, logprobs, texts)), "refusal": None}
-
-
-def _chat_tokens(names: TokenNames, logprobs: Sequence[TokenLogprob], texts: Sequence[str]) -> Iterator[Json]:
+def chat_logprobs(names: TokenNames, logprobs: Sequence[TokenLogprob], texts: Sequence[str]) -> ChatLogprobs:
+    """Return those of OpenAI's chat completions."""
+    content: list[ChatTokenLogprob] = []
     for one, text in zip(logprobs, texts, strict=True):
-        chosen: Json = {"token": names.in_text(one.token, text), "bytes": list(names.bytes_in_text(one.token, text))}
+        name, encoded = names.in_text(one.token, text), list(names.bytes_in_text(one.token, text))
         top = [
-            (chosen if token == one.token else {"token": names.own(token), "bytes": list(names.bytes_of(token))})
-            | {"logprob": value}
+            TopLogprob(name, encoded, value)
+            if token == one.token
+            else TopLogprob(names.own(token), list(names.bytes_of(token)), value)
             for token, value in one.top
         ]
-        yield chosen | {"logprob": one.logprob, "top_logprobs": top}
+        content.append(ChatTokenLogprob(name, encoded, one.logprob, top))
+    return ChatLogprobs(content)
