@@ -138,6 +138,14 @@ def test_the_device_cache_serves_a_repeat() -> None:
     assert tokens_of(one.said, "b") == reference(PROMPT, 3)
 
 
+def test_a_stale_hint_costs_a_recompute_and_no_token() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 8, fetch=2))  # the store has nothing
+    one.rig.settle()
+    assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
+    assert tokens_of(one.said) == reference(PROMPT, 8)
+
+
 def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
     one = worker(fetch_timeout_ms=100)
     one.handle(order(PROMPT, 8, fetch=2, prefilled_remotely=True))
@@ -162,6 +170,18 @@ def test_our_own_pause_does_not_end_a_fetch() -> None:
     one.rig.now += 50.0
     one.handle(Tick(paused=50.0))
     assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
+
+
+def test_a_lost_store_ends_awaited_fetches_alone() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 30, "running"))
+    one.turn()
+    one.handle(order(PROMPT[::-1], 8, "waiting", fetch=2, prefilled_remotely=True))
+    one.rig.restart_store()
+    assert [m.request for m in one.said if isinstance(m, FetchIncomplete)] == ["waiting"]
+    while one.turn():
+        pass
+    assert tokens_of(one.said, "running") == reference(PROMPT, 30)
 
 
 def test_failover_goes_on_where_the_tokens_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.peer_protocol import (
+    CancelFetch,
     ChecksumMismatch,
     FetchCredit,
     FetchHeartbeat,
@@ -139,3 +140,28 @@ def test_a_doubt_about_a_page_made_anew_is_about_the_new_one() -> None:
     (again,) = bench.server.checked(check.number, intact=True).orders
     assert isinstance(again, SendPages)
     assert again.pages == (SentPage(0, 8),)
+
+
+def test_a_silent_peer_is_forgotten_not_its_transfers() -> None:
+    bench = Bench()
+    bench.write("a")
+    (serve,) = bench.ask(want(1, "ab", 2, wait=True))
+    assert isinstance(serve, SendPages)
+    bench.server.tick(2.0, paused=0.0)
+    assert bench.server.stats().fetches == 1
+    bench.server.tick(3.5, paused=3.0)
+    assert bench.server.stats().fetches == 1, "we were asleep"
+    bench.server.tick(7.0, paused=0.0)
+    stats = bench.server.stats()
+    assert (stats.peers, stats.fetches, stats.sending, len(bench.waiting)) == (0, 0, 1, 0)
+    bench.server.served(serve.number)
+    assert bench.server.idle
+
+
+def test_unwanted_and_unlisted_fetches_are_forgotten() -> None:
+    bench = Bench()
+    for number in (1, 2, 3):
+        bench.ask(want(number, "ab", 1, wait=True))
+    bench.ask(CancelFetch(1))
+    bench.ask(FetchHeartbeat(1, (3,)))
+    assert [fetch.number for fetch in bench.server.fetches] == [3]

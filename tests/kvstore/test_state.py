@@ -195,6 +195,20 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     assert rig.has("ab")
 
 
+def test_waiters_hear_when_a_maker_gives_up_but_not_while_another_goes_on() -> None:
+    rig = Rig()
+    one, two, reader = (rig.attach(pid) for pid in (1, 2, 3))
+    rig.say(one, reserve(1, "ab"))
+    rig.say(two, reserve(1, "ab"))
+    rig.say(reader, Acquire(1, packed("abc"), wait=True))
+    assert rig.tell(one, EndLease(1)) == {}
+    assert rig.state.stats(rig.now).waits == 3
+    rig.say(two, Seal(1, 0, (1,)))
+    assert rig.tell(two, EndLease(1)) == {reader: [PagesUnavailable(1, 1)]}
+    assert rig.state.stats(rig.now).waits == 0
+    assert rig.say(reader, Release(1, (0,))) == [Released(1, (0,), (True,))]
+
+
 # --- waiting ----------------------------------------------------------------------------------------------------------
 
 
