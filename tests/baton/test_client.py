@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import grpc
 import pytest
 
+from baton import errors
 from baton.client import (
     AsyncClient,
     Client,
@@ -30,17 +31,6 @@ from baton.client.connection import ClientConnection
 from baton.client.loop_thread import LoopThread
 from baton.client.options import generate_request
 from baton.client.results import OutputCollector
-from baton.errors import (
-    BatonError,
-    ConfigError,
-    DeadlineExpired,
-    InvalidRequest,
-    ModelMismatch,
-    Overloaded,
-    RateLimited,
-    RequestCancelled,
-    Unavailable,
-)
 from baton.v1 import cache_pb2, generation_pb2_grpc
 from baton.v1 import generation_pb2 as pb
 from tests.support.eventually import eventually, eventually_async
@@ -91,7 +81,7 @@ def test_a_request_holds_what_was_given_and_leaves_the_rest_open():
     ],
 )
 def test_a_value_that_no_field_holds_is_an_error_before_anything_is_sent(options: Any, match: str):
-    with pytest.raises(InvalidRequest, match=match):
+    with pytest.raises(errors.InvalidRequest, match=match):
         generate_request("a", options)
 
 
@@ -120,7 +110,7 @@ def test_events_are_found_however_they_are_cut():
         assert events == [{"id": "a"}, {"id": "ä"}]
         assert decoder.done
     for wrong in (b"data: {\n", b"data: 5\n"):
-        with pytest.raises(Unavailable, match="the server sent"):
+        with pytest.raises(errors.Unavailable, match="the server sent"):
             list(EventDecoder().feed(wrong))
 
 
@@ -135,7 +125,7 @@ def test_a_chat_becomes_its_answers():
     assert collector.take(chunk(1, content="two"))[0].index == 1
     assert collector.take(chunk(0, reasoning="hm"))[0].reasoning == "hm"
     assert collector.take(chunk(0, tool_calls=[call]))[0].tool_calls == (call,)
-    with pytest.raises(Unavailable, match="without saying why"):
+    with pytest.raises(errors.Unavailable, match="without saying why"):
         collector.answers()
     collector.take(chunk(0, "tool_calls", tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}]))
     collector.take(chunk(1, "length"))
@@ -147,21 +137,27 @@ def test_a_chat_becomes_its_answers():
     assert (first.tool_calls[0].name, first.tool_calls[0].arguments) == ("f", '{"a": 1}')
     assert (first.usage, first.request_id) == (TokenUsage(5, 4, 2), "q")
     assert first.metrics["hops_ms"] == {"placed": 1}
-    with pytest.raises(ModelMismatch, match="gone"):
+    with pytest.raises(errors.ModelMismatch, match="gone"):
         collector.take({"error": {"message": "gone", "code": 404}})
 
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(400, InvalidRequest), (413, InvalidRequest), (429, Overloaded), (503, Unavailable), (500, BatonError)],
+    [
+        (400, errors.InvalidRequest),
+        (413, errors.InvalidRequest),
+        (429, errors.Overloaded),
+        (503, errors.Unavailable),
+        (500, errors.BatonError),
+    ],
 )
-def test_a_status_of_http_is_an_error_of_ours(status: int, kind: type[BatonError]):
+def test_a_status_of_http_is_an_error_of_ours(status: int, kind: type[errors.BatonError]):
     assert type(http_error(status, "why")) is kind
 
 
 def test_a_reason_and_the_time_to_come_again_survive():
     error = http_error(429, "slow down", "rate_limited", "2500")
-    assert type(error) is RateLimited
+    assert type(error) is errors.RateLimited
     assert error.retry_after_ms == 2_500
 
 
@@ -181,11 +177,11 @@ def test_a_client_of_nothing_is_one_of_the_local_cluster(monkeypatch: pytest.Mon
 
 def test_a_call_without_its_address_says_which_one_is_missing():
     with Client("127.0.0.1:1") as client:
-        with pytest.raises(ConfigError, match=r"operator port.*Client\(address, operator\)"):
+        with pytest.raises(errors.ConfigError, match=r"operator port.*Client\(address, operator\)"):
             client.status()
-        with pytest.raises(ConfigError, match="HTTP address"):
+        with pytest.raises(errors.ConfigError, match="HTTP address"):
             client.chat("hello")
-    with Client(operator="127.0.0.1:1") as client, pytest.raises(ConfigError, match="public port"):
+    with Client(operator="127.0.0.1:1") as client, pytest.raises(errors.ConfigError, match="public port"):
         client.generate("hello")
 
 
@@ -194,10 +190,10 @@ def test_certificates_that_are_none_are_named(tmp_path: Any):
     for path, match in ((tmp_path / "missing.pem", "can't be read"), (tmp_path / "ca.pem", "holds no certificates")):
         with Client("127.0.0.1:1", http="127.0.0.1:1", tls=path) as client:
             for door in (client.chat, client.generate):
-                with pytest.raises(ConfigError, match=match):
+                with pytest.raises(errors.ConfigError, match=match):
                     door("hello")
     shown = ClientTls(certificate=tmp_path / "ca.pem", key=tmp_path / "ca.pem")
-    with Client("127.0.0.1:1", tls=shown) as client, pytest.raises(ConfigError, match="can't be used"):
+    with Client("127.0.0.1:1", tls=shown) as client, pytest.raises(errors.ConfigError, match="can't be used"):
         client.generate("hello")
 
 
@@ -269,18 +265,18 @@ def test_deltas_come_and_the_result_is_whole():
 def test_an_error_is_the_one_that_the_router_raised():
     told = (("baton-reason", "objective"), ("retry-after-ms", "750"))
     error = (grpc.StatusCode.RESOURCE_EXHAUSTED, "too late", told)
-    with scripted(error=error) as (_, client), pytest.raises(Overloaded, match="too late") as caught:
+    with scripted(error=error) as (_, client), pytest.raises(errors.Overloaded, match="too late") as caught:
         client.generate("hello").result()
     assert (caught.value.reason, caught.value.retry_after_ms) == ("objective", 750)
 
 
 def test_a_stream_without_an_end_is_an_error():
-    with scripted(finish=False) as (_, client), pytest.raises(Unavailable, match="without saying why"):
+    with scripted(finish=False) as (_, client), pytest.raises(errors.Unavailable, match="without saying why"):
         client.generate("hello").result()
 
 
 def test_a_deadline_is_one():
-    with scripted(stand=True) as (_, client), pytest.raises(DeadlineExpired, match="in time"):
+    with scripted(stand=True) as (_, client), pytest.raises(errors.DeadlineExpired, match="in time"):
         client.generate("hello", timeout=0.2).result()
 
 
@@ -292,7 +288,7 @@ def test_a_request_ends_when_its_client_wants_no_more(how: str):
         match how:
             case "cancel":
                 stream.cancel()
-                with pytest.raises(RequestCancelled):
+                with pytest.raises(errors.RequestCancelled):
                     next(stream)
             case "leave":
                 with stream:
@@ -301,7 +297,7 @@ def test_a_request_ends_when_its_client_wants_no_more(how: str):
                 del stream
             case _:
                 client.close()
-                with pytest.raises((RequestCancelled, ConfigError)):
+                with pytest.raises((errors.RequestCancelled, errors.ConfigError)):
                     next(stream)
         eventually(lambda: script.ended == 1, what="the call has ended at the server")
 
@@ -310,15 +306,15 @@ def test_a_closed_client_says_so():
     with scripted() as (_, client):
         client.close()
         client.close()
-        with pytest.raises(ConfigError, match="closed"):
+        with pytest.raises(errors.ConfigError, match="closed"):
             client.generate("hello")
 
 
 def test_no_server_is_an_error_that_names_the_address():
     with Client("127.0.0.1:1", "127.0.0.1:1") as client:
-        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
+        with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1"):
             client.generate("hello", timeout=5).result()
-        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
+        with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1"):
             client.status()
         assert not client.answers()
 

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from baton import messages as msg
 from baton.membership import RouterLost
-from baton.messages import (
-    AttemptFailed,
-    Cancel,
-    Heartbeat,
-    Hello,
-    LoadReport,
-    Message,
-    Peer,
-    ToDecode,
-    Welcome,
-    WorkerDied,
-)
 from baton.router_links import RouterLinks, RouterMessage
 from baton.wire import Listener
 from tests.baton.test_wire import ME, run
@@ -25,12 +14,12 @@ from tests.support.virtual_clock import VirtualClock
 SILENCE = 60.0
 
 
-def router(name: str) -> tuple[Peer, Listener]:
-    me = Peer("router", name, "n0", f"{name}.1", 1)
+def router(name: str) -> tuple[msg.Peer, Listener]:
+    me = msg.Peer("router", name, "n0", f"{name}.1", 1)
     return me, Listener("tcp://127.0.0.1:0", me)
 
 
-async def hears(listener: Listener, kind: type[Message]) -> Message:
+async def hears(listener: Listener, kind: type[msg.Message]) -> msg.Message:
     while not isinstance(message := (await listener.receive()).message, kind):
         pass
     return message
@@ -48,30 +37,32 @@ def test_two_routers_are_told_apart() -> None:
     async def main() -> None:
         (one, first), (two, second) = router("one"), router("two")
         endpoints = [first.endpoint, second.endpoint, first.endpoint]
-        routers = RouterLinks(endpoints, Hello(ME), ToDecode, VirtualClock())
+        routers = RouterLinks(endpoints, msg.Hello(ME), msg.ToDecode, VirtualClock())
         try:
             assert len(routers.links) == 2
             assert not list(routers.receive(0.0, 0.0))
             for peer, listener, heartbeat_ms in ((one, first, 20), (two, second, 40)):
-                await hears(listener, Hello)
-                listener.send(ME.incarnation, Welcome(peer, heartbeat_ms, int(SILENCE * 1_000)))
-                listener.send(ME.incarnation, Cancel(peer.name, 1))
+                await hears(listener, msg.Hello)
+                listener.send(ME.incarnation, msg.Welcome(peer, heartbeat_ms, int(SILENCE * 1_000)))
+                listener.send(ME.incarnation, msg.Cancel(peer.name, 1))
             said = await heard(routers, 1.0, 2)
             assert {(s.router, s.message.request) for s in said if isinstance(s, RouterMessage)} == {
                 ("one.1", "one"),
                 ("two.1", "two"),
             }
             assert routers.heartbeat == 0.02
-            routers.say(AttemptFailed("r", 1, "internal", "for two"), "two.1")
-            routers.say(AttemptFailed("r", 1, "internal", "for nobody"), "three.1")
-            routers.tell_all(WorkerDied("w", 1))
-            assert await hears(second, AttemptFailed) == AttemptFailed("r", 1, "internal", "for two")
+            routers.say(msg.AttemptFailed("r", 1, "internal", "for two"), "two.1")
+            routers.say(msg.AttemptFailed("r", 1, "internal", "for nobody"), "three.1")
+            routers.tell_all(msg.WorkerDied("w", 1))
+            assert await hears(second, msg.AttemptFailed) == msg.AttemptFailed("r", 1, "internal", "for two")
             for listener in (first, second):
-                assert await hears(listener, WorkerDied) == WorkerDied("w", 1)
-            routers.beat(lambda sequence, incarnation: Heartbeat(sequence, LoadReport(running=len(incarnation))), None)
-            assert await hears(first, Heartbeat) == Heartbeat(2, LoadReport(running=5))
-            second.send(ME.incarnation, Cancel("later", 1))
-            assert await heard(routers, SILENCE, 1) == [RouterMessage("two.1", Cancel("later", 1))]
+                assert await hears(listener, msg.WorkerDied) == msg.WorkerDied("w", 1)
+            routers.beat(
+                lambda sequence, incarnation: msg.Heartbeat(sequence, msg.LoadReport(running=len(incarnation))), None
+            )
+            assert await hears(first, msg.Heartbeat) == msg.Heartbeat(2, msg.LoadReport(running=5))
+            second.send(ME.incarnation, msg.Cancel("later", 1))
+            assert await heard(routers, SILENCE, 1) == [RouterMessage("two.1", msg.Cancel("later", 1))]
             assert list(routers.receive(SILENCE + 2.0, 0.0)) == [RouterLost("one.1")]
         finally:
             routers.close()

@@ -9,17 +9,9 @@ import msgspec
 import pytest
 import zmq
 
+from baton import peer_protocol as peers
 from baton.errors import PortInUse, StartupError
 from baton.messages import Envelope
-from baton.peer_protocol import (
-    FetchedPages,
-    FetchHeartbeat,
-    FetchStatus,
-    FetchUnavailable,
-    PageReply,
-    PageRequest,
-    SentPage,
-)
 from baton.wire.pages import PageLink, PageSockets, Sending
 from tests.support import cluster_keys
 from tests.support.eventually import eventually
@@ -37,8 +29,8 @@ def both() -> Iterator[tuple[PageSockets, PageSockets]]:
     b.close()
 
 
-def asked(sockets: PageSockets, count: int) -> list[tuple[str, PageRequest]]:
-    heard: list[tuple[str, PageRequest]] = []
+def asked(sockets: PageSockets, count: int) -> list[tuple[str, peers.PageRequest]]:
+    heard: list[tuple[str, peers.PageRequest]] = []
     end = time.monotonic() + DEADLINE
     while len(heard) < count:
         assert time.monotonic() < end
@@ -47,7 +39,7 @@ def asked(sockets: PageSockets, count: int) -> list[tuple[str, PageRequest]]:
     return heard
 
 
-def answered(sockets: PageSockets, link: PageLink) -> tuple[PageReply, list[memoryview]]:
+def answered(sockets: PageSockets, link: PageLink) -> tuple[peers.PageReply, list[memoryview]]:
     end = time.monotonic() + DEADLINE
     while True:
         assert time.monotonic() < end
@@ -60,27 +52,29 @@ def test_requests_go_one_way_and_pages_the_other(both: tuple[PageSockets, PageSo
     a, b = both
     link = a.link("b", b.server.endpoint)
     assert a.link("b", b.server.endpoint) is link
-    link.send(FetchHeartbeat(1))
-    link.send(FetchHeartbeat(2))
-    assert asked(b, 2) == [("a", FetchHeartbeat(1)), ("a", FetchHeartbeat(2))]
+    link.send(peers.FetchHeartbeat(1))
+    link.send(peers.FetchHeartbeat(2))
+    assert asked(b, 2) == [("a", peers.FetchHeartbeat(1)), ("a", peers.FetchHeartbeat(2))]
     memory = memoryview(bytearray(b"x" * 100_000 + b"y" * 100_000))
     sending = Sending()
-    pages = FetchedPages(7, (SentPage(0, 11), SentPage(1, 12)))
+    pages = peers.FetchedPages(7, (peers.SentPage(0, 11), peers.SentPage(1, 12)))
     views = (memory[place : place + 100_000] for place in (0, 100_000))
     assert b.server.send_pages("a", pages, views, sending)
-    assert b.server.send("a", FetchUnavailable(7, 2))
+    assert b.server.send("a", peers.FetchUnavailable(7, 2))
     reply, frames = answered(a, link)
     assert reply == pages
     assert [bytes(frame) for frame in frames] == [b"x" * 100_000, b"y" * 100_000]
-    assert answered(a, link) == (FetchUnavailable(7, 2), [])
+    assert answered(a, link) == (peers.FetchUnavailable(7, 2), [])
     eventually(lambda: sending.done)
 
 
 def test_an_endpoint_without_a_store(both: tuple[PageSockets, PageSockets]) -> None:
     _, b = both
     sending = Sending()
-    assert not b.server.send("a", FetchUnavailable(1, 1))
-    assert not b.server.send_pages("a", FetchedPages(1, (SentPage(0, 0),)), iter([memoryview(b"x")]), sending)
+    assert not b.server.send("a", peers.FetchUnavailable(1, 1))
+    assert not b.server.send_pages(
+        "a", peers.FetchedPages(1, (peers.SentPage(0, 0),)), iter([memoryview(b"x")]), sending
+    )
     assert sending.done
     assert b.drops.dropped == 2
 
@@ -88,12 +82,12 @@ def test_an_endpoint_without_a_store(both: tuple[PageSockets, PageSockets]) -> N
 def test_pages_are_busy_until_their_connection_is_gone(both: tuple[PageSockets, PageSockets]) -> None:
     a, b = both
     link = a.link("b", b.server.endpoint)
-    link.send(FetchHeartbeat(1))
+    link.send(peers.FetchHeartbeat(1))
     asked(b, 1)
     memory = memoryview(bytearray(2**20))
     sending = Sending()
     for index in range(64):  # which `a` does not read
-        assert b.server.send_pages("a", FetchedPages(1, (SentPage(index, 0),)), iter([memory[:]]), sending)
+        assert b.server.send_pages("a", peers.FetchedPages(1, (peers.SentPage(index, 0),)), iter([memory[:]]), sending)
     time.sleep(0.2)
     assert not sending.done
     a.drop(link)
@@ -111,16 +105,16 @@ def test_one_store_at_a_time_lives_at_an_endpoint(both: tuple[PageSockets, PageS
     link = a.link("b", b.server.endpoint)
     assert old.socket.closed
     assert set(a.links) == {"b"}
-    heard: list[tuple[str, PageRequest]] = []
+    heard: list[tuple[str, peers.PageRequest]] = []
 
     def through() -> bool:  # the old connection may come last, and take the new one with it: that one connects again
-        link.send(FetchHeartbeat(1))
+        link.send(peers.FetchHeartbeat(1))
         b.wait(0.05)
         heard.extend(b.server.receive(9))
         return len(heard) > 0
 
     eventually(through)
-    assert heard[0] == ("a", FetchHeartbeat(1))
+    assert heard[0] == ("a", peers.FetchHeartbeat(1))
 
 
 @pytest.mark.parametrize("endpoint", ["", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://127.0.0.1:port"])
@@ -145,31 +139,31 @@ def test_frames_that_do_not_belong_to_their_message_are_malformed(both: tuple[Pa
     liar.setsockopt(zmq.LINGER, 0)
     port = cluster_keys.server(liar).bind_to_random_port("tcp://127.0.0.1")
     link = a.link("b", f"tcp://127.0.0.1:{port}")
-    link.send(FetchHeartbeat(1))
+    link.send(peers.FetchHeartbeat(1))
     identity, _ = liar.recv_multipart()
 
-    def say(message: PageReply, *frames: bytes, sender: str = "b", addressee: str = "a") -> None:
+    def say(message: peers.PageReply, *frames: bytes, sender: str = "b", addressee: str = "a") -> None:
         liar.send_multipart([identity, msgspec.msgpack.encode(Envelope(sender, addressee, 1, message)), *frames])
 
     try:
-        one = FetchedPages(1, (SentPage(0, 0),))
+        one = peers.FetchedPages(1, (peers.SentPage(0, 0),))
         say(one)
         say(one, b"x", b"y")
-        say(FetchUnavailable(1, 1), b"x")
+        say(peers.FetchUnavailable(1, 1), b"x")
         liar.send_multipart([identity, b"\xc1"])
         nested = msgspec.Raw(b"\x91" * 10_000 + b"\xc0")  # deeper than Python's stack
-        liar.send_multipart([identity, msgspec.msgpack.encode(["b", "a", 1, FetchStatus(1), nested])])
+        liar.send_multipart([identity, msgspec.msgpack.encode(["b", "a", 1, peers.FetchStatus(1), nested])])
         liar.send_multipart([identity, b"\x90" * (2**20 + 1)])
         say(one, b"x", sender="c")
         say(one, b"x", addressee="old")
         say(one, b"x")
-        say(FetchStatus(1))
+        say(peers.FetchStatus(1))
         end = time.monotonic() + DEADLINE
-        heard: list[tuple[PageReply, list[bytes]]] = []
+        heard: list[tuple[peers.PageReply, list[bytes]]] = []
         while len(heard) < 2 and time.monotonic() < end:
             a.wait(0.05)
             heard += [(reply, [bytes(frame) for frame in frames]) for reply, frames in link.receive(3)]
-        assert heard == [(one, [b"x"]), (FetchStatus(1), [])]
+        assert heard == [(one, [b"x"]), (peers.FetchStatus(1), [])]
         assert (a.drops.malformed, a.drops.dropped) == (6, 2)
     finally:
         liar.close(0)

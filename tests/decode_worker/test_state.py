@@ -7,26 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton import messages as msg
 from baton.clock import Tick
 from baton.config import DecodeConfig
 from baton.membership import RouterLost, SendToRouter
-from baton.messages import (
-    Accepted,
-    AttemptFailed,
-    AttemptName,
-    Cancel,
-    Decode,
-    FetchIncomplete,
-    LogitsRules,
-    Message,
-    Refused,
-    Resend,
-    RouterHeartbeat,
-    SamplingParams,
-    Started,
-    StepSample,
-    Tokens,
-)
 from baton.store_protocol import Acquire, EndLease, LeasedPage, PagesReady, Reserved
 from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Sampled
@@ -35,7 +19,7 @@ from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, StoreUp
 from kvstore.keys import pack_tokens
 from tests.support.workers_and_stores import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
 
-GREEDY = SamplingParams(temperature=0)
+GREEDY = msg.SamplingParams(temperature=0)
 
 
 def order(
@@ -45,28 +29,28 @@ def order(
     attempt: int = 1,
     known: list[int] | None = None,
     **more: object,
-) -> Decode:
+) -> msg.Decode:
     tokens = pack_tokens(prompt + (known or []))
-    return Decode(request, attempt, ROOT, tokens, len(prompt), count, GREEDY, **more)  # type: ignore[arg-type]
+    return msg.Decode(request, attempt, ROOT, tokens, len(prompt), count, GREEDY, **more)  # type: ignore[arg-type]
 
 
 def worker(slots: int = 64, pages: int = 32, **config: Any) -> RigWorker:
     return Rig(slots).worker("decode", pages, DecodeConfig(**config))
 
 
-def tokens_of(said: list[Message], request: str = "r", attempt: int = 1) -> list[int]:
+def tokens_of(said: list[msg.Message], request: str = "r", attempt: int = 1) -> list[int]:
     """The attempt's tokens, which must come in order and without a gap."""
     found: dict[int, int] = {}
     for message in said:
-        for delta in message.deltas if isinstance(message, Tokens) else ():
+        for delta in message.deltas if isinstance(message, msg.Tokens) else ():
             if (delta.request, delta.attempt) == (request, attempt):
                 found |= {delta.position + i: token for i, token in enumerate(delta.tokens)}
     assert sorted(found) == list(range(min(found, default=0), min(found, default=0) + len(found)))
     return [found[position] for position in sorted(found)]
 
 
-def finishes(said: list[Message]) -> list[str]:
-    return [d.finish for m in said if isinstance(m, Tokens) for d in m.deltas if d.finish]
+def finishes(said: list[msg.Message]) -> list[str]:
+    return [d.finish for m in said if isinstance(m, msg.Tokens) for d in m.deltas if d.finish]
 
 
 PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1]
@@ -76,15 +60,15 @@ def test_a_request_without_help_gets_the_reference_tokens() -> None:
     one = worker()
     one.handle(order(PROMPT, 20))
     one.rig.settle()
-    assert isinstance(one.said[0], Accepted)
-    assert isinstance(one.said[1], Started)
+    assert isinstance(one.said[0], msg.Accepted)
+    assert isinstance(one.said[1], msg.Started)
     assert tokens_of(one.said) == reference(PROMPT, 20)
     assert finishes(one.said) == ["length"]
     assert one.state.blocks.available == one.num_pages
 
 
 def test_short_tails_take_every_other_step() -> None:
-    steps = [StepSample(0, 0, rows, rows * context, 0.01) for rows in (1, 2, 4) for context in (2, 40)]
+    steps = [msg.StepSample(0, 0, rows, rows * context, 0.01) for rows in (1, 2, 4) for context in (2, 40)]
     state, now = DecodeScheduler(DecodeConfig(), 16, 64, calibration=steps), 0.0
 
     def step(passed: float) -> dict[str, int]:
@@ -123,9 +107,9 @@ def test_full_pages_are_written_through_and_fetched_by_another() -> None:
     other = one.rig.worker("decode", 32, DecodeConfig())
     other.handle(order(PROMPT, 10, fetch=2))
     one.rig.settle()
-    assert other.said[1] == Started("r", 1, device_pages=0, fetched_pages=2)
+    assert other.said[1] == msg.Started("r", 1, device_pages=0, fetched_pages=2)
     assert tokens_of(other.said) == reference(PROMPT, 10)
-    first = next(m for m in other.said if isinstance(m, Tokens)).deltas[0]
+    first = next(m for m in other.said if isinstance(m, msg.Tokens)).deltas[0]
     assert first.computed == len(PROMPT) - 2 * PAGE
 
 
@@ -134,20 +118,28 @@ def test_the_device_cache_serves_a_repeat() -> None:
     for request in ("a", "b"):
         one.handle(order(PROMPT, 3, request))
         one.rig.settle()
-    assert [m.device for m in one.said if isinstance(m, Accepted)] == [0, 2]
+    assert [m.device for m in one.said if isinstance(m, msg.Accepted)] == [0, 2]
     assert tokens_of(one.said, "b") == reference(PROMPT, 3)
+
+
+def test_a_stale_hint_costs_a_recompute_and_no_token() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 8, fetch=2))  # the store has nothing
+    one.rig.settle()
+    assert not [m for m in one.said if isinstance(m, msg.FetchIncomplete)]
+    assert tokens_of(one.said) == reference(PROMPT, 8)
 
 
 def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
     one = worker(fetch_timeout_ms=100)
     one.handle(order(PROMPT, 8, fetch=2, prefilled_remotely=True))
     one.rig.settle()
-    assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
+    assert not [m for m in one.said if isinstance(m, msg.FetchIncomplete)]
     assert not one.state.heartbeat(0).attempts[0].incomplete
     one.rig.now += 0.2
     one.handle(Tick())
     assert one.state.heartbeat(0).attempts[0].incomplete, "FetchIncomplete may get lost"
-    assert [m.pages for m in one.said if isinstance(m, FetchIncomplete)] == [0]
+    assert [m.pages for m in one.said if isinstance(m, msg.FetchIncomplete)] == [0]
     assert one.state.heartbeat(0).attempts[0].position == len(PROMPT)
     one.handle(order(PROMPT, 8, attempt=2))
     one.rig.settle()
@@ -161,7 +153,19 @@ def test_our_own_pause_does_not_end_a_fetch() -> None:
     one.handle(order(PROMPT, 8, fetch=2, prefilled_remotely=True))
     one.rig.now += 50.0
     one.handle(Tick(paused=50.0))
-    assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
+    assert not [m for m in one.said if isinstance(m, msg.FetchIncomplete)]
+
+
+def test_a_lost_store_ends_awaited_fetches_alone() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 30, "running"))
+    one.turn()
+    one.handle(order(PROMPT[::-1], 8, "waiting", fetch=2, prefilled_remotely=True))
+    one.rig.restart_store()
+    assert [m.request for m in one.said if isinstance(m, msg.FetchIncomplete)] == ["waiting"]
+    while one.turn():
+        pass
+    assert tokens_of(one.said, "running") == reference(PROMPT, 30)
 
 
 def test_failover_goes_on_where_the_tokens_end() -> None:
@@ -176,10 +180,10 @@ def test_failover_goes_on_where_the_tokens_end() -> None:
 def test_what_can_never_fit_is_refused_at_the_door_and_what_does_not_fit_now_is_busy() -> None:
     one = worker(pages=8)
     one.handle(order(PROMPT, 40, "never"))
-    assert [m.reason for m in one.said if isinstance(m, Refused)] == ["too_large"]
+    assert [m.reason for m in one.said if isinstance(m, msg.Refused)] == ["too_large"]
     one.handle(order(PROMPT * 2, 4, "first"))
     one.handle(order(PROMPT[::-1], 4, "second"))
-    assert [(m.request, m.reason) for m in one.said if isinstance(m, Refused)][1:] == [("second", "busy")]
+    assert [(m.request, m.reason) for m in one.said if isinstance(m, msg.Refused)][1:] == [("second", "busy")]
 
 
 def test_an_urgent_newcomer_displaces_the_less_urgent_until_these_have_waited_long_enough() -> None:
@@ -188,7 +192,7 @@ def test_an_urgent_newcomer_displaces_the_less_urgent_until_these_have_waited_lo
         one.handle(order(PROMPT * 3, 8, "patient", priority=1))
         one.rig.now += waited
         one.handle(order(PROMPT[::-1] * 3, 8, "urgent"))
-        busy = [m.request for m in one.said if isinstance(m, Refused)]
+        busy = [m.request for m in one.said if isinstance(m, msg.Refused)]
         assert (busy, one.state.stats().preemptions) == (([], 1) if displaced else (["urgent"], 0))
         one.rig.settle()
         assert tokens_of(one.said, "patient") == reference(PROMPT * 3, 8)
@@ -215,8 +219,8 @@ def test_what_two_have_computed_at_the_same_time_lies_in_the_pool_once() -> None
 
 def test_an_urgent_newcomer_displaces_one_whose_pages_carry_anothers() -> None:
     """The victim's first pages are in use by the other one, and don't come free with it."""
-    steps = [StepSample(tokens, tokens * tokens // 2, 0, 0, 0.001 + tokens * 0.0005) for tokens in (16, 64, 128)]
-    steps.append(StepSample(0, 0, 1, 64, 0.005))
+    steps = [msg.StepSample(tokens, tokens * tokens // 2, 0, 0, 0.001 + tokens * 0.0005) for tokens in (16, 64, 128)]
+    steps.append(msg.StepSample(0, 0, 1, 64, 0.005))
     common = list(range(40))
     state = DecodeScheduler(DecodeConfig(), PAGE, 64, calibration=steps)
     state.handle(order([*common, *range(100, 180)], 8, "stays"), 0.0)
@@ -234,12 +238,12 @@ def test_abandoned_writes_end_before_preemption() -> None:
         state.handle(StoreUp(100, PAGE_BYTES), 0.0)
         state.handle(order(list(range(81)), 1, "gone"), 0.0)
         _step(state, 0.0)
-        state.handle(Cancel("gone", 1), 0.02)  # the store has not answered yet
+        state.handle(msg.Cancel("gone", 1), 0.02)  # the store has not answered yet
         state.handle(order(list(range(500, 529)), 4, "runs"), 0.03)
         _step(state, 0.03)
         said = state.handle(order(list(range(900, 957)), 4, "newcomer", priority=priority), 0.05)
         state.validate()
-        assert any(isinstance(each.message, Accepted) for each in said if isinstance(each, SendToRouter))
+        assert any(isinstance(each.message, msg.Accepted) for each in said if isinstance(each, SendToRouter))
         assert state.stats().preemptions == 0
 
 
@@ -249,7 +253,7 @@ def test_a_resumed_sequence_has_the_whole_fetch_time() -> None:
     one.handle(order(PROMPT[::-1] * 3, 8, "urgent"))
     assert one.state.stats().preemptions == 1
     one.rig.now += 5.0
-    one.handle(Cancel("urgent", 1))
+    one.handle(msg.Cancel("urgent", 1))
     one.state.prepare(one.rig.now)
     before = one.state.stats().kv_loads_incomplete
     one.state.handle(Tick(), one.rig.now)
@@ -265,7 +269,7 @@ def test_an_absurd_priority_is_no_more_than_the_highest() -> None:
 
 
 def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
-    for ending in (Cancel("r", 1), RouterHeartbeat(), RouterLost()):
+    for ending in (msg.Cancel("r", 1), msg.RouterHeartbeat(), RouterLost()):
         one = worker()
         one.handle(order(PROMPT, 30))
         one.turn()
@@ -279,7 +283,7 @@ def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
 def test_a_router_heartbeat_keeps_what_it_lists() -> None:
     one = worker()
     one.handle(order(PROMPT, 5))
-    one.handle(RouterHeartbeat((AttemptName("r", 1),)))
+    one.handle(msg.RouterHeartbeat((msg.AttemptName("r", 1),)))
     one.rig.settle()
     assert tokens_of(one.said) == reference(PROMPT, 5)
 
@@ -289,13 +293,13 @@ def test_tokens_are_said_again_even_after_the_end_until_the_router_lets_go() -> 
     one.handle(order(PROMPT, 6))
     one.rig.settle()
     one.said.clear()
-    one.handle(Resend("r", 1, len(PROMPT) + 2))
+    one.handle(msg.Resend("r", 1, len(PROMPT) + 2))
     assert tokens_of(one.said) == reference(PROMPT, 6)[2:]
     assert finishes(one.said) == ["length"]
     assert one.state.heartbeat(0).attempts[0].ended
-    one.handle(Cancel("r", 1))
+    one.handle(msg.Cancel("r", 1))
     one.said.clear()
-    one.handle(Resend("r", 1, 0))
+    one.handle(msg.Resend("r", 1, 0))
     assert not one.said
 
 
@@ -305,7 +309,7 @@ def test_an_older_or_repeated_attempt_changes_nothing() -> None:
     one.handle(order(PROMPT, 6, attempt=1))
     one.handle(order(PROMPT, 6, attempt=2))
     one.rig.settle()
-    assert len([m for m in one.said if isinstance(m, Accepted)]) == 1
+    assert len([m for m in one.said if isinstance(m, msg.Accepted)]) == 1
     assert tokens_of(one.said, attempt=2) == reference(PROMPT, 6)
 
 
@@ -314,7 +318,7 @@ def test_a_deadline_that_passes_is_said() -> None:
     one.handle(order(PROMPT, 30, deadline_ms=100))
     one.rig.now += 0.2
     one.handle(Tick())
-    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["deadline"]
+    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["deadline"]
     assert one.state.blocks.available == one.num_pages
 
 
@@ -325,7 +329,7 @@ def test_a_failed_step_fails_its_requests_alone() -> None:
     one.handle(order(PROMPT, 5, "good"))
     one.handle(StepFailed(plan, "RuntimeError: boom"))
     one.rig.settle()
-    assert [(m.request, m.reason) for m in one.said if isinstance(m, AttemptFailed)] == [("bad", "internal")]
+    assert [(m.request, m.reason) for m in one.said if isinstance(m, msg.AttemptFailed)] == [("bad", "internal")]
     assert tokens_of(one.said, "good") == reference(PROMPT, 5)
 
 
@@ -337,7 +341,7 @@ def test_a_step_that_does_not_fit_is_made_smaller_and_run_again() -> None:
     for request, prompt in prompts.items():
         one.handle(order(prompt, 8, request))
     one.rig.settle()
-    assert not [m for m in one.said if isinstance(m, AttemptFailed)]
+    assert not [m for m in one.said if isinstance(m, msg.AttemptFailed)]
     assert {request: tokens_of(one.said, request) for request in prompts} == {
         request: reference(prompt, 8) for request, prompt in prompts.items()
     }
@@ -350,7 +354,7 @@ def test_the_smallest_step_that_does_not_fit_fails_its_requests() -> None:
     one.handle(order(PROMPT, 5, "large"))
     one.handle(order(PROMPT[:1], 5, "small"))
     one.rig.settle()
-    failed = [m for m in one.said if isinstance(m, AttemptFailed)]
+    failed = [m for m in one.said if isinstance(m, msg.AttemptFailed)]
     assert {(m.reason, m.message) for m in failed} == {("internal", "CUDA out of memory")}
     assert "large" in {m.request for m in failed}
     one.handle(order(PROMPT[:2], 5, "later"))
@@ -361,9 +365,9 @@ def test_the_smallest_step_that_does_not_fit_fails_its_requests() -> None:
 @pytest.mark.parametrize("broken_step", [0, 1, 5])
 def test_logits_that_are_not_finite_fail_their_request_and_no_other(broken_step: int) -> None:
     state = DecodeScheduler(DecodeConfig(), PAGE, 64)
-    said: list[Message] = []
+    said: list[msg.Message] = []
 
-    def handle(event: Decode | StepDone) -> None:
+    def handle(event: msg.Decode | StepDone) -> None:
         said.extend(each.message for each in state.handle(event, 0.0) if isinstance(each, SendToRouter))
 
     for request, prompt in (("bad", PROMPT), ("good", PROMPT[::-1])):
@@ -378,7 +382,7 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(broken_step:
         if step == broken_step:
             of_good = (len(PROMPT) + step) // PAGE
             assert len(state.blocks.pages()) <= max(cached + 1, of_good)  # no page of this step is the bad one's
-    assert [(m.request, m.reason) for m in said if isinstance(m, AttemptFailed)] == [("bad", "non_finite_logits")]
+    assert [(m.request, m.reason) for m in said if isinstance(m, msg.AttemptFailed)] == [("bad", "non_finite_logits")]
     assert tokens_of(said, "bad") == [7] * broken_step
     assert tokens_of(said, "good") == [7] * 9
     assert state.blocks.available == 64
@@ -391,7 +395,7 @@ def test_a_token_that_the_model_lacks_fails_its_own_request_alone() -> None:
         failed = [
             each.message.reason
             for each in said
-            if isinstance(each, SendToRouter) and isinstance(each.message, AttemptFailed)
+            if isinstance(each, SendToRouter) and isinstance(each.message, msg.AttemptFailed)
         ]
         assert failed == ([] if request == "fine" else ["malformed_message"])
     assert state.stats().running == 1
@@ -400,9 +404,9 @@ def test_a_token_that_the_model_lacks_fails_its_own_request_alone() -> None:
 def test_a_stop_token_that_the_model_lacks_is_never_forbidden() -> None:
     """A tokenizer may have more tokens than the model; to forbid one of these would fail the whole step."""
     state = DecodeScheduler(DecodeConfig(), PAGE, 64, vocab_size=100)
-    rules = LogitsRules(min_tokens=3)
+    rules = msg.LogitsRules(min_tokens=3)
     asked = order([1, 2], 4, stop_token_ids=(7, 100, 2**63 - 1, -1))
-    state.handle(msgspec.structs.replace(asked, sampling=SamplingParams(temperature=0, rules=rules)), 0.0)
+    state.handle(msgspec.structs.replace(asked, sampling=msg.SamplingParams(temperature=0, rules=rules)), 0.0)
     (chunk,) = state.schedule(0.0).values()
     assert chunk.sample is not None
     assert chunk.sample.edits is not None
@@ -411,14 +415,14 @@ def test_a_stop_token_that_the_model_lacks_is_never_forbidden() -> None:
 
 def test_tokens_that_make_no_sense_are_refused() -> None:
     one = worker()
-    one.handle(Decode("r", 1, ROOT, b"123", 1, 5, GREEDY))
-    one.handle(Decode("s", 1, ROOT, pack_tokens([1]), 2, 5, GREEDY))
-    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["malformed_message"] * 2
+    one.handle(msg.Decode("r", 1, ROOT, b"123", 1, 5, GREEDY))
+    one.handle(msg.Decode("s", 1, ROOT, pack_tokens([1]), 2, 5, GREEDY))
+    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["malformed_message"] * 2
 
 
-def computed_of(said: list[Message], request: str) -> int:
+def computed_of(said: list[msg.Message], request: str) -> int:
     """Prompt tokens that the worker says it computed for a request."""
-    return next(d.computed for m in said if isinstance(m, Tokens) for d in m.deltas if d.request == request)
+    return next(d.computed for m in said if isinstance(m, msg.Tokens) for d in m.deltas if d.request == request)
 
 
 @pytest.mark.parametrize("length", range(1, 14))
@@ -494,7 +498,7 @@ def test_a_write_of_which_the_store_says_nothing_keeps_its_pages_no_longer_than_
 def test_copies_that_delay_steps_are_few_while_sequences_decode(overlap: bool, most: int) -> None:
     """They are made beside the worker's loop, which asks for more while a step runs. The device tells what they took:
     most of what passes until they are told of is the step before them."""
-    steps = [StepSample(0, 0, rows, 20 * rows, 0.010) for rows in (1, 2, 4)]
+    steps = [msg.StepSample(0, 0, rows, 20 * rows, 0.010) for rows in (1, 2, 4)]
     state = DecodeScheduler(DecodeConfig(), PAGE, 512, calibration=steps, copies_overlap=overlap)
     state.handle(StoreUp(1_000, PAGE_BYTES), 0.0)
     state.handle(order([5], 500, "decodes"), 0.0)

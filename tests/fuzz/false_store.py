@@ -15,30 +15,8 @@ from typing import Any
 
 import msgspec
 
+from baton import store_protocol as protocol
 from baton.messages import KEY_BYTES, Peer, TierSpeed
-from baton.store_protocol import (
-    Acquire,
-    Attach,
-    Attached,
-    EndLease,
-    LeasedPage,
-    LeaseHeartbeat,
-    LowerTierHits,
-    NotReserved,
-    PagesReady,
-    PagesUnavailable,
-    Promote,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-    StoreCall,
-    StoreHeartbeat,
-    StoreReply,
-    TierPages,
-)
 from baton.unix import MAX_PACKET_BYTES
 from kvstore.arena.memory import Arena
 from tests.fuzz import values, wire_messages
@@ -71,7 +49,7 @@ class FalseStore:
         self._arena: Arena | None = None
         self._peer = Peer("store", "fuzz", "victims", "", os.getpid())
         self.workers: list[Worker] = []
-        self._decoder = msgspec.msgpack.Decoder(StoreCall)
+        self._decoder = msgspec.msgpack.Decoder(protocol.StoreCall)
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -101,13 +79,13 @@ class FalseStore:
 
     def _note(self, worker: Worker, call: Any) -> None:
         match call:
-            case Attach(peer=peer, page_bytes=page_bytes):
+            case protocol.Attach(peer=peer, page_bytes=page_bytes):
                 worker.name, self.page_bytes = peer.name, page_bytes
-            case Reserve(lease=lease, keys=keys) | Acquire(lease=lease, keys=keys):
+            case protocol.Reserve(lease=lease, keys=keys) | protocol.Acquire(lease=lease, keys=keys):
                 worker.leases[lease] = len(keys) // KEY_BYTES
-            case EndLease(lease=lease):
+            case protocol.EndLease(lease=lease):
                 worker.leases.pop(lease, None)
-            case LeaseHeartbeat(leases=leases):
+            case protocol.LeaseHeartbeat(leases=leases):
                 worker.listed = leases
             case _:
                 pass
@@ -140,7 +118,7 @@ class FalseStore:
         for slot in range(0, _SLOTS, 7):
             self._arena.slot(slot)[:] = case.rng.randbytes(self.page_bytes)
         peer = msgspec.structs.replace(self._peer, incarnation=f"fuzz-store.{secrets.token_hex(8)}")
-        raw = msgspec.msgpack.encode(Attached(peer, _SLOTS, self.page_bytes))
+        raw = msgspec.msgpack.encode(protocol.Attached(peer, _SLOTS, self.page_bytes))
         with suppress(OSError):
             socket.send_fds(worker.connection, [raw], [self._arena.fd])
         worker.attached = True
@@ -152,9 +130,11 @@ class FalseStore:
         try:
             os.truncate(fd, rng.choice([0, 1, self.page_bytes, self.page_bytes * 9, 2**62]))
             slots, size = rng.choice([0, 1, 9, 2**40]), rng.choice([0, 1, self.page_bytes, self.page_bytes, 2**40])
-            raw = msgspec.msgpack.encode(Attached(msgspec.structs.replace(self._peer, incarnation="x"), slots, size))
+            raw = msgspec.msgpack.encode(
+                protocol.Attached(msgspec.structs.replace(self._peer, incarnation="x"), slots, size)
+            )
             if rng.random() < 0.3:
-                raw = wire_messages.encoded(rng, StoreReply, {})
+                raw = wire_messages.encoded(rng, protocol.StoreReply, {})
             with suppress(OSError):
                 socket.send_fds(worker.connection, [case.sending(raw)], [fd] * rng.choice([0, 1, 1, 2, 30]))
         finally:
@@ -169,37 +149,37 @@ class FalseStore:
         """Say anything, most often about one of the worker's leases."""
         rng = case.rng
         for _ in range(rng.choice([1, 1, 3, 20])):
-            raw = wire_messages.encoded(rng, StoreReply, self._hints(rng, worker, call))
+            raw = wire_messages.encoded(rng, protocol.StoreReply, self._hints(rng, worker, call))
             if rng.random() < 0.02:
                 raw = values.data(rng, 4_000) or b"\0"
             self.send(worker, case.sending(raw), rng.choice([0, 0, 0, 0, 1, 4]))
 
-    def _honest(self, rng: random.Random, call: Any) -> list[StoreReply]:
+    def _honest(self, rng: random.Random, call: Any) -> list[protocol.StoreReply]:
         slot = rng.randrange(_SLOTS)
         match call:
-            case Reserve(lease=lease, keys=keys):
+            case protocol.Reserve(lease=lease, keys=keys):
                 count = len(keys) // KEY_BYTES
                 if count > _SLOTS or rng.random() < 0.1:
-                    return [NotReserved(lease, rng.choice(["full", "orphan", "quota", "behind"]))]
+                    return [protocol.NotReserved(lease, rng.choice(["full", "orphan", "quota", "behind"]))]
                 slots = rng.sample(range(_SLOTS), count)
-                return [Reserved(lease, tuple(None if rng.random() < 0.1 else each for each in slots))]
-            case Seal(lease=lease, first=first, checksums=checksums):
-                return [Sealed(lease, first, len(checksums))]
-            case Acquire(lease=lease, keys=keys, wait=wait):
+                return [protocol.Reserved(lease, tuple(None if rng.random() < 0.1 else each for each in slots))]
+            case protocol.Seal(lease=lease, first=first, checksums=checksums):
+                return [protocol.Sealed(lease, first, len(checksums))]
+            case protocol.Acquire(lease=lease, keys=keys, wait=wait):
                 count = len(keys) // KEY_BYTES
                 have = rng.choice([0, count // 2, count, count])
-                ready = PagesReady(lease, tuple(LeasedPage(index, slot, 0) for index in range(have)))
+                ready = protocol.PagesReady(lease, tuple(protocol.LeasedPage(index, slot, 0) for index in range(have)))
                 if have == count:
                     return [ready]
                 below = rng.random() < 0.5 and not wait
-                hits = LowerTierHits(lease, have, (TierPages(_SPEED, count - have),))
-                return [*([ready] if have else []), hits if below else PagesUnavailable(lease, have)]
-            case Promote(lease=lease, until=until):
-                return [PagesUnavailable(lease, max(0, until - 1))]
-            case Release(lease=lease, indices=indices):
-                return [Released(lease, indices, tuple(rng.random() < 0.9 for _ in indices))]
-            case LeaseHeartbeat(leases=leases):
-                return [StoreHeartbeat(leases)]
+                hits = protocol.LowerTierHits(lease, have, (protocol.TierPages(_SPEED, count - have),))
+                return [*([ready] if have else []), hits if below else protocol.PagesUnavailable(lease, have)]
+            case protocol.Promote(lease=lease, until=until):
+                return [protocol.PagesUnavailable(lease, max(0, until - 1))]
+            case protocol.Release(lease=lease, indices=indices):
+                return [protocol.Released(lease, indices, tuple(rng.random() < 0.9 for _ in indices))]
+            case protocol.LeaseHeartbeat(leases=leases):
+                return [protocol.StoreHeartbeat(leases)]
             case _:
                 return []
 
@@ -208,11 +188,12 @@ class FalseStore:
         count = worker.leases.get(lease, 3)
         some = tuple(range(rng.randrange(count + 2)))
         slots = tuple(rng.choice([each, each, None, _SLOTS, -1]) for each in some)
-        pages = tuple(LeasedPage(each, rng.choice([0, each, _SLOTS]), rng.choice([0, 2**64])) for each in some)
+        pages = tuple(protocol.LeasedPage(each, rng.choice([0, each, _SLOTS]), rng.choice([0, 2**64])) for each in some)
         return {
             "lease": [lease], "slots": [slots, tuple(range(count)), tuple(range(count))], "first": [0, 0, 1, count],
             "count": [1, count, count + 1, 2**62], "pages": [pages, pages, count, 0], "index": [0, count - 1, count],
             "indices": [some, some, (-1,), (2**62,)], "held": [(True,) * len(some), (True,), (False,) * len(some)],
-            "runs": [(TierPages(_SPEED, count),), (TierPages(_SPEED, 2**62),), ()], "slot": [0, _SLOTS - 1, _SLOTS],
+            "runs": [(protocol.TierPages(_SPEED, count),), (protocol.TierPages(_SPEED, 2**62),), ()],
+            "slot": [0, _SLOTS - 1, _SLOTS],
             "leases": [tuple(worker.leases), ()],
         }  # fmt: skip

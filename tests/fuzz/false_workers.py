@@ -19,30 +19,9 @@ import grpc
 import msgspec
 import zmq
 
+from baton import messages as msg
 from baton.client import Client
 from baton.errors import NonFiniteLogits
-from baton.messages import (
-    TOKEN_BYTES,
-    Accepted,
-    AttemptFailed,
-    AttemptHeld,
-    Delta,
-    FromDecode,
-    FromPrefill,
-    FromStore,
-    Heartbeat,
-    Hello,
-    LoadReport,
-    ModelCard,
-    Peer,
-    Prefilled,
-    PromptLogprobs,
-    PromptTokenLogprob,
-    Role,
-    Started,
-    TokenLogprob,
-    Tokens,
-)
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import ClusterKeys
 from tests.fuzz import links, wire_messages
@@ -50,7 +29,7 @@ from tests.fuzz.case import Case
 from tests.fuzz.grpc_api import ANY_REFUSAL
 from tests.fuzz.links import RouterLink
 
-_SAYS: dict[str, Any] = {"decode": FromDecode, "prefill": FromPrefill, "store": FromStore}
+_SAYS: dict[str, Any] = {"decode": msg.FromDecode, "prefill": msg.FromPrefill, "store": msg.FromStore}
 _CODES = grpc.StatusCode
 _ENDINGS = ANY_REFUSAL | {_CODES.UNAVAILABLE, _CODES.DEADLINE_EXCEEDED}  # the latter where a worker says so
 _LIMIT = 120.0  # seconds of a request; it ends much earlier
@@ -79,10 +58,10 @@ class _Given:
 
 @dataclass(eq=False)
 class _Worker:
-    role: Role
+    role: msg.Role
     name: str
     link: RouterLink
-    hello: Hello
+    hello: msg.Hello
     given: dict[tuple[str, int], _Given] = field(default_factory=dict[tuple[str, int], _Given])  # all that ever were
     held: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])  # not ended, as far as it tells
     joined: bool = False
@@ -109,7 +88,7 @@ class FalseWorkers:
     def __init__(self, grpc_address: str, operator: str, endpoint: str, keys: str, card: str) -> None:
         self._keys = ClusterKeys.read(Path(keys))
         self._endpoint = endpoint
-        self._card = msgspec.structs.replace(msgspec.json.decode(card, type=ModelCard), pool_pages=_POOL)
+        self._card = msgspec.structs.replace(msgspec.json.decode(card, type=msg.ModelCard), pool_pages=_POOL)
         self._stub = generation_pb2_grpc.GenerationStub(grpc.insecure_channel(grpc_address))
         self._client = Client(operator=operator)
         self._workers: list[_Worker] = []
@@ -119,7 +98,7 @@ class FalseWorkers:
 
     def start(self) -> None:
         """Join."""
-        roles: list[tuple[Role, str]] = [
+        roles: list[tuple[msg.Role, str]] = [
             ("store", "store-7"), ("prefill", "prefill-7"), ("decode", "decode-7"), ("decode", "decode-8"),
         ]  # fmt: skip
         self._workers = [self._new(role, name) for role, name in roles]
@@ -206,15 +185,15 @@ class FalseWorkers:
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
-    def _new(self, role: Role, name: str) -> _Worker:
+    def _new(self, role: msg.Role, name: str) -> _Worker:
         """A process that has not said Hello."""
         me = f"{name}.{random.SystemRandom().randrange(2**48):x}"
         sockets = [
             links.client(zmq.DEALER, self._endpoint, self._keys, identity)
             for identity in (me.encode(), f"{me}/heart".encode())
         ]
-        peer = Peer(role, name, "false", me, 2**22 + len(name))
-        hello = Hello(peer, model=None if role == "store" else self._card)
+        peer = msg.Peer(role, name, "false", me, 2**22 + len(name))
+        hello = msg.Hello(peer, model=None if role == "store" else self._card)
         return _Worker(role, name, RouterLink(sockets[0], me, sockets[1]), hello)
 
     def _all_joined(self) -> bool:
@@ -251,12 +230,12 @@ class FalseWorkers:
             for _ in range(case.rng.choice([0, 0, 1, 3]) if worker.joined and case.rng.random() < lies else 0):
                 self._lie(case, worker)
 
-    def _beat(self, worker: _Worker) -> Heartbeat:
+    def _beat(self, worker: _Worker) -> msg.Heartbeat:
         attempts = tuple(
-            AttemptHeld(request, attempt, worker.given[request, attempt].known) for request, attempt in worker.held
+            msg.AttemptHeld(request, attempt, worker.given[request, attempt].known) for request, attempt in worker.held
         )
-        load = LoadReport(running=len(attempts), pages_free=_POOL, pages_total=_POOL)
-        return Heartbeat(worker.link.heard, load, attempts=attempts)
+        load = msg.LoadReport(running=len(attempts), pages_free=_POOL, pages_total=_POOL)
+        return msg.Heartbeat(worker.link.heard, load, attempts=attempts)
 
     def _hear(self, case: Case, worker: _Worker, message: dict[str, Any], lies: float) -> bool:
         """Take a message of the router, and perhaps do as it says. False: the router wants no such process."""
@@ -275,7 +254,7 @@ class FalseWorkers:
                 listed = {(each["request"], each["attempt"]) for each in message.get("attempts", ())}
                 worker.held &= listed
             case "Resend" if case.rng.random() >= lies:
-                self._say(worker, AttemptFailed(message["request"], message["attempt"], "internal", "it is lost"))
+                self._say(worker, msg.AttemptFailed(message["request"], message["attempt"], "internal", "it is lost"))
             case _:
                 pass
         return True
@@ -285,7 +264,7 @@ class FalseWorkers:
         sampling = message.get("sampling", {})
         client = self._clients.get(name[0].rpartition("-")[0])
         given = worker.given[name] = _Given(
-            *name, len(message["tokens"]) // TOKEN_BYTES, message.get("prompt", 0), message.get("max_tokens", 0),
+            *name, len(message["tokens"]) // msg.TOKEN_BYTES, message.get("prompt", 0), message.get("max_tokens", 0),
             sampling.get("logprobs") is not None, sampling.get("prompt_logprobs") is not None,
             client.number if client else 0,
         )  # fmt: skip
@@ -299,13 +278,13 @@ class FalseWorkers:
         """Do all that is asked."""
         name = given.request, given.attempt
         if worker.role == "prefill":
-            self._say(worker, Prefilled(*name, computed=given.known, hit=0, stored=0))
+            self._say(worker, msg.Prefilled(*name, computed=given.known, hit=0, stored=0))
             return
-        self._say(worker, Accepted(*name))
-        self._say(worker, Started(*name))
+        self._say(worker, msg.Accepted(*name))
+        self._say(worker, msg.Started(*name))
         if given.wants_prompt and given.prompt > 1:
-            scores = tuple(PromptTokenLogprob(1, -1.0) for _ in range(given.prompt - 1))
-            self._say(worker, PromptLogprobs(*name, 1, scores))
+            scores = tuple(msg.PromptTokenLogprob(1, -1.0) for _ in range(given.prompt - 1))
+            self._say(worker, msg.PromptLogprobs(*name, 1, scores))
         count = given.most - (given.known - given.prompt)
         self._tell(worker, given, given.known, count, "length", scored=given.wants)
         worker.held.discard(name)
@@ -317,11 +296,11 @@ class FalseWorkers:
         own = (given.request, given.attempt) in worker.given
         first = given.attempt * 100 + given.client * _OF_REQUEST if own else _FOREIGN
         tokens = tuple(first + index % _OF_REQUEST for index in range(count))
-        logprobs = tuple(TokenLogprob(token, -1.0) for token in tokens) if scored else ()
-        self._say(worker, Tokens(1, (Delta(given.request, given.attempt, position, tokens, logprobs, finish),)))
+        logprobs = tuple(msg.TokenLogprob(token, -1.0) for token in tokens) if scored else ()
+        self._say(worker, msg.Tokens(1, (msg.Delta(given.request, given.attempt, position, tokens, logprobs, finish),)))
 
     def _fail(self, worker: _Worker, given: _Given, reason: str = "internal") -> None:
-        self._say(worker, AttemptFailed(given.request, given.attempt, reason, "no more"))
+        self._say(worker, msg.AttemptFailed(given.request, given.attempt, reason, "no more"))
         worker.held.discard((given.request, given.attempt))
 
     def _give_up(self, worker: _Worker) -> None:
@@ -362,10 +341,10 @@ class FalseWorkers:
                 worker.link.say(case.sending(wire_messages.encoded(rng, kind, hints, envelope)), heart=False)
 
 
-def _kinds(role: Role) -> list[Any]:
+def _kinds(role: msg.Role) -> list[Any]:
     """What a process of that role says, but for tokens, which it must be possible to trace, and Hellos."""
-    return [kind for kind in get_args(_SAYS[role]) if kind not in (Tokens, Hello)]
+    return [kind for kind in get_args(_SAYS[role]) if kind not in (msg.Tokens, msg.Hello)]
 
 
-def _without_tokens(rng: random.Random, role: Role, hints: dict[str, Any]) -> Any:
+def _without_tokens(rng: random.Random, role: msg.Role, hints: dict[str, Any]) -> Any:
     return wire_messages.valid(rng, rng.choice(_kinds(role)), hints)

@@ -18,18 +18,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from baton import messages as msg
 from baton.client import Client
-from baton.messages import (
-    KEY_BYTES,
-    Heartbeat,
-    Hello,
-    LoadReport,
-    ModelCard,
-    PageSegment,
-    Peer,
-    Role,
-    Snapshot,
-)
 from baton.wire import ClusterKeys
 from kvstore.events.changes import packed_digest
 from tests.fuzz import links, values, wire_messages
@@ -48,10 +38,10 @@ class PageHolders:
 
     def __init__(self, endpoint: str, keys: str, card: str, operator: str) -> None:
         self._endpoint, self._keys = endpoint, ClusterKeys.read(Path(keys))
-        self._card = msgspec.structs.replace(msgspec.json.decode(card, type=ModelCard), pool_pages=0)
+        self._card = msgspec.structs.replace(msgspec.json.decode(card, type=msg.ModelCard), pool_pages=0)
         self._client = Client(operator=operator)
         drawn = random.Random(2)
-        self._chain = b"".join(drawn.randbytes(KEY_BYTES) for _ in range(200))
+        self._chain = b"".join(drawn.randbytes(msg.KEY_BYTES) for _ in range(200))
 
     def run(self, case: Case) -> str:
         rng = case.rng
@@ -62,9 +52,11 @@ class PageHolders:
         try:
             with links.opened(zmq.DEALER, self._endpoint, self._keys, me.encode()) as socket:
                 link = RouterLink(socket, me)
-                role: Role = rng.choice(["store", "decode", "prefill"])
-                peer = Peer(role, name, f"node-{name}", me, 1)
-                hello = Hello(peer, model=None if role == "store" else self._card, events=events_at, replay=replay_at)
+                role: msg.Role = rng.choice(["store", "decode", "prefill"])
+                peer = msg.Peer(role, name, f"node-{name}", me, 1)
+                hello = msg.Hello(
+                    peer, model=None if role == "store" else self._card, events=events_at, replay=replay_at
+                )
                 link.ask(
                     case,
                     lambda: wire_messages.sealed(me, "", link.next_sequence(), hello),
@@ -75,7 +67,7 @@ class PageHolders:
             me = f"{name}.{secrets.token_hex(8)}"
             with links.opened(zmq.DEALER, self._endpoint, self._keys, me.encode()) as socket:
                 link = RouterLink(socket, me)
-                hello = msgspec.structs.replace(hello, peer=Peer(role, name, f"node-{name}", me, 1))
+                hello = msgspec.structs.replace(hello, peer=msg.Peer(role, name, f"node-{name}", me, 1))
                 link.ask(
                     case,
                     lambda: wire_messages.sealed(me, "", link.next_sequence(), hello),
@@ -103,7 +95,7 @@ class PageHolders:
         return asked
 
     def _beat(self, link: RouterLink, sequence: int, digest: int) -> None:
-        beat = Heartbeat(link.heard, LoadReport(), events=sequence, digest=digest)
+        beat = msg.Heartbeat(link.heard, msg.LoadReport(), events=sequence, digest=digest)
         link.say(wire_messages.sealed(link.me, link.router, link.next_sequence(), beat))
 
     # --- anything ----------------------------------------------------------------------------------------------------
@@ -112,12 +104,14 @@ class PageHolders:
         """Packed keys: a stretch of a chain that all share, or of another one."""
         first, count = rng.randrange(190), rng.choice([0, 1, 2, 10, 100, 1_024])
         if rng.random() < 0.7:
-            return self._chain[first * KEY_BYTES : (first + count) * KEY_BYTES]
-        return rng.randbytes(count * KEY_BYTES)
+            return self._chain[first * msg.KEY_BYTES : (first + count) * msg.KEY_BYTES]
+        return rng.randbytes(count * msg.KEY_BYTES)
 
     def _parent(self, rng: random.Random) -> bytes:
-        first = rng.randrange(200) * KEY_BYTES
-        return rng.choice([b"", b"", self._chain[first : first + KEY_BYTES], b"k" * 15, rng.randbytes(KEY_BYTES)])
+        first = rng.randrange(200) * msg.KEY_BYTES
+        return rng.choice(
+            [b"", b"", self._chain[first : first + msg.KEY_BYTES], b"k" * 15, rng.randbytes(msg.KEY_BYTES)]
+        )
 
     def _batch(self, case: Case, me: str) -> list[bytes]:
         """Topic, sequence and payload of a batch, or of what is none."""
@@ -135,7 +129,7 @@ class PageHolders:
 
     def _event(self, rng: random.Random) -> Any:
         packed = self._keys_of(rng)
-        keys: list[Any] = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+        keys: list[Any] = [packed[at : at + msg.KEY_BYTES] for at in range(0, len(packed), msg.KEY_BYTES)]
         if rng.random() < 0.05:
             keys = [values.anything(rng), *keys]
         match rng.randrange(5):
@@ -157,11 +151,11 @@ class PageHolders:
         topic, found = f"kv@{me}@m".encode(), list[list[bytes]]()
         for part in range(rng.choice([1, 1, 2, 5])):
             runs = tuple(
-                PageSegment(self._parent(rng), self._keys_of(rng), rng.choice(["GPU", "CPU", "DISK"]))
+                msg.PageSegment(self._parent(rng), self._keys_of(rng), rng.choice(["GPU", "CPU", "DISK"]))
                 for _ in range(rng.choice([0, 1, 5]))
             )
             hints = {"runs": [runs, runs], "part": [part, part, 0], "sequence": [0, 0, 2**63 - 1], "last": [True]}
-            raw = wire_messages.encoded(rng, Snapshot, hints)[:_MOST]
+            raw = wire_messages.encoded(rng, msg.Snapshot, hints)[:_MOST]
             found.append([case.sending(raw) for raw in ([b"", topic, raw] if rng.random() < 0.95 else [topic, raw])])
         if rng.random() < 0.2:
             rng.shuffle(found)
@@ -171,9 +165,9 @@ class PageHolders:
 
     def _honestly(self, case: Case, link: RouterLink, replay: Any, name: str) -> str:
         """Tell of as many pages as no case before has. The router must come to know of just these."""
-        keys = case.rng.randbytes(3 * KEY_BYTES)
+        keys = case.rng.randbytes(3 * msg.KEY_BYTES)
         digest = packed_digest(keys, "CPU")
-        raw = msgspec.msgpack.encode(Snapshot(2**40, (PageSegment(b"", keys, "CPU"),)))
+        raw = msgspec.msgpack.encode(msg.Snapshot(2**40, (msg.PageSegment(b"", keys, "CPU"),)))
         until, look_at = time.monotonic() + links.PATIENCE, 0.0
         while time.monotonic() < until:
             self._beat(link, 2**40, digest)

@@ -10,24 +10,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-from baton.messages import (
-    KEY_BYTES,
-    PROTOCOL_VERSION,
-    Decode,
-    Prefill,
-    SamplingParams,
-    ToDecode,
-    ToPrefill,
-    ToStore,
-    UnpinPages,
-)
+from baton import messages as msg
 from baton.wire import ClusterKeys
 from kvstore.keys import pack_tokens
 from tests.fuzz import links, wire_messages
 from tests.fuzz.case import Case
 from tests.fuzz.false_router import FalseRouter, Member, order
 
-_HEARS: dict[str, Any] = {"decode": ToDecode, "prefill": ToPrefill, "store": ToStore}
+_HEARS: dict[str, Any] = {"decode": msg.ToDecode, "prefill": msg.ToPrefill, "store": msg.ToStore}
 
 
 class RouterOrders:
@@ -57,7 +47,7 @@ class RouterOrders:
         """Send one message, valid or not."""
         rng = case.rng
         if member.role in ("decode", "prefill") and rng.random() < 0.5:
-            kind = Decode if member.role == "decode" else Prefill
+            kind = msg.Decode if member.role == "decode" else msg.Prefill
             order(case, self._router, member, wire_messages.valid(rng, kind, self._hints(rng)))
         else:
             envelope = (self._router.me, member.incarnation, self._router.next(member))
@@ -67,15 +57,15 @@ class RouterOrders:
     def _hints(self, rng: random.Random) -> dict[str, Any]:
         tokens = [rng.randrange(1_000) for _ in range(rng.choice([1, 2, 16, 17, 33, 100]))]
         packed = bytes(pack_tokens(tokens))
-        sampling = SamplingParams(temperature=rng.choice([0.0, 1.0]), logprobs=rng.choice([None, 3]))
+        sampling = msg.SamplingParams(temperature=rng.choice([0.0, 1.0]), logprobs=rng.choice([None, 3]))
         return {
-            "request": [f"r-{rng.randrange(6)}"], "attempt": [1, 1, 2], "root": [b"r" * KEY_BYTES],
+            "request": [f"r-{rng.randrange(6)}"], "attempt": [1, 1, 2], "root": [b"r" * msg.KEY_BYTES],
             "tokens": [packed, packed, packed, packed[:-1], b"", packed + b"\xff" * 4],
             "prompt": [len(tokens), len(tokens), 1, len(tokens) + 1, 2**40], "max_tokens": [1, 4, 20, 2**40],
             "fetch": [0, 0, 1, len(tokens) // 16, 2**30], "sampling": [sampling, sampling],
             "sources": [(), ()], "deadline_ms": [None, 1, 10_000], "position": [0, 1, len(tokens), 2**40],
-            "mark": ["ab"], "steps": [1, 10], "pin": ["p", "q"], "keys": [rng.randbytes(KEY_BYTES * 3), b"k" * 5],
-            "protocol": [PROTOCOL_VERSION], "heartbeat_ms": [100],
+            "mark": ["ab"], "steps": [1, 10], "pin": ["p", "q"], "keys": [rng.randbytes(msg.KEY_BYTES * 3), b"k" * 5],
+            "protocol": [msg.PROTOCOL_VERSION], "heartbeat_ms": [100],
             "heartbeat_timeout_ms": [10_000], "attempts": [()],
         }  # fmt: skip
 
@@ -84,5 +74,5 @@ class RouterOrders:
         if member.incarnation not in self._router.members:
             return self._router.complete
         for pin in member.beat.get("attempts", ()) if member.role == "store" else ():
-            self._router.say(member, UnpinPages(pin["request"]))
+            self._router.say(member, msg.UnpinPages(pin["request"]))
         return member.idle_since(last)

@@ -17,20 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from baton import store_protocol as protocol
 from baton.config import Bytes, ClusterConfig, Config, StoreConfig, dump
 from baton.errors import StoreError, StoreGone
 from baton.messages import Peer
-from baton.store_protocol import (
-    Attach,
-    LeaseHeartbeat,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-    StoreCall,
-    StoreHeartbeat,
-    StoreReply,
-)
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
 from tests.kvstore.chains import keys, parent
@@ -115,10 +105,10 @@ class TestClient:
         incarnation = f"worker-{os.getpid()}-{next(_numbers)}"
         peer = Peer("prefill", "worker", NODE, incarnation, os.getpid())
         self.store = StoreClient(store_address(cluster, NODE), peer, NAMESPACE, PAGE, silence_s, writers)
-        self.attach = Attach(peer, NAMESPACE, PAGE)
+        self.attach = protocol.Attach(peer, NAMESPACE, PAGE)
         self.leases: set[int] = set()
         self._beat = 0.0
-        self._unread: list[StoreReply] = []
+        self._unread: list[protocol.StoreReply] = []
 
     def __enter__(self) -> TestClient:
         self.connect()
@@ -130,11 +120,11 @@ class TestClient:
     def connect(self) -> None:
         attach(self.store)
 
-    def turn(self) -> list[StoreReply]:
+    def turn(self) -> list[protocol.StoreReply]:
         """What has come in, after a heartbeat if one is due. Raises StoreGone."""
         if time.monotonic() >= self._beat:
             self._beat = time.monotonic() + HEARTBEAT
-            self.store.call(LeaseHeartbeat(tuple(self.leases)))
+            self.store.call(protocol.LeaseHeartbeat(tuple(self.leases)))
         select.select([self.store.fileno()], [], [], 0.02)
         replies = self.store.receive()
         self.store.tick(time.monotonic())
@@ -148,12 +138,12 @@ class TestClient:
                 if isinstance(reply, kind) and lease in (None, getattr(reply, "lease", None)):
                     self._unread.remove(reply)
                     return reply
-            self._unread += [reply for reply in self.turn() if kind is StoreHeartbeat or not _is_beat(reply)]
+            self._unread += [reply for reply in self.turn() if kind is protocol.StoreHeartbeat or not _is_beat(reply)]
             return None
 
         return eventually(found, f"{kind.__name__} of lease {lease}")
 
-    def ask(self, call: StoreCall, kind: type[T]) -> T:
+    def ask(self, call: protocol.StoreCall, kind: type[T]) -> T:
         """Say something under a lease that is kept from now on, and await the answer."""
         lease: int = call.lease  # type: ignore[union-attr]
         self.leases.add(lease)
@@ -161,8 +151,8 @@ class TestClient:
         return self.next(kind, lease)
 
     def reserve(self, lease: int, chain: str, start: int = 0) -> Sequence[int | None]:
-        call = Reserve(lease, parent(chain, start), b"".join(keys(chain, start)))
-        return self.ask(call, Reserved).slots
+        call = protocol.Reserve(lease, parent(chain, start), b"".join(keys(chain, start)))
+        return self.ask(call, protocol.Reserved).slots
 
     def write(self, lease: int, chain: str, hold: bool = False) -> None:
         """Write every page of a chain: its bytes are its letter."""
@@ -171,11 +161,11 @@ class TestClient:
             if slot is not None:
                 self.store.slot(slot)[:] = letter.encode() * PAGE
             sums.append(page_checksum(letter.encode() * PAGE, 1))
-        self.ask(Seal(lease, 0, tuple(sums), hold), Sealed)
+        self.ask(protocol.Seal(lease, 0, tuple(sums), hold), protocol.Sealed)
 
 
-def _is_beat(reply: StoreReply) -> bool:
-    return isinstance(reply, StoreHeartbeat)
+def _is_beat(reply: protocol.StoreReply) -> bool:
+    return isinstance(reply, protocol.StoreHeartbeat)
 
 
 @contextmanager
@@ -213,7 +203,7 @@ def _main(cluster: str, command: str) -> None:
             word = sys.stdin.readline().strip()
             if word != "seal":
                 return
-            client.store.call(Seal(1, 0, (0,)))
+            client.store.call(protocol.Seal(1, 0, (0,)))
         if client.store.connected:
             try:
                 client.turn()

@@ -10,18 +10,9 @@ from typing import Any
 
 import pytest
 
+from baton import store_protocol as protocol
 from baton.errors import StoreError, StoreGone
 from baton.messages import MAX_KEYS_PER_CALL, Message, Peer
-from baton.store_protocol import (
-    Acquire,
-    Attach,
-    Attached,
-    AttachRefused,
-    LeasedPage,
-    PagesReady,
-    StoreCall,
-    StoreHeartbeat,
-)
 from baton.unix import UnixListener, UnixSocket
 from kvstore.arena.memory import Arena
 from kvstore.client import connection
@@ -36,21 +27,21 @@ class FakeStore:
     """A store that says what a test tells it to."""
 
     def __init__(self, address: str) -> None:
-        self.listener: UnixListener[StoreCall] = UnixListener(address, StoreCall)
+        self.listener: UnixListener[protocol.StoreCall] = UnixListener(address, protocol.StoreCall)
         self.arena = Arena.create(4 * PAGE)
-        self.socket: UnixSocket[StoreCall] | None = None
+        self.socket: UnixSocket[protocol.StoreCall] | None = None
 
-    def accept(self) -> UnixSocket[StoreCall]:
+    def accept(self) -> UnixSocket[protocol.StoreCall]:
         self.hang_up()
         self.socket = self.listener.accept()
         assert self.socket is not None
         received = self.socket.receive()
         assert received is not None
-        assert isinstance(received[0], Attach)
+        assert isinstance(received[0], protocol.Attach)
         return self.socket
 
-    def attached(self, slots: int = 4, page_bytes: int = PAGE) -> Attached:
-        return Attached(STORE, slots, page_bytes)
+    def attached(self, slots: int = 4, page_bytes: int = PAGE) -> protocol.Attached:
+        return protocol.Attached(STORE, slots, page_bytes)
 
     def hang_up(self) -> None:
         if self.socket is not None:
@@ -82,7 +73,7 @@ def client(address: str) -> Iterator[StoreClient]:
     client.close()
 
 
-def attach(fake: FakeStore, client: StoreClient) -> UnixSocket[StoreCall]:
+def attach(fake: FakeStore, client: StoreClient) -> UnixSocket[protocol.StoreCall]:
     with pytest.raises(StoreGone, match="not answered yet"):
         client.connect()
     socket = fake.accept()
@@ -139,7 +130,7 @@ def test_a_missing_store_is_reported_at_once(client: StoreClient) -> None:
     for told in (client.fileno, client.receive, lambda: client.slot(0)):
         with pytest.raises(StoreGone):
             told()
-    client.call(Acquire(1, bytes(16)))
+    client.call(protocol.Acquire(1, bytes(16)))
     client.tick(0.0)
 
 
@@ -161,7 +152,10 @@ def test_pages_of_another_size_are_not_used(fake: FakeStore, client: StoreClient
         client.connect()
 
 
-@pytest.mark.parametrize("answer", [StoreHeartbeat(), AttachRefused("incompatible", "no"), Attached(STORE, 4, PAGE)])
+@pytest.mark.parametrize(
+    "answer",
+    [protocol.StoreHeartbeat(), protocol.AttachRefused("incompatible", "no"), protocol.Attached(STORE, 4, PAGE)],
+)
 def test_what_is_no_attachment_is_a_typed_error(fake: FakeStore, client: StoreClient, answer: Message) -> None:
     """The last one comes without a descriptor."""
     with pytest.raises(StoreGone):
@@ -175,10 +169,10 @@ def test_what_is_no_attachment_is_a_typed_error(fake: FakeStore, client: StoreCl
 
 def test_a_loss_is_told_once_by_receive_after_the_last_replies(fake: FakeStore, client: StoreClient) -> None:
     socket = attach(fake, client)
-    socket.send(StoreHeartbeat((1,)))
+    socket.send(protocol.StoreHeartbeat((1,)))
     fake.hang_up()
-    client.call(Acquire(1, bytes(16)))  # found out here, told by receive
-    client.call(Acquire(2, bytes(16)))
+    client.call(protocol.Acquire(1, bytes(16)))  # found out here, told by receive
+    client.call(protocol.Acquire(2, bytes(16)))
     with pytest.raises(StoreGone):
         client.receive()
     assert client.connected, "until told to disconnect"
@@ -188,15 +182,15 @@ def test_a_loss_is_told_once_by_receive_after_the_last_replies(fake: FakeStore, 
 
 
 def test_replies_before_the_end_are_not_lost(fake: FakeStore, client: StoreClient) -> None:
-    attach(fake, client).send(StoreHeartbeat((1,)))
+    attach(fake, client).send(protocol.StoreHeartbeat((1,)))
     fake.hang_up()
-    assert client.receive() == [StoreHeartbeat((1,))]
+    assert client.receive() == [protocol.StoreHeartbeat((1,))]
     with pytest.raises(StoreGone):
         client.receive()
 
 
 def test_a_refusal_is_the_end(fake: FakeStore, client: StoreClient) -> None:
-    attach(fake, client).send(AttachRefused("malformed_message", "lease 1 is in use"))
+    attach(fake, client).send(protocol.AttachRefused("malformed_message", "lease 1 is in use"))
     with pytest.raises(StoreGone, match="lease 1 is in use"):
         client.receive()
 
@@ -207,7 +201,7 @@ def test_silence_is_judged_by_what_was_read_and_not_by_our_own_pauses(fake: Fake
     client.tick(now)
     for _ in range(10):
         now += 0.5
-        socket.send(StoreHeartbeat())
+        socket.send(protocol.StoreHeartbeat())
         client.receive()
         client.tick(now)
     now += 1_000.0  # a step of the engine that took this long
@@ -223,7 +217,7 @@ def test_a_store_that_does_not_read_never_holds_us_up(fake: FakeStore, client: S
     attach(fake, client)
     started = time.monotonic()
     for lease in range(10_000):
-        client.call(Acquire(lease, bytes(16 * MAX_KEYS_PER_CALL)))
+        client.call(protocol.Acquire(lease, bytes(16 * MAX_KEYS_PER_CALL)))
     assert time.monotonic() - started < 5
     with pytest.raises(StoreGone, match="unread"):
         client.tick(0.0)
@@ -238,10 +232,10 @@ def test_addresses_are_bounded_and_differ() -> None:
 
 def test_a_store_whose_reply_fits_no_call_counts_as_lost(fake: FakeStore, client: StoreClient) -> None:
     socket = attach(fake, client)
-    client.call(Acquire(1, bytes(32), wait=True))
-    good = PagesReady(1, (LeasedPage(1, 3, 9),))
+    client.call(protocol.Acquire(1, bytes(32), wait=True))
+    good = protocol.PagesReady(1, (protocol.LeasedPage(1, 3, 9),))
     socket.send(good)
-    socket.send(PagesReady(1, (LeasedPage(0, 4, 9),)))  # the arena has the slots 0 to 3
+    socket.send(protocol.PagesReady(1, (protocol.LeasedPage(0, 4, 9),)))  # the arena has the slots 0 to 3
     assert client.receive() == [good]
     with pytest.raises(StoreGone, match="does not fit lease 1"):
         client.receive()
@@ -259,5 +253,5 @@ def test_a_store_that_never_stops_talking_lets_its_worker_go_on(
     monkeypatch.setattr(connection, "_MOST_REPLIES", 4)
     socket = attach(fake, client)
     for _ in range(6):
-        socket.send(StoreHeartbeat())
+        socket.send(protocol.StoreHeartbeat())
     assert [len(client.receive()) for _ in range(3)] == [4, 2, 0]

@@ -301,6 +301,19 @@ def test_a_second_copy_of_a_page_stays_private_and_is_free_at_once() -> None:
     assert cache.stats().free == free + 1
 
 
+def test_a_child_in_use_protects_its_parent() -> None:
+    cache, mine = filled("a", 3)
+    theirs = cache.allocate_with_prefix([], 2)  # a copy of "a" of their own, and its child
+    assert theirs is not None
+    cache.cache_block(key("a"), b"", theirs[0])
+    cache.cache_block(key("ab"), key("a"), theirs[1])
+    cache.free(mine)
+    assert cache.available == 0
+    assert cache.allocate(1) is None
+    cache.free(theirs)
+    assert cache.available == 3
+
+
 def test_an_unknown_parent_keeps_a_page_private() -> None:
     cache = DeviceBlockManager(2)
     pages = cache.allocate(1)

@@ -6,17 +6,8 @@ import itertools
 
 import pytest
 
+from baton import peer_protocol as peers
 from baton.messages import PageSource
-from baton.peer_protocol import (
-    CancelFetch,
-    ChecksumMismatch,
-    FetchCredit,
-    FetchHeartbeat,
-    FetchPages,
-    FetchStatus,
-    FetchUnavailable,
-    PageRequest,
-)
 from kvstore.arena.host_page_pool import HostPagePool, SlotReservation
 from kvstore.disk.orders import DiskPage, ReadEnded
 from kvstore.server.inbound_transfers import InboundResult, InboundTransfers, links
@@ -52,7 +43,7 @@ class Bench:
         self.now += 0.3
         return self.loads.tick(self.now, 0.0)
 
-    def hear(self, store: str, reply: FetchUnavailable | FetchStatus) -> InboundResult:
+    def hear(self, store: str, reply: peers.FetchUnavailable | peers.FetchStatus) -> InboundResult:
         outcome = self.loads.peer_replied(store, reply, self.now)
         self.loads.validate()
         return outcome
@@ -86,7 +77,7 @@ class Bench:
         return outcome
 
 
-def asked(outcome: InboundResult, store: str = "near") -> list[PageRequest]:
+def asked(outcome: InboundResult, store: str = "near") -> list[peers.PageRequest]:
     """What that store is told."""
     return [order.request for order in outcome.orders if isinstance(order, AskPeer) and order.source.store == store]
 
@@ -100,13 +91,13 @@ def test_pages_are_wanted_as_there_is_room_and_each_once() -> None:
     bench = Bench()
     began = bench.fetch("abcd", NEAR)
     assert expected(began) == [0, 1]
-    assert asked(began) == [FetchPages(1, 100, b"".join(keys("abcd")), False, 2)]
+    assert asked(began) == [peers.FetchPages(1, 100, b"".join(keys("abcd")), False, 2)]
     assert bench.fetch("abcd", FAR).orders == []
     half = bench.land(1, 0, 1)
-    assert (expected(half), asked(half)) == ([2, 3], [FetchCredit(1, 4)])
+    assert (expected(half), asked(half)) == ([2, 3], [peers.FetchCredit(1, 4)])
     over = bench.land(1, 2, 3)
     assert [page.key for page in over.landed] == keys("abcd")[2:]
-    assert over.orders == [RetractFetch(1), AskPeer(NEAR, CancelFetch(1))]
+    assert over.orders == [RetractFetch(1), AskPeer(NEAR, peers.CancelFetch(1))]
     bench.loads.retracted(1, bench.now)
     assert bench.loads.idle
 
@@ -115,20 +106,20 @@ def test_the_next_source_is_asked_for_what_has_not_come() -> None:
     bench = Bench()
     bench.fetch("abc", NEAR, FAR)
     bench.land(1, 0)
-    again = bench.hear("near", FetchUnavailable(1, 1))
-    assert asked(again) == [CancelFetch(1)]
-    assert asked(again, "far") == [FetchPages(2, 100, b"".join(keys("abc")[1:]), False, 2)]
-    assert bench.hear("near", FetchUnavailable(1, 1)).orders == [], "it was said before"
-    assert bench.hear("near", FetchUnavailable(2, 0)).orders == [], "that one was not asked"
-    assert bench.hear("far", FetchUnavailable(2, 0)).failed == keys("abc")[1:]
+    again = bench.hear("near", peers.FetchUnavailable(1, 1))
+    assert asked(again) == [peers.CancelFetch(1)]
+    assert asked(again, "far") == [peers.FetchPages(2, 100, b"".join(keys("abc")[1:]), False, 2)]
+    assert bench.hear("near", peers.FetchUnavailable(1, 1)).orders == [], "it was said before"
+    assert bench.hear("near", peers.FetchUnavailable(2, 0)).orders == [], "that one was not asked"
+    assert bench.hear("far", peers.FetchUnavailable(2, 0)).failed == keys("abc")[1:]
 
 
 def test_each_source_sends_the_pages_it_has() -> None:
     bench = Bench()
     bench.fetch("abc", NEAR, FAR)
-    said = bench.hear("near", FetchUnavailable(1, 1))
-    assert (asked(said), asked(said, "far")) == ([], [FetchPages(2, 100, b"".join(keys("abc")[1:]), False, 2)])
-    assert bench.hear("near", FetchUnavailable(1, 1)).orders == [], "it was said before"
+    said = bench.hear("near", peers.FetchUnavailable(1, 1))
+    assert (asked(said), asked(said, "far")) == ([], [peers.FetchPages(2, 100, b"".join(keys("abc")[1:]), False, 2)])
+    assert bench.hear("near", peers.FetchUnavailable(1, 1)).orders == [], "it was said before"
     assert [page.key for page in bench.land(1, 0).landed] == [key("a")]
     assert [page.key for page in bench.land(2, 0, 1).landed] == keys("abc")[1:]
     for fetch in (1, 2):
@@ -140,8 +131,8 @@ def test_each_source_sends_the_pages_it_has() -> None:
 def test_pages_that_the_only_source_lacks_fail_and_those_before_them_come() -> None:
     bench = Bench()
     bench.fetch("abc", NEAR)
-    assert bench.hear("near", FetchUnavailable(1, 2)).failed == [key("abc")]
-    assert bench.hear("near", FetchUnavailable(1, 1)).failed == [key("ab")]
+    assert bench.hear("near", peers.FetchUnavailable(1, 2)).failed == [key("abc")]
+    assert bench.hear("near", peers.FetchUnavailable(1, 1)).failed == [key("ab")]
     assert [page.key for page in bench.land(1, 0).landed] == [key("a")]
     bench.loads.retracted(1, bench.now)
     assert bench.pages.free == 7
@@ -150,7 +141,7 @@ def test_pages_that_the_only_source_lacks_fail_and_those_before_them_come() -> N
 def test_a_hand_off_that_no_source_has_is_gone_not_failed() -> None:
     bench = Bench()
     bench.fetch("ab", NEAR, wait=True)
-    outcome = bench.hear("near", FetchUnavailable(1, 0))
+    outcome = bench.hear("near", peers.FetchUnavailable(1, 0))
     assert (outcome.gone, outcome.failed) == (keys("ab"), [])
 
 
@@ -175,8 +166,12 @@ def test_a_page_computed_here_hides_no_loss() -> None:
     bench.seal("abc")
     bench.land(1, 0, 1)  # of the next two pages one is here already
     assert bench.loads._fetches[1].slots.keys() == {3}
-    assert bench.hear("near", FetchStatus(0, ((1, 3),))).orders == [], "one of the three has come in vain, perhaps"
-    assert isinstance(asked(bench.hear("near", FetchStatus(1, ((1, 3),))))[-1], FetchPages), "it will not come any more"
+    assert bench.hear("near", peers.FetchStatus(0, ((1, 3),))).orders == [], (
+        "one of the three has come in vain, perhaps"
+    )
+    assert isinstance(asked(bench.hear("near", peers.FetchStatus(1, ((1, 3),))))[-1], peers.FetchPages), (
+        "it will not come any more"
+    )
 
 
 def test_a_fetch_ends_when_the_rest_is_made_here() -> None:
@@ -197,8 +192,8 @@ def test_two_sources_at_one_store_are_one_store() -> None:
     bench = Bench()
     bench.fetch("ab", NEAR)
     bench.fetch("cd", PageSource("near", "inproc", 2))
-    assert [request for request in asked(bench.beat()) if isinstance(request, FetchHeartbeat)] == [
-        FetchHeartbeat(1, (1, 2))
+    assert [request for request in asked(bench.beat()) if isinstance(request, peers.FetchHeartbeat)] == [
+        peers.FetchHeartbeat(1, (1, 2))
     ]
 
 
@@ -206,20 +201,20 @@ def test_a_page_that_comes_damaged_four_times_is_asked_of_another() -> None:
     bench = Bench()
     bench.fetch("a", NEAR, FAR)
     for _ in range(3):
-        assert asked(bench.land(1, damaged=(0,))) == [ChecksumMismatch(1, 0)]
+        assert asked(bench.land(1, damaged=(0,))) == [peers.ChecksumMismatch(1, 0)]
     last = bench.land(1, damaged=(0,))
-    assert (asked(last), bench.loads.stats().damaged) == ([CancelFetch(1)], 4)
-    assert isinstance(asked(last, "far")[0], FetchPages)
+    assert (asked(last), bench.loads.stats().damaged) == ([peers.CancelFetch(1)], 4)
+    assert isinstance(asked(last, "far")[0], peers.FetchPages)
 
 
 def test_a_doubt_that_is_not_answered_is_not_waited_for() -> None:
     bench = Bench()
     bench.fetch("a", NEAR)
     bench.land(1, damaged=(0,))
-    assert not [request for request in asked(bench.beat()) if isinstance(request, FetchPages)]
-    bench.hear("near", FetchStatus(1, ((1, 1),)))
-    assert not [request for request in asked(bench.beat()) if isinstance(request, FetchPages)]
-    assert [request.fetch for request in asked(bench.beat()) if isinstance(request, FetchPages)] == [2]
+    assert not [request for request in asked(bench.beat()) if isinstance(request, peers.FetchPages)]
+    bench.hear("near", peers.FetchStatus(1, ((1, 1),)))
+    assert not [request for request in asked(bench.beat()) if isinstance(request, peers.FetchPages)]
+    assert [request.fetch for request in asked(bench.beat()) if isinstance(request, peers.FetchPages)] == [2]
 
 
 def test_reads_beyond_the_share_come_after_the_others() -> None:

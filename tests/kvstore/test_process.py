@@ -18,22 +18,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton import store_protocol as protocol
 from baton.errors import PortInUse, StoreGone
 from baton.messages import Heartbeat, Hello, Peer, Welcome
-from baton.store_protocol import (
-    Acquire,
-    Attach,
-    EndLease,
-    LeaseHeartbeat,
-    NotReserved,
-    PagesReady,
-    PagesUnavailable,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-    StoreHeartbeat,
-)
 from baton.wire import Listener, ReplayClient, Subscriber
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import store_address
@@ -69,12 +56,12 @@ def packed(chain: str) -> bytes:
 
 def is_full(client: TestClient, lease: int, chain: str) -> bool:
     """Whether the store has no room for a chain now; it is given back if it has."""
-    call = Reserve(lease, b"", packed(chain))
+    call = protocol.Reserve(lease, b"", packed(chain))
     client.leases.add(lease)
     client.store.call(call)
     reply = client.next(object, lease)  # type: ignore[type-abstract]
-    client.store.call(EndLease(lease))
-    return isinstance(reply, NotReserved)
+    client.store.call(protocol.EndLease(lease))
+    return isinstance(reply, protocol.NotReserved)
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
@@ -82,11 +69,11 @@ def is_full(client: TestClient, lease: int, chain: str) -> bool:
 
 def test_a_page_written_by_one_process_is_read_by_another(store: StoreProcess) -> None:
     with worker_process(store.cluster, "write abc"), TestClient(store.cluster) as reader:
-        pages = reader.ask(Acquire(1, packed("abc")), PagesReady).pages
+        pages = reader.ask(protocol.Acquire(1, packed("abc")), protocol.PagesReady).pages
         for page, letter in zip(pages, b"abc", strict=True):
             assert bytes(reader.store.slot(page.slot)) == bytes([letter]) * PAGE
             assert page_checksum(reader.store.slot(page.slot), 1) == page.checksum
-        assert all(reader.ask(Release(1, (0, 1, 2)), Released).held)
+        assert all(reader.ask(protocol.Release(1, (0, 1, 2)), protocol.Released).held)
 
 
 # --- workers that die, stop, leave ------------------------------------------------------------------------------------
@@ -96,11 +83,11 @@ def test_a_killed_writers_slots_come_back_and_its_waiters_are_told(store: StoreP
     with worker_process(store.cluster, "reserve abcdef") as writer, TestClient(store.cluster) as client:
         assert is_full(client, 1, "uvwxyz")
         client.leases.add(2)
-        client.store.call(Acquire(2, packed("abc"), wait=True))
-        eventually(lambda: 2 in client.next(StoreHeartbeat).leases, what="a heartbeat from after the call")
+        client.store.call(protocol.Acquire(2, packed("abc"), wait=True))
+        eventually(lambda: 2 in client.next(protocol.StoreHeartbeat).leases, what="a heartbeat from after the call")
         started = time.monotonic()
         writer.kill()
-        assert client.next(PagesUnavailable, 2).index == 0
+        assert client.next(protocol.PagesUnavailable, 2).index == 0
         assert time.monotonic() - started < 2
         client.leases.discard(2)
         assert not is_full(client, 3, "uvwxyz")
@@ -111,15 +98,15 @@ def test_a_stopped_writer_keeps_its_slots_and_may_go_on(store: StoreProcess) -> 
     with worker_process(store.cluster, "reserve abcdef") as writer, TestClient(store.cluster) as client:
         writer.send_signal(signal.SIGSTOP)
         client.leases.add(1)
-        client.store.call(Acquire(1, key("a"), wait=True))
+        client.store.call(protocol.Acquire(1, key("a"), wait=True))
         for _ in range(40):  # two seconds of the store's own time
-            client.next(StoreHeartbeat)
+            client.next(protocol.StoreHeartbeat)
         assert is_full(client, 2, "uvwxyz")
         writer.send_signal(signal.SIGCONT)
         assert writer.stdin is not None
         writer.stdin.write(b"seal\n")
         writer.stdin.flush()
-        assert client.next(PagesReady, 1).pages[0].index == 0
+        assert client.next(protocol.PagesReady, 1).pages[0].index == 0
 
 
 def test_slots_come_back_when_all_that_write_for_a_worker_have_ended(store: StoreProcess) -> None:
@@ -133,7 +120,7 @@ def test_slots_come_back_when_all_that_write_for_a_worker_have_ended(store: Stor
         writer.kill()
         writer.wait()
         for _ in range(20):
-            client.next(StoreHeartbeat)
+            client.next(protocol.StoreHeartbeat)
         assert is_full(client, 1, "uvwxyz")
         rank.kill()
         eventually(lambda: not is_full(client, 2, "uvwxyz"), "room after the rank's death")
@@ -141,7 +128,7 @@ def test_slots_come_back_when_all_that_write_for_a_worker_have_ended(store: Stor
 
 def test_a_writer_that_leaves_gives_its_slots_back_while_its_process_goes_on(store: StoreProcess) -> None:
     with TestClient(store.cluster) as writer, TestClient(store.cluster) as client:
-        writer.ask(Reserve(1, b"", packed("abcdef")), Reserved)
+        writer.ask(protocol.Reserve(1, b"", packed("abcdef")), protocol.Reserved)
         assert is_full(client, 1, "uvwxyz")
         writer.store.leave()
         eventually(lambda: not is_full(client, 2, "uvwxyz"), "room while the process lives")
@@ -149,11 +136,11 @@ def test_a_writer_that_leaves_gives_its_slots_back_while_its_process_goes_on(sto
 
 def test_workers_that_come_and_go_leave_nothing(store: StoreProcess) -> None:
     with TestClient(store.cluster) as client:
-        client.next(StoreHeartbeat)
+        client.next(protocol.StoreHeartbeat)
         before = store.descriptors()
         for _ in range(100):
             with TestClient(store.cluster) as other:
-                other.ask(Acquire(1, key("a")), PagesUnavailable)
+                other.ask(protocol.Acquire(1, key("a")), protocol.PagesUnavailable)
         with worker_process(store.cluster, "reserve xyz"):
             assert store.descriptors() > before
         eventually(lambda: store.descriptors() == before, "every descriptor closed")
@@ -180,7 +167,7 @@ def test_a_killed_store_is_noticed_at_once_and_its_successor_is_another(store: S
         store.kill()
         eventually(lambda: gone(client), "StoreGone")
         assert time.monotonic() - started < 1
-        client.store.call(LeaseHeartbeat())  # says nothing, raises nothing
+        client.store.call(protocol.LeaseHeartbeat())  # says nothing, raises nothing
         client.store.disconnect()
         assert not client.store.connected
         with pytest.raises(StoreGone):
@@ -191,7 +178,7 @@ def test_a_killed_store_is_noticed_at_once_and_its_successor_is_another(store: S
         client.leases.clear()
         client.connect()
         assert client.store.incarnation not in ("", first)
-        assert client.ask(Acquire(1, key("a")), PagesUnavailable).index == 0
+        assert client.ask(protocol.Acquire(1, key("a")), protocol.PagesUnavailable).index == 0
         assert bytes(view) == before, "the old memory is still there"
 
 
@@ -257,11 +244,11 @@ def test_rubbish_ends_its_connection_and_nothing_else(store: StoreProcess, rubbi
         client.write(1, "ab", hold=True)
         if attached:
             peer = Peer("decode", "bad", NODE, "bad", os.getpid())
-            connection.send(msgspec.msgpack.encode(Attach(peer, NAMESPACE, PAGE)))
+            connection.send(msgspec.msgpack.encode(protocol.Attach(peer, NAMESPACE, PAGE)))
             assert b"Attached" in connection.recv(65_536)
         connection.send(rubbish)
         assert b"AttachRefused" in until_closed(connection)
-        assert client.ask(Acquire(2, packed("ab")), PagesReady)
+        assert client.ask(protocol.Acquire(2, packed("ab")), protocol.PagesReady)
         assert store.process.poll() is None
 
 
@@ -277,7 +264,7 @@ def test_another_user_is_not_served(store: StoreProcess) -> None:
             "sys.exit(0 if s.recv(1000) == b'' else 1)\n"
         )
         subprocess.run([sys.executable, "-c", code, store_address(store.cluster, NODE)], check=True, timeout=PATIENCE)
-        client.next(StoreHeartbeat)
+        client.next(protocol.StoreHeartbeat)
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------

@@ -7,31 +7,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from baton import store_protocol as protocol
 from baton.clock import Tick
 from baton.config import Bytes, DiskConfig, StoreConfig
 from baton.messages import Namespace, PageSource, Peer
 from baton.peer_protocol import FetchPages, FetchUnavailable
-from baton.store_protocol import (
-    Acquire,
-    Attach,
-    Attached,
-    AttachRefused,
-    EndLease,
-    LeasedPage,
-    LeaseHeartbeat,
-    NotReserved,
-    PageCorrupt,
-    PagesReady,
-    PagesUnavailable,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-    StoreCall,
-    StoreHeartbeat,
-)
 from kvstore.disk.file_names import PageFile
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.orders import Opened, PagesListed
@@ -55,8 +35,8 @@ def packed(chain: str, start: int = 0) -> bytes:
     return b"".join(keys(chain, start))
 
 
-def reserve(lease: int, chain: str, start: int = 0) -> Reserve:
-    return Reserve(lease, parent(chain, start), packed(chain, start))
+def reserve(lease: int, chain: str, start: int = 0) -> protocol.Reserve:
+    return protocol.Reserve(lease, parent(chain, start), packed(chain, start))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -66,14 +46,14 @@ def test_a_page_is_readable_once_sealed_and_not_before() -> None:
     rig = Rig()
     writer, reader = rig.attach(1), rig.attach(2)
     (reserved,) = rig.say(writer, reserve(1, "abc"))
-    assert isinstance(reserved, Reserved)
+    assert isinstance(reserved, protocol.Reserved)
     assert len(set(reserved.slots)) == 3
-    assert rig.say(reader, Acquire(1, packed("abc"))) == [PagesUnavailable(1, 0)]
-    assert rig.say(writer, Seal(1, 0, (7, 8))) == [Sealed(1, 0, 2)]
+    assert rig.say(reader, protocol.Acquire(1, packed("abc"))) == [protocol.PagesUnavailable(1, 0)]
+    assert rig.say(writer, protocol.Seal(1, 0, (7, 8))) == [protocol.Sealed(1, 0, 2)]
     slots = reserved.slots
-    assert rig.say(reader, Acquire(2, packed("abc"))) == [
-        PagesReady(2, (LeasedPage(0, slots[0] or 0, 7), LeasedPage(1, slots[1] or 0, 8))),
-        PagesUnavailable(2, 2),
+    assert rig.say(reader, protocol.Acquire(2, packed("abc"))) == [
+        protocol.PagesReady(2, (protocol.LeasedPage(0, slots[0] or 0, 7), protocol.LeasedPage(1, slots[1] or 0, 8))),
+        protocol.PagesUnavailable(2, 2),
     ]
     assert rig.changes() == [PagesCleared(), PagesStored(b"", tuple(keys("ab")))]
 
@@ -82,17 +62,19 @@ def test_a_partial_page_ends_with_its_last_hold() -> None:
     rig = Rig()
     writer, other, reader = rig.attach(1), rig.attach(2), rig.attach(3)
     for connection in (writer, other):
-        assert isinstance(rig.say(connection, Reserve(1, b"", packed("abp"), partial=True))[0], Reserved)
-    rig.say(writer, Seal(1, 0, (7, 8, 9), hold=True))
+        assert isinstance(
+            rig.say(connection, protocol.Reserve(1, b"", packed("abp"), partial=True))[0], protocol.Reserved
+        )
+    rig.say(writer, protocol.Seal(1, 0, (7, 8, 9), hold=True))
     assert rig.changes() == [PagesCleared(), PagesStored(b"", tuple(keys("ab")))]
-    rig.say(writer, EndLease(1))
-    (arrived,) = rig.say(reader, Acquire(1, packed("abp"), True, partial=True))
+    rig.say(writer, protocol.EndLease(1))
+    (arrived,) = rig.say(reader, protocol.Acquire(1, packed("abp"), True, partial=True))
     assert len(arrived.pages) == 3, "another writer has it reserved: it may be told that it is there"
-    rig.say(other, EndLease(1))
-    assert rig.say(reader, Release(1, (0, 1, 2))) == [Released(1, (0, 1, 2), (True,) * 3)]
-    assert rig.say(reader, Acquire(2, packed("abp"))) == [
-        PagesReady(2, tuple(page for page in arrived.pages if page.index < 2)),
-        PagesUnavailable(2, 2),
+    rig.say(other, protocol.EndLease(1))
+    assert rig.say(reader, protocol.Release(1, (0, 1, 2))) == [protocol.Released(1, (0, 1, 2), (True,) * 3)]
+    assert rig.say(reader, protocol.Acquire(2, packed("abp"))) == [
+        protocol.PagesReady(2, tuple(page for page in arrived.pages if page.index < 2)),
+        protocol.PagesUnavailable(2, 2),
     ]
     assert rig.changes() == []
     rig.write(writer, 2, "abx")  # full pages follow the same parent
@@ -102,16 +84,16 @@ def test_a_partial_page_ends_with_its_last_hold() -> None:
 def test_an_unheld_partial_page_waits_for_its_reader() -> None:
     rig = Rig(slots=4)
     writer, reader = rig.attach(1), rig.attach(2)
-    rig.say(writer, Reserve(1, b"", packed("abp"), partial=True))
-    rig.say(writer, Seal(1, 0, (7, 8, 9)))
-    rig.say(writer, EndLease(1))
-    (arrived,) = rig.say(reader, Acquire(1, packed("abp"), True, partial=True))
+    rig.say(writer, protocol.Reserve(1, b"", packed("abp"), partial=True))
+    rig.say(writer, protocol.Seal(1, 0, (7, 8, 9)))
+    rig.say(writer, protocol.EndLease(1))
+    (arrived,) = rig.say(reader, protocol.Acquire(1, packed("abp"), True, partial=True))
     assert len(arrived.pages) == 3
-    rig.say(reader, EndLease(1))
+    rig.say(reader, protocol.EndLease(1))
     assert rig.state.stats(0.0).sealed == 2
-    rig.say(writer, Reserve(2, b"", packed("abp"), partial=True))
-    rig.say(writer, Seal(2, 2, (9,)))
-    rig.say(writer, EndLease(2))
+    rig.say(writer, protocol.Reserve(2, b"", packed("abp"), partial=True))
+    rig.say(writer, protocol.Seal(2, 2, (9,)))
+    rig.say(writer, protocol.EndLease(2))
     rig.write(writer, 3, "xy")
     assert rig.has("ab")
     assert rig.state.stats(0.0).evictions == 1
@@ -120,18 +102,18 @@ def test_an_unheld_partial_page_waits_for_its_reader() -> None:
 def test_all_or_nothing_when_slots_run_out() -> None:
     rig = Rig(slots=4)
     writer, other = rig.attach(1), rig.attach(2)
-    assert isinstance(rig.say(writer, reserve(1, "abc"))[0], Reserved)
-    assert rig.say(other, reserve(2, "xy")) == [NotReserved(2, "full")]
+    assert isinstance(rig.say(writer, reserve(1, "abc"))[0], protocol.Reserved)
+    assert rig.say(other, reserve(2, "xy")) == [protocol.NotReserved(2, "full")]
     assert rig.state.stats(rig.now).reserved == 3
-    assert isinstance(rig.say(other, reserve(2, "x"))[0], Reserved)
+    assert isinstance(rig.say(other, reserve(2, "x"))[0], protocol.Reserved)
 
 
 def test_a_chain_never_evicts_what_it_stands_on() -> None:
     rig = Rig(slots=4)
     writer = rig.attach(1)
     rig.write(writer, 1, "abc")
-    assert rig.say(writer, reserve(2, "abcde")) == [NotReserved(2, "full")]
-    assert rig.say(writer, reserve(2, "abcde", 3)) == [NotReserved(2, "full")]
+    assert rig.say(writer, reserve(2, "abcde")) == [protocol.NotReserved(2, "full")]
+    assert rig.say(writer, reserve(2, "abcde", 3)) == [protocol.NotReserved(2, "full")]
     assert rig.has("abc")
     assert rig.state.stats(rig.now).evictions == 0
 
@@ -139,29 +121,29 @@ def test_a_chain_never_evicts_what_it_stands_on() -> None:
 def test_one_writer_reserves_its_share_at_most() -> None:
     rig = Rig(slots=8, share=0.5)
     writer, other = rig.attach(1), rig.attach(2)
-    assert isinstance(rig.say(writer, reserve(1, "abc"))[0], Reserved)
-    assert rig.say(writer, reserve(2, "xy")) == [NotReserved(2, "quota")]
-    assert isinstance(rig.say(other, reserve(1, "xy"))[0], Reserved)
-    rig.say(writer, Seal(1, 0, (1,)))
-    assert isinstance(rig.say(writer, reserve(2, "xy"))[0], Reserved)
+    assert isinstance(rig.say(writer, reserve(1, "abc"))[0], protocol.Reserved)
+    assert rig.say(writer, reserve(2, "xy")) == [protocol.NotReserved(2, "quota")]
+    assert isinstance(rig.say(other, reserve(1, "xy"))[0], protocol.Reserved)
+    rig.say(writer, protocol.Seal(1, 0, (1,)))
+    assert isinstance(rig.say(writer, reserve(2, "xy"))[0], protocol.Reserved)
 
 
 def test_a_parent_must_be_here_or_the_same_writers() -> None:
     rig = Rig()
     writer, other = rig.attach(1), rig.attach(2)
-    assert rig.say(writer, reserve(1, "ab", 1)) == [NotReserved(1, "orphan")]
+    assert rig.say(writer, reserve(1, "ab", 1)) == [protocol.NotReserved(1, "orphan")]
     rig.say(writer, reserve(2, "a"))
-    assert rig.say(other, reserve(1, "ab", 1)) == [NotReserved(1, "orphan")]
-    assert isinstance(rig.say(writer, reserve(3, "ab", 1))[0], Reserved)
-    rig.say(writer, Seal(2, 0, (1,)))
-    assert isinstance(rig.say(other, reserve(1, "ac", 1))[0], Reserved)
+    assert rig.say(other, reserve(1, "ab", 1)) == [protocol.NotReserved(1, "orphan")]
+    assert isinstance(rig.say(writer, reserve(3, "ab", 1))[0], protocol.Reserved)
+    rig.say(writer, protocol.Seal(2, 0, (1,)))
+    assert isinstance(rig.say(other, reserve(1, "ac", 1))[0], protocol.Reserved)
 
 
 def test_contradicting_keys_are_refused() -> None:
     rig = Rig()
     writer = rig.attach(1)
     rig.write(writer, 1, "ab")
-    assert rig.say(writer, Reserve(2, b"", key("ab"))) == [NotReserved(2, "orphan")]
+    assert rig.say(writer, protocol.Reserve(2, b"", key("ab"))) == [protocol.NotReserved(2, "orphan")]
     assert rig.has("ab")
 
 
@@ -170,14 +152,14 @@ def test_what_is_here_already_need_not_be_written_and_is_held() -> None:
     writer, other = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "ab")
     (reserved,) = rig.say(other, reserve(1, "abc"))
-    assert isinstance(reserved, Reserved)
+    assert isinstance(reserved, protocol.Reserved)
     assert reserved.slots[:2] == (None, None)
     assert reserved.slots[2] is not None
-    rig.say(other, Seal(1, 0, (0, 0, 5), hold=True))
+    rig.say(other, protocol.Seal(1, 0, (0, 0, 5), hold=True))
     assert rig.state.stats(rig.now).held == 3
-    assert rig.say(writer, reserve(2, "xy")) == [NotReserved(2, "full")]
-    rig.say(other, EndLease(1))
-    assert isinstance(rig.say(writer, reserve(2, "xy"))[0], Reserved)
+    assert rig.say(writer, reserve(2, "xy")) == [protocol.NotReserved(2, "full")]
+    rig.say(other, protocol.EndLease(1))
+    assert isinstance(rig.say(writer, reserve(2, "xy"))[0], protocol.Reserved)
 
 
 def test_eviction_takes_the_least_recently_used_leaf() -> None:
@@ -185,14 +167,28 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     writer = rig.attach(1)
     rig.write(writer, 1, "ab")
     rig.write(writer, 2, "xy")
-    rig.say(writer, Acquire(3, packed("ab")))
-    rig.say(writer, EndLease(3))
+    rig.say(writer, protocol.Acquire(3, packed("ab")))
+    rig.say(writer, protocol.EndLease(3))
     rig.changes()
     rig.write(writer, 4, "m")
     assert rig.changes() == [PagesRemoved((key("xy"),)), PagesStored(b"", (key("m"),))]
     rig.write(writer, 5, "n")
     assert rig.changes() == [PagesRemoved((key("x"),)), PagesStored(b"", (key("n"),))]
     assert rig.has("ab")
+
+
+def test_waiters_hear_when_a_maker_gives_up_but_not_while_another_goes_on() -> None:
+    rig = Rig()
+    one, two, reader = (rig.attach(pid) for pid in (1, 2, 3))
+    rig.say(one, reserve(1, "ab"))
+    rig.say(two, reserve(1, "ab"))
+    rig.say(reader, protocol.Acquire(1, packed("abc"), wait=True))
+    assert rig.tell(one, protocol.EndLease(1)) == {}
+    assert rig.state.stats(rig.now).waits == 3
+    rig.say(two, protocol.Seal(1, 0, (1,)))
+    assert rig.tell(two, protocol.EndLease(1)) == {reader: [protocol.PagesUnavailable(1, 1)]}
+    assert rig.state.stats(rig.now).waits == 0
+    assert rig.say(reader, protocol.Release(1, (0,))) == [protocol.Released(1, (0,), (True,))]
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
@@ -203,22 +199,26 @@ def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it() -
     one, two, reader = (rig.attach(pid) for pid in (1, 2, 3))
     rig.say(one, reserve(1, "a"))
     rig.say(two, reserve(1, "abc"))
-    rig.say(reader, Acquire(1, packed("abcd"), wait=True))
-    assert rig.tell(two, EndLease(1)) == {reader: [PagesUnavailable(1, 1)]}
+    rig.say(reader, protocol.Acquire(1, packed("abcd"), wait=True))
+    assert rig.tell(two, protocol.EndLease(1)) == {reader: [protocol.PagesUnavailable(1, 1)]}
     assert rig.state.stats(rig.now).waits == 1
-    assert [reply.lease for reply in rig.tell(one, Seal(1, 0, (1,)))[reader] if isinstance(reply, PagesReady)] == [1]
+    assert [
+        reply.lease
+        for reply in rig.tell(one, protocol.Seal(1, 0, (1,)))[reader]
+        if isinstance(reply, protocol.PagesReady)
+    ] == [1]
 
 
 def test_waits_without_a_maker_last_until_forgotten() -> None:
     rig = Rig()
     reader = rig.attach(1)
-    rig.say(reader, Acquire(1, packed("ab"), wait=True))
+    rig.say(reader, protocol.Acquire(1, packed("ab"), wait=True))
     rig.now = 5.0
-    rig.say(reader, LeaseHeartbeat((1,)))
+    rig.say(reader, protocol.LeaseHeartbeat((1,)))
     rig.now = 11.0
-    assert rig.state.handle(Tick(), rig.now) == [SendReply(reader, StoreHeartbeat((1,)))]
+    assert rig.state.handle(Tick(), rig.now) == [SendReply(reader, protocol.StoreHeartbeat((1,)))]
     assert rig.state.stats(rig.now).waits == 2
-    rig.say(reader, EndLease(1))
+    rig.say(reader, protocol.EndLease(1))
     assert rig.state.stats(rig.now).waits == 0
 
 
@@ -229,35 +229,35 @@ def test_a_hold_that_is_not_renewed_expires_and_its_bytes_do_not_count() -> None
     rig = Rig()
     writer, reader = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "ab")
-    rig.say(reader, Acquire(1, packed("abc"), wait=True))
+    rig.say(reader, protocol.Acquire(1, packed("abc"), wait=True))
     rig.now = 9.9
     rig.do(Tick())
     assert rig.state.stats(rig.now).held == 2
     rig.now = 10.2
-    assert PagesUnavailable(1, 2) in replies(rig.do(Tick()))[reader]
+    assert protocol.PagesUnavailable(1, 2) in replies(rig.do(Tick()))[reader]
     assert rig.state.stats(rig.now).expired == 2
-    assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (False, False))]
+    assert rig.say(reader, protocol.Release(1, (0, 1))) == [protocol.Released(1, (0, 1), (False, False))]
 
 
 def test_a_pause_of_the_store_ends_no_lease() -> None:
     rig = Rig()
     writer, reader = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "ab")
-    rig.say(reader, Acquire(1, packed("ab")))
+    rig.say(reader, protocol.Acquire(1, packed("ab")))
     rig.now = 100.0
     rig.do(Tick(paused=99.0))
-    assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (True, True))]
+    assert rig.say(reader, protocol.Release(1, (0, 1))) == [protocol.Released(1, (0, 1), (True, True))]
 
 
 def test_release_tells_the_truth_about_each_page() -> None:
     rig = Rig()
     writer, reader = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "ab")
-    rig.say(reader, Acquire(1, packed("abc"), wait=True))
-    assert rig.say(reader, Release(1, (1, 2))) == [Released(1, (1, 2), (True, False))]
-    assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (True, False))]
-    rig.say(reader, EndLease(1))
-    assert rig.say(reader, Release(1, (0,))) == [Released(1, (0,), (False,))]
+    rig.say(reader, protocol.Acquire(1, packed("abc"), wait=True))
+    assert rig.say(reader, protocol.Release(1, (1, 2))) == [protocol.Released(1, (1, 2), (True, False))]
+    assert rig.say(reader, protocol.Release(1, (0, 1))) == [protocol.Released(1, (0, 1), (True, False))]
+    rig.say(reader, protocol.EndLease(1))
+    assert rig.say(reader, protocol.Release(1, (0,))) == [protocol.Released(1, (0,), (False,))]
 
 
 def test_what_a_heartbeat_leaves_out_is_forgotten() -> None:
@@ -265,10 +265,10 @@ def test_what_a_heartbeat_leaves_out_is_forgotten() -> None:
     worker, reader = rig.attach(1), rig.attach(2)
     rig.say(worker, reserve(1, "a"))
     rig.say(worker, reserve(2, "x"))
-    rig.say(reader, Acquire(1, packed("a"), wait=True))
-    assert rig.tell(worker, LeaseHeartbeat((2, 99))) == {reader: [PagesUnavailable(1, 0)]}
+    rig.say(reader, protocol.Acquire(1, packed("a"), wait=True))
+    assert rig.tell(worker, protocol.LeaseHeartbeat((2, 99))) == {reader: [protocol.PagesUnavailable(1, 0)]}
     assert rig.state.stats(rig.now).reserved == 1
-    assert replies(rig.do(Tick())) == {worker: [StoreHeartbeat((2,))], reader: [StoreHeartbeat((1,))]}
+    assert replies(rig.do(Tick())) == {worker: [protocol.StoreHeartbeat((2,))], reader: [protocol.StoreHeartbeat((1,))]}
 
 
 # --- corruption -------------------------------------------------------------------------------------------------------
@@ -278,10 +278,10 @@ def test_only_a_holder_is_believed() -> None:
     rig = Rig()
     writer, reader = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "a")
-    rig.say(reader, Acquire(1, packed("a")))
-    rig.say(reader, Release(1, (0,)))
-    rig.say(reader, PageCorrupt(1, 0))
-    rig.say(reader, PageCorrupt(5, 0))
+    rig.say(reader, protocol.Acquire(1, packed("a")))
+    rig.say(reader, protocol.Release(1, (0,)))
+    rig.say(reader, protocol.PageCorrupt(1, 0))
+    rig.say(reader, protocol.PageCorrupt(5, 0))
     assert rig.has("a")
 
 
@@ -305,9 +305,9 @@ def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them() ->
     rig.do(Disconnected(first))
     again = rig.attach(1)
     assert rig.state.stats(rig.now).unproven == 0
-    rig.say(again, LeaseHeartbeat((1,)))
+    rig.say(again, protocol.LeaseHeartbeat((1,)))
     assert rig.state.stats(rig.now).reserved == 2
-    assert rig.say(again, Seal(1, 0, (1, 2))) == [Sealed(1, 0, 2)]
+    assert rig.say(again, protocol.Seal(1, 0, (1, 2))) == [protocol.Sealed(1, 0, 2)]
 
 
 def test_another_incarnation_has_no_reservations() -> None:
@@ -316,7 +316,7 @@ def test_another_incarnation_has_no_reservations() -> None:
     rig.say(first, reserve(1, "ab"))
     rig.do(Disconnected(first))
     for connection in (rig.attach(2, "old"), rig.attach(1, "new")):
-        rig.say(connection, LeaseHeartbeat())
+        rig.say(connection, protocol.LeaseHeartbeat())
         assert rig.state.stats(rig.now).unproven == 2
 
 
@@ -326,10 +326,10 @@ def test_a_second_connection_of_a_process_replaces_the_first() -> None:
     rig.say(first, reserve(1, "ab"))
     second = rig.connect(1)
     commands = rig.state.handle(
-        heard_over_the_wire(second, Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100)), rig.now
+        heard_over_the_wire(second, protocol.Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100)), rig.now
     )
-    assert commands == [CloseConnection(first), SendReply(second, Attached(STORE, 8, 100))]
-    assert rig.say(first, EndLease(1)) == []
+    assert commands == [CloseConnection(first), SendReply(second, protocol.Attached(STORE, 8, 100))]
+    assert rig.say(first, protocol.EndLease(1)) == []
     assert rig.state.stats(rig.now).reserved == 2
 
 
@@ -342,8 +342,8 @@ def test_another_namespace_waits_for_the_last_worker() -> None:
     rig.do(Disconnected(first))
     for namespace, size in ((other, 100), (NAMESPACE, 50)):
         second = rig.connect(2)
-        (refusal,) = rig.say(second, Attach(Peer("decode", "w", "node", "j", 2), namespace, size))
-        assert isinstance(refusal, AttachRefused)
+        (refusal,) = rig.say(second, protocol.Attach(Peer("decode", "w", "node", "j", 2), namespace, size))
+        assert isinstance(refusal, protocol.AttachRefused)
         assert refusal.reason == "incompatible"
     rig.do(WriterDied(1))
     rig.changes()
@@ -364,7 +364,7 @@ def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
     def attach(connection: int, namespace: Namespace) -> None:
         state.handle(Connected(connection, connection), 0.0)
         worker = Peer("decode", "w", "node", f"i{connection}", connection)
-        state.handle(CallReceived(connection, Attach(worker, namespace, 100)), 0.0)
+        state.handle(CallReceived(connection, protocol.Attach(worker, namespace, 100)), 0.0)
 
     attach(1, NAMESPACE)
     state.drain_events()
@@ -379,8 +379,8 @@ def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
 
 def test_a_page_larger_than_the_arena_is_refused() -> None:
     rig = Rig(slots=1)
-    (refusal,) = rig.say(rig.connect(1), Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 101))
-    assert isinstance(refusal, AttachRefused)
+    (refusal,) = rig.say(rig.connect(1), protocol.Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 101))
+    assert isinstance(refusal, protocol.AttachRefused)
     assert "raise store.host_cache_bytes" in refusal.message
 
 
@@ -393,7 +393,7 @@ def _two_hand_offs() -> tuple[Rig, int, int, FetchPages]:
     first, second = rig.attach(1, "first"), rig.attach(2, "second")
     for worker, store in ((first, "s1"), (second, "s2")):
         source = PageSource(store, f"tcp://{store}:1", 3)
-        orders = rig.do(CallReceived(worker, Acquire(1, b"".join(keys("abc")), True, b"", (source,))))
+        orders = rig.do(CallReceived(worker, protocol.Acquire(1, b"".join(keys("abc")), True, b"", (source,))))
         if worker == first:
             (want,) = [order.request for order in orders if isinstance(order, AskPeer)]
     assert isinstance(want, FetchPages)
@@ -417,7 +417,7 @@ def test_what_the_source_of_one_hand_off_lacks_comes_from_that_of_the_other() ->
 
 def test_a_source_of_an_ended_lease_is_not_awaited() -> None:
     rig, first, _, want = _two_hand_offs()
-    asked = _wants(rig.do(CallReceived(first, EndLease(1))))
+    asked = _wants(rig.do(CallReceived(first, protocol.EndLease(1))))
     for _ in range(4):
         rig.now += 0.3
         asked += _wants(rig.do(Tick()))
@@ -430,50 +430,50 @@ def test_a_source_of_an_ended_lease_is_not_awaited() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        Reserve(9, b"", bytes(17)),
-        Reserve(9, b"", b""),
-        Reserve(9, b"12345", key("q")),
-        Reserve(9, b"", key("q") * 2),
-        Reserve(1, b"", key("q")),
-        Acquire(1, key("q")),
-        Acquire(9, b""),
-        Seal(9, 0, (1,)),
-        Seal(1, 0, ()),
-        Seal(1, 1, (1, 1)),
-        Seal(1, 2, (1,)),
-        Seal(1, 0, (1,)),
-        Seal(2, 0, (1,)),
-        Release(2, (1,)),
-        Release(2, (-1,)),
-        PageCorrupt(2, 1),
-        Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100),
+        protocol.Reserve(9, b"", bytes(17)),
+        protocol.Reserve(9, b"", b""),
+        protocol.Reserve(9, b"12345", key("q")),
+        protocol.Reserve(9, b"", key("q") * 2),
+        protocol.Reserve(1, b"", key("q")),
+        protocol.Acquire(1, key("q")),
+        protocol.Acquire(9, b""),
+        protocol.Seal(9, 0, (1,)),
+        protocol.Seal(1, 0, ()),
+        protocol.Seal(1, 1, (1, 1)),
+        protocol.Seal(1, 2, (1,)),
+        protocol.Seal(1, 0, (1,)),
+        protocol.Seal(2, 0, (1,)),
+        protocol.Release(2, (1,)),
+        protocol.Release(2, (-1,)),
+        protocol.PageCorrupt(2, 1),
+        protocol.Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100),
     ],
 )
-def test_an_invalid_call_costs_its_connection_alone(call: StoreCall) -> None:
+def test_an_invalid_call_costs_its_connection_alone(call: protocol.StoreCall) -> None:
     rig = Rig()
     bad, good = rig.attach(1), rig.attach(2)
     rig.say(bad, reserve(1, "ab"))
-    rig.say(bad, Seal(1, 0, (1,)))
-    rig.say(bad, Acquire(2, key("a")))
-    rig.say(good, Acquire(1, key("a")))
+    rig.say(bad, protocol.Seal(1, 0, (1,)))
+    rig.say(bad, protocol.Acquire(2, key("a")))
+    rig.say(good, protocol.Acquire(1, key("a")))
     commands = rig.state.handle(heard_over_the_wire(bad, call), rig.now)
     rig.state.validate()
     refusal, drop = commands
     assert isinstance(refusal, SendReply)
-    assert isinstance(refusal.reply, AttachRefused)
+    assert isinstance(refusal.reply, protocol.AttachRefused)
     assert drop == CloseConnection(bad)
     assert rig.state.stats(rig.now).reserved == 1, "it may still be writing"
-    assert rig.say(good, Release(1, (0,))) == [Released(1, (0,), (True,))]
-    assert rig.say(bad, EndLease(1)) == []
+    assert rig.say(good, protocol.Release(1, (0,))) == [protocol.Released(1, (0,), (True,))]
+    assert rig.say(bad, protocol.EndLease(1)) == []
 
 
 def test_calls_before_attach_are_refused() -> None:
     rig = Rig()
-    (refusal,) = rig.say(rig.connect(1), LeaseHeartbeat())
-    assert isinstance(refusal, AttachRefused)
+    (refusal,) = rig.say(rig.connect(1), protocol.LeaseHeartbeat())
+    assert isinstance(refusal, protocol.AttachRefused)
     stranger = rig.connect(2)
-    (refusal,) = rig.say(stranger, Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100, protocol=99))
-    assert isinstance(refusal, AttachRefused)
+    (refusal,) = rig.say(stranger, protocol.Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100, protocol=99))
+    assert isinstance(refusal, protocol.AttachRefused)
     assert refusal.reason == "incompatible"
 
 
@@ -482,10 +482,10 @@ def test_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     worker = rig.attach(1)
     for lease in (1, 2):
-        rig.say(worker, Acquire(lease, key("a"), wait=True))
-    assert isinstance(rig.say(worker, Acquire(3, key("a")))[0], AttachRefused)
+        rig.say(worker, protocol.Acquire(lease, key("a"), wait=True))
+    assert isinstance(rig.say(worker, protocol.Acquire(3, key("a")))[0], protocol.AttachRefused)
 
 
-def heard_over_the_wire(connection: int, call: StoreCall) -> CallReceived:
+def heard_over_the_wire(connection: int, call: protocol.StoreCall) -> CallReceived:
     """The call as it looks after a journey over the wire."""
-    return CallReceived(connection, msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=StoreCall))
+    return CallReceived(connection, msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=protocol.StoreCall))

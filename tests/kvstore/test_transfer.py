@@ -6,24 +6,8 @@ import itertools
 
 import pytest
 
+from baton import store_protocol as protocol
 from baton.messages import PageSource
-from baton.store_protocol import (
-    Acquire,
-    EndLease,
-    LeasedPage,
-    LowerTierHits,
-    NotReserved,
-    PageCorrupt,
-    PagesReady,
-    PagesUnavailable,
-    Promote,
-    Release,
-    Released,
-    Reserved,
-    Seal,
-    Sealed,
-    TierPages,
-)
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import (
     CallStore,
@@ -53,8 +37,8 @@ def fetch(count: int, wait: bool = False, parent: bytes = b"") -> PageFetch:
     return PageFetch(itertools.count(1), chain(count), range(100, 100 + count), wait, parent)
 
 
-def here(lease: int, first: int, last: int) -> PagesReady:
-    return PagesReady(lease, tuple(LeasedPage(index, index, 7) for index in range(first, last)))
+def here(lease: int, first: int, last: int) -> protocol.PagesReady:
+    return protocol.PagesReady(lease, tuple(protocol.LeasedPage(index, index, 7) for index in range(first, last)))
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------
@@ -63,7 +47,7 @@ def here(lease: int, first: int, last: int) -> PagesReady:
 def test_a_long_chain_takes_several_leases_each_with_its_parent_and_its_part_of_the_sources() -> None:
     keys = chain(2_500)
     calls = lookup(2_500, PageSource("s", "e", 1_500), PageSource("t", "e", 500)).start()
-    assert [(call.lease, call.parent, call.sources) for call in calls if isinstance(call, Acquire)] == [
+    assert [(call.lease, call.parent, call.sources) for call in calls if isinstance(call, protocol.Acquire)] == [
         (1, b"", (PageSource("s", "e", 1_500), PageSource("t", "e", 500))),
         (2, keys[1_023], (PageSource("s", "e", 476),)),
         (3, keys[2_047], ()),
@@ -82,15 +66,18 @@ def test_what_the_arena_has_is_found_and_nothing_else_is_asked_for() -> None:
 def test_what_lies_below_is_decided_about_once_all_is_known() -> None:
     looking = lookup(2_000)
     looking.handle(here(1, 0, 1_000))
-    looking.handle(LowerTierHits(1, 1_000, (TierPages(DISK, 24),)))
+    looking.handle(protocol.LowerTierHits(1, 1_000, (protocol.TierPages(DISK, 24),)))
     assert not looking.undecided
-    looking.handle(LowerTierHits(2, 0, (TierPages(DISK, 6), TierPages(REMOTE, 70))))
+    looking.handle(protocol.LowerTierHits(2, 0, (protocol.TierPages(DISK, 6), protocol.TierPages(REMOTE, 70))))
     assert looking.undecided
-    assert (looking.here, looking.runs) == (1_000, [TierPages(DISK, 24), TierPages(DISK, 6), TierPages(REMOTE, 70)])
-    assert looking.decide(30) == [Promote(1, 1_024), Promote(2, 6)]
+    assert (looking.here, looking.runs) == (
+        1_000,
+        [protocol.TierPages(DISK, 24), protocol.TierPages(DISK, 6), protocol.TierPages(REMOTE, 70)],
+    )
+    assert looking.decide(30) == [protocol.Promote(1, 1_024), protocol.Promote(2, 6)]
     assert looking.hits is None
     looking.handle(here(1, 1_000, 1_024))
-    looking.handle(PagesUnavailable(2, 4))
+    looking.handle(protocol.PagesUnavailable(2, 4))
     assert looking.hits is None
     looking.handle(here(2, 0, 4))
     assert looking.hits == 1_028
@@ -98,19 +85,19 @@ def test_what_lies_below_is_decided_about_once_all_is_known() -> None:
 
 def test_a_gap_ends_what_can_be_loaded() -> None:
     looking = lookup(3_000)
-    looking.handle(LowerTierHits(1, 0, (TierPages(DISK, 10),)))
-    looking.handle(LowerTierHits(2, 0, (TierPages(DISK, 1_024),)))
-    looking.handle(PagesUnavailable(3, 0))
-    assert looking.runs == [TierPages(DISK, 10)]
-    assert looking.decide(10) == [Promote(1, 10)]
+    looking.handle(protocol.LowerTierHits(1, 0, (protocol.TierPages(DISK, 10),)))
+    looking.handle(protocol.LowerTierHits(2, 0, (protocol.TierPages(DISK, 1_024),)))
+    looking.handle(protocol.PagesUnavailable(3, 0))
+    assert looking.runs == [protocol.TierPages(DISK, 10)]
+    assert looking.decide(10) == [protocol.Promote(1, 10)]
 
 
 def test_nothing_is_promoted_of_leases_that_are_here_already() -> None:
     looking = lookup(1_500)
     looking.handle(here(1, 0, 1_024))
     looking.handle(here(2, 0, 100))
-    looking.handle(LowerTierHits(2, 100, (TierPages(DISK, 376),)))
-    assert looking.decide(376) == [Promote(2, 476)]
+    looking.handle(protocol.LowerTierHits(2, 100, (protocol.TierPages(DISK, 376),)))
+    assert looking.decide(376) == [protocol.Promote(2, 476)]
 
 
 # --- fetches ----------------------------------------------------------------------------------------------------------
@@ -119,33 +106,36 @@ def test_nothing_is_promoted_of_leases_that_are_here_already() -> None:
 def test_a_page_counts_when_the_hold_has_lasted() -> None:
     fetching = fetch(3, wait=True)
     assert fetching.handle(here(1, 0, 2)) == [CopyIn(1, 0, 0, 100, 7), CopyIn(1, 1, 1, 101, 7)]
-    assert fetching.handle(CopiedIn(1, (0, 1))) == [Release(1, (0, 1))]
+    assert fetching.handle(CopiedIn(1, (0, 1))) == [protocol.Release(1, (0, 1))]
     assert fetching.covered == 0
-    fetching.handle(Released(1, (0, 1), (True, True)))
+    fetching.handle(protocol.Released(1, (0, 1), (True, True)))
     assert (fetching.covered, fetching.ended) == (2, False)
-    fetching.handle(PagesUnavailable(1, 2))
+    fetching.handle(protocol.PagesUnavailable(1, 2))
     assert (fetching.ended, fetching.complete) == (True, False)
 
 
 def test_a_hold_that_had_expired_ends_the_fetch_there() -> None:
     fetching = fetch(3, wait=True)
     fetching.handle(here(1, 0, 3))
-    fetching.handle(Released(1, (0, 1, 2), (True, False, True)))
+    fetching.handle(protocol.Released(1, (0, 1, 2), (True, False, True)))
     assert (fetching.covered, fetching.ended) == (1, True)
 
 
 def test_a_corrupt_page_is_reported_before_it_is_released() -> None:
     fetching = fetch(2)
     fetching.handle(here(1, 0, 2))
-    assert fetching.handle(CopiedIn(1, (0, 1), corrupt=(1,))) == [PageCorrupt(1, 1), Release(1, (0, 1))]
-    fetching.handle(Released(1, (0, 1), (True, False)))
+    assert fetching.handle(CopiedIn(1, (0, 1), corrupt=(1,))) == [
+        protocol.PageCorrupt(1, 1),
+        protocol.Release(1, (0, 1)),
+    ]
+    fetching.handle(protocol.Released(1, (0, 1), (True, False)))
     assert (fetching.covered, fetching.ended, fetching.undecided) == (1, True, False)
 
 
 def test_a_hand_off_has_nothing_to_decide() -> None:
     fetching = fetch(2, wait=True, parent=b"p" * 16)
     (call,) = fetching.start()
-    assert isinstance(call, Acquire)
+    assert isinstance(call, protocol.Acquire)
     assert (call.wait, call.parent) == (True, b"p" * 16)
     assert not fetching.undecided
 
@@ -153,12 +143,12 @@ def test_a_hand_off_has_nothing_to_decide() -> None:
 def test_a_cached_fetch_ends_where_its_decision_says() -> None:
     fetching = fetch(4)
     fetching.handle(here(1, 0, 1))
-    fetching.handle(LowerTierHits(1, 1, (TierPages(DISK, 3),)))
+    fetching.handle(protocol.LowerTierHits(1, 1, (protocol.TierPages(DISK, 3),)))
     fetching.decide(1)
-    fetching.handle(Released(1, (0,), (True,)))
+    fetching.handle(protocol.Released(1, (0,), (True,)))
     assert not fetching.ended
     fetching.handle(here(1, 1, 2))
-    fetching.handle(Released(1, (1,), (True,)))
+    fetching.handle(protocol.Released(1, (1,), (True,)))
     assert (fetching.covered, fetching.ended) == (2, True)
 
 
@@ -173,19 +163,19 @@ def test_keys_and_device_pages_go_together() -> None:
 def test_pages_are_written_once_they_are_ready_and_slots_are_known() -> None:
     write = StorePages(1, b"", chain(3), hold=True)
     assert write.offer(0, 50) == []
-    assert write.handle(Reserved(1, (4, None, 6))) == [CopyOut(1, 0, 50, 4)]
+    assert write.handle(protocol.Reserved(1, (4, None, 6))) == [CopyOut(1, 0, 50, 4)]
     assert write.offer(1, 51) == [], "it is there already"
     assert write.offer(2, 52) == [CopyOut(1, 2, 52, 6)]
-    assert write.handle(CopiedOut(1, 0, (9,))) == [Seal(1, 0, (9,), True)]
-    write.handle(Sealed(1, 0, 1))
+    assert write.handle(CopiedOut(1, 0, (9,))) == [protocol.Seal(1, 0, (9,), True)]
+    write.handle(protocol.Sealed(1, 0, 1))
     assert not write.done
-    write.handle(Sealed(1, 2, 1))
+    write.handle(protocol.Sealed(1, 2, 1))
     assert (write.done, write.pages_written) == (True, 2)
 
 
 def test_why_it_was_refused_is_kept() -> None:
     write = StorePages(1, b"", chain(1), hold=False)
-    write.handle(NotReserved(1, "full"))
+    write.handle(protocol.NotReserved(1, "full"))
     assert write.refused == "full"
 
 
@@ -213,6 +203,6 @@ def test_a_lease_ends_after_its_copies() -> None:
     assert queue.ending == (1,)
     assert queue.take_copies(2) == [], "what was not handed out is dropped"
     assert queue.copies_ended(CopiedOut(1, 0, (0,))) == []
-    assert queue.copies_ended(CopiedOut(1, 1, (0,))) == [CallStore(EndLease(1))]
+    assert queue.copies_ended(CopiedOut(1, 1, (0,))) == [CallStore(protocol.EndLease(1))]
     assert (queue.ending, queue.under_way) == ((), 0)
-    assert queue.end_lease(2) == [CallStore(EndLease(2))]
+    assert queue.end_lease(2) == [CallStore(protocol.EndLease(2))]

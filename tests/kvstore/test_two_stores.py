@@ -15,21 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from baton import store_protocol as protocol
 from baton.messages import Hello, PageSource, Peer
-from baton.store_protocol import (
-    Acquire,
-    EndLease,
-    LowerTierHits,
-    PagesReady,
-    PagesUnavailable,
-    Promote,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-)
 from baton.wire import Listener
 from kvstore.checksum import page_checksum
 from tests.kvstore.process_fixtures import NODE, PAGE, PATIENCE, StoreProcess, TestClient
@@ -92,7 +79,7 @@ class Writer:
         self.client = TestClient(store.process.cluster)
         self.client.connect()
         self._chain = chain
-        self._slots = self.client.ask(Reserve(LEASE, b"", chain.packed), Reserved).slots
+        self._slots = self.client.ask(protocol.Reserve(LEASE, b"", chain.packed), protocol.Reserved).slots
         self._sealed = 0
 
     def seal(self, count: int) -> None:
@@ -102,11 +89,11 @@ class Writer:
             if (slot := self._slots[index]) is not None:  # else it is there already
                 self.client.store.slot(slot)[:] = self._chain.pages[index]
             sums.append(page_checksum(self._chain.pages[index], 1))
-        self.client.ask(Seal(LEASE, self._sealed, tuple(sums)), Sealed)
+        self.client.ask(protocol.Seal(LEASE, self._sealed, tuple(sums)), protocol.Sealed)
         self._sealed += count
 
     def give_up(self) -> None:
-        self.client.store.call(EndLease(LEASE))
+        self.client.store.call(protocol.EndLease(LEASE))
 
     def close(self) -> None:
         self.client.store.close()
@@ -122,13 +109,13 @@ class Reader:
         self._copies: dict[int, bytes] = {}
         self.read: set[int] = set()
         self.end = len(chain.keys)  # the first page that is not coming
-        self.below: LowerTierHits | None = None
+        self.below: protocol.LowerTierHits | None = None
         self._wanted = (chain.packed, wait, b"", sources)
         self._lease = 0
         self._acquire()
 
     def promote(self, until: int) -> None:
-        self.client.store.call(Promote(self._lease, until))
+        self.client.store.call(protocol.Promote(self._lease, until))
 
     def until(self, condition: Callable[[], object], what: str, *others: Reader) -> None:
         """Run until the condition holds. `others` run as well: the store takes a silent worker for stopped."""
@@ -148,33 +135,33 @@ class Reader:
         self.until(all_read, f"{count} pages read")
 
     def close(self) -> None:
-        self.client.store.call(EndLease(self._lease))
+        self.client.store.call(protocol.EndLease(self._lease))
         self.client.store.close()
 
     def _acquire(self) -> None:
         self._lease += 1
         self.client.leases = {self._lease}  # the store forgets what is not listed
-        self.client.store.call(Acquire(self._lease, *self._wanted))
+        self.client.store.call(protocol.Acquire(self._lease, *self._wanted))
 
     def turn(self) -> None:
         for reply in self.client.turn():
             if getattr(reply, "lease", self._lease) != self._lease:
                 continue
             match reply:
-                case PagesReady(pages=pages):
+                case protocol.PagesReady(pages=pages):
                     for each in pages:
                         self._copies[each.index] = bytes(self.client.store.slot(each.slot))
-                    self.client.store.call(Release(self._lease, tuple(each.index for each in pages)))
-                case Released(indices=indices, held=held):
+                    self.client.store.call(protocol.Release(self._lease, tuple(each.index for each in pages)))
+                case protocol.Released(indices=indices, held=held):
                     counted = {index for index, counts in zip(indices, held, strict=True) if counts}
                     for index in counted:
                         assert self._copies[index] == self._chain.pages[index], f"page {index} has wrong bytes"
                     self.read |= counted
                     if not all(held):  # one came before its parent, which was lost: both are brought anew
                         self._acquire()
-                case PagesUnavailable(index=index):
+                case protocol.PagesUnavailable(index=index):
                     self.end = min(self.end, index)
-                case LowerTierHits():
+                case protocol.LowerTierHits():
                     self.below = reply
                 case _:
                     pass

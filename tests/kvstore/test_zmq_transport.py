@@ -18,19 +18,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton import peer_protocol as peers
 from baton.messages import Envelope, PageSource, Peer
-from baton.peer_protocol import (
-    CancelFetch,
-    ChecksumMismatch,
-    FetchCredit,
-    FetchedPages,
-    FetchHeartbeat,
-    FetchPages,
-    FetchStatus,
-    FetchUnavailable,
-    PageReply,
-    SentPage,
-)
 from kvstore.checksum import page_checksum
 from kvstore.transport.interface import (
     AnswerPeer,
@@ -87,7 +76,11 @@ class Store:
     def ask(
         self,
         other: Store,
-        *requests: FetchPages | FetchCredit | ChecksumMismatch | CancelFetch | FetchHeartbeat,
+        *requests: peers.FetchPages
+        | peers.FetchCredit
+        | peers.ChecksumMismatch
+        | peers.CancelFetch
+        | peers.FetchHeartbeat,
         at: str = "",
     ) -> None:
         source = PageSource(other.name, at or other.transport.endpoint, 0)
@@ -96,7 +89,7 @@ class Store:
     def want(self, other: Store, fetch: int = 1, at: str = "") -> None:
         """Ask for something, so that the other can answer: it has heard it when this returns. A connection that takes
         over from another may lose what was said first, so it is said again."""
-        want = FetchPages(fetch, self.page, b"k" * 16, True, 1)
+        want = peers.FetchPages(fetch, self.page, b"k" * 16, True, 1)
         end = time.monotonic() + DEADLINE
         while PeerRequested(self.name, want) not in other.events:
             assert time.monotonic() < end, "not heard in time"
@@ -109,7 +102,7 @@ class Store:
         self.do(ExpectPages(fetch, tuple(slots.items())))
 
     def serve(self, number: int, peer: str, fetch: int, slots: dict[int, int], wrong: int = 0) -> None:
-        pages = tuple(SentPage(index, page_checksum(self.slot(slot), 1) ^ wrong) for index, slot in slots.items())
+        pages = tuple(peers.SentPage(index, page_checksum(self.slot(slot), 1) ^ wrong) for index, slot in slots.items())
         self.do(SendPages(number, peer, fetch, pages, tuple(slots.values())))
 
     def slot(self, slot: int) -> memoryview:
@@ -170,8 +163,8 @@ def test_pages_arrive_exact_where_they_are_expected(stores: Callable[..., Store]
     a.want(b)
     sent = [b.fill(slot) for slot in range(20)]
     b.serve(7, "a", 1, {index: index for index in range(20)})
-    b.do(AnswerPeer("a", FetchStatus(3, ((1, 20),))))
-    a.heard(PeerReplied("b", FetchStatus(3, ((1, 20),))))
+    b.do(AnswerPeer("a", peers.FetchStatus(3, ((1, 20),))))
+    a.heard(PeerReplied("b", peers.FetchStatus(3, ((1, 20),))))
     assert a.landed(1) == list(range(20))
     assert [bytes(a.slot(40 - index)) for index in range(20)] == sent
     assert a.slot(20) == bytes(page)
@@ -184,24 +177,24 @@ def test_pages_arrive_exact_where_they_are_expected(stores: Callable[..., Store]
 
 def test_what_is_said_is_heard_in_order(stores: Callable[..., Store]) -> None:
     a, b = stores("a"), stores("b")
-    requests = [FetchHeartbeat(beat, (1, 2)) for beat in range(300)]
+    requests = [peers.FetchHeartbeat(beat, (1, 2)) for beat in range(300)]
     a.want(b)
     a.ask(b, *requests)
     b.until(lambda: len(b.asked("a")) == 301)
     assert b.asked("a")[1:] == requests
     b.fill(3)
     a.expect(1, {index: index for index in range(50)})
-    a.ask(b, CancelFetch(9))
-    b.until(lambda: CancelFetch(9) in b.asked("a"))
+    a.ask(b, peers.CancelFetch(9))
+    b.until(lambda: peers.CancelFetch(9) in b.asked("a"))
     for index in range(50):
         b.serve(index, "a", 1, {index: 3})
-        b.do(AnswerPeer("a", FetchUnavailable(1, index)))
-    a.heard(PeerReplied("b", FetchUnavailable(1, 49)))
+        b.do(AnswerPeer("a", peers.FetchUnavailable(1, index)))
+    a.heard(PeerReplied("b", peers.FetchUnavailable(1, 49)))
     events = [event for event in a.events if isinstance(event, PagesLanded | PeerReplied)]
     checksum = page_checksum(b.slot(3), 1)
     assert events == [
         event for index in range(50)
-        for event in (PagesLanded(1, ((index, checksum),)), PeerReplied("b", FetchUnavailable(1, index)))
+        for event in (PagesLanded(1, ((index, checksum),)), PeerReplied("b", peers.FetchUnavailable(1, index)))
     ]  # fmt: skip
 
 
@@ -211,21 +204,21 @@ def test_a_page_is_written_only_while_it_is_expected_and_only_once(stores: Calla
     for slot in range(8):
         b.fill(slot)
     b.serve(1, "a", 1, {0: 0})  # not expected yet
-    b.do(AnswerPeer("a", FetchUnavailable(0, 1)))
-    a.heard(PeerReplied("b", FetchUnavailable(0, 1)))
+    b.do(AnswerPeer("a", peers.FetchUnavailable(0, 1)))
+    a.heard(PeerReplied("b", peers.FetchUnavailable(0, 1)))
     a.expect(1, {0: 10, 1: 11})
     a.want(b, 2)
     b.serve(2, "a", 1, {0: 1, 5: 2})
     b.serve(3, "a", 1, {0: 3})  # a second time
     b.serve(4, "a", 2, {0: 4})  # of a fetch that expects nothing
-    b.do(AnswerPeer("a", FetchUnavailable(0, 2)))
-    a.heard(PeerReplied("b", FetchUnavailable(0, 2)))
+    b.do(AnswerPeer("a", peers.FetchUnavailable(0, 2)))
+    a.heard(PeerReplied("b", peers.FetchUnavailable(0, 2)))
     a.do(RetractFetch(1))
     a.heard(FetchRetracted(1))
     a.want(b, 3)
     b.serve(5, "a", 1, {1: 5})  # not expected any more
-    b.do(AnswerPeer("a", FetchUnavailable(0, 3)))
-    a.heard(PeerReplied("b", FetchUnavailable(0, 3)))
+    b.do(AnswerPeer("a", peers.FetchUnavailable(0, 3)))
+    a.heard(PeerReplied("b", peers.FetchUnavailable(0, 3)))
     assert [event for event in a.events if isinstance(event, PagesLanded)] == [
         PagesLanded(1, ((0, page_checksum(b.slot(1), 1)),))
     ]
@@ -321,9 +314,9 @@ def test_a_cut_connection_loses_pages_and_nothing_else(
     b.until(lambda: {PagesSent(number) for number in range(SLOTS)} <= set(b.events), a)
     # The asking store hears nothing more, asks again until it is heard, and gets what it lacks.
     beat = 0
-    while not any(isinstance(request, FetchHeartbeat) for request in b.asked("a")):
+    while not any(isinstance(request, peers.FetchHeartbeat) for request in b.asked("a")):
         beat += 1
-        a.ask(b, FetchHeartbeat(beat, (1,)), at=relay.endpoint)
+        a.ask(b, peers.FetchHeartbeat(beat, (1,)), at=relay.endpoint)
         b.hear(0.05)
         a.hear()
         assert beat < 400
@@ -352,17 +345,19 @@ def test_a_new_store_at_an_old_endpoint_hears_nothing_meant_for_its_predecessor(
     endpoint = old.transport.endpoint
     a.want(old)
     old.close()
-    a.ask(old, FetchCredit(1, 1), at=endpoint)  # waits for a connection
+    a.ask(old, peers.FetchCredit(1, 1), at=endpoint)  # waits for a connection
     new = stores("new", endpoint=endpoint)
     time.sleep(0.3)  # so that the words for the old one most likely come first
     a.want(new, 2)
     a.expect(2, {0: 0})
     new.fill(1)
-    a.ask(new, FetchCredit(2, 1))
-    new.until(lambda: FetchCredit(2, 1) in new.asked("a"))
+    a.ask(new, peers.FetchCredit(2, 1))
+    new.until(lambda: peers.FetchCredit(2, 1) in new.asked("a"))
     new.serve(1, "a", 2, {0: 1})
     a.until(lambda: a.landed(2) == [0])
-    assert all(isinstance(request, FetchPages | FetchCredit) and request.fetch == 2 for request in new.asked("a"))
+    assert all(
+        isinstance(request, peers.FetchPages | peers.FetchCredit) and request.fetch == 2 for request in new.asked("a")
+    )
     assert a.transport.stats().links == 1
 
 
@@ -376,10 +371,10 @@ def test_a_store_that_restarts_gets_nothing_meant_for_its_predecessor(stores: Ca
     new.want(b)
     b.fill(0)
     b.serve(1, "old", 1, {0: 0})
-    b.do(AnswerPeer("old", FetchUnavailable(1, 0)))
+    b.do(AnswerPeer("old", peers.FetchUnavailable(1, 0)))
     b.heard(PagesSent(1))
-    b.do(AnswerPeer("new", FetchStatus(1)))
-    new.heard(PeerReplied("b", FetchStatus(1)))
+    b.do(AnswerPeer("new", peers.FetchStatus(1)))
+    new.heard(PeerReplied("b", peers.FetchStatus(1)))
     assert new.landed(1) == []
     assert new.slot(0) == bytes(PAGE)
 
@@ -387,7 +382,7 @@ def test_a_store_that_restarts_gets_nothing_meant_for_its_predecessor(stores: Ca
 def test_orders_for_an_unknown_store_are_dropped(stores: Callable[..., Store]) -> None:
     b = stores("b")
     b.serve(1, "nobody", 1, {0: 0})
-    b.do(AnswerPeer("nobody", FetchUnavailable(1, 0)))
+    b.do(AnswerPeer("nobody", peers.FetchUnavailable(1, 0)))
     b.heard(PagesSent(1))
     b.until(lambda: b.transport.stats().dropped == 2)
 
@@ -402,7 +397,7 @@ class Deaf:
             self.socket.setsockopt(option, value)
         self.socket.setsockopt(zmq.IDENTITY, b"deaf")
         cluster_keys.client(self.socket).connect(store.transport.endpoint)
-        want = FetchPages(1, PAGE, b"", False, 1)
+        want = peers.FetchPages(1, PAGE, b"", False, 1)
         self.socket.send(msgspec.msgpack.encode(Envelope("deaf", store.name, 1, want)))
         store.heard(PeerRequested("deaf", want))
 
@@ -445,7 +440,7 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     slots = {index: index for index in range(min(SLOTS, 2**26 // page))}
     try:
-        b.heard(PeerRequested("a", FetchPages(1, page, b"", True, 64)))
+        b.heard(PeerRequested("a", peers.FetchPages(1, page, b"", True, 64)))
         child.send_signal(signal.SIGSTOP)
         for number in range(20):
             b.serve(number, "a", 1, slots)
@@ -461,7 +456,7 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
 def test_closing_waits_for_no_hung_peer() -> None:
     b = Store("b")
     deaf = Deaf(b)
-    b.ask(b, FetchHeartbeat(1), at="tcp://127.0.0.1:9")  # where no process listens
+    b.ask(b, peers.FetchHeartbeat(1), at="tcp://127.0.0.1:9")  # where no process listens
     for number in range(16):
         b.serve(number, "deaf", 1, {index: index for index in range(SLOTS)})
     start = time.monotonic()
@@ -480,8 +475,8 @@ def test_an_unused_link_is_closed(stores: Callable[..., Store], monkeypatch: pyt
     assert a.transport.stats().links == 1
     a.until(lambda: a.transport.stats().links == 0)
     a.want(b, 2)
-    b.do(AnswerPeer("a", FetchUnavailable(2, 0)))
-    a.heard(PeerReplied("b", FetchUnavailable(2, 0)))
+    b.do(AnswerPeer("a", peers.FetchUnavailable(2, 0)))
+    a.heard(PeerReplied("b", peers.FetchUnavailable(2, 0)))
 
 
 def test_an_endpoint_that_is_none_loses_a_request_and_nothing_else(stores: Callable[..., Store]) -> None:
@@ -495,8 +490,8 @@ def test_an_endpoint_that_is_none_loses_a_request_and_nothing_else(stores: Calla
         "tcp://127.0.0.1:x",
     ):
         a.do(
-            AskPeer(PageSource("c", endpoint, 0), FetchHeartbeat(1)),
-            AskPeer(PageSource("c", endpoint, 0), FetchHeartbeat(2)),
+            AskPeer(PageSource("c", endpoint, 0), peers.FetchHeartbeat(1)),
+            AskPeer(PageSource("c", endpoint, 0), peers.FetchHeartbeat(2)),
         )
     a.want(b)
     assert a.transport.stats().dropped == 12
@@ -508,7 +503,7 @@ def test_a_loop_that_does_not_listen_is_not_buried(
     monkeypatch.setattr("kvstore.transport.zmq_transport._BACKLOG", 100)
     a, b = stores("a"), stores("b")
     a.want(b)
-    a.ask(b, *(FetchHeartbeat(beat) for beat in range(900)))
+    a.ask(b, *(peers.FetchHeartbeat(beat) for beat in range(900)))
     time.sleep(0.5)  # whatever comes meanwhile must stay outside
     b.events += b.transport.poll()
     assert len(b.asked("a")) < 300
@@ -524,13 +519,17 @@ def test_what_the_thread_dies_of_is_told(stores: Callable[..., Store]) -> None:
 
 # --- whatever a peer sends --------------------------------------------------------------------------------------------
 
-_REPLIES: st.SearchStrategy[PageReply] = st.one_of(
-    st.builds(FetchUnavailable, st.integers(0, 3), st.integers(0, 2**62)),
-    st.builds(FetchStatus, st.integers(0, 9), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9))).map(tuple)),
+_REPLIES: st.SearchStrategy[peers.PageReply] = st.one_of(
+    st.builds(peers.FetchUnavailable, st.integers(0, 3), st.integers(0, 2**62)),
     st.builds(
-        FetchedPages,
+        peers.FetchStatus, st.integers(0, 9), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9))).map(tuple)
+    ),
+    st.builds(
+        peers.FetchedPages,
         st.integers(0, 3),
-        st.lists(st.builds(SentPage, st.integers(0, 9) | st.integers(0, 2**62), st.integers(0, 2**64 - 1))).map(tuple),
+        st.lists(st.builds(peers.SentPage, st.integers(0, 9) | st.integers(0, 2**62), st.integers(0, 2**64 - 1))).map(
+            tuple
+        ),
     ),
 )
 _PAGE_FRAMES = st.sampled_from([b"", b"x", b"y" * 1_024, b"z" * 1_025, b"w" * 70_000])
@@ -559,13 +558,13 @@ def test_a_lying_store_writes_nothing_but_what_is_expected(lies: list[list[bytes
     try:
         port = cluster_keys.server(liar).bind_to_random_port("tcp://127.0.0.1")
         a.expect(1, {0: 0, 1: 1, 7: 2})
-        a.do(AskPeer(PageSource("b", f"tcp://127.0.0.1:{port}", 0), FetchHeartbeat(1, (1,))))
+        a.do(AskPeer(PageSource("b", f"tcp://127.0.0.1:{port}", 0), peers.FetchHeartbeat(1, (1,))))
         assert liar.recv_multipart()[0] == b"a"
         for frames in lies:
             liar.send_multipart([b"a", *frames])
-        end = Envelope("b", "a", 1, FetchUnavailable(77, 77))
+        end = Envelope("b", "a", 1, peers.FetchUnavailable(77, 77))
         liar.send_multipart([b"a", msgspec.msgpack.encode(end)])
-        a.heard(PeerReplied("b", FetchUnavailable(77, 77)))
+        a.heard(PeerReplied("b", peers.FetchUnavailable(77, 77)))
         written = {slot for slot in range(SLOTS) if a.slot(slot) != bytes(1_024)}
         told = {i for event in a.events if isinstance(event, PagesLanded) for i in (*event.damaged, *dict(event.pages))}
         assert told <= {0, 1, 7}
@@ -589,13 +588,13 @@ def test_a_lying_asker_is_dropped(lies: list[list[bytes]], name: bytes) -> None:
             cluster_keys.client(liar).connect(b.transport.endpoint)
         for frames in lies:
             liars[1].send_multipart(frames)
-        liars[1].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, FetchHeartbeat(5))))  # in another's name
-        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "c", 1, FetchHeartbeat(6))))  # for another store
+        liars[1].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, peers.FetchHeartbeat(5))))  # in another's name
+        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "c", 1, peers.FetchHeartbeat(6))))  # for another store
         liars[0].send(b"\xc1" * 2_000)
-        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, FetchHeartbeat(7))))
-        b.heard(PeerRequested("honest", FetchHeartbeat(7)))
+        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, peers.FetchHeartbeat(7))))
+        b.heard(PeerRequested("honest", peers.FetchHeartbeat(7)))
         b.until(lambda: b.transport.stats().malformed >= len(lies) + 2)
-        assert b.asked("honest") == [FetchHeartbeat(7)]
+        assert b.asked("honest") == [peers.FetchHeartbeat(7)]
         assert b.transport.stats().dropped == 1
     finally:
         for liar in liars:
@@ -607,8 +606,8 @@ def test_a_lying_asker_is_dropped(lies: list[list[bytes]], name: bytes) -> None:
 def test_a_request_too_large_ends_its_connection_and_nothing_else(stores: Callable[..., Store]) -> None:
     a, b = stores("a"), stores("b")
     a.want(b)
-    a.ask(b, FetchHeartbeat(1, tuple(range(10**6))))
-    while not any(isinstance(request, FetchHeartbeat) for request in b.asked("a")):
-        a.ask(b, FetchHeartbeat(2))
+    a.ask(b, peers.FetchHeartbeat(1, tuple(range(10**6))))
+    while not any(isinstance(request, peers.FetchHeartbeat) for request in b.asked("a")):
+        a.ask(b, peers.FetchHeartbeat(2))
         b.hear(0.05)
-    assert b.asked("a")[-1] == FetchHeartbeat(2)
+    assert b.asked("a")[-1] == peers.FetchHeartbeat(2)

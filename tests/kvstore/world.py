@@ -22,27 +22,9 @@ from zlib import crc32
 import msgspec
 import pytest
 
+from baton import store_protocol as protocol
 from baton.clock import Tick
 from baton.messages import FromStore, Medium, PageSource, PagesPinned, Peer, PinPages, UnpinPages
-from baton.store_protocol import (
-    Acquire,
-    Attach,
-    Attached,
-    AttachRefused,
-    EndLease,
-    LeaseHeartbeat,
-    LowerTierHits,
-    PageCorrupt,
-    PagesReady,
-    Promote,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-    Seal,
-    StoreCall,
-    StoreReply,
-)
 from baton.waits import WaitEdge
 from kvstore.arena.host_page_pool import HostPage
 from kvstore.client.reply_check import ReplyCheck
@@ -145,7 +127,7 @@ class Worker:
     leases: dict[int, WorkerLease] = field(default_factory=dict)
     check: ReplyCheck | None = None  # of its connection, while it behaves
 
-    def say(self, call: StoreCall) -> None:
+    def say(self, call: protocol.StoreCall) -> None:
         if self.connection is not None:
             self.node.world.hold(("calls", self.pid), self.node.take, CallReceived(self.connection, call))
             if self.check is not None:
@@ -199,8 +181,8 @@ class Node(HeldStore):
         self._follow_events()
         return commands
 
-    def reply(self, connection: int, reply: StoreReply) -> None:
-        assert not isinstance(reply, AttachRefused) or connection in self.refusable, reply
+    def reply(self, connection: int, reply: protocol.StoreReply) -> None:
+        assert not isinstance(reply, protocol.AttachRefused) or connection in self.refusable, reply
         if (worker := self._worker(connection)) is not None:
             self._note(worker, reply)
             self.world.hold(("replies", worker.pid), self.world.learn, reply, worker)
@@ -225,9 +207,9 @@ class Node(HeldStore):
     def _worker(self, connection: int) -> Worker | None:
         return next((worker for worker in self.workers if worker.connection == connection), None)
 
-    def _note(self, worker: Worker, reply: StoreReply) -> None:
+    def _note(self, worker: Worker, reply: protocol.StoreReply) -> None:
         """From the moment the store says Reserved the worker may be writing, read or unread."""
-        if isinstance(reply, Reserved) and (lease := worker.leases.get(reply.lease)) is not None:
+        if isinstance(reply, protocol.Reserved) and (lease := worker.leases.get(reply.lease)) is not None:
             lease.writable = {index: slot for index, slot in enumerate(reply.slots) if slot is not None}
 
     def _follow_events(self) -> None:
@@ -505,13 +487,13 @@ class World(HeldAgenda):
             node.refusable.add(worker.connection)
         node.take(Connected(worker.connection, worker.pid))
         peer = Peer("prefill", "w", "node", f"w{worker.pid}", worker.pid)
-        worker.say(Attach(peer, node.namespace, 100))
+        worker.say(protocol.Attach(peer, node.namespace, 100))
         # What it read under an older connection no longer counts, but what it wrote may go on.
         worker.leases = {n: lease for n, lease in worker.leases.items() if lease.writable}
         for lease in worker.leases.values():
             lease.arrived.clear()
             lease.read.clear()
-        worker.say(LeaseHeartbeat(tuple(worker.leases)))
+        worker.say(protocol.LeaseHeartbeat(tuple(worker.leases)))
         self.travel(worker)
 
     def travel(self, worker: Worker) -> None:
@@ -519,21 +501,21 @@ class World(HeldAgenda):
         self.flow("calls", worker.pid)
         self.flow("replies", worker.pid)
 
-    def learn(self, reply: StoreReply, worker: Worker) -> None:
+    def learn(self, reply: protocol.StoreReply, worker: Worker) -> None:
         """A worker hears what the store has said."""
-        if worker.check is not None and not isinstance(reply, Attached | AttachRefused):
+        if worker.check is not None and not isinstance(reply, protocol.Attached | protocol.AttachRefused):
             worker.check.heard(reply)
         lease = worker.leases.get(getattr(reply, "lease", -1))
         if lease is None:
             return
         match reply:
-            case PagesReady(pages=pages):
+            case protocol.PagesReady(pages=pages):
                 for page in pages:
                     assert page.index not in lease.arrived, "a page arrives twice"
                     lease.arrived[page.index] = (page.slot, page.checksum)
-            case LowerTierHits(first=first):
+            case protocol.LowerTierHits(first=first):
                 lease.below = first
-            case Released(indices=indices, held=held):
+            case protocol.Released(indices=indices, held=held):
                 for index, counts in zip(indices, held, strict=True):
                     content, checksum = lease.read.pop(index, (SPOILT, 0))
                     if counts:
@@ -555,7 +537,7 @@ class World(HeldAgenda):
     def reserve(self, worker: Worker, word: str, start: int) -> int:
         number, lease = self._lease(worker, word, start)
         above = parent(lease.word, lease.start)
-        worker.say(Reserve(number, above, b"".join(keys(lease.word, lease.start)), partial(lease.word)))
+        worker.say(protocol.Reserve(number, above, b"".join(keys(lease.word, lease.start)), partial(lease.word)))
         return number
 
     def seal(self, worker: Worker, number: int, skip: int, count: int, hold: bool) -> None:
@@ -571,7 +553,7 @@ class World(HeldAgenda):
             content = f"{word_of(lease.name(index))}#{self.number()}".encode()
             worker.node.memory.slots[lease.writable.pop(index)] = content
             checksums.append(crc32(content))
-        worker.say(Seal(number, first, tuple(checksums), hold))
+        worker.say(protocol.Seal(number, first, tuple(checksums), hold))
 
     def write(self, worker: Worker, word: str, hold: bool) -> None:
         """What a good worker does: reserve a chain, seal all of it, and be done with it."""
@@ -593,7 +575,7 @@ class World(HeldAgenda):
         number, lease = self._lease(worker, word, start)
         names = b"".join(keys(lease.word, lease.start))
         above = parent(lease.word, lease.start)
-        worker.say(Acquire(number, names, wait, above, sources, partial(lease.word)))
+        worker.say(protocol.Acquire(number, names, wait, above, sources, partial(lease.word)))
         return number
 
     def promote(self, worker: Worker, number: int, pages: int) -> None:
@@ -602,7 +584,7 @@ class World(HeldAgenda):
         if lease is not None and lease.below is not None:
             until = min(lease.below + pages, len(lease.word) - lease.start)
             lease.below = None
-            worker.say(Promote(number, until))
+            worker.say(protocol.Promote(number, until))
 
     def read(self, worker: Worker, number: int, accuse: bool) -> None:
         """Copy what has arrived; whether it counts is told later. What is spoilt is always noticed."""
@@ -615,18 +597,18 @@ class World(HeldAgenda):
             lease.read[index] = (content, checksum)
             if content.startswith(SPOILT) or accuse:
                 accuse = False
-                worker.say(PageCorrupt(number, index))
+                worker.say(protocol.PageCorrupt(number, index))
         lease.arrived.clear()
-        worker.say(Release(number, indices))
+        worker.say(protocol.Release(number, indices))
 
     def forget(self, worker: Worker, number: int) -> None:
         if worker.leases.pop(number, None) is not None:
-            worker.say(EndLease(number))
+            worker.say(protocol.EndLease(number))
 
     def beat(self, worker: Worker, dropped: int | None = None) -> None:
         if worker.connection is not None:
             worker.leases.pop(-1 if dropped is None else dropped, None)
-            worker.say(LeaseHeartbeat(tuple(worker.leases)))
+            worker.say(protocol.LeaseHeartbeat(tuple(worker.leases)))
 
     def misbehave(self, worker: Worker, number: int, kind: int) -> None:
         """Calls that cost the caller its connection, or nothing; never anybody else anything."""
@@ -635,13 +617,17 @@ class World(HeldAgenda):
         worker.node.refusable.add(worker.connection)
         worker.check = None
         lease = worker.leases[number]
-        in_use = Acquire(number, b"".join(keys(lease.word, lease.start)), False, parent(lease.word, lease.start))
-        calls: list[StoreCall] = [
-            Promote(number, 2), Promote(number, 99), Promote(0, 1), in_use,
-            Seal(number, 3, (1, 2, 3)), Release(number, (-1,)), Reserve(self.number(), b"", key("ab")),
-            Acquire(self.number(), key("a") * 2), Acquire(self.number(), key("ab"), False, b"short"),
-            Reserve(self.number(), b"", bytes(17)), Reserve(self.number(), b"short", key("a")), Seal(number, 0, ()),
-            Reserve(number, parent(lease.word, lease.start), b"".join(keys(lease.word, lease.start))),
+        in_use = protocol.Acquire(
+            number, b"".join(keys(lease.word, lease.start)), False, parent(lease.word, lease.start)
+        )
+        calls: list[protocol.StoreCall] = [
+            protocol.Promote(number, 2), protocol.Promote(number, 99), protocol.Promote(0, 1), in_use,
+            protocol.Seal(number, 3, (1, 2, 3)), protocol.Release(number, (-1,)),
+            protocol.Reserve(self.number(), b"", key("ab")),
+            protocol.Acquire(self.number(), key("a") * 2), protocol.Acquire(self.number(), key("ab"), False, b"short"),
+            protocol.Reserve(self.number(), b"", bytes(17)), protocol.Reserve(self.number(), b"short", key("a")),
+            protocol.Seal(number, 0, ()),
+            protocol.Reserve(number, parent(lease.word, lease.start), b"".join(keys(lease.word, lease.start))),
         ]  # fmt: skip
         worker.say(calls[kind % len(calls)])
 

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
+from baton import messages as msg
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
 from baton.membership import RouterLost
-from baton.messages import (
-    KEY_BYTES,
-    AttemptFailed,
-    Cancel,
-    Decode,
-    FetchIncomplete,
-    Message,
-    Prefill,
-    Prefilled,
-    Refused,
-    RouterHeartbeat,
-    SamplingParams,
-    Started,
-    Tokens,
-)
 from baton.store_protocol import NotReserved, Reserved
 from engine.step.outcome import StepFailed
 from kvstore.keys import cacheable_pages, pack_tokens
@@ -31,28 +17,30 @@ from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, referen
 PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1, 2, 3, 3]  # three full pages and two tokens
 
 
-def handed(prompt: list[int], request: str = "r") -> Prefill:
+def handed(prompt: list[int], request: str = "r") -> msg.Prefill:
     """All but the last token, as for a decode worker."""
-    return Prefill(request, 1, ROOT, pack_tokens(prompt[:-1]))
+    return msg.Prefill(request, 1, ROOT, pack_tokens(prompt[:-1]))
 
 
-def awaits(prompt: list[int], count: int, request: str = "r", **more: object) -> Decode:
+def awaits(prompt: list[int], count: int, request: str = "r", **more: object) -> msg.Decode:
     pages, tokens = -(-(len(prompt) - 1) // PAGE), pack_tokens(prompt)
-    greedy = SamplingParams(temperature=0)
-    return Decode(request, 1, ROOT, tokens, len(prompt), count, greedy, fetch=pages, prefilled_remotely=True, **more)  # type: ignore[arg-type]
+    greedy = msg.SamplingParams(temperature=0)
+    return msg.Decode(
+        request, 1, ROOT, tokens, len(prompt), count, greedy, fetch=pages, prefilled_remotely=True, **more
+    )  # type: ignore[arg-type]
 
 
-def order(prompt: list[int], request: str = "r", attempt: int = 1, **more: object) -> Prefill:
+def order(prompt: list[int], request: str = "r", attempt: int = 1, **more: object) -> msg.Prefill:
     full = cacheable_pages(len(prompt), PAGE) * PAGE
-    return Prefill(request, attempt, ROOT, pack_tokens(prompt[:full]), **more)  # type: ignore[arg-type]
+    return msg.Prefill(request, attempt, ROOT, pack_tokens(prompt[:full]), **more)  # type: ignore[arg-type]
 
 
 def worker(slots: int = 64, pages: int = 32, **config: int) -> RigWorker:
     return Rig(slots).worker("prefill", pages, PrefillConfig(**config))
 
 
-def done(said: list[Message]) -> list[Prefilled]:
-    return [m for m in said if isinstance(m, Prefilled)]
+def done(said: list[msg.Message]) -> list[msg.Prefilled]:
+    return [m for m in said if isinstance(m, msg.Prefilled)]
 
 
 def test_the_result_is_every_page_sealed_and_held() -> None:
@@ -64,7 +52,7 @@ def test_the_result_is_every_page_sealed_and_held() -> None:
     stats = one.rig.store.stats(0.0)
     assert (stats.sealed, stats.held) == (3, 3)
     assert one.state.blocks.available == one.num_pages
-    one.handle(Cancel("r", 1))
+    one.handle(msg.Cancel("r", 1))
     assert one.rig.store.stats(0.0).held == 0
 
 
@@ -150,7 +138,9 @@ def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed
     decode = rig.worker("decode", 32, DecodeConfig())
     tokens = pack_tokens(PROMPT)
     decode.handle(
-        Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, prefilled_remotely=True)
+        msg.Decode(
+            "r", 1, ROOT, tokens, len(PROMPT), 9, msg.SamplingParams(temperature=0), fetch=3, prefilled_remotely=True
+        )
     )
     prefill.handle(order(PROMPT))
     prefill.turn()
@@ -159,7 +149,7 @@ def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed
     decode.turn()  # a page counts when the store has confirmed its lease
     assert 0 < decode.state.stats().prompt_pages_fetched < 3
     rig.settle()
-    assert Started("r", 1, fetched_pages=3) in decode.said
+    assert msg.Started("r", 1, fetched_pages=3) in decode.said
     assert tokens_of(decode.said) == reference(PROMPT, 9)
 
 
@@ -171,14 +161,14 @@ def test_a_partial_page_is_handed_off_and_not_cached() -> None:
     rig.settle()
     (result,) = done(prefill.said)
     assert (result.computed, result.hit, result.stored) == (len(PROMPT) - 1, 0, 4)
-    assert Started("r", 1, fetched_pages=4) in decode.said
+    assert msg.Started("r", 1, fetched_pages=4) in decode.said
     assert tokens_of(decode.said) == reference(PROMPT, 5)
-    first = next(m for m in decode.said if isinstance(m, Tokens)).deltas[0]
+    first = next(m for m in decode.said if isinstance(m, msg.Tokens)).deltas[0]
     assert first.computed == 1, "the decode worker began with the last token"
     written = (len(PROMPT) + 4) // PAGE
     assert rig.store.stats(0.0).sealed == written + 1, "whoever made it holds it"
-    assert sum(len(run.keys) // KEY_BYTES for run in rig.store.snapshot()) == written, "nobody was told of it"
-    prefill.handle(Cancel("r", 1))
+    assert sum(len(run.keys) // msg.KEY_BYTES for run in rig.store.snapshot()) == written, "nobody was told of it"
+    prefill.handle(msg.Cancel("r", 1))
     assert rig.store.stats(0.0).sealed == written
     prefill.handle(handed(PROMPT, "again"))
     rig.settle()
@@ -207,8 +197,8 @@ def test_a_partial_page_that_does_not_come_is_computed() -> None:
     rig.now += 0.2
     decode.handle(Tick())
     rig.settle()
-    assert not [m for m in decode.said if isinstance(m, FetchIncomplete)]
-    assert Started("r", 1, fetched_pages=3) in decode.said
+    assert not [m for m in decode.said if isinstance(m, msg.FetchIncomplete)]
+    assert msg.Started("r", 1, fetched_pages=3) in decode.said
     assert tokens_of(decode.said) == reference(PROMPT, 5)
 
 
@@ -219,9 +209,9 @@ def test_a_partial_page_of_another_node_stays_there() -> None:
     decode.handle(awaits(PROMPT, 5, sources=(rig.stores["a"].source(4),)))
     prefill.handle(handed(PROMPT))
     rig.settle()
-    assert Started("r", 1, fetched_pages=4) in decode.said
+    assert msg.Started("r", 1, fetched_pages=4) in decode.said
     assert tokens_of(decode.said) == reference(PROMPT, 5)
-    prefill.handle(Cancel("r", 1))
+    prefill.handle(msg.Cancel("r", 1))
     stats = {node: store.state.stats(0.0) for node, store in rig.stores.items()}
     assert {node: (each.sealed, each.held, each.unlisted) for node, each in stats.items()} == {
         "a": (3, 0, 0),
@@ -277,7 +267,7 @@ def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
     one.handle(order(PROMPT))
     rig.settle()
     assert not done(one.said)
-    holder.handle(Cancel("h1", 1))
+    holder.handle(msg.Cancel("h1", 1))
     rig.now += 0.1
     one.handle(Tick())
     rig.settle()
@@ -287,7 +277,7 @@ def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
     rig.settle()
     rig.now += 1.1
     one.handle(Tick())
-    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["store"]
+    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["store"]
     assert one.state.blocks.available == one.num_pages
 
 
@@ -297,7 +287,7 @@ def test_our_own_pause_is_not_the_stores_silence() -> None:
         one.handle(order(PROMPT))  # the store has not answered yet
         one.rig.now += 50.0
         one.handle(Tick(paused=paused))
-        assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == failed
+        assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == failed
 
 
 def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever() -> None:
@@ -314,7 +304,7 @@ def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever
         rig.tick(0.5)
         one.handle(Tick())
     assert [m.request for m in done(one.said)] == ["held"]
-    assert {m.request: m.reason for m in one.said if isinstance(m, AttemptFailed)} == {"a": "store", "b": "store"}
+    assert {m.request: m.reason for m in one.said if isinstance(m, msg.AttemptFailed)} == {"a": "store", "b": "store"}
 
 
 def test_a_lost_store_fails_its_prompts() -> None:
@@ -322,9 +312,9 @@ def test_a_lost_store_fails_its_prompts() -> None:
     one.handle(order(PROMPT))
     one.turn()
     one.rig.restart_store()
-    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["store_gone"]
+    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["store_gone"]
     one.handle(order(PROMPT, "too early"))
-    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["store_gone"] * 2
+    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["store_gone"] * 2
     assert one.state.blocks.available == one.num_pages
 
 
@@ -334,17 +324,17 @@ def test_limits_are_said() -> None:
     one.handle(order([1] * 40, "beyond the device"))
     one.handle(order(PROMPT, "a"))
     one.handle(order(PROMPT[::-1], "b"))
-    assert [(m.request, m.reason) for m in one.said if isinstance(m, Refused)] == [
+    assert [(m.request, m.reason) for m in one.said if isinstance(m, msg.Refused)] == [
         ("beyond the arena", "too_large"),
         ("beyond the device", "too_large"),
         ("b", "busy"),
     ]
-    one.handle(Prefill("c", 1, ROOT, pack_tokens([1, 2, 3])))
-    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["malformed_message"]
+    one.handle(msg.Prefill("c", 1, ROOT, pack_tokens([1, 2, 3])))
+    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["malformed_message"]
 
 
 def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
-    for ending in (Cancel("r", 1), RouterHeartbeat(), RouterLost()):
+    for ending in (msg.Cancel("r", 1), msg.RouterHeartbeat(), RouterLost()):
         one = worker(max_num_batched_tokens=PAGE)
         one.handle(order(PROMPT))
         one.turn()
@@ -373,7 +363,7 @@ def test_a_deadline_and_a_failed_step_are_said() -> None:
     one.handle(StepFailed(plan, "boom"))
     one.rig.now += 0.2
     one.handle(Tick())
-    assert [(m.request, m.reason) for m in one.said if isinstance(m, AttemptFailed)] == [
+    assert [(m.request, m.reason) for m in one.said if isinstance(m, msg.AttemptFailed)] == [
         ("bad", "internal"),
         ("late", "deadline"),
     ]
@@ -395,7 +385,7 @@ def test_the_smallest_step_that_does_not_fit_fails_its_requests() -> None:
     one.most_tokens = PAGE - 1
     one.handle(order(PROMPT * 2))
     one.rig.settle()
-    assert [(m.request, m.reason, m.message) for m in one.said if isinstance(m, AttemptFailed)] == [
+    assert [(m.request, m.reason, m.message) for m in one.said if isinstance(m, msg.AttemptFailed)] == [
         ("r", "internal", "CUDA out of memory")
     ]
     assert one.state.step_tokens == PAGE
@@ -434,7 +424,7 @@ def test_a_prompt_like_one_that_waits_for_slots_has_all_its_tokens_and_no_more()
         (0, PrefillPhase.COMMITTING)
     ] * 2
     assert not one.state.busy
-    one.handle(Cancel("full", 1))
+    one.handle(msg.Cancel("full", 1))
     for _ in range(2):  # the second asks while the first one's pages are being written
         one.rig.tick(0.1)
         one.handle(Tick())

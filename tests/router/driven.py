@@ -6,20 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from baton import messages as msg
 from baton.clock import Tick
-from baton.messages import (
-    Accepted,
-    Decode,
-    Delta,
-    Envelope,
-    Heartbeat,
-    Hello,
-    Message,
-    Peer,
-    SamplingParams,
-    TokenLogprob,
-    Tokens,
-)
 from baton.metrics import Metrics
 from baton.v1 import generation_pb2 as pb
 from router.events import MessageReceived, RequestEnded
@@ -39,22 +27,22 @@ class Bench:
     now_ = 100.0
 
     def __init__(self, workers: int = 2) -> None:
-        model = ServedModel("m", None, ModelLimits(VOCAB, CONTEXT), (EOS,), SamplingParams(temperature=0))
+        model = ServedModel("m", None, ModelLimits(VOCAB, CONTEXT), (EOS,), msg.SamplingParams(temperature=0))
         self.driver = RouterDriver(ROUTER, CONFIG, model, self, self, Metrics())
-        self.sent: list[tuple[str, Message]] = []
+        self.sent: list[tuple[str, msg.Message]] = []
         self.tokenizing = TokenizerThreads()
         self.service = GenerationService(self.driver, self, self.tokenizing)
         for number in range(workers):
-            peer = Peer("decode", f"decode-{number}", "a", f"decode-{number}.1", 7)
-            self.say(peer.incarnation, Hello(peer, model=card()), "")
-            self.say(peer.incarnation, Heartbeat(1, load_of(peer)))
+            peer = msg.Peer("decode", f"decode-{number}", "a", f"decode-{number}.1", 7)
+            self.say(peer.incarnation, msg.Hello(peer, model=card()), "")
+            self.say(peer.incarnation, msg.Heartbeat(1, load_of(peer)))
 
     # --- as the router's clock and sockets ---
 
     def now(self) -> float:
         return self.now_
 
-    def send(self, incarnation: str, message: Message) -> None:
+    def send(self, incarnation: str, message: msg.Message) -> None:
         self.sent.append((incarnation, message))
 
     def forget(self, incarnation: str) -> None: ...
@@ -69,25 +57,25 @@ class Bench:
         return await self.service.start(request, "r", self.now_)
 
     def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> None:
-        self.driver.handle(MessageReceived(Envelope(sender, addressee, 1, message)))
+        self.driver.handle(MessageReceived(msg.Envelope(sender, addressee, 1, message)))
 
     @property
-    def orders(self) -> list[tuple[str, Decode]]:
-        return [(to, message) for to, message in self.sent if isinstance(message, Decode)]
+    def orders(self) -> list[tuple[str, msg.Decode]]:
+        return [(to, message) for to, message in self.sent if isinstance(message, msg.Decode)]
 
     def answer(
         self,
-        order: tuple[str, Decode],
+        order: tuple[str, msg.Decode],
         *tokens: int,
         finish: Any = None,
         at: int = len(PROMPT),
-        logprobs: tuple[TokenLogprob, ...] = (),
+        logprobs: tuple[msg.TokenLogprob, ...] = (),
     ) -> None:
         """The worker accepts, if it has not yet, and sends tokens from position `at`."""
         to, decode = order
-        self.say(to, Accepted(decode.request, decode.attempt))
-        delta = Delta(decode.request, decode.attempt, at, tokens, logprobs, finish=finish)
-        self.say(to, Tokens(1, (delta,)))
+        self.say(to, msg.Accepted(decode.request, decode.attempt))
+        delta = msg.Delta(decode.request, decode.attempt, at, tokens, logprobs, finish=finish)
+        self.say(to, msg.Tokens(1, (delta,)))
 
     async def settle(self) -> None:
         """Let the other samples of a prompt begin, each in a turn of the loop."""
@@ -96,8 +84,8 @@ class Bench:
 
     def beat(self, worker: str) -> None:
         """A worker lives and has nothing."""
-        peer = Peer("decode", worker, "a", f"{worker}.1", 7)
-        self.say(peer.incarnation, Heartbeat(2, load_of(peer)))
+        peer = msg.Peer("decode", worker, "a", f"{worker}.1", 7)
+        self.say(peer.incarnation, msg.Heartbeat(2, load_of(peer)))
 
     def tick(self) -> None:
         """The router looks at the time."""

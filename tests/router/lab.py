@@ -6,46 +6,18 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from baton import config as settings
+from baton import messages as msg
 from baton.clock import Tick
-from baton.messages import (
-    AttemptHeld,
-    AttemptName,
-    Cancel,
-    Decode,
-    Delta,
-    Envelope,
-    Heartbeat,
-    Hello,
-    LoadReport,
-    Message,
-    ModelCard,
-    PageSegment,
-    Peer,
-    Prefill,
-    Snapshot,
-    Tokens,
-    Welcome,
-)
 from kvstore.keys import namespace_root, page_keys
-from router.events import (
-    Emit,
-    KvSnapshot,
-    Log,
-    MessageReceived,
-    RequestEnded,
-    RouterCommand,
-    RouterEvent,
-    SendMessage,
-    Submit,
-)
+from router import events
 from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from simulator.router_shell import RouterShell
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, load_of, submit
 
-Commands: TypeAlias = Sequence[RouterCommand]
-M = TypeVar("M", bound=Message)
+Commands: TypeAlias = Sequence[events.RouterCommand]
+M = TypeVar("M", bound=msg.Message)
 
 
 class Lab(RouterShell):
@@ -56,12 +28,12 @@ class Lab(RouterShell):
     def __init__(self, config: settings.Config = CONFIG, placer: PlacementPolicy | None = None) -> None:
         self.config = config
         super().__init__(ROUTER, RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT), placer))
-        self.log: list[RouterCommand] = []
+        self.log: list[events.RouterCommand] = []
 
-    def post(self, envelope: Envelope[Any]) -> None:
+    def post(self, envelope: msg.Envelope[Any]) -> None:
         """Keep it from its peer: it is in the log."""
 
-    def tell(self, event: RouterEvent) -> Commands:
+    def tell(self, event: events.RouterEvent) -> Commands:
         commands = super().tell(event)
         self.state.validate()
         self.log += commands
@@ -72,11 +44,13 @@ class Lab(RouterShell):
     def hello(self, role: Any, name: str, node: str = "a", incarnation: str = "", **more: Any) -> Commands:
         incarnation = incarnation or f"{name}.1"
         more = {"events": f"tcp://{name}"} | more
-        model: ModelCard | None = more.pop("model", None if role == "store" else card())
-        peer = Peer(role, name, node, incarnation, 7)
-        commands = self.tell(MessageReceived(Envelope(incarnation, "", 1, Hello(peer, model=model, **more))))
+        model: msg.ModelCard | None = more.pop("model", None if role == "store" else card())
+        peer = msg.Peer(role, name, node, incarnation, 7)
+        commands = self.tell(
+            events.MessageReceived(msg.Envelope(incarnation, "", 1, msg.Hello(peer, model=model, **more)))
+        )
         if role != "store" and any(
-            isinstance(each, SendMessage) and isinstance(each.message, Welcome) for each in commands
+            isinstance(each, events.SendMessage) and isinstance(each.message, msg.Welcome) for each in commands
         ):
             self.report(incarnation, load_of(peer))
         return commands
@@ -101,37 +75,41 @@ class Lab(RouterShell):
     def leaves(self, incarnation: str) -> None:
         """Have a process leave at once: it sends a Hello of an unknown protocol version."""
         (peer,) = [view.peer for view in self.state.processes(self.now) if view.peer.incarnation == incarnation]
-        self.tell(MessageReceived(Envelope(incarnation, "", 1, Hello(peer, protocol=99))))
+        self.tell(events.MessageReceived(msg.Envelope(incarnation, "", 1, msg.Hello(peer, protocol=99))))
 
     def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> Commands:
-        return self.tell(MessageReceived(Envelope(sender, addressee, 1, message)))
+        return self.tell(events.MessageReceived(msg.Envelope(sender, addressee, 1, message)))
 
-    def beat(self, sender: str, *held: AttemptHeld, heard: int | None = None, age: int = 0, loop: int = 0) -> Commands:
+    def beat(
+        self, sender: str, *held: msg.AttemptHeld, heard: int | None = None, age: int = 0, loop: int = 0
+    ) -> Commands:
         """A heartbeat that lists exactly this; by default its sender has heard everything. `age`, `loop`: milliseconds
         since its step began, and since its loop turned."""
         heard = self.counts[sender] if heard is None else heard
         (load,) = [view.load for view in self.state.processes(self.now) if view.peer.incarnation == sender]
-        return self.say(sender, Heartbeat(heard, load, step_age_ms=age, loop_age_ms=loop, attempts=held))
+        return self.say(sender, msg.Heartbeat(heard, load, step_age_ms=age, loop_age_ms=loop, attempts=held))
 
-    def holds(self, sender: str, order: Submit, pages: int, medium: Any = "CPU", sequence: int = 0) -> None:
+    def holds(self, sender: str, order: events.Submit, pages: int, medium: Any = "CPU", sequence: int = 0) -> None:
         """Let the prefix map know that `sender` has the first pages of a request's prompt."""
         root = namespace_root(NAMESPACE, order.tenant)
         keys = page_keys(root, order.tokens[: pages * PAGE * 4], PAGE)
-        self.tell(KvSnapshot(sender, Snapshot(sequence, (PageSegment(b"", keys, medium),) if keys else ())))
+        self.tell(
+            events.KvSnapshot(sender, msg.Snapshot(sequence, (msg.PageSegment(b"", keys, medium),) if keys else ()))
+        )
 
-    def report(self, sender: str, load: LoadReport) -> None:
+    def report(self, sender: str, load: msg.LoadReport) -> None:
         """A heartbeat of a process that has no work."""
-        self.say(sender, Heartbeat(self.counts[sender], load))
+        self.say(sender, msg.Heartbeat(self.counts[sender], load))
 
     # --- requests ---
 
-    def submit(self, name: str = "r", prompt: int = 10, max_tokens: int | None = 6, **more: Any) -> Submit:
+    def submit(self, name: str = "r", prompt: int = 10, max_tokens: int | None = 6, **more: Any) -> events.Submit:
         order = submit(name, prompt, max_tokens, received=self.now, **more)
         self.tell(order)
         return order
 
     def tokens(self, sender: str, request: str, attempt: int, position: int, *tokens: int, **more: Any) -> Commands:
-        return self.say(sender, Tokens(1, (Delta(request, attempt, position, tokens, **more),)))
+        return self.say(sender, msg.Tokens(1, (msg.Delta(request, attempt, position, tokens, **more),)))
 
     # --- time ---
 
@@ -143,44 +121,44 @@ class Lab(RouterShell):
 
     def sent(self, kind: type[M], to: str | None = None) -> list[M]:
         """Every message of that kind so far (to that peer)."""
-        sends = [command for command in self.log if isinstance(command, SendMessage)]
+        sends = [command for command in self.log if isinstance(command, events.SendMessage)]
         return [s.message for s in sends if isinstance(s.message, kind) and to in (None, s.incarnation)]
 
-    def to(self, message: Message) -> str:
+    def to(self, message: msg.Message) -> str:
         """Return the incarnation that a message was sent to."""
-        return next(c.incarnation for c in self.log if isinstance(c, SendMessage) and c.message is message)
+        return next(c.incarnation for c in self.log if isinstance(c, events.SendMessage) and c.message is message)
 
     @property
-    def decode(self) -> Decode:
+    def decode(self) -> msg.Decode:
         """The latest Decode."""
-        return self.sent(Decode)[-1]
+        return self.sent(msg.Decode)[-1]
 
     @property
-    def prefill(self) -> Prefill:
-        return self.sent(Prefill)[-1]
+    def prefill(self) -> msg.Prefill:
+        return self.sent(msg.Prefill)[-1]
 
     def notes(self) -> list[str]:
-        return [command.text for command in self.log if isinstance(command, Log)]
+        return [command.text for command in self.log if isinstance(command, events.Log)]
 
     def emitted(self, request: str = "r") -> list[int]:
-        return [t for c in self.log if isinstance(c, Emit) and c.request == request for t in c.tokens]
+        return [t for c in self.log if isinstance(c, events.Emit) and c.request == request for t in c.tokens]
 
-    def end(self, request: str = "r") -> RequestEnded:
-        ends = [c for c in self.log if isinstance(c, RequestEnded) and c.request == request]
+    def end(self, request: str = "r") -> events.RequestEnded:
+        ends = [c for c in self.log if isinstance(c, events.RequestEnded) and c.request == request]
         assert len(ends) == 1, f"{len(ends)} ends"
         return ends[0]
 
     def alive(self, request: str = "r") -> bool:
-        return not any(isinstance(c, RequestEnded) and c.request == request for c in self.log)
+        return not any(isinstance(c, events.RequestEnded) and c.request == request for c in self.log)
 
     def cancelled(self, peer: str, request: str = "r") -> list[int]:
         """Attempts that the peer was told to forget."""
-        return [c.attempt for c in self.sent(Cancel, peer) if c.request == request]
+        return [c.attempt for c in self.sent(msg.Cancel, peer) if c.request == request]
 
 
-def held(request: str, attempt: int, position: int, *, ended: bool = False, short: bool = False) -> AttemptHeld:
-    return AttemptHeld(request, attempt, position, ended, incomplete=short)
+def held(request: str, attempt: int, position: int, *, ended: bool = False, short: bool = False) -> msg.AttemptHeld:
+    return msg.AttemptHeld(request, attempt, position, ended, incomplete=short)
 
 
-def named(request: str, attempt: int) -> AttemptName:
-    return AttemptName(request, attempt)
+def named(request: str, attempt: int) -> msg.AttemptName:
+    return msg.AttemptName(request, attempt)

@@ -19,49 +19,11 @@ from typing import Any
 import msgspec
 
 from baton import config as settings
+from baton import messages as msg
 from baton.clock import Tick
 from baton.membership import Membership
-from baton.messages import (
-    TOKEN_BYTES,
-    Accepted,
-    AdapterCard,
-    AttemptFailed,
-    AttemptHeld,
-    AttemptName,
-    Cancel,
-    ChangeRole,
-    Decode,
-    Delta,
-    Envelope,
-    FetchIncomplete,
-    Heartbeat,
-    Hello,
-    LoadReport,
-    Message,
-    ModelCard,
-    Namespace,
-    PageSource,
-    Peer,
-    Prefill,
-    Prefilled,
-    PromptLogprobs,
-    PromptTokenLogprob,
-    Refused,
-    Resend,
-    RouterHeartbeat,
-    SamplingParams,
-    Started,
-    TokenLogprob,
-    Tokens,
-    WorkerRole,
-)
 from kvstore.keys import pack_tokens, unpack_tokens
-from router.events import (
-    KvEvents,
-    KvSnapshot,
-    MessageReceived,
-    Submit,
-)
+from router import events
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from tests.router.checked import CheckedRouter
@@ -73,7 +35,7 @@ EMPTY: Mapping[str, str] = MappingProxyType({})
 VOCAB = 1_000
 EOS = 7
 CONTEXT = 4_096
-NAMESPACE = Namespace(
+NAMESPACE = msg.Namespace(
     model=b"m" * 16, numerics="test", kv_dtype="float32", page_size=PAGE, layout=1, form="split", kv_heads=1
 )
 CONFIG = settings.Config(
@@ -82,22 +44,26 @@ CONFIG = settings.Config(
     router=settings.RouterConfig(max_attempts=3, max_queued=20, queue_timeout_ms=5_000, attempt_timeout_ms=4_000),
     prefill=settings.PrefillConfig(max_num_seqs=2),
 )
-ROUTER = Peer("router", "router", "a", "router.1", 1)
+ROUTER = msg.Peer("router", "router", "a", "router.1", 1)
 
 
 def card(
-    pool_pages: int = 64, namespace: Namespace = NAMESPACE, *, head: bool = True, adapters: Mapping[str, str] = EMPTY
-) -> ModelCard:
+    pool_pages: int = 64,
+    namespace: msg.Namespace = NAMESPACE,
+    *,
+    head: bool = True,
+    adapters: Mapping[str, str] = EMPTY,
+) -> msg.ModelCard:
     """`adapters`: digests by name."""
-    return ModelCard(
+    return msg.ModelCard(
         namespace, page_bytes=1_024, vocab_size=VOCAB, max_context=CONTEXT, pool_pages=pool_pages, lm_head=head,
-        adapters=tuple(AdapterCard(*each) for each in adapters.items()),
+        adapters=tuple(msg.AdapterCard(*each) for each in adapters.items()),
     )  # fmt: skip
 
 
-def load_of(peer: Peer) -> LoadReport:
+def load_of(peer: msg.Peer) -> msg.LoadReport:
     """Prefill workers compute prompts so much quicker than decode workers that they are worth waiting for."""
-    return LoadReport(prefill_rate={"prefill": 10_000.0, "decode": 500.0}.get(peer.role, 0.0))
+    return msg.LoadReport(prefill_rate={"prefill": 10_000.0, "decode": 500.0}.get(peer.role, 0.0))
 
 
 def token_at(seed: int, position: int) -> int:
@@ -122,18 +88,18 @@ def logprob_at(position: int, top: int) -> tuple[float, tuple[tuple[int, float],
     return -position / 8, tuple((token, -token / 4) for token in range(1, top + 1))
 
 
-def submit(name: str, prompt: int = 10, max_tokens: int | None = 6, seed: int = 1, **more: Any) -> Submit:
+def submit(name: str, prompt: int = 10, max_tokens: int | None = 6, seed: int = 1, **more: Any) -> events.Submit:
     tokens = pack_tokens([1 + (seed + i) % 100 for i in range(prompt)])
-    sampling = more.pop("sampling", SamplingParams(seed=seed))
+    sampling = more.pop("sampling", msg.SamplingParams(seed=seed))
     received = more.pop("received", 0.0)
-    return Submit(name, tokens, sampling, received, max_tokens, stop_token_ids=(EOS,), **more)
+    return events.Submit(name, tokens, sampling, received, max_tokens, stop_token_ids=(EOS,), **more)
 
 
 @dataclass
 class Sequence:
     """One attempt, as a decode worker has it."""
 
-    order: Decode
+    order: msg.Decode
     tokens: list[int]
     start: int
     waiting: bool  # for pages
@@ -142,15 +108,15 @@ class Sequence:
     finish: str | None = None
 
     @property
-    def name(self) -> AttemptName:
-        return AttemptName(self.order.request, self.order.attempt)
+    def name(self) -> msg.AttemptName:
+        return msg.AttemptName(self.order.request, self.order.attempt)
 
 
 @dataclass
 class Job:
     """One prompt, as a prefill worker has it."""
 
-    order: Prefill
+    order: msg.Prefill
     left: int  # steps
     done: bool = False
     position: int = 0
@@ -160,9 +126,9 @@ class Job:
 class Process:
     """One process."""
 
-    peer: Peer
-    hello: Hello
-    send: Callable[[Envelope[Any]], object]
+    peer: msg.Peer
+    hello: msg.Hello
+    send: Callable[[msg.Envelope[Any]], object]
     stopped: bool = False
     full: bool = False
     slots: int = 100
@@ -172,16 +138,16 @@ class Process:
     beat_at: float = 0.0
     step_age_ms: int = 0
     hung_since: float | None = None  # its main loop stands still, and its heart repeats
-    latest: Envelope[Heartbeat] | None = None  # what that would be
-    becomes: WorkerRole | None = None
+    latest: msg.Envelope[msg.Heartbeat] | None = None  # what that would be
+    becomes: msg.WorkerRole | None = None
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.hello)
 
-    def say(self, message: Message) -> None:
-        addressee = "" if isinstance(message, Hello) else (self.membership.router or "")
+    def say(self, message: msg.Message) -> None:
+        addressee = "" if isinstance(message, msg.Hello) else (self.membership.router or "")
         self.sent += 1
-        self.send(Envelope(self.peer.incarnation, addressee, self.sent, message))
+        self.send(msg.Envelope(self.peer.incarnation, addressee, self.sent, message))
 
     def forget_all(self) -> None:
         self.sequences.clear()
@@ -204,7 +170,7 @@ class Cluster(CheckedRouter):
         self.stores = Stores()
         self.asked: list[str] = []  # holders whose snapshots are on their way
         self.endpoints: dict[str, str] = {}  # of every store that ever was, by incarnation
-        self.accepted: set[AttemptName] = set()
+        self.accepted: set[msg.AttemptName] = set()
         self.births = 0
         self.random = random.Random(0)
         self.agenda = HeldAgenda()
@@ -214,13 +180,13 @@ class Cluster(CheckedRouter):
 
     def start(self, role: Any, name: str, node: str = "a", pool_pages: int = 256, slots: int = 100) -> Process:
         self.births += 1
-        peer = Peer(role, name, node, f"{name}.{self.births}", self.births)
-        hello = Hello(
+        peer = msg.Peer(role, name, node, f"{name}.{self.births}", self.births)
+        hello = msg.Hello(
             peer, model=card(pool_pages, self.namespace, adapters={one: f"digest of {one}" for one in self.adapters})
         )
         if role == "store":
             data = "" if node in self.serves_none else f"tcp://{peer.incarnation}"
-            hello = Hello(peer, events=f"kv://{peer.incarnation}", data=data)
+            hello = msg.Hello(peer, events=f"kv://{peer.incarnation}", data=data)
             self.endpoints[peer.incarnation] = data
         process = self.processes[peer.incarnation] = Process(peer, hello, self.send, slots=slots)
         return process
@@ -236,7 +202,7 @@ class Cluster(CheckedRouter):
 
     # --- the router ----------------------------------------------------------------------------------------
 
-    def post(self, envelope: Envelope[Any]) -> None:
+    def post(self, envelope: msg.Envelope[Any]) -> None:
         if (process := self.processes.get(envelope.addressee)) is not None:
             self.messages.message(self.incarnation, envelope.addressee, self.take, envelope, process)
 
@@ -256,15 +222,15 @@ class Cluster(CheckedRouter):
         self.now += seconds
         self.tell(Tick(seconds if paused else 0.0))
 
-    def send(self, envelope: Envelope[Any]) -> None:
+    def send(self, envelope: msg.Envelope[Any]) -> None:
         """Send a process's message to the router."""
         self.messages.message(envelope.sender, self.incarnation, self.hear, envelope)
 
-    def hear(self, envelope: Envelope[Any]) -> None:
+    def hear(self, envelope: msg.Envelope[Any]) -> None:
         """The router reads a message."""
-        self.tell(MessageReceived(envelope))
+        self.tell(events.MessageReceived(envelope))
 
-    def take(self, envelope: Envelope[Any], process: Process) -> None:
+    def take(self, envelope: msg.Envelope[Any], process: Process) -> None:
         """A process reads a message."""
         verdict = process.membership.handle(envelope, self.now)
         for message in verdict.send:
@@ -289,12 +255,12 @@ class Cluster(CheckedRouter):
 
     def beat(self, process: Process) -> None:
         held = [
-            AttemptHeld(s.order.request, s.order.attempt, len(s.tokens), s.ended, incomplete=s.short)
+            msg.AttemptHeld(s.order.request, s.order.attempt, len(s.tokens), s.ended, incomplete=s.short)
             for s in process.sequences.values()
-        ] + [AttemptHeld(j.order.request, j.order.attempt, j.position, j.done) for j in process.jobs.values()]
+        ] + [msg.AttemptHeld(j.order.request, j.order.attempt, j.position, j.done) for j in process.jobs.values()]
         load = load_of(process.peer)
-        beat = Heartbeat(process.membership.heard, load, step_age_ms=process.step_age_ms, attempts=tuple(held))
-        process.latest = Envelope(process.peer.incarnation, process.membership.router or "", 0, beat)
+        beat = msg.Heartbeat(process.membership.heard, load, step_age_ms=process.step_age_ms, attempts=tuple(held))
+        process.latest = msg.Envelope(process.peer.incarnation, process.membership.router or "", 0, beat)
         self.send(process.latest)
 
     def repeat(self, process: Process) -> None:
@@ -313,21 +279,21 @@ class Cluster(CheckedRouter):
         stores = [p for p in self.processes.values() if p.peer.role == "store" and p.peer.node == node]
         return stores[-1].peer.incarnation if stores and not stores[-1].stopped else None
 
-    def serving(self, source: PageSource) -> bool:
+    def serving(self, source: msg.PageSource) -> bool:
         process = self.processes.get(source.store)
         return process is not None and not process.stopped
 
     def seal(self, store: str, chain: list[bytes]) -> None:
         if (batch := self.stores.seal(store, chain)) is not None:
-            self.tell(KvEvents(batch))
+            self.tell(events.KvEvents(batch))
 
     def answer_snapshots(self) -> None:
         asked, self.asked = self.asked, []
         for holder in asked:
             if (process := self.processes.get(holder)) is not None and not process.stopped:
-                self.tell(KvSnapshot(holder, self.stores.snapshot(holder)))
+                self.tell(events.KvSnapshot(holder, self.stores.snapshot(holder)))
 
-    def check_sources(self, process: Process, sources: tuple[PageSource, ...]) -> None:
+    def check_sources(self, process: Process, sources: tuple[msg.PageSource, ...]) -> None:
         """What a worker is told to get pages from are stores of other nodes that serve others."""
         assert len({source.store for source in sources}) == len(sources) <= 3
         for source in sources:
@@ -339,41 +305,41 @@ class Cluster(CheckedRouter):
 
     # --- workers ----------------------------------------------------------------------------------------
 
-    def _obey(self, process: Process, message: Message) -> None:
+    def _obey(self, process: Process, message: msg.Message) -> None:
         match message:
-            case Decode():
+            case msg.Decode():
                 self._decode(process, message)
-            case Prefill():
+            case msg.Prefill():
                 self._prefill(process, message)
-            case Cancel(request=request, attempt=attempt):
+            case msg.Cancel(request=request, attempt=attempt):
                 if (s := process.sequences.get(request)) and s.order.attempt == attempt:
                     del process.sequences[request]
                 if (j := process.jobs.get(request)) and j.order.attempt == attempt:
                     del process.jobs[request]
-            case RouterHeartbeat(attempts=listed):
+            case msg.RouterHeartbeat(attempts=listed):
                 for request, s in list(process.sequences.items()):
                     if s.name not in listed:
                         del process.sequences[request]
                 for request, j in list(process.jobs.items()):
-                    if AttemptName(request, j.order.attempt) not in listed:
+                    if msg.AttemptName(request, j.order.attempt) not in listed:
                         del process.jobs[request]
-            case Resend(request=request, attempt=attempt, position=position):
+            case msg.Resend(request=request, attempt=attempt, position=position):
                 s = process.sequences.get(request)
                 if s and s.order.attempt == attempt:
                     self._say_scores(process, s, max(position, 1))
                     self._say_tokens(process, s, max(position, s.start))
-            case ChangeRole(role=role):
+            case msg.ChangeRole(role=role):
                 process.becomes = role
             case _:
                 pass
 
-    def _decode(self, process: Process, order: Decode) -> None:
+    def _decode(self, process: Process, order: msg.Decode) -> None:
         old = process.sequences.get(order.request)
         if old is not None and old.order.attempt >= order.attempt:
             return
         process.sequences.pop(order.request, None)
         if process.full or len(process.sequences) >= process.slots:
-            process.say(Refused(order.request, order.attempt, "busy"))
+            process.say(msg.Refused(order.request, order.attempt, "busy"))
             return
         tokens = unpack_tokens(order.tokens)
         assert order.prompt <= len(tokens) < order.prompt + order.max_tokens
@@ -382,18 +348,20 @@ class Cluster(CheckedRouter):
         sequence = Sequence(order, tokens, len(tokens), waiting=order.fetch > 0)
         process.sequences[order.request] = sequence
         self.accepted.add(sequence.name)
-        process.say(Accepted(order.request, order.attempt, 0))
+        process.say(msg.Accepted(order.request, order.attempt, 0))
         if not sequence.waiting:
             self._start(process, sequence)
 
-    def _prefill(self, process: Process, order: Prefill) -> None:
-        assert AttemptName(order.request, order.attempt) in self.accepted, "a prefill before its decode was accepted"
+    def _prefill(self, process: Process, order: msg.Prefill) -> None:
+        assert msg.AttemptName(order.request, order.attempt) in self.accepted, (
+            "a prefill before its decode was accepted"
+        )
         old = process.jobs.get(order.request)
         if old is not None and old.order.attempt >= order.attempt:
             return
         process.jobs.pop(order.request, None)
         if process.full or len(process.jobs) >= process.slots:
-            process.say(Refused(order.request, order.attempt, "busy"))
+            process.say(msg.Refused(order.request, order.attempt, "busy"))
             return
         self.check_sources(process, order.sources)
         process.jobs[order.request] = Job(order, left=1 + len(order.tokens) // 4 // 16)
@@ -410,18 +378,18 @@ class Cluster(CheckedRouter):
                 job.done = True
                 order, count = job.order, len(job.order.tokens) // 4
                 self.seal(store, chain_of(order.root, order.tokens, count // PAGE))
-                process.say(Prefilled(order.request, order.attempt, count, 0, 1))
-        deltas: list[Delta] = []
+                process.say(msg.Prefilled(order.request, order.attempt, count, 0, 1))
+        deltas: list[msg.Delta] = []
         for sequence in process.sequences.values():
             if sequence.waiting:
                 self._fetch_on(process, sequence)
             elif not (sequence.waiting or sequence.short or sequence.ended):
                 deltas.append(self._generate(sequence))
         if deltas:
-            process.say(Tokens(0, tuple(deltas)))
+            process.say(msg.Tokens(0, tuple(deltas)))
 
     def _start(self, process: Process, sequence: Sequence, pages: int = 0) -> None:
-        process.say(Started(*_named(sequence), 0, pages))
+        process.say(msg.Started(*_named(sequence), 0, pages))
         self._say_scores(process, sequence, 1)
 
     def _fetch_on(self, process: Process, sequence: Sequence) -> None:
@@ -429,7 +397,7 @@ class Cluster(CheckedRouter):
         order, store = sequence.order, self.attached(process.peer.node)
         if store is None or not all(map(self.serving, order.sources)):
             return
-        chain = chain_of(order.root, order.tokens[:-TOKEN_BYTES], order.fetch)
+        chain = chain_of(order.root, order.tokens[: -msg.TOKEN_BYTES], order.fetch)
         if any(self.stores.has(each, chain) for each in (store, *(source.store for source in order.sources))):
             self.seal(store, chain)
             sequence.waiting = False
@@ -438,7 +406,7 @@ class Cluster(CheckedRouter):
             sequence.waiting = False
             self._start(process, sequence)
 
-    def _generate(self, sequence: Sequence) -> Delta:
+    def _generate(self, sequence: Sequence) -> msg.Delta:
         position, sampling = len(sequence.tokens), sequence.order.sampling
         token = token_at(sampling.seed, position)
         sequence.tokens.append(token)
@@ -447,8 +415,10 @@ class Cluster(CheckedRouter):
         elif len(sequence.tokens) - sequence.order.prompt >= sequence.order.max_tokens:
             sequence.finish = "length"
         sequence.ended = sequence.finish is not None
-        logprobs = () if sampling.logprobs is None else (TokenLogprob(token, *logprob_at(position, sampling.logprobs)),)
-        return Delta(*_named(sequence), position, (token,), logprobs, sequence.finish, 1)  # type: ignore[arg-type]
+        logprobs = (
+            () if sampling.logprobs is None else (msg.TokenLogprob(token, *logprob_at(position, sampling.logprobs)),)
+        )
+        return msg.Delta(*_named(sequence), position, (token,), logprobs, sequence.finish, 1)  # type: ignore[arg-type]
 
     def _say_scores(self, process: Process, sequence: Sequence, position: int) -> None:
         """Say the prompt's log-probabilities, if they are wanted, in two messages."""
@@ -456,31 +426,31 @@ class Cluster(CheckedRouter):
         if (top := order.sampling.prompt_logprobs) is None:
             return
         scores = [
-            PromptTokenLogprob(sequence.tokens[at], *logprob_at(at, top), rank=at)
+            msg.PromptTokenLogprob(sequence.tokens[at], *logprob_at(at, top), rank=at)
             for at in range(position, order.prompt)
         ]
         for part in (scores[:7], scores[7:]):
             if part:
-                process.say(PromptLogprobs(order.request, order.attempt, position, tuple(part)))
+                process.say(msg.PromptLogprobs(order.request, order.attempt, position, tuple(part)))
                 position += len(part)
 
     def _say_tokens(self, process: Process, sequence: Sequence, position: int) -> None:
         tokens = tuple(sequence.tokens[position:])
         if tokens or sequence.finish:
-            delta = Delta(*_named(sequence), position, tokens, finish=sequence.finish)  # type: ignore[arg-type]
-            process.say(Tokens(0, (delta,)))
+            delta = msg.Delta(*_named(sequence), position, tokens, finish=sequence.finish)  # type: ignore[arg-type]
+            process.say(msg.Tokens(0, (delta,)))
 
     def give_up_fetch(self, process: Process, pages: int) -> None:
         """Every fetch that still waits ends short."""
         for sequence in process.sequences.values():
             if sequence.waiting and sequence.order.prefilled_remotely:
                 sequence.waiting, sequence.short = False, True
-                process.say(FetchIncomplete(*_named(sequence), min(pages, sequence.order.fetch)))
+                process.say(msg.FetchIncomplete(*_named(sequence), min(pages, sequence.order.fetch)))
 
     def fail(self, process: Process, reason: str = "internal") -> None:
         """The worker gives up everything it has."""
         for order in [w.order for w in (*process.sequences.values(), *process.jobs.values())]:
-            process.say(AttemptFailed(order.request, order.attempt, reason, "as the test asked"))
+            process.say(msg.AttemptFailed(order.request, order.attempt, reason, "as the test asked"))
         process.forget_all()
 
     # --- many turns ----------------------------------------------------------------------------------------

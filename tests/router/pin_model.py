@@ -6,19 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton import config as settings
-from baton.messages import (
-    AttemptFailed,
-    AttemptHeld,
-    Envelope,
-    Heartbeat,
-    LoadReport,
-    Message,
-    PagesPinned,
-    PinPages,
-    Prefill,
-    Refused,
-    UnpinPages,
-)
+from baton import messages as msg
 from kvstore.keys import pack_tokens, page_keys, split_keys
 from router.events import PIN, Cancelled, PinAnswered, Pinned, PinPrefix, UnpinPrefix
 from router.events import Failed as Ended
@@ -32,7 +20,7 @@ PAGE_BYTES = 1_024  # as `model.card` has it
 class KeptPin:
     """One pin, as a store has it."""
 
-    order: PinPages
+    order: msg.PinPages
     expires: float
 
 
@@ -117,26 +105,26 @@ class PinCluster(Cluster):
         for pages in self.pages.values():
             pages.sealed &= pages.kept
 
-    def _obey(self, process: Process, message: Message) -> None:
+    def _obey(self, process: Process, message: msg.Message) -> None:
         match message:
-            case PinPages():
+            case msg.PinPages():
                 process.say(self._pin(self.pages[process.peer.incarnation], message))
-            case UnpinPages(pin=pin):
+            case msg.UnpinPages(pin=pin):
                 self.pages[process.peer.incarnation].pins.pop(pin, None)
             case _:
                 super()._obey(process, message)
 
-    def _pin(self, pages: Pages, order: PinPages) -> PagesPinned:
+    def _pin(self, pages: Pages, order: msg.PinPages) -> msg.PagesPinned:
         keys = split_keys(order.keys)
         here = next((i for i, key in enumerate(keys) if key not in pages.sealed), len(keys))
         if here < len(keys):
-            return PagesPinned(order.pin, here, "missing")
+            return msg.PagesPinned(order.pin, here, "missing")
         others = [kept for pin, kept in pages.pins.items() if pin != order.pin and kept.order.tenant == order.tenant]
         all_keys = {key for kept in others for key in split_keys(kept.order.keys)} | set(keys)
         if len(all_keys) * PAGE_BYTES > self.config.store.pin_bytes:
-            return PagesPinned(order.pin, 0, "quota")
+            return msg.PagesPinned(order.pin, 0, "quota")
         pages.pins[order.pin] = KeptPin(order, self.now + order.ttl_ms / 1_000)
-        return PagesPinned(order.pin, len(keys))
+        return msg.PagesPinned(order.pin, len(keys))
 
     def beat(self, process: Process) -> None:
         if process.peer.role != "store":
@@ -146,14 +134,16 @@ class PinCluster(Cluster):
         held = []
         for pin, kept in pages.pins.items():
             here = sum(key in pages.sealed for key in split_keys(kept.order.keys))
-            held.append(AttemptHeld(pin, 1, here))
-        beat = Heartbeat(process.membership.heard, LoadReport(), step_age_ms=process.step_age_ms, attempts=tuple(held))
-        process.latest = Envelope(process.peer.incarnation, process.membership.router or "", 0, beat)
+            held.append(msg.AttemptHeld(pin, 1, here))
+        beat = msg.Heartbeat(
+            process.membership.heard, msg.LoadReport(), step_age_ms=process.step_age_ms, attempts=tuple(held)
+        )
+        process.latest = msg.Envelope(process.peer.incarnation, process.membership.router or "", 0, beat)
         self.send(process.latest)
 
     # --- prefill workers ---
 
-    def _prefill(self, process: Process, order: Prefill) -> None:
+    def _prefill(self, process: Process, order: msg.Prefill) -> None:
         if not order.request.startswith(PIN):
             super()._prefill(process, order)
             return
@@ -163,10 +153,10 @@ class PinCluster(Cluster):
         process.jobs.pop(order.request, None)
         if self.store_of(process.peer.node) is None:
             process.say(
-                AttemptFailed(order.request, order.attempt, "store_gone", "this worker's node has no store now")
+                msg.AttemptFailed(order.request, order.attempt, "store_gone", "this worker's node has no store now")
             )
         elif process.full or len(process.jobs) >= process.slots:
-            process.say(Refused(order.request, order.attempt, "busy"))
+            process.say(msg.Refused(order.request, order.attempt, "busy"))
         else:
             process.jobs[order.request] = Job(order, left=1 + len(order.tokens) // 4 // 16)
 
@@ -183,7 +173,7 @@ class PinCluster(Cluster):
             owner = (process.peer.incarnation, name)
             if job.done and (store is None or owner not in store.held):
                 del process.jobs[name]
-                process.say(AttemptFailed(name, job.order.attempt, "store_gone", "the node's store is gone"))
+                process.say(msg.AttemptFailed(name, job.order.attempt, "store_gone", "the node's store is gone"))
             elif not job.done and job.left <= 1 and store is not None:
                 keys = split_keys(page_keys(job.order.root, job.order.tokens, PAGE))
                 store.sealed |= set(keys)

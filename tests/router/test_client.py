@@ -12,18 +12,10 @@ import msgspec
 import pytest
 import trustme
 
-from baton import api_keys
+from baton import api_keys, errors
 from baton.api_keys import Identity
 from baton.client import AsyncClient, Client, ClientTls, is_up
 from baton.config import TlsConfig
-from baton.errors import (
-    InvalidRequest,
-    ModelMismatch,
-    RequestCancelled,
-    RequestNotFound,
-    Unauthenticated,
-    Unavailable,
-)
 from router.frontend.detokenizer import Tokenizer
 from tests.router import tokenizers
 from tests.router.model import EOS, expected
@@ -99,15 +91,15 @@ def test_generate_chat_status_and_explain(tmp_path: Path) -> None:
 def test_errors_are_the_routers_own(tmp_path: Path) -> None:
     async def test() -> None:
         async with router(tmp_path) as running, connected(running) as client:
-            with pytest.raises(InvalidRequest, match="temperature is -1"):
+            with pytest.raises(errors.InvalidRequest, match="temperature is -1"):
                 await client.generate(PROMPT, temperature=-1.0).result()
-            with pytest.raises(ModelMismatch, match="other"):
+            with pytest.raises(errors.ModelMismatch, match="other"):
                 await client.generate(PROMPT, model="other").result()
-            with pytest.raises(ModelMismatch, match="other"):
+            with pytest.raises(errors.ModelMismatch, match="other"):
                 await client.chat("Hello", model="other").result()
-            with pytest.raises(InvalidRequest, match="temperature is -1"):
+            with pytest.raises(errors.InvalidRequest, match="temperature is -1"):
                 await client.chat("Hello", temperature=-1.0).result()
-            with pytest.raises(RequestNotFound):
+            with pytest.raises(errors.RequestNotFound):
                 await client.explain("none")
 
     run(test)
@@ -118,7 +110,7 @@ def test_without_workers_there_is_no_answer(tmp_path: Path) -> None:
         async with router(tmp_path, workers=0) as running, connected(running) as client:
             assert await client.answers()
             assert not await client.serving()
-            with pytest.raises(Unavailable):
+            with pytest.raises(errors.Unavailable):
                 await client.chat("Hello", timeout=10).result()
 
     run(test)
@@ -142,7 +134,7 @@ def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path, door: str) ->
 
             await eventually_async(cancelled, what="the request is cancelled")
             if door == "generate":
-                with pytest.raises(RequestCancelled):
+                with pytest.raises(errors.RequestCancelled):
                     await stream.read()
 
     run(test)
@@ -171,10 +163,10 @@ def test_both_doors_over_tls_with_a_certificate_and_a_key(tmp_path: Path) -> Non
                 await eventually_async(client.serving, what="the cluster serves")
                 assert len((await client.generate(PROMPT, max_tokens=3, ignore_eos=True).result()).token_ids) == 3
                 for door in (keyless.generate, keyless.chat):
-                    with pytest.raises(Unauthenticated):
+                    with pytest.raises(errors.Unauthenticated):
                         await door("Hello", timeout=10).result()
                 for door in (nameless.generate, nameless.chat):
-                    with pytest.raises(Unavailable):
+                    with pytest.raises(errors.Unavailable):
                         await door("Hello", timeout=10).result()
 
     run(test)
@@ -189,7 +181,7 @@ def test_the_blocking_client_does_the_same(tmp_path: Path) -> None:
             assert two.result().token_ids == tokens
             assert client.chat("Hello", max_completion_tokens=3, ignore_eos=True).result().usage.completion_tokens == 3
             assert client.status().counts.finished == 3
-            with pytest.raises(ModelMismatch):
+            with pytest.raises(errors.ModelMismatch):
                 next(client.generate(PROMPT, model="other"))
 
     async def test() -> None:

@@ -6,23 +6,14 @@ from math import inf, nan
 
 import pytest
 
-from baton.messages import (
-    Accepted,
-    Decode,
-    Prefilled,
-    PromptLogprobs,
-    PromptTokenLogprob,
-    SamplingParams,
-    Started,
-    TokenLogprob,
-)
+from baton import messages as msg
 from router.events import Finished
 from router.frontend import responses
 from tests.router.lab import Lab
 from tests.router.model import VOCAB
 
 HUGE = 2**63 - 1
-SCORED = SamplingParams(temperature=0, logprobs=1)
+SCORED = msg.SamplingParams(temperature=0, logprobs=1)
 PROMPT = 40
 
 
@@ -30,9 +21,9 @@ def test_a_workers_account_tells_of_no_more_than_the_request_has() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
     lab.submit(prompt=PROMPT)
-    lab.say(decode, Accepted("r", 1))
-    lab.say(prefill, Prefilled("r", 1, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE))
-    lab.say(decode, Started("r", 1, HUGE, HUGE, HUGE, HUGE))
+    lab.say(decode, msg.Accepted("r", 1))
+    lab.say(prefill, msg.Prefilled("r", 1, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE))
+    lab.say(decode, msg.Started("r", 1, HUGE, HUGE, HUGE, HUGE))
     lab.tokens(decode, "r", 1, PROMPT, 1, 2, finish="length", computed=HUGE)
     end = lab.end()
     assert isinstance(end.outcome, Finished)
@@ -45,24 +36,27 @@ def test_a_workers_account_tells_of_no_more_than_the_request_has() -> None:
 @pytest.mark.parametrize(
     "scores",
     [
-        (), (TokenLogprob(1, -1.0), TokenLogprob(2, -1.0)), (TokenLogprob(2, -1.0),), (TokenLogprob(1, nan),),
-        (TokenLogprob(1, -1.0, ((VOCAB, -1.0),)),), (TokenLogprob(1, -1.0, ((-1, -1.0),)),),
-        (TokenLogprob(1, -1.0, ((3, nan),)),), (TokenLogprob(1, -1.0, ((2**70, -1.0),)),),
+        (), (msg.TokenLogprob(1, -1.0), msg.TokenLogprob(2, -1.0)), (msg.TokenLogprob(2, -1.0),),
+        (msg.TokenLogprob(1, nan),),
+        (msg.TokenLogprob(1, -1.0, ((VOCAB, -1.0),)),), (msg.TokenLogprob(1, -1.0, ((-1, -1.0),)),),
+        (msg.TokenLogprob(1, -1.0, ((3, nan),)),), (msg.TokenLogprob(1, -1.0, ((2**70, -1.0),)),),
     ],
     ids=str,
 )  # fmt: skip
-def test_log_probabilities_that_no_client_can_be_told_are_a_failed_attempt(scores: tuple[TokenLogprob, ...]) -> None:
+def test_log_probabilities_that_no_client_can_be_told_are_a_failed_attempt(
+    scores: tuple[msg.TokenLogprob, ...],
+) -> None:
     lab = Lab()
     one, other = lab.colocated(2)
     lab.submit(prompt=PROMPT, sampling=SCORED)
-    (first,) = lab.sent(Decode)
-    lab.say(lab.to(first), Accepted("r", 1))
+    (first,) = lab.sent(msg.Decode)
+    lab.say(lab.to(first), msg.Accepted("r", 1))
     lab.tokens(lab.to(first), "r", 1, PROMPT, 1, logprobs=scores)
     assert lab.emitted() == []
-    last = lab.sent(Decode)[-1]
+    last = lab.sent(msg.Decode)[-1]
     assert (last.attempt, {lab.to(first), lab.to(last)}) == (2, {one, other})
-    lab.say(lab.to(last), Accepted("r", 2))
-    lab.tokens(lab.to(last), "r", 2, PROMPT, 1, logprobs=(TokenLogprob(1, -inf, ((2, -inf),)),))
+    lab.say(lab.to(last), msg.Accepted("r", 2))
+    lab.tokens(lab.to(last), "r", 2, PROMPT, 1, logprobs=(msg.TokenLogprob(1, -inf, ((2, -inf),)),))
     assert lab.emitted() == [1]
 
 
@@ -70,24 +64,25 @@ def test_log_probabilities_that_nothing_has_asked_for_are_a_failed_attempt() -> 
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit(prompt=PROMPT)
-    lab.say(decode, Accepted("r", 1))
-    lab.tokens(decode, "r", 1, PROMPT, 1, logprobs=(TokenLogprob(1, -1.0),))
+    lab.say(decode, msg.Accepted("r", 1))
+    lab.tokens(decode, "r", 1, PROMPT, 1, logprobs=(msg.TokenLogprob(1, -1.0),))
     assert lab.emitted() == []
 
 
 @pytest.mark.parametrize(
     "score",
     [
-        PromptTokenLogprob(VOCAB, -1.0), PromptTokenLogprob(1, nan), PromptTokenLogprob(1, -1.0, rank=VOCAB + 1),
-        PromptTokenLogprob(1, -1.0, ((VOCAB, -1.0),)),
+        msg.PromptTokenLogprob(VOCAB, -1.0), msg.PromptTokenLogprob(1, nan),
+        msg.PromptTokenLogprob(1, -1.0, rank=VOCAB + 1),
+        msg.PromptTokenLogprob(1, -1.0, ((VOCAB, -1.0),)),
     ],
     ids=str,
 )  # fmt: skip
-def test_the_same_of_a_prompts_log_probabilities(score: PromptTokenLogprob) -> None:
+def test_the_same_of_a_prompts_log_probabilities(score: msg.PromptTokenLogprob) -> None:
     lab = Lab()
     lab.colocated(2)
-    lab.submit(prompt=PROMPT, sampling=SamplingParams(temperature=0, prompt_logprobs=1))
-    (first,) = lab.sent(Decode)
-    lab.say(lab.to(first), Accepted("r", 1))
-    lab.say(lab.to(first), PromptLogprobs("r", 1, 1, (score,)))
-    assert lab.sent(Decode)[-1].attempt == 2
+    lab.submit(prompt=PROMPT, sampling=msg.SamplingParams(temperature=0, prompt_logprobs=1))
+    (first,) = lab.sent(msg.Decode)
+    lab.say(lab.to(first), msg.Accepted("r", 1))
+    lab.say(lab.to(first), msg.PromptLogprobs("r", 1, 1, (score,)))
+    assert lab.sent(msg.Decode)[-1].attempt == 2

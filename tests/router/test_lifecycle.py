@@ -7,35 +7,9 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from baton import errors
+from baton import messages as msg
 from baton.clock import Tick
-from baton.errors import (
-    AttemptsExhausted,
-    BatonError,
-    ContextTooLong,
-    DeadlineExpired,
-    InvalidRequest,
-    NonFiniteLogits,
-    Overloaded,
-    Unavailable,
-)
-from baton.messages import (
-    Accepted,
-    AttemptFailed,
-    AttemptHeld,
-    Cancel,
-    Decode,
-    FetchIncomplete,
-    LoadReport,
-    PageSource,
-    Prefill,
-    Prefilled,
-    Refused,
-    Resend,
-    SamplingParams,
-    Started,
-    TierSpeed,
-    TokenLogprob,
-)
 from kvstore.keys import pack_tokens, unpack_tokens
 from router.events import Cancelled, ClientGone, Emit, Finished, Shutdown, StopMatched
 from router.events import Failed as Ended
@@ -45,7 +19,7 @@ from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, CONTEXT, EOS, PAGE, VOCAB, card, submit
 
 
-def error(lab: Lab, request: str = "r") -> BatonError:
+def error(lab: Lab, request: str = "r") -> errors.BatonError:
     outcome = lab.end(request).outcome
     assert isinstance(outcome, Ended)
     return outcome.error
@@ -69,8 +43,8 @@ def test_a_local_request_from_decode_to_end() -> None:
         0,
         False,
     )
-    lab.say(decode, Accepted("r", 1))
-    lab.say(decode, Started("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
+    lab.say(decode, msg.Started("r", 1))
     lab.tokens(decode, "r", 1, 10, 50, computed=10)
     lab.tokens(decode, "r", 1, 11, 51)
     lab.now += 1.0
@@ -94,13 +68,13 @@ def test_a_split_request_prefills_only_once_decode_has_accepted() -> None:
     decode, prefill, _ = lab.split()
     order = lab.submit(prompt=14)  # 3 full pages of 4, a partial one, and the last token
     assert (lab.decode.fetch, lab.decode.prefilled_remotely) == (4, True)
-    assert not lab.sent(Prefill)
-    lab.say(decode, Accepted("r", 1))
+    assert not lab.sent(msg.Prefill)
+    lab.say(decode, msg.Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
     assert lab.prefill.tokens == order.tokens[: 13 * 4]
-    lab.say(prefill, Prefilled("r", 1, computed=13, hit=0, stored=4, queue_ms=4, compute_ms=5))
-    assert not lab.sent(Cancel)  # its holds are still needed
-    lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=4))
+    lab.say(prefill, msg.Prefilled("r", 1, computed=13, hit=0, stored=4, queue_ms=4, compute_ms=5))
+    assert not lab.sent(msg.Cancel)  # its holds are still needed
+    lab.say(decode, msg.Started("r", 1, device_pages=0, fetched_pages=4))
     assert lab.cancelled(prefill) == [1]
     lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=1)
     end = lab.end()
@@ -116,10 +90,10 @@ def test_a_prefill_account_that_comes_after_its_pages_is_counted() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
-    lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=3))
-    assert not lab.sent(Cancel)
-    lab.say(prefill, Prefilled("r", 1, computed=8, hit=1, stored=2))
+    lab.say(decode, msg.Accepted("r", 1))
+    lab.say(decode, msg.Started("r", 1, device_pages=0, fetched_pages=3))
+    assert not lab.sent(msg.Cancel)
+    lab.say(prefill, msg.Prefilled("r", 1, computed=8, hit=1, stored=2))
     assert lab.cancelled(prefill) == [1]
     lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
     assert lab.end().summary.served.pages_shipped == 2
@@ -131,13 +105,13 @@ def test_a_late_prefill_failure_costs_no_attempt(ending: str) -> None:
     lab = Lab()
     decode, prefill, store = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
-    lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=3))
+    lab.say(decode, msg.Accepted("r", 1))
+    lab.say(decode, msg.Started("r", 1, device_pages=0, fetched_pages=3))
     match ending:
         case "failed":
-            lab.say(prefill, AttemptFailed("r", 1, "store_gone", "the store is gone"))
+            lab.say(prefill, msg.AttemptFailed("r", 1, "store_gone", "the store is gone"))
         case "refused":
-            lab.say(prefill, Refused("r", 1, "busy"))
+            lab.say(prefill, msg.Refused("r", 1, "busy"))
         case "silent":
             for _ in range(40):
                 lab.advance(0.1)
@@ -154,8 +128,8 @@ def test_cached_pages_are_counted_once() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
-    lab.say(prefill, Prefilled("r", 1, computed=4, hit=2, stored=1))
+    lab.say(decode, msg.Accepted("r", 1))
+    lab.say(prefill, msg.Prefilled("r", 1, computed=4, hit=2, stored=1))
     lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
     assert lab.end().summary.usage.cached == 8
 
@@ -166,19 +140,19 @@ def test_a_prompt_whose_pages_are_in_the_store_is_fetched_without_a_prefill() ->
     lab.holds(store, lab.submit("first", prompt=14), 3)
     lab.submit(prompt=14)
     assert (lab.decode.request, lab.decode.fetch, lab.decode.prefilled_remotely) == ("r", 3, False)
-    lab.say(decode, Accepted("r", 1))
-    assert not lab.sent(Prefill)
+    lab.say(decode, msg.Accepted("r", 1))
+    assert not lab.sent(msg.Prefill)
 
 
 def test_a_decode_worker_that_had_the_pages_all_along_spares_the_prefill() -> None:
     lab = Lab()
     decode, _, _ = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1, device=3))
-    assert not lab.sent(Prefill)
+    lab.say(decode, msg.Accepted("r", 1, device=3))
+    assert not lab.sent(msg.Prefill)
     lab.submit("next", prompt=14)
     lab.submit("third", prompt=14)
-    assert [d.request for d in lab.sent(Decode)] == ["r", "next", "third"]  # the slot was given back
+    assert [d.request for d in lab.sent(msg.Decode)] == ["r", "next", "third"]  # the slot was given back
 
 
 # --- pages of other nodes and lower tiers ---
@@ -188,13 +162,13 @@ def test_a_pair_of_two_nodes_passes_pages_from_store_to_store() -> None:
     lab = Lab()
     decode, prefill, made, wanted = lab.split_over_nodes()
     lab.submit(prompt=14)
-    source = PageSource(made, "tcp://a:1", 4)
+    source = msg.PageSource(made, "tcp://a:1", 4)
     assert (lab.decode.fetch, lab.decode.prefilled_remotely, lab.decode.sources) == (4, True, (source,))
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
     assert lab.prefill.sources == ()
-    lab.say(prefill, Prefilled("r", 1, computed=12, hit=0, stored=3))
-    lab.say(decode, Started("r", 1, fetched_pages=3))
+    lab.say(prefill, msg.Prefilled("r", 1, computed=12, hit=0, stored=3))
+    lab.say(decode, msg.Started("r", 1, fetched_pages=3))
     lab.leaves(made)
     lab.leaves(wanted)
     lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
@@ -206,9 +180,9 @@ def test_a_prefill_worker_hears_of_better_sources() -> None:
     decode, _, _, wanted = lab.split_over_nodes()
     lab.holds(wanted, lab.submit("first", prompt=100), 20)
     lab.submit(prompt=100)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     assert lab.prefill.request == "r"
-    assert lab.prefill.sources == (PageSource(wanted, "tcp://b:1", 20),)
+    assert lab.prefill.sources == (msg.PageSource(wanted, "tcp://b:1", 20),)
 
 
 @pytest.mark.parametrize(("medium", "others"), [("CPU", True), ("DISK", True), ("CPU", False)])
@@ -219,7 +193,7 @@ def test_a_whole_cached_prompt_comes_from_another_node_that_serves_it(medium: st
     store = lab.join("store", "store-a", "a", data="tcp://a:1" if others else "")
     lab.holds(store, lab.submit("first", prompt=41), 10, medium)
     lab.submit(prompt=41)
-    expected = (10, False, (PageSource(store, "tcp://a:1", 10),)) if others else (0, False, ())
+    expected = (10, False, (msg.PageSource(store, "tcp://a:1", 10),)) if others else (0, False, ())
     assert (lab.decode.fetch, lab.decode.prefilled_remotely, lab.decode.sources) == expected
 
 
@@ -235,8 +209,8 @@ def test_a_whole_cached_prompt_comes_from_another_node_that_serves_it(medium: st
 def test_reported_figures_decide_what_is_loaded(seconds: float, rate: float, fetch: int) -> None:
     lab = Lab()
     decode, store = lab.join("decode", "decode-0"), lab.join("store", "store-0")
-    lab.report(store, LoadReport(tiers=(TierSpeed("disk", seconds, 1e9, measured=True),)))
-    lab.report(decode, LoadReport(prefill_rate=rate))
+    lab.report(store, msg.LoadReport(tiers=(msg.TierSpeed("disk", seconds, 1e9, measured=True),)))
+    lab.report(decode, msg.LoadReport(prefill_rate=rate))
     lab.holds(store, lab.submit("first", prompt=41), 10, "DISK")
     lab.submit(prompt=41)
     assert (lab.decode.fetch, lab.decode.sources) == (fetch, ())
@@ -247,9 +221,9 @@ def test_loads_are_told_beside_what_was_predicted_of_them() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
-    lab.say(prefill, Prefilled("r", 1, 4, 2, 3, predicted_ms=5, load_ms=7))
-    lab.say(decode, Started("r", 1, fetched_pages=3, predicted_ms=10, load_ms=20))
+    lab.say(decode, msg.Accepted("r", 1))
+    lab.say(prefill, msg.Prefilled("r", 1, 4, 2, 3, predicted_ms=5, load_ms=7))
+    lab.say(decode, msg.Started("r", 1, fetched_pages=3, predicted_ms=10, load_ms=20))
     assert any("loads took 27 ms, predicted 15 ms" in note for note in lab.notes())
     lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
     served = lab.end().summary.served
@@ -275,11 +249,11 @@ def test_a_store_that_goes_takes_those_along_whose_pages_pass_through_it(moment:
     decode, prefill, made, wanted = lab.split_over_nodes()
     lab.submit(prompt=14)
     if moment != "placed":
-        lab.say(decode, Accepted("r", 1))
+        lab.say(decode, msg.Accepted("r", 1))
     if moment in ("prefilled", "started"):
-        lab.say(prefill, Prefilled("r", 1, 12, 0, 3))
+        lab.say(prefill, msg.Prefilled("r", 1, 12, 0, 3))
     if moment == "started":
-        lab.say(decode, Started("r", 1))
+        lab.say(decode, msg.Started("r", 1))
     lab.leaves(made if whose == "made" else wanted)
     attempts = 1 if moment == "started" else 2
     assert (lab.decode.attempt, lab.decode.prefilled_remotely) == (attempts, moment == "started")
@@ -293,10 +267,10 @@ def test_a_source_of_the_prefill_worker_is_needed_until_that_is_done(moment: str
     lab.holds(third, lab.submit("first", prompt=100), 20)
     lab.submit(prompt=100)
     if moment != "placed":
-        lab.say(decode, Accepted("r", 1))
+        lab.say(decode, msg.Accepted("r", 1))
         assert [source.store for source in lab.prefill.sources] == [third]
     if moment == "prefilled":
-        lab.say(prefill, Prefilled("r", 1, 16, 20, 4))
+        lab.say(prefill, msg.Prefilled("r", 1, 16, 20, 4))
     lab.leaves(third)
     assert (lab.decode.request, lab.decode.attempt) == ("r", attempts)
 
@@ -307,9 +281,9 @@ def test_a_source_from_which_nothing_came_is_not_named_again() -> None:
     decode, _, made, _ = lab.split_over_nodes()
     lab.join("prefill", "prefill-1", "a")
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     assert [source.store for source in lab.decode.sources] == [made]
-    lab.say(decode, FetchIncomplete("r", 1, 0, "no page came"))
+    lab.say(decode, msg.FetchIncomplete("r", 1, 0, "no page came"))
     assert (lab.decode.attempt, lab.decode.prefilled_remotely, lab.decode.sources) == (2, False, ())
 
 
@@ -319,11 +293,11 @@ def test_a_busy_prefill_worker_makes_room_for_one_of_another_node() -> None:
     lab.join("store", "store-c", "c", data="tcp://c:1")
     other = lab.join("prefill", "prefill-1", "c")
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
-    lab.say(prefill, Refused("r", 1, "busy"))
+    lab.say(prefill, msg.Refused("r", 1, "busy"))
     assert [source.endpoint for source in lab.decode.sources] == ["tcp://c:1"]
-    lab.say(decode, Accepted("r", 2))
+    lab.say(decode, msg.Accepted("r", 2))
     assert lab.to(lab.prefill) == other
     assert lab.cancelled(decode) == [1]
 
@@ -334,20 +308,20 @@ def test_a_busy_prefill_worker_makes_room_for_one_of_another_node() -> None:
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "kind", "says"),
     [
-        (0, 5, InvalidRequest, "no tokens"),
-        (5, 0, InvalidRequest, "max_tokens is 0"),
-        (CONTEXT, 1, ContextTooLong, str(CONTEXT)),
-        (5, CONTEXT, ContextTooLong, str(CONTEXT)),
-        (200, 100, ContextTooLong, "pages"),
+        (0, 5, errors.InvalidRequest, "no tokens"),
+        (5, 0, errors.InvalidRequest, "max_tokens is 0"),
+        (CONTEXT, 1, errors.ContextTooLong, str(CONTEXT)),
+        (5, CONTEXT, errors.ContextTooLong, str(CONTEXT)),
+        (200, 100, errors.ContextTooLong, "pages"),
     ],
 )
-def test_limits(prompt: int, max_tokens: int, kind: type[BatonError], says: str) -> None:
+def test_limits(prompt: int, max_tokens: int, kind: type[errors.BatonError], says: str) -> None:
     lab = Lab()
     lab.colocated()
     lab.submit(prompt=prompt, max_tokens=max_tokens)
     assert type(error(lab)) is kind
     assert says in str(error(lab))
-    assert not lab.sent(Decode)
+    assert not lab.sent(msg.Decode)
 
 
 def test_a_token_outside_the_vocabulary() -> None:
@@ -372,7 +346,7 @@ def test_a_context_larger_than_the_pool_fits_where_all_layers_have_a_window(wind
     if fits:
         assert lab.decode.max_tokens == 20 * PAGE
     else:
-        assert isinstance(error(lab), ContextTooLong)
+        assert isinstance(error(lab), errors.ContextTooLong)
 
 
 def test_a_request_too_large_for_a_worker_goes_to_a_larger_one() -> None:
@@ -387,14 +361,14 @@ def test_a_worker_that_finds_it_too_large_ends_it() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit()
-    lab.say(decode, Refused("r", 1, "too_large", "no way"))
-    assert type(error(lab)) is ContextTooLong
+    lab.say(decode, msg.Refused("r", 1, "too_large", "no way"))
+    assert type(error(lab)) is errors.ContextTooLong
 
 
 def test_a_name_in_use_is_refused() -> None:
     lab = Lab()
     lab.submit()
-    with pytest.raises(InvalidRequest, match="'r'"):
+    with pytest.raises(errors.InvalidRequest, match="'r'"):
         lab.submit()
 
 
@@ -407,16 +381,16 @@ def test_a_busy_worker_is_asked_again_after_a_heartbeat_that_knows_of_it() -> No
     lab.submit()
     first = lab.to(lab.decode)
     other = two if first == one else one
-    lab.say(first, Refused("r", 1, "busy"))
+    lab.say(first, msg.Refused("r", 1, "busy"))
     assert lab.to(lab.decode) == other
-    lab.say(other, Refused("r", 2, "busy"))
-    assert len(lab.sent(Decode)) == 2
+    lab.say(other, msg.Refused("r", 2, "busy"))
+    assert len(lab.sent(msg.Decode)) == 2
     lab.beat(first, heard=0)  # it does not reflect the refusal yet
-    assert len(lab.sent(Decode)) == 2
+    assert len(lab.sent(msg.Decode)) == 2
     lab.beat(first)
     assert lab.decode.attempt == 3
     assert lab.to(lab.decode) == first
-    assert not lab.sent(Cancel)  # a worker that refused holds nothing
+    assert not lab.sent(msg.Cancel)  # a worker that refused holds nothing
 
 
 def test_refusals_are_no_failures_and_waiting_ends() -> None:
@@ -424,12 +398,12 @@ def test_refusals_are_no_failures_and_waiting_ends() -> None:
     (decode,) = lab.colocated()
     lab.submit()
     for _ in range(40):
-        lab.say(decode, Refused("r", lab.decode.attempt, "busy"))
+        lab.say(decode, msg.Refused("r", lab.decode.attempt, "busy"))
         lab.advance(0.25)
         if not lab.alive():
             break
         lab.beat(decode)
-    assert type(error(lab)) is Overloaded
+    assert type(error(lab)) is errors.Overloaded
     assert "5000 ms" in str(error(lab))
 
 
@@ -439,7 +413,7 @@ def test_without_any_worker_a_request_waits_and_then_is_unavailable() -> None:
     lab.advance(4.9)
     assert lab.alive()
     lab.advance(0.2)
-    assert type(error(lab)) is Unavailable
+    assert type(error(lab)) is errors.Unavailable
 
 
 def test_a_full_queue_turns_newcomers_away() -> None:
@@ -447,7 +421,7 @@ def test_a_full_queue_turns_newcomers_away() -> None:
     for name in "abc":
         lab.submit(name)
     refusal = error(lab, "c")
-    assert isinstance(refusal, Overloaded)
+    assert isinstance(refusal, errors.Overloaded)
     assert refusal.retry_after_ms > 0
     assert lab.alive("a")
     assert lab.alive("b")
@@ -458,7 +432,7 @@ def test_the_queue_serves_urgent_requests_first_and_then_the_oldest() -> None:
     for name, priority in [("a", 1), ("b", 0), ("c", 1), ("d", -1)]:
         lab.submit(name, priority=priority)
     lab.colocated()
-    assert [decode.request for decode in lab.sent(Decode)] == ["d", "b", "a", "c"]
+    assert [decode.request for decode in lab.sent(msg.Decode)] == ["d", "b", "a", "c"]
 
 
 def test_prompts_wait_in_the_router_while_the_prefill_workers_are_full() -> None:
@@ -468,11 +442,11 @@ def test_prompts_wait_in_the_router_while_the_prefill_workers_are_full() -> None
     lab.holds(store, cached, 3)
     for name in ("a", "b", "c"):
         lab.submit(name, prompt=14, seed=ord(name))
-    assert [d.request for d in lab.sent(Decode)] == ["warm", "a"]  # two slots: warm had no page cached when it came
+    assert [d.request for d in lab.sent(msg.Decode)] == ["warm", "a"]  # two slots: warm had no page cached when it came
     lab.submit("d", prompt=14, seed=50)
     assert lab.decode.request == "d"  # it needs no prefill, so it does not wait for those that do
-    lab.say(decode, Accepted("warm", 1))
-    lab.say(prefill, Prefilled("warm", 1, 12, 0, 3))
+    lab.say(decode, msg.Accepted("warm", 1))
+    lab.say(prefill, msg.Prefilled("warm", 1, 12, 0, 3))
     assert lab.decode.request == "b"
     assert lab.state.stats().queued == 1
 
@@ -490,7 +464,7 @@ def test_a_duplicate_prefix_is_skipped_and_a_gap_is_asked_for_once() -> None:
     assert lab.emitted() == [50, 51, 52]
     lab.tokens(decode, "r", 1, 15, 55)
     lab.tokens(decode, "r", 1, 16, 56, finish="stop")
-    assert lab.sent(Resend) == [Resend("r", 1, 13)]
+    assert lab.sent(msg.Resend) == [msg.Resend("r", 1, 13)]
     assert lab.alive()
     lab.tokens(decode, "r", 1, 13, 53, 54, 55, 56, finish="stop")
     assert lab.emitted() == [50, 51, 52, 53, 54, 55, 56]
@@ -500,8 +474,8 @@ def test_a_duplicate_prefix_is_skipped_and_a_gap_is_asked_for_once() -> None:
 def test_log_probabilities_are_cut_with_their_tokens() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
-    lab.submit(prompt=10, sampling=SamplingParams(logprobs=0))
-    both = (TokenLogprob(50, -1.0), TokenLogprob(51, -2.0))
+    lab.submit(prompt=10, sampling=msg.SamplingParams(logprobs=0))
+    both = (msg.TokenLogprob(50, -1.0), msg.TokenLogprob(51, -2.0))
     lab.tokens(decode, "r", 1, 10, 50, logprobs=both[:1])
     commands = lab.tokens(decode, "r", 1, 10, 50, 51, logprobs=both)
     assert [c for c in commands if isinstance(c, Emit)] == [Emit("r", decode, (51,), both[1:])]
@@ -523,7 +497,7 @@ def test_the_next_attempt_knows_the_tokens_so_far() -> None:
     one, two = lab.colocated(2)
     order = lab.submit(prompt=10, max_tokens=6)
     lab.tokens(one, "r", 1, 10, 50, 51, computed=10)
-    lab.say(one, AttemptFailed("r", 1, "internal", "a step failed"))
+    lab.say(one, msg.AttemptFailed("r", 1, "internal", "a step failed"))
     assert unpack_tokens(lab.decode.tokens) == [*unpack_tokens(order.tokens), 50, 51]
     assert (lab.decode.attempt, lab.decode.prompt, lab.decode.max_tokens) == (2, 10, 6)
     assert lab.to(lab.decode) == two
@@ -543,8 +517,8 @@ def test_logits_that_are_not_finite_end_the_request_at_once() -> None:
     one, _ = lab.colocated(2)
     lab.submit(prompt=10, max_tokens=6)
     lab.tokens(one, "r", 1, 10, 50, computed=10)
-    lab.say(one, AttemptFailed("r", 1, "non_finite_logits", "the logits of token 11 are not finite"))
-    assert type(error(lab)) is NonFiniteLogits
+    lab.say(one, msg.AttemptFailed("r", 1, "non_finite_logits", "the logits of token 11 are not finite"))
+    assert type(error(lab)) is errors.NonFiniteLogits
     assert lab.emitted() == [50]
 
 
@@ -555,15 +529,15 @@ def test_a_short_fetch_is_a_new_attempt_without_that_prefill_worker() -> None:
     lab.submit(prompt=14)
     for attempt, prefill in ((1, one), (2, two)):
         assert lab.decode.prefilled_remotely
-        lab.say(decode, Accepted("r", attempt))
+        lab.say(decode, msg.Accepted("r", attempt))
         assert lab.to(lab.prefill) == prefill
-        lab.say(decode, FetchIncomplete("r", attempt, 1, "gone"))
+        lab.say(decode, msg.FetchIncomplete("r", attempt, 1, "gone"))
         assert lab.cancelled(prefill) == [attempt]
     assert lab.cancelled(decode) == [1, 2]
     assert (lab.decode.attempt, lab.decode.fetch, lab.decode.prefilled_remotely) == (3, 0, False)
-    lab.say(decode, Accepted("r", 3))
-    lab.say(decode, AttemptFailed("r", 3, "internal", "out of luck"))
-    assert type(error(lab)) is AttemptsExhausted
+    lab.say(decode, msg.Accepted("r", 3))
+    lab.say(decode, msg.AttemptFailed("r", 3, "internal", "out of luck"))
+    assert type(error(lab)) is errors.AttemptsExhausted
     assert "out of luck" in str(error(lab))
 
 
@@ -574,7 +548,7 @@ def test_a_worker_silent_before_the_choice_costs_none(heard: bool) -> None:
     decode, prefill, store = lab.split()
     lab.advance(0.5)
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
     if heard:
         lab.beat(prefill, held("r", 1, 0))
@@ -583,8 +557,8 @@ def test_a_worker_silent_before_the_choice_costs_none(heard: bool) -> None:
         lab.beat(decode, held("r", lab.decode.attempt, 14))
         lab.beat(store)
     assert lab.decode.attempt == 2
-    lab.say(decode, Accepted("r", 2))
-    lab.say(decode, AttemptFailed("r", 2, "internal", "out of luck"))
+    lab.say(decode, msg.Accepted("r", 2))
+    lab.say(decode, msg.AttemptFailed("r", 2, "internal", "out of luck"))
     assert lab.alive() is not heard
 
 
@@ -595,8 +569,8 @@ def test_the_last_attempt_needs_neither_prefill_worker_nor_store() -> None:
     lab.submit(prompt=14)
     for attempt in (1, 2):
         assert lab.decode.fetch == 4
-        lab.say(decode, Accepted("r", attempt))
-        lab.say(decode, AttemptFailed("r", attempt, "internal", "a step failed"))
+        lab.say(decode, msg.Accepted("r", attempt))
+        lab.say(decode, msg.AttemptFailed("r", attempt, "internal", "a step failed"))
     assert (lab.decode.attempt, lab.decode.fetch, lab.decode.prefilled_remotely) == (3, 0, False)
 
 
@@ -607,9 +581,9 @@ def test_an_attempt_that_its_worker_gives_up_before_it_accepts_counts() -> None:
     lab.submit()
     for attempt in range(1, CONFIG.router.max_attempts + 1):
         assert lab.decode.attempt == attempt
-        lab.say(decode, AttemptFailed("r", attempt, "malformed_message", "the rules name token 999"))
-    assert type(error(lab)) is AttemptsExhausted
-    assert len(lab.sent(Decode)) == CONFIG.router.max_attempts
+        lab.say(decode, msg.AttemptFailed("r", attempt, "malformed_message", "the rules name token 999"))
+    assert type(error(lab)) is errors.AttemptsExhausted
+    assert len(lab.sent(msg.Decode)) == CONFIG.router.max_attempts
 
 
 def test_attempts_without_a_token_are_paused_and_bounded_whatever_ends_them() -> None:
@@ -618,13 +592,13 @@ def test_attempts_without_a_token_are_paused_and_bounded_whatever_ends_them() ->
     lab.submit()
     starts = [lab.now]
     while lab.alive():
-        sent = len(lab.sent(Decode))
-        while lab.alive() and len(lab.sent(Decode)) == sent:
+        sent = len(lab.sent(msg.Decode))
+        while lab.alive() and len(lab.sent(msg.Decode)) == sent:
             lab.advance(0.005)
             lab.beat(decode)  # it lists nothing: the order was lost
         starts.append(lab.now)
-    assert type(error(lab)) is AttemptsExhausted
-    assert len(lab.sent(Decode)) == MAX_FRUITLESS
+    assert type(error(lab)) is errors.AttemptsExhausted
+    assert len(lab.sent(msg.Decode)) == MAX_FRUITLESS
     gaps = [later - earlier for earlier, later in pairwise(starts)]
     assert gaps[1] < 0.01  # the second attempt is immediate
     assert all(gap >= pause_before(number) for number, gap in enumerate(gaps[:-1], start=1))
@@ -636,15 +610,15 @@ def test_a_token_ends_the_pauses() -> None:
     (decode,) = lab.colocated()
     lab.submit(prompt=10, max_tokens=20)
     for _ in range(6):
-        sent = len(lab.sent(Decode))
-        while len(lab.sent(Decode)) == sent:
+        sent = len(lab.sent(msg.Decode))
+        while len(lab.sent(msg.Decode)) == sent:
             lab.advance(0.05)
             lab.beat(decode)  # it lists nothing: the order was lost
-    sent, attempt = len(lab.sent(Decode)), lab.decode.attempt
-    lab.say(decode, Accepted("r", attempt))
+    sent, attempt = len(lab.sent(msg.Decode)), lab.decode.attempt
+    lab.say(decode, msg.Accepted("r", attempt))
     lab.tokens(decode, "r", attempt, 10, 50)
-    lab.say(decode, AttemptFailed("r", attempt, "internal", "again"))
-    assert len(lab.sent(Decode)) == sent + 1
+    lab.say(decode, msg.AttemptFailed("r", attempt, "internal", "again"))
+    assert len(lab.sent(msg.Decode)) == sent + 1
 
 
 def test_attempts_that_brought_tokens_do_not_count_against_the_budget() -> None:
@@ -652,9 +626,9 @@ def test_attempts_that_brought_tokens_do_not_count_against_the_budget() -> None:
     (decode,) = lab.colocated()
     lab.submit(prompt=10, max_tokens=20)
     for attempt in range(1, 10):
-        lab.say(decode, Accepted("r", attempt))
+        lab.say(decode, msg.Accepted("r", attempt))
         lab.tokens(decode, "r", attempt, 9 + attempt, 50)
-        lab.say(decode, AttemptFailed("r", attempt, "internal", "again"))
+        lab.say(decode, msg.AttemptFailed("r", attempt, "internal", "again"))
     assert lab.alive()
     assert lab.decode.attempt == 10
 
@@ -664,12 +638,12 @@ def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_waited_for() ->
     decode, one, _ = lab.split()
     two = lab.join("prefill", "prefill-1")
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     assert lab.to(lab.prefill) == one
-    lab.say(one, Refused("r", 1, "busy"))
+    lab.say(one, msg.Refused("r", 1, "busy"))
     assert lab.to(lab.prefill) == two
     assert lab.prefill.attempt == 1
-    lab.say(two, Refused("r", 1, "busy"))
+    lab.say(two, msg.Refused("r", 1, "busy"))
     assert lab.cancelled(decode) == [1]
     assert lab.state.stats().queued == 1  # both may have room again by their next heartbeats
     lab.beat(one)
@@ -683,8 +657,8 @@ def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_
     refusals = 0
     while lab.decode.prefilled_remotely:
         refusals += 1
-        lab.say(decode, Accepted("r", refusals))
-        lab.say(prefill, Refused("r", refusals, "busy"))
+        lab.say(decode, msg.Accepted("r", refusals))
+        lab.say(prefill, msg.Refused("r", refusals, "busy"))
         lab.beat(prefill)
         while lab.decode.attempt == refusals:  # the router pauses between them
             lab.advance(0.1)
@@ -698,8 +672,8 @@ def test_a_prefill_worker_that_can_not_is_not_asked_again() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
-    lab.say(prefill, AttemptFailed("r", 1, "store", "no slots"))
+    lab.say(decode, msg.Accepted("r", 1))
+    lab.say(prefill, msg.AttemptFailed("r", 1, "store", "no slots"))
     assert lab.cancelled(decode) == [1]
     assert (lab.decode.attempt, lab.decode.prefilled_remotely) == (2, False)
 
@@ -708,11 +682,11 @@ def test_what_a_worker_says_about_the_request_is_final() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit()
-    lab.say(decode, AttemptFailed("r", 1, "invalid_request", "nonsense"))
-    assert type(error(lab)) is InvalidRequest
+    lab.say(decode, msg.AttemptFailed("r", 1, "invalid_request", "nonsense"))
+    assert type(error(lab)) is errors.InvalidRequest
     lab.submit("s", deadline=lab.now + 5)
-    lab.say(decode, AttemptFailed("s", 1, "deadline", "too late"))
-    assert type(error(lab, "s")) is DeadlineExpired
+    lab.say(decode, msg.AttemptFailed("s", 1, "deadline", "too late"))
+    assert type(error(lab, "s")) is errors.DeadlineExpired
 
 
 @pytest.mark.parametrize("who", ["decode", "prefill", "store"])
@@ -721,7 +695,7 @@ def test_a_death_while_the_prompt_is_made_is_a_new_attempt(who: str) -> None:
     peers = dict(zip(("decode", "prefill", "store"), lab.split(), strict=True))
     spare = lab.join("decode", "decode-1", "b")
     lab.submit(prompt=14)
-    lab.say(peers["decode"], Accepted("r", 1))
+    lab.say(peers["decode"], msg.Accepted("r", 1))
     lab.now += 0.9
     for name, peer in [*peers.items(), ("spare", spare)]:
         if name != who:
@@ -738,15 +712,15 @@ def test_a_prefill_worker_may_die_once_its_pages_are_sealed() -> None:
     lab = Lab()
     decode, prefill, store = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
-    lab.say(prefill, Prefilled("r", 1, 12, 0, 3))
+    lab.say(decode, msg.Accepted("r", 1))
+    lab.say(prefill, msg.Prefilled("r", 1, 12, 0, 3))
     lab.now += 0.9
     lab.beat(decode, held("r", 1, 14))
     lab.beat(store)
     lab.advance(0.2)
     assert lab.state.stats().live["prefill"] == 0
-    assert len(lab.sent(Decode)) == 1
-    lab.say(decode, Started("r", 1))
+    assert len(lab.sent(msg.Decode)) == 1
+    lab.say(decode, msg.Started("r", 1))
     assert not lab.cancelled(prefill)
 
 
@@ -754,7 +728,7 @@ def test_an_attempt_without_progress_is_given_up() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit()
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     for _ in range(40):
         lab.advance(0.12)
         lab.beat(decode, held("r", lab.decode.attempt, 10))
@@ -766,7 +740,7 @@ def test_a_prefill_that_gets_on_is_progress() -> None:
     lab = Lab()
     decode, prefill, store = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     for turn in range(100):
         lab.advance(0.1)
         lab.beat(decode, held("r", 1, 14))
@@ -782,7 +756,7 @@ def test_a_client_that_leaves_cancels_everywhere() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     lab.tell(ClientGone("r"))
     assert isinstance(lab.end().outcome, Cancelled)
     assert lab.cancelled(decode) == lab.cancelled(prefill) == [1]
@@ -811,7 +785,7 @@ def test_deadlines_travel_as_what_is_left_and_expire() -> None:
     lab.advance(0.9)
     lab.beat(decode, held("r", 1, 10))
     lab.advance(0.9)
-    assert type(error(lab)) is DeadlineExpired
+    assert type(error(lab)) is errors.DeadlineExpired
     assert lab.cancelled(decode) == [1]
 
 
@@ -820,10 +794,10 @@ def test_shutdown_ends_and_refuses_requests() -> None:
     (decode,) = lab.colocated()
     lab.submit()
     lab.tell(Shutdown())
-    assert type(error(lab)) is Unavailable
+    assert type(error(lab)) is errors.Unavailable
     assert lab.cancelled(decode) == [1]
     lab.submit("late")
-    assert type(error(lab, "late")) is Unavailable
+    assert type(error(lab, "late")) is errors.Unavailable
 
 
 def test_a_replaced_model_never_continues_anothers_output() -> None:
@@ -835,7 +809,7 @@ def test_a_replaced_model_never_continues_anothers_output() -> None:
     lab.advance(1.5)  # the worker falls silent
     namespace = msgspec.structs.replace(card().namespace, model=b"n" * 16)
     lab.join("decode", "other", model=card(namespace=namespace))
-    assert type(error(lab, "begun")) is Unavailable
+    assert type(error(lab, "begun")) is errors.Unavailable
     assert lab.decode.request == "fresh"
 
 
@@ -843,15 +817,15 @@ def test_a_long_prompt_that_a_decode_worker_computes_goes_on_as_long_as_it_progr
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit(prompt=200)
-    lab.say(decode, Accepted("r", 1, 0))
-    lab.say(decode, Started("r", 1, 0, 0))
+    lab.say(decode, msg.Accepted("r", 1, 0))
+    lab.say(decode, msg.Started("r", 1, 0, 0))
     for computed in range(0, 200, 10):  # 20 s; without progress an attempt has 4
         lab.advance(1.0)
-        lab.beat(decode, AttemptHeld("r", 1, 200, computed=computed))
+        lab.beat(decode, msg.AttemptHeld("r", 1, 200, computed=computed))
     assert lab.decode.attempt == 1
     for _ in range(6):
         lab.advance(1.0)
-        lab.beat(decode, AttemptHeld("r", 1, 200, computed=190))
+        lab.beat(decode, msg.AttemptHeld("r", 1, 200, computed=190))
     assert lab.cancelled(decode)[0] == 1
 
 
@@ -862,9 +836,9 @@ def test_those_behind_the_first_have_their_turn_though_nothing_changes() -> None
     for number in range(12):
         lab.submit(f"long{number}", prompt=200, seed=number)
         if number < 2:
-            lab.say(decode, Accepted(f"long{number}", 1))
+            lab.say(decode, msg.Accepted(f"long{number}", 1))
     lab.submit("first", prompt=3, seed=50)
-    lab.say(decode, Refused("first", 1, "busy"))
+    lab.say(decode, msg.Refused("first", 1, "busy"))
     for number in range(3):
         lab.submit(f"short{number}", prompt=3, seed=60 + number)
     for _ in range(8):
@@ -873,7 +847,7 @@ def test_those_behind_the_first_have_their_turn_though_nothing_changes() -> None
         lab.beat(prefill, held("long0", 1, 0), held("long1", 1, 0))
         lab.beat(store)
         lab.tell(Tick())
-    assert {"first", "short0", "short1", "short2"} <= {order.request for order in lab.sent(Decode)}
+    assert {"first", "short0", "short1", "short2"} <= {order.request for order in lab.sent(msg.Decode)}
 
 
 def test_requests_of_another_tenant_or_salt_have_other_pages() -> None:

@@ -139,6 +139,18 @@ def test_the_prefill_worker_gets_what_the_decode_workers_node_has() -> None:
     assert (plan.sources, plan.prefill_sources) == ((source("a", HANDED),), (source("b", 5),))
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        pytest.param({"serves": False}, {}, id="the prefill worker's store serves nobody"),
+        pytest.param(None, {}, id="the prefill worker's store is gone"),
+        pytest.param({}, None, id="the decode worker's store is gone"),
+    ],
+)
+def test_a_pair_of_two_nodes_needs_both_stores(a: dict[str, Any] | None, b: dict[str, Any] | None) -> None:
+    assert two_nodes(a, b).plan() == Placement("d0")
+
+
 def test_a_store_without_an_endpoint_may_fetch() -> None:
     assert two_nodes({}, {"serves": False}).plan().sources == (source("a", HANDED),)
 

@@ -77,8 +77,29 @@ def check_ends(cluster: Cluster) -> None:
         assert 0 <= end.summary.usage.cached <= end.summary.usage.prompt
 
 
-class Faults(RuleBasedStateMachine):
-    """Requests come, processes die, stop, wake up, refuse and fail, links lose, repeat and delay messages."""
+class ClusterFaults(RuleBasedStateMachine):
+    """Links lose, repeat and delay messages."""
+
+    cluster: Cluster
+
+    def _pick(self, index: int) -> Process | None:
+        processes = list(self.cluster.processes.values())
+        return processes[index % len(processes)] if processes else None
+
+    @rule(index=st.integers(0, 30), repeated=st.booleans())
+    def loses_or_repeats(self, index: int, repeated: bool) -> None:
+        agenda = self.cluster.agenda
+        if lanes := agenda.loaded("message"):
+            (agenda.repeat if repeated else agenda.pop)(lanes[index % len(lanes)])
+
+    @rule(rounds=st.integers(1, 40), loss=st.sampled_from([0.0, 0.05, 0.3]), lag=st.sampled_from([0.0, 0.3, 0.7]))
+    def goes_on(self, rounds: int, loss: float, lag: float) -> None:
+        for _ in range(rounds):
+            self.cluster.round(loss=loss, lag=lag)
+
+
+class Faults(ClusterFaults):
+    """The same while requests come, and processes die, stop, wake up, refuse and fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,10 +127,6 @@ class Faults(RuleBasedStateMachine):
         for i in range(prefillers):
             self.cluster.start("prefill", f"prefill-{i}", names[(i if together else -1 - i) % nodes], slots=2)
         self.cluster.run(0.2)
-
-    def _pick(self, index: int) -> Process | None:
-        processes = list(self.cluster.processes.values())
-        return processes[index % len(processes)] if processes else None
 
     def _request(self, index: int) -> str | None:
         names = list(self.cluster.submitted)
@@ -165,17 +182,6 @@ class Faults(RuleBasedStateMachine):
             self.cluster.start(role, name, node, slots=2)
 
     # --- links and time ---
-
-    @rule(index=st.integers(0, 30), repeated=st.booleans())
-    def loses_or_repeats(self, index: int, repeated: bool) -> None:
-        agenda = self.cluster.agenda
-        if lanes := agenda.loaded("message"):
-            (agenda.repeat if repeated else agenda.pop)(lanes[index % len(lanes)])
-
-    @rule(rounds=st.integers(1, 40), loss=st.sampled_from([0.0, 0.05, 0.3]), lag=st.sampled_from([0.0, 0.3, 0.7]))
-    def goes_on(self, rounds: int, loss: float, lag: float) -> None:
-        for _ in range(rounds):
-            self.cluster.round(loss=loss, lag=lag)
 
     @rule(seconds=st.floats(0.05, 3.0), paused=st.booleans())
     def time_passes(self, seconds: float, paused: bool) -> None:

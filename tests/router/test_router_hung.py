@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from baton import messages as msg
 from baton.clock import PauseDetector, Tick
-from baton.messages import (
-    Accepted,
-    Cancel,
-    Decode,
-    FetchIncomplete,
-    Heartbeat,
-    LoadReport,
-    Prefill,
-    Prefilled,
-    RequestHello,
-    Role,
-    Started,
-)
 from tests.router.lab import Lab, held
 
 UNREAD = 1_001  # milliseconds, above cluster.heartbeat_timeout_ms
@@ -33,7 +21,7 @@ def states(lab: Lab) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill", "store"])
-def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(role: Role) -> None:
+def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(role: msg.Role) -> None:
     lab = Lab()
     lab.split()
     victim = f"{role}-0.1"
@@ -41,10 +29,10 @@ def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(role: Role)
     assert states(lab)[f"{role}-0"] is None
     lab.beat(victim, loop=STUCK)
     assert states(lab)[f"{role}-0"] == "stuck"
-    assert lab.say(victim, Heartbeat(0, LoadReport(), loop_age_ms=STUCK + 250)) == []
-    assert lab.sent(RequestHello, victim) == []
-    lab.say(victim, Heartbeat(0, LoadReport()))
-    assert len(lab.sent(RequestHello, victim)) == 1
+    assert lab.say(victim, msg.Heartbeat(0, msg.LoadReport(), loop_age_ms=STUCK + 250)) == []
+    assert lab.sent(msg.RequestHello, victim) == []
+    lab.say(victim, msg.Heartbeat(0, msg.LoadReport()))
+    assert len(lab.sent(msg.RequestHello, victim)) == 1
     lab.join(role, f"{role}-0")
     assert states(lab)[f"{role}-0"] is None
 
@@ -55,10 +43,10 @@ def test_a_silent_process_whose_heart_beats_again_while_its_loop_hangs_is_stuck(
     lab.split()
     lab.advance(SILENCE)
     assert states(lab)["store-0"] == "silent"
-    assert lab.say("store-0.1", Heartbeat(0, LoadReport(), loop_age_ms=STUCK)) == []
+    assert lab.say("store-0.1", msg.Heartbeat(0, msg.LoadReport(), loop_age_ms=STUCK)) == []
     assert states(lab)["store-0"] == "stuck"
-    lab.say("store-0.1", Heartbeat(0, LoadReport()))
-    assert len(lab.sent(RequestHello, "store-0.1")) == 1
+    lab.say("store-0.1", msg.Heartbeat(0, msg.LoadReport()))
+    assert len(lab.sent(msg.RequestHello, "store-0.1")) == 1
 
 
 def test_a_router_whose_every_turn_is_late_still_notices_silence() -> None:
@@ -79,11 +67,11 @@ def test_a_worker_that_was_stuck_and_joins_again_is_given_work() -> None:
     lab.submit("before")
     lab.tokens(one, "before", 1, 10, 50, 51, 52, 53, 54, 55, finish="length")
     lab.beat(one, loop=STUCK)
-    lab.say(one, Heartbeat(0, LoadReport()))
+    lab.say(one, msg.Heartbeat(0, msg.LoadReport()))
     lab.join("decode", "decode-0")
     lab.beat(one)
     lab.submit("after")
-    assert [lab.to(order) for order in lab.sent(Decode)] == [one, one]
+    assert [lab.to(order) for order in lab.sent(msg.Decode)] == [one, one]
 
 
 def test_a_long_step_is_judged_by_its_own_age() -> None:
@@ -112,8 +100,8 @@ def test_an_order_that_a_hung_worker_does_not_read_goes_to_another_one() -> None
     assert second != first
     assert lab.cancelled(first) == [1]
     # Its late answers, when it goes on, are of an attempt that is over.
-    lab.say(second, Accepted("r", 2))
-    lab.say(first, Accepted("r", 1))
+    lab.say(second, msg.Accepted("r", 2))
+    lab.say(first, msg.Accepted("r", 1))
     lab.tokens(first, "r", 1, 10, 50, 51)
     lab.tokens(second, "r", 2, 10, 50)
     lab.tokens(first, "r", 1, 11, 51, 52)
@@ -135,7 +123,7 @@ def test_moving_does_not_count_against_the_attempts_of_a_request() -> None:
             if lab.decode.attempt == attempt:
                 lab.advance(0.01)
     assert lab.decode.attempt == 6 > lab.config.router.max_attempts
-    assert {lab.to(order) for order in lab.sent(Decode)} == set(workers)
+    assert {lab.to(order) for order in lab.sent(msg.Decode)} == set(workers)
     assert lab.alive()
 
 
@@ -145,9 +133,9 @@ def test_what_it_has_read_stays() -> None:
     one, _two = lab.colocated(2)
     lab.submit()
     assert lab.to(lab.decode) == one
-    lab.say(one, Accepted("r", 1))
+    lab.say(one, msg.Accepted("r", 1))
     lab.beat(one, held("r", 1, 10), loop=STUCK - 1)
-    assert len(lab.sent(Decode)) == 1
+    assert len(lab.sent(msg.Decode)) == 1
     lab.beat(one, held("r", 1, 10), loop=STUCK)
     assert lab.decode.attempt == 2
 
@@ -158,10 +146,10 @@ def test_an_order_waits_for_the_end_of_a_long_step_where_no_other_worker_takes_i
     lab.submit()
     for age in range(UNREAD, STUCK, 250):
         lab.beat(one, heard=lab.counts[one] - 1, age=age, loop=age)
-    assert len(lab.sent(Decode)) == 1
+    assert len(lab.sent(msg.Decode)) == 1
     lab.beat(one, held("r", 1, 10))
     lab.beat(one, held("r", 1, 10))
-    assert len(lab.sent(Decode)) == 1
+    assert len(lab.sent(msg.Decode)) == 1
     assert lab.alive()
 
 
@@ -175,7 +163,7 @@ def test_an_order_does_not_go_to_and_fro_between_workers_in_long_steps() -> None
         for worker in (one, two):
             known = lab.to(lab.decode) == worker
             lab.beat(worker, *[held("r", lab.decode.attempt, 10)] * known, heard=0)
-    assert len(lab.sent(Decode)) <= 2
+    assert len(lab.sent(msg.Decode)) <= 2
     assert lab.alive()
 
 
@@ -185,10 +173,10 @@ def test_a_hung_worker_gets_nothing_new_and_work_again_when_it_goes_on() -> None
     lab.beat(one, loop=UNREAD)
     for index in range(6):
         lab.submit(f"r{index}")
-    assert {lab.to(order) for order in lab.sent(Decode)} == {two}
+    assert {lab.to(order) for order in lab.sent(msg.Decode)} == {two}
     lab.beat(two, *[held(f"r{index}", 1, 10) for index in range(6)], loop=UNREAD)
     lab.submit("late")
-    assert not any(order.request == "late" for order in lab.sent(Decode)), "there is no other, and it does not read"
+    assert not any(order.request == "late" for order in lab.sent(msg.Decode)), "there is no other, and it does not read"
     lab.beat(one, loop=30)
     assert lab.decode.request == "late"
     assert lab.to(lab.decode) == one
@@ -199,14 +187,14 @@ def test_a_prompt_that_a_hung_prefill_worker_does_not_read_goes_to_another_one()
     decode, first, _ = lab.split()
     second = lab.join("prefill", "prefill-1")
     lab.submit(prompt=40)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     holder = lab.to(lab.prefill)
     lab.beat(holder, heard=lab.counts[holder] - 1, age=UNREAD, loop=UNREAD)
     assert lab.cancelled(holder) == [1]
-    lab.say(decode, Accepted("r", 2))
+    lab.say(decode, msg.Accepted("r", 2))
     assert lab.prefill.attempt == 2
     assert lab.to(lab.prefill) == ({first, second} - {holder}).pop()
-    lab.say(holder, Prefilled("r", 1, 39, 0, 9))
+    lab.say(holder, msg.Prefilled("r", 1, 39, 0, 9))
     lab.tokens(decode, "r", 2, 40, 50)
     assert lab.emitted() == [50]
 
@@ -216,14 +204,14 @@ def test_without_another_prefill_worker_the_decode_worker_computes_what_a_hung_o
     lab = Lab()
     decode, prefill, _ = lab.split()
     lab.submit(prompt=40)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
     lab.beat(prefill, heard=lab.counts[prefill] - 1, age=0 if hangs else UNREAD, loop=UNREAD)
     assert lab.decode.attempt == 1 + hangs
     assert lab.cancelled(prefill) == [1] * hangs
     if hangs:
         assert lab.decode.fetch == 0
-        assert len(lab.sent(Prefill)) == 1
+        assert len(lab.sent(msg.Prefill)) == 1
 
 
 def test_a_hung_store_is_not_used_and_is_when_it_goes_on() -> None:
@@ -248,7 +236,7 @@ def test_a_lost_have_is_repaired_by_two_heartbeats() -> None:
     lab = Lab()
     decode, _, _ = lab.split()
     lab.submit(prompt=40)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     lab.beat(decode, held("r", 1, 40, short=True))
     assert lab.decode.attempt == 1, "the Have may still be on its way"
     lab.beat(decode, held("r", 1, 40, short=True))
@@ -260,13 +248,13 @@ def test_a_have_that_comes_after_all_counts_once() -> None:
     lab = Lab()
     decode, _, _ = lab.split()
     lab.submit(prompt=40)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     lab.beat(decode, held("r", 1, 40, short=True))
-    lab.say(decode, FetchIncomplete("r", 1, 0))
+    lab.say(decode, msg.FetchIncomplete("r", 1, 0))
     assert lab.decode.attempt == 2
     lab.beat(decode, held("r", 1, 40, short=True))
     lab.beat(decode, held("r", 2, 40))
-    lab.say(decode, FetchIncomplete("r", 1, 0))
+    lab.say(decode, msg.FetchIncomplete("r", 1, 0))
     assert lab.decode.attempt == 2
 
 
@@ -278,19 +266,19 @@ def test_a_lost_prefilled_is_repaired_by_two_heartbeats(started: bool) -> None:
     for name in ("a", "b", "c"):
         lab.submit(name, prompt=40, max_tokens=100)
     for name in ("a", "b"):
-        lab.say(decode, Accepted(name, 1))
-    assert [order.request for order in lab.sent(Prefill)] == ["a", "b"]
+        lab.say(decode, msg.Accepted(name, 1))
+    assert [order.request for order in lab.sent(msg.Prefill)] == ["a", "b"]
     if started:
-        lab.say(decode, Started("a", 1, 0, 9))
+        lab.say(decode, msg.Started("a", 1, 0, 9))
     both = [held("a", 1, 39, ended=True), held("b", 1, 5)]
     lab.beat(prefill, *both)
     assert lab.cancelled(prefill, "a") == []
-    assert not any(order.request == "c" for order in lab.sent(Decode))
+    assert not any(order.request == "c" for order in lab.sent(msg.Decode))
     lab.beat(prefill, *both)
     assert lab.decode.request == "c"
     assert lab.cancelled(prefill, "a") == [1] * started, "until it has started, the pages must be held"
     if not started:
-        lab.say(decode, Started("a", 1, 0, 9))
-        assert [message.request for message in lab.sent(Cancel, prefill)] == ["a"]
+        lab.say(decode, msg.Started("a", 1, 0, 9))
+        assert [message.request for message in lab.sent(msg.Cancel, prefill)] == ["a"]
     lab.tokens(decode, "a", 1, 40, 50)
     assert lab.emitted("a") == [50]

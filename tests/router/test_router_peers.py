@@ -7,43 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton import messages as msg
 from baton.clock import Tick
 from baton.config import ModelConfig
-from baton.messages import (
-    MIXED,
-    PROTOCOL_VERSION,
-    Accepted,
-    Cancel,
-    Decode,
-    Delta,
-    Envelope,
-    Heartbeat,
-    Hello,
-    LoadReport,
-    Peer,
-    Prefill,
-    Prefilled,
-    Rejected,
-    RequestHello,
-    Resend,
-    RouterHeartbeat,
-    Started,
-    Tokens,
-    Welcome,
-    WorkerDied,
-)
 from kvstore.events.changes import packed_digest
 from kvstore.keys import namespace_root, page_keys
-from router.events import (
-    AskSnapshot,
-    Finished,
-    ForgetPeer,
-    Log,
-    MessageReceived,
-    SendMessage,
-    Subscribe,
-    Unsubscribe,
-)
+from router import events
 from router.frontend import responses
 from tests.router.lab import Lab, held, named
 from tests.router.model import CONFIG, NAMESPACE, PAGE, ROUTER, card
@@ -59,12 +28,12 @@ def names(lab: Lab) -> dict[str, str | None]:
 def test_a_hello_is_welcomed_followed_and_asked_for_its_pages() -> None:
     lab = Lab()
     commands = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5", replay="tcp://127.0.0.1:6")
-    assert SendMessage("decode-0.1", Welcome(ROUTER, 250, 1_000)) in commands
-    assert Subscribe("decode-0.1", "tcp://127.0.0.1:5", "tcp://127.0.0.1:6") in commands
-    assert AskSnapshot("decode-0.1") in commands
+    assert events.SendMessage("decode-0.1", msg.Welcome(ROUTER, 250, 1_000)) in commands
+    assert events.Subscribe("decode-0.1", "tcp://127.0.0.1:5", "tcp://127.0.0.1:6") in commands
+    assert events.AskSnapshot("decode-0.1") in commands
     assert lab.state.serving
     again = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5")
-    assert [type(c) for c in again] == [SendMessage]  # welcomed again, and nothing else
+    assert [type(c) for c in again] == [events.SendMessage]  # welcomed again, and nothing else
 
 
 def changed(**fields: Any):
@@ -74,7 +43,7 @@ def changed(**fields: Any):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"protocol": 99}, ("protocol is 99", f"speaks {PROTOCOL_VERSION}")),
+        ({"protocol": 99}, ("protocol is 99", f"speaks {msg.PROTOCOL_VERSION}")),
         ({"model": None}, ("model", "missing")),
         ({"model": changed(page_size=32)}, ("page_size is 32", "has 4")),
         ({"model": changed(kv_dtype="bfloat16")}, ("namespace.kv_dtype is 'bfloat16'", "has 'float32'")),
@@ -93,10 +62,10 @@ def test_a_misfit_is_rejected_by_field_and_values(more: dict[str, Any], says: tu
     lab.split()
     arguments = {"role": "decode", "name": "decode-9", "node": "b"} | more
     commands = lab.hello(**arguments)
-    (rejected,) = lab.sent(Rejected)
+    (rejected,) = lab.sent(msg.Rejected)
     assert rejected.reason == "incompatible"
     assert all(part in rejected.message for part in says), rejected.message
-    assert commands[-1] == ForgetPeer(f"{arguments['name']}.1")
+    assert commands[-1] == events.ForgetPeer(f"{arguments['name']}.1")
     assert len(names(lab)) == 3
 
 
@@ -111,9 +80,9 @@ def test_a_misfit_is_rejected_by_field_and_values(more: dict[str, Any], says: tu
 def test_all_workers_have_the_adapters_that_clients_may_ask_for(theirs: dict[str, str], says: str) -> None:
     lab = Lab(msgspec.structs.replace(CONFIG, model=ModelConfig(lora_modules={"two": "/2", "one": "/1"})))
     lab.join("decode", "decode-0", model=card(adapters={"one": "1", "two": "2"}))
-    assert not lab.sent(Rejected)
+    assert not lab.sent(msg.Rejected)
     lab.hello("decode", "decode-1", model=card(adapters=theirs))
-    (rejected,) = lab.sent(Rejected)
+    (rejected,) = lab.sent(msg.Rejected)
     assert says in rejected.message
 
 
@@ -121,7 +90,7 @@ def test_a_refusal_for_its_numerics_names_the_worker_in_the_log() -> None:
     lab = Lab()
     lab.join("decode", "decode-0")
     commands = lab.hello("decode", "decode-1", model=changed(numerics="torch-1/00000000"))
-    (note,) = [command for command in commands if isinstance(command, Log)]
+    (note,) = [command for command in commands if isinstance(command, events.Log)]
     assert note.warning
     assert note.text.startswith("rejected decode-1: numerics is torch-1/00000000 and this cluster has test")
 
@@ -130,14 +99,14 @@ def test_workers_of_several_classes_of_numerics_join_a_mixed_cluster() -> None:
     lab = Lab()
     classes = {"decode-0": "native-2/00000000", "decode-1": "torch-1/00000000"}
     for name, numerics in classes.items():
-        lab.join("decode", name, model=msgspec.structs.replace(changed(numerics=MIXED), numerics=numerics))
-    assert not lab.sent(Rejected)
+        lab.join("decode", name, model=msgspec.structs.replace(changed(numerics=msg.MIXED), numerics=numerics))
+    assert not lab.sent(msg.Rejected)
     shown = {view.peer.name: responses.process(view).numerics for view in lab.state.processes(lab.now)}
     assert shown == classes
     assert lab.state.card is not None
-    assert responses.model_card(lab.state.card).numerics == MIXED
+    assert responses.model_card(lab.state.card).numerics == msg.MIXED
     lab.hello("decode", "decode-2", model=card())
-    (rejected,) = lab.sent(Rejected)
+    (rejected,) = lab.sent(msg.Rejected)
     assert "numerics is test and this cluster has mixed" in rejected.message
 
 
@@ -145,7 +114,7 @@ def test_the_first_live_worker_sets_the_namespace() -> None:
     lab = Lab()
     lab.join("decode", "decode-0")
     lab.join("decode", "decode-1", model=changed(numerics="other"))
-    assert lab.sent(Rejected)
+    assert lab.sent(msg.Rejected)
     lab.advance(1.1)
     lab.join("decode", "decode-1", model=changed(numerics="other"))
     assert lab.state.card == changed(numerics="other")
@@ -153,14 +122,17 @@ def test_the_first_live_worker_sets_the_namespace() -> None:
 
 def test_a_hello_for_another_process_is_dropped() -> None:
     lab = Lab()
-    peer = Peer("decode", "decode-0", "a", "victim", 1)
-    lab.tell(MessageReceived(Envelope("thief", "", 1, Hello(peer, model=card()))))
+    peer = msg.Peer("decode", "decode-0", "a", "victim", 1)
+    lab.tell(events.MessageReceived(msg.Envelope("thief", "", 1, msg.Hello(peer, model=card()))))
     assert not names(lab)
 
 
 def test_a_stranger_is_asked_to_introduce_itself() -> None:
     lab = Lab()
-    assert lab.say("nobody.1", Accepted("r", 1)) == [SendMessage("nobody.1", RequestHello()), ForgetPeer("nobody.1")]
+    assert lab.say("nobody.1", msg.Accepted("r", 1)) == [
+        events.SendMessage("nobody.1", msg.RequestHello()),
+        events.ForgetPeer("nobody.1"),
+    ]
 
 
 # --- leaving ---
@@ -175,7 +147,7 @@ def test_a_silent_peer_is_gone_with_its_pages_in_one_step() -> None:
     lab.now += 0.9
     lab.beat(decode, held("first", 1, 14))
     commands = lab.advance(0.2)
-    assert Unsubscribe(store) in commands
+    assert events.Unsubscribe(store) in commands
     assert names(lab) == {"decode-0": None, "prefill-0": "silent", "store-0": "silent"}
     lab.submit("second", prompt=14)
     assert lab.decode.fetch == 0
@@ -189,7 +161,7 @@ def test_a_stuck_worker_is_gone_though_its_heart_beats_and_is_left_alone_until_i
     assert lab.to(lab.decode) == two
     assert names(lab) == {"decode-0": "stuck", "decode-1": None}
     assert lab.beat(one, held("r", 1, 10), age=9_000) == []
-    assert [type(c.message) for c in lab.beat(one, age=0) if isinstance(c, SendMessage)] == [RequestHello]
+    assert [type(c.message) for c in lab.beat(one, age=0) if isinstance(c, events.SendMessage)] == [msg.RequestHello]
 
 
 def test_a_hello_of_the_same_name_replaces_the_live_one_at_once() -> None:
@@ -202,7 +174,7 @@ def test_a_hello_of_the_same_name_replaces_the_live_one_at_once() -> None:
     lab.tokens(old, "r", 1, 10, 50)
     lab.tokens(old, "r", 2, 10, 50)
     assert lab.emitted() == []
-    assert len(lab.sent(RequestHello, old)) == 2
+    assert len(lab.sent(msg.RequestHello, old)) == 2
 
 
 def test_a_stopped_worker_that_wakes_is_rejected_while_its_successor_lives_and_no_longer() -> None:
@@ -210,10 +182,10 @@ def test_a_stopped_worker_that_wakes_is_rejected_while_its_successor_lives_and_n
     old = lab.join("decode", "decode-0")
     lab.advance(1.1)
     new = lab.join("decode", "decode-0", incarnation="decode-0.2")
-    lab.say(old, Accepted("r", 1))
-    assert lab.sent(RequestHello, old)
+    lab.say(old, msg.Accepted("r", 1))
+    assert lab.sent(msg.RequestHello, old)
     lab.hello("decode", "decode-0", incarnation=old)
-    (rejected,) = lab.sent(Rejected, old)
+    (rejected,) = lab.sent(msg.Rejected, old)
     assert "replaced by decode-0.2" in rejected.message
     lab.advance(1.1)  # now the successor is gone too
     lab.hello("decode", "decode-0", incarnation=old)
@@ -258,13 +230,13 @@ def test_a_stores_word_that_a_worker_of_its_node_is_gone_is_enough() -> None:
     other = lab.join("decode", "decode-1", node="b")
     lab.submit()
     assert lab.to(lab.decode) == decode
-    for nonsense in (WorkerDied(decode, 8), WorkerDied(other, 7), WorkerDied("nobody", 7)):
+    for nonsense in (msg.WorkerDied(decode, 8), msg.WorkerDied(other, 7), msg.WorkerDied("nobody", 7)):
         lab.say(store, nonsense)
-    assert len(lab.sent(Decode)) == 1
-    lab.say(store, WorkerDied(decode, 7))
+    assert len(lab.sent(msg.Decode)) == 1
+    lab.say(store, msg.WorkerDied(decode, 7))
     assert lab.to(lab.decode) == other
     assert names(lab)["decode-0"] == "dead"
-    lab.say(store, WorkerDied(decode, 7))
+    lab.say(store, msg.WorkerDied(decode, 7))
     assert names(lab)["decode-0"] == "dead"
 
 
@@ -272,14 +244,14 @@ def test_heartbeats_list_what_a_worker_has_been_given() -> None:
     lab = Lab()
     decode, prefill, store = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     lab.advance(0.3)
     for peer, attempts in ((decode, (named("r", 1),)), (prefill, (named("r", 1),)), (store, ())):
-        assert lab.sent(RouterHeartbeat, peer)[-1].attempts == attempts
-    lab.say(decode, Started("r", 1))
-    lab.say(prefill, Prefilled("r", 1, computed=12, hit=0, stored=3))  # its account may come after its pages
+        assert lab.sent(msg.RouterHeartbeat, peer)[-1].attempts == attempts
+    lab.say(decode, msg.Started("r", 1))
+    lab.say(prefill, msg.Prefilled("r", 1, computed=12, hit=0, stored=3))  # its account may come after its pages
     lab.advance(0.3)
-    assert lab.sent(RouterHeartbeat, prefill)[-1].attempts == ()
+    assert lab.sent(msg.RouterHeartbeat, prefill)[-1].attempts == ()
 
 
 def test_an_attempt_is_lost_once_two_heartbeats_that_should_know_it_do_not() -> None:
@@ -300,7 +272,7 @@ def test_a_lost_prefill_is_a_new_attempt() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
-    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, msg.Accepted("r", 1))
     lab.beat(prefill)
     lab.beat(prefill)
     assert lab.decode.attempt == 2
@@ -312,7 +284,7 @@ def test_what_the_router_does_not_know_is_cancelled() -> None:
     (decode,) = lab.colocated()
     lab.submit()
     commands = lab.beat(decode, held("r", 1, 10), held("old", 3, 5))
-    assert [c.message for c in commands if isinstance(c, SendMessage)] == [Cancel("old", 3)]
+    assert [c.message for c in commands if isinstance(c, events.SendMessage)] == [msg.Cancel("old", 3)]
 
 
 def test_a_lost_accepted_is_made_up_for_by_two_heartbeats() -> None:
@@ -320,11 +292,11 @@ def test_a_lost_accepted_is_made_up_for_by_two_heartbeats() -> None:
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
     lab.beat(decode, held("r", 1, 14))
-    assert not lab.sent(Prefill)
+    assert not lab.sent(msg.Prefill)
     lab.beat(decode, held("r", 1, 14))
     assert lab.to(lab.prefill) == prefill
-    lab.say(decode, Accepted("r", 1))
-    assert len(lab.sent(Prefill)) == 1
+    lab.say(decode, msg.Accepted("r", 1))
+    assert len(lab.sent(msg.Prefill)) == 1
 
 
 def test_lost_tokens_are_asked_for_after_two_heartbeats_that_show_more() -> None:
@@ -333,12 +305,12 @@ def test_lost_tokens_are_asked_for_after_two_heartbeats_that_show_more() -> None
     lab.submit(prompt=10, max_tokens=20)
     lab.tokens(decode, "r", 1, 10, 50)
     lab.beat(decode, held("r", 1, 12))
-    assert not lab.sent(Resend)
+    assert not lab.sent(msg.Resend)
     lab.tokens(decode, "r", 1, 11, 51)  # they had only been overtaken
     lab.beat(decode, held("r", 1, 14))
-    assert not lab.sent(Resend)
+    assert not lab.sent(msg.Resend)
     lab.beat(decode, held("r", 1, 14))
-    assert lab.sent(Resend) == [Resend("r", 1, 12)]
+    assert lab.sent(msg.Resend) == [msg.Resend("r", 1, 12)]
     lab.tokens(decode, "r", 1, 12, 52, 53)
     assert lab.emitted() == [50, 51, 52, 53]
 
@@ -350,16 +322,16 @@ def test_a_lost_end_is_asked_for_too() -> None:
     lab.tokens(decode, "r", 1, 10, 50)
     for _ in range(2):
         lab.beat(decode, held("r", 1, 11, ended=True))
-    assert lab.sent(Resend) == [Resend("r", 1, 11)]
+    assert lab.sent(msg.Resend) == [msg.Resend("r", 1, 11)]
     lab.tokens(decode, "r", 1, 11, finish="stop")
-    assert lab.end().outcome == Finished("stop")
+    assert lab.end().outcome == events.Finished("stop")
 
 
 def test_a_message_for_another_incarnation_of_the_router_is_dropped() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit(prompt=10)
-    lab.say(decode, Tokens(1, (Delta("r", 1, 10, (50,)),)), addressee="router.0")
+    lab.say(decode, msg.Tokens(1, (msg.Delta("r", 1, 10, (50,)),)), addressee="router.0")
     assert lab.emitted() == []
 
 
@@ -372,11 +344,11 @@ def test_a_digest_that_differs_asks_for_a_snapshot() -> None:
     order = lab.submit("first", prompt=14)
     lab.holds(store, order, 2, sequence=4)
     keys = page_keys(namespace_root(NAMESPACE, order.tenant), order.tokens[: 2 * PAGE * 4], PAGE)
-    before = lab.log.count(AskSnapshot(store))
-    lab.say(store, Heartbeat(lab.counts[store], LoadReport(), events=4, digest=packed_digest(keys, "CPU")))
-    assert lab.log.count(AskSnapshot(store)) == before
-    lab.say(store, Heartbeat(lab.counts[store], LoadReport(), events=4, digest=packed_digest(keys, "DISK")))
-    assert lab.log.count(AskSnapshot(store)) == before + 1
+    before = lab.log.count(events.AskSnapshot(store))
+    lab.say(store, msg.Heartbeat(lab.counts[store], msg.LoadReport(), events=4, digest=packed_digest(keys, "CPU")))
+    assert lab.log.count(events.AskSnapshot(store)) == before
+    lab.say(store, msg.Heartbeat(lab.counts[store], msg.LoadReport(), events=4, digest=packed_digest(keys, "DISK")))
+    assert lab.log.count(events.AskSnapshot(store)) == before + 1
     stats = lab.state.stats().kv_index
     assert (stats.pages, stats.gaps, stats.divergences) == (2, 0, 1)
 
@@ -385,6 +357,6 @@ def test_a_live_process_cannot_turn_into_another() -> None:
     lab = Lab()
     lab.split()
     lab.hello("decode", "store-0", incarnation="store-0.1")
-    (rejected,) = lab.sent(Rejected)
+    (rejected,) = lab.sent(msg.Rejected)
     assert "store store-0 on a" in rejected.message
     lab.submit()

@@ -8,15 +8,15 @@ from typing import Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from baton.config import StoreConfig
 from baton.errors import PinNotFound
 from router.events import Cancelled, ClientGone, Failed, Pinned
 from router.prefix_pinning.pin import PinPhase
-from tests.router.model import CONFIG, Process, submit
+from tests.router.model import CONFIG, submit
 from tests.router.pin_model import PAGE_BYTES, PinCluster
-from tests.router.test_router_faults import break_process
+from tests.router.test_router_faults import ClusterFaults, break_process
 from tests.support.thorough import automaton
 
 pytestmark = pytest.mark.slow
@@ -25,9 +25,10 @@ FAULTS = ("dies", "restarts", "is replaced", "stops", "is full", "is stuck", "ha
 SMALL = msgspec.structs.replace(CONFIG, store=StoreConfig(pin_bytes=msgspec.convert(12 * PAGE_BYTES, int)))  # type: ignore[arg-type]
 
 
-class Faults(RuleBasedStateMachine):
-    """Wishes and requests come, processes die, stop, wake up, refuse and fail, links lose, repeat and delay messages,
-    stores evict."""
+class Faults(ClusterFaults):
+    """The same while wishes and requests come, stores evict, and processes die, stop, wake up, refuse and fail."""
+
+    cluster: PinCluster
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,10 +43,6 @@ class Faults(RuleBasedStateMachine):
         for i in range(prefillers):
             self.cluster.start("prefill", f"prefill-{i}", "ab"[i % nodes], slots=2)
         self.cluster.run(0.2)
-
-    def _pick(self, index: int) -> Process | None:
-        processes = list(self.cluster.processes.values())
-        return processes[index % len(processes)] if processes else None
 
     # --- clients ---
 
@@ -97,17 +94,6 @@ class Faults(RuleBasedStateMachine):
         self.cluster.evict()
 
     # --- links and time ---
-
-    @rule(index=st.integers(0, 30), repeated=st.booleans())
-    def loses_or_repeats(self, index: int, repeated: bool) -> None:
-        agenda = self.cluster.agenda
-        if lanes := agenda.loaded("message"):
-            (agenda.repeat if repeated else agenda.pop)(lanes[index % len(lanes)])
-
-    @rule(rounds=st.integers(1, 40), loss=st.sampled_from([0.0, 0.05, 0.3]), lag=st.sampled_from([0.0, 0.3, 0.7]))
-    def goes_on(self, rounds: int, loss: float, lag: float) -> None:
-        for _ in range(rounds):
-            self.cluster.round(loss=loss, lag=lag)
 
     @rule(seconds=st.floats(0.05, 3.0), paused=st.booleans())
     def time_passes(self, seconds: float, paused: bool) -> None:

@@ -7,36 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton import errors
+from baton import messages as msg
 from baton.config import ClusterConfig, PrefillConfig, StoreConfig
-from baton.errors import (
-    AttemptsExhausted,
-    BatonError,
-    ContextTooLong,
-    DeadlineExpired,
-    InvalidRequest,
-    Overloaded,
-    PinNotFound,
-    QuotaExceeded,
-    Unavailable,
-)
-from baton.messages import (
-    Accepted,
-    AttemptFailed,
-    AttemptHeld,
-    Cancel,
-    Decode,
-    Heartbeat,
-    LoadReport,
-    PageSource,
-    PagesPinned,
-    PinPages,
-    Prefill,
-    Prefilled,
-    Refused,
-    RouterHeartbeat,
-    UnpinPages,
-    WorkerDied,
-)
 from kvstore.keys import namespace_root, pack_tokens, page_keys
 from router.events import Cancelled, ClientGone, PinAnswered, Pinned, PinPrefix, Shutdown, UnpinPrefix
 from router.events import Failed as Ended
@@ -56,8 +29,8 @@ class PinLab(Lab):
         return order
 
     @property
-    def pin(self) -> PinPages:
-        return self.sent(PinPages)[-1]
+    def pin(self) -> msg.PinPages:
+        return self.sent(msg.PinPages)[-1]
 
     def outcome(self, name: str = W) -> Pinned | Ended | Cancelled:
         answers = [command for command in self.log if isinstance(command, PinAnswered) and command.name == name]
@@ -67,17 +40,17 @@ class PinLab(Lab):
     def waits(self, name: str = W) -> bool:
         return not any(isinstance(command, PinAnswered) and command.name == name for command in self.log)
 
-    def error(self, name: str = W) -> BatonError:
+    def error(self, name: str = W) -> errors.BatonError:
         outcome = self.outcome(name)
         assert isinstance(outcome, Ended)
         return outcome.error
 
     def until_pinned(self, name: str = W, attempt: int = 1, prefill: str = PREFILL, store: str = STORE) -> None:
-        self.say(prefill, Prefilled(name, attempt, 8, 1, 2))
-        self.say(store, PagesPinned(self.pin.pin, len(self.pin.keys) // 16))
+        self.say(prefill, msg.Prefilled(name, attempt, 8, 1, 2))
+        self.say(store, msg.PagesPinned(self.pin.pin, len(self.pin.keys) // 16))
 
-    def store_beat(self, store: str, *pins: AttemptHeld) -> None:
-        self.say(store, Heartbeat(self.counts[store], LoadReport(), attempts=pins))
+    def store_beat(self, store: str, *pins: msg.AttemptHeld) -> None:
+        self.say(store, msg.Heartbeat(self.counts[store], msg.LoadReport(), attempts=pins))
 
     def count(self, phase: str) -> int:
         return self.state.stats().pins[phase]
@@ -101,12 +74,12 @@ def test_from_wish_to_pin() -> None:
     assert prefill.tokens == order.tokens[: 3 * PAGE * 4]  # full pages only, the last token's among them
     assert prefill.priority == 2**31 - 1
     assert it.waits()
-    it.say(PREFILL, Prefilled(W, 1, computed=8, hit=1, stored=2))
+    it.say(PREFILL, msg.Prefilled(W, 1, computed=8, hit=1, stored=2))
     assert it.to(it.pin) == STORE
     assert it.pin.keys == page_keys(namespace_root(NAMESPACE), prefill.tokens, PAGE)
     assert (it.pin.tenant, it.pin.ttl_ms) == ("", 60_000)
     assert not it.cancelled(PREFILL, W)  # it holds the pages until they are pinned
-    it.say(STORE, PagesPinned(it.pin.pin, 3))
+    it.say(STORE, msg.PagesPinned(it.pin.pin, 3))
     assert it.cancelled(PREFILL, W) == [1]
     outcome = it.outcome()
     assert isinstance(outcome, Pinned)
@@ -125,8 +98,8 @@ def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one() -> None
     assert it.cancelled(holder, W) == [1]
     assert it.prefill.attempt == 2
     assert it.to(it.prefill) == ({PREFILL, other} - {holder}).pop()
-    it.say(holder, Prefilled(W, 1, computed=8, hit=1, stored=2))
-    assert not it.sent(PinPages)
+    it.say(holder, msg.Prefilled(W, 1, computed=8, hit=1, stored=2))
+    assert not it.sent(msg.PinPages)
     it.until_pinned(attempt=2, prefill=it.to(it.prefill))
     assert isinstance(it.outcome(), Pinned)
 
@@ -138,23 +111,23 @@ def test_it_ends_with_its_time() -> None:
     for _ in range(7):
         for peer in (DECODE, PREFILL):
             it.beat(peer)
-        it.store_beat(STORE, AttemptHeld(it.pin.pin, 1, 3))
+        it.store_beat(STORE, msg.AttemptHeld(it.pin.pin, 1, 3))
         it.advance(0.3)
     assert not it.state.pins("", it.now)
-    assert it.sent(UnpinPages, STORE)[-1].pin == it.pin.pin
+    assert it.sent(msg.UnpinPages, STORE)[-1].pin == it.pin.pin
 
 
 def test_it_ends_when_asked_to() -> None:
     it = lab()
     it.pin_prefix()
     it.until_pinned()
-    with pytest.raises(PinNotFound, match="'q'"):
+    with pytest.raises(errors.PinNotFound, match="'q'"):
         it.tell(UnpinPrefix("q"))
-    with pytest.raises(PinNotFound):
+    with pytest.raises(errors.PinNotFound):
         it.tell(UnpinPrefix("p", tenant="somebody else"))
     it.tell(UnpinPrefix("p"))
-    assert [unpin.pin for unpin in it.sent(UnpinPages, STORE)] == [it.pin.pin]
-    with pytest.raises(PinNotFound):
+    assert [unpin.pin for unpin in it.sent(msg.UnpinPages, STORE)] == [it.pin.pin]
+    with pytest.raises(errors.PinNotFound):
         it.tell(UnpinPrefix("p"))
 
 
@@ -164,7 +137,7 @@ def test_tenants_have_keys_and_names_of_their_own() -> None:
     it.until_pinned()
     it.pin_prefix("pin 2", tenant="two")
     it.until_pinned("pin 2")
-    first, second = it.sent(PinPages)
+    first, second = it.sent(msg.PinPages)
     assert (first.tenant, second.tenant) == ("one", "two")
     assert first.keys != second.keys
     assert [len(it.state.pins(tenant, it.now)) for tenant in ("one", "two", "")] == [1, 1, 0]
@@ -176,11 +149,11 @@ def test_another_of_its_name_takes_its_place_once_it_is_pinned() -> None:
     it.until_pinned()
     first = it.pin.pin
     it.pin_prefix("pin 2", tokens=5 * PAGE)
-    it.say(PREFILL, Prefilled("pin 2", 1, 8, 1, 2))
+    it.say(PREFILL, msg.Prefilled("pin 2", 1, 8, 1, 2))
     assert it.pin.pin != first
-    assert not it.sent(UnpinPages)
-    it.say(STORE, PagesPinned(it.pin.pin, 5))
-    assert [unpin.pin for unpin in it.sent(UnpinPages, STORE)] == [first]
+    assert not it.sent(msg.UnpinPages)
+    it.say(STORE, msg.PagesPinned(it.pin.pin, 5))
+    assert [unpin.pin for unpin in it.sent(msg.UnpinPages, STORE)] == [first]
     assert [view.pages for view in it.state.pins("", it.now)] == [5]
 
 
@@ -189,9 +162,9 @@ def test_one_that_fails_leaves_what_had_its_name() -> None:
     it.pin_prefix()
     it.until_pinned()
     it.pin_prefix("pin 2", tokens=5 * PAGE)
-    it.say(PREFILL, Prefilled("pin 2", 1, 8, 1, 2))
-    it.say(STORE, PagesPinned(it.pin.pin, 0, "quota"))
-    assert isinstance(it.error("pin 2"), QuotaExceeded)
+    it.say(PREFILL, msg.Prefilled("pin 2", 1, 8, 1, 2))
+    it.say(STORE, msg.PagesPinned(it.pin.pin, 0, "quota"))
+    assert isinstance(it.error("pin 2"), errors.QuotaExceeded)
     assert [view.pages for view in it.state.pins("", it.now)] == [3]
 
 
@@ -201,26 +174,26 @@ def test_one_that_fails_leaves_what_had_its_name() -> None:
 @pytest.mark.parametrize(
     ("tokens", "kind", "says"),
     [
-        ([], InvalidRequest, "no tokens"),
-        ([1] * (PAGE - 1), InvalidRequest, "no full page"),
-        ([VOCAB] * PAGE, InvalidRequest, "vocabulary"),
-        ([1] * (CONTEXT + 1), ContextTooLong, "context"),
-        ([1] * (8 * PAGE), QuotaExceeded, "store.pin_bytes"),
+        ([], errors.InvalidRequest, "no tokens"),
+        ([1] * (PAGE - 1), errors.InvalidRequest, "no full page"),
+        ([VOCAB] * PAGE, errors.InvalidRequest, "vocabulary"),
+        ([1] * (CONTEXT + 1), errors.ContextTooLong, "context"),
+        ([1] * (8 * PAGE), errors.QuotaExceeded, "store.pin_bytes"),
     ],
 )
-def test_bad_prefixes_are_refused_at_the_door(tokens: list[int], kind: type[BatonError], says: str) -> None:
+def test_bad_prefixes_are_refused_at_the_door(tokens: list[int], kind: type[errors.BatonError], says: str) -> None:
     it = lab(store=msgspec.convert({"pin_bytes": 7 * 1_024}, StoreConfig, dec_hook=lambda kind, value: kind(value)))
     it.tell(PinPrefix(W, "p", pack_tokens(tokens), 60.0))
     assert type(it.error()) is kind
     assert says in str(it.error())
-    assert not it.sent(Prefill)
+    assert not it.sent(msg.Prefill)
 
 
 def test_two_at_once_of_one_name() -> None:
     it = lab()
     it.pin_prefix()
     it.pin_prefix("pin 2")
-    assert isinstance(it.error("pin 2"), InvalidRequest)
+    assert isinstance(it.error("pin 2"), errors.InvalidRequest)
     assert it.waits()
 
 
@@ -228,7 +201,7 @@ def test_colocated_clusters_say_so_at_once() -> None:
     it = PinLab(msgspec.structs.replace(CONFIG, cluster=msgspec.structs.replace(CONFIG.cluster, prefill=0)))
     it.colocated()
     it.pin_prefix()
-    assert isinstance(it.error(), Unavailable)
+    assert isinstance(it.error(), errors.Unavailable)
     assert "no prefill worker" in str(it.error())
 
 
@@ -251,7 +224,7 @@ def test_without_a_live_prefill_worker_it_waits_and_then_says_so() -> None:
     keep_alive(it, 4.5, DECODE, STORE)
     assert it.waits()
     keep_alive(it, 1, DECODE, STORE)
-    assert isinstance(it.error(), Unavailable)
+    assert isinstance(it.error(), errors.Unavailable)
     assert "none is live" in str(it.error())
 
 
@@ -260,7 +233,7 @@ def test_without_a_live_store_it_waits_and_then_says_so() -> None:
     it.join("prefill", "prefill-0")
     it.pin_prefix()
     keep_alive(it, 5.5, PREFILL)
-    assert isinstance(it.error(), Unavailable)
+    assert isinstance(it.error(), errors.Unavailable)
     assert "no store" in str(it.error())
     it.join("store", "store-0")
     it.pin_prefix("pin 2")
@@ -271,19 +244,19 @@ def test_a_worker_that_stays_busy_makes_an_overload() -> None:
     it = lab()
     it.pin_prefix()
     for attempt in range(1, 30):
-        it.say(PREFILL, Refused(W, it.prefill.attempt, "busy"))
+        it.say(PREFILL, msg.Refused(W, it.prefill.attempt, "busy"))
         keep_alive(it, 0.25, DECODE, PREFILL, STORE)
         if not it.waits():
             break
         assert it.prefill.attempt == attempt + 1
-    assert isinstance(it.error(), Overloaded)
+    assert isinstance(it.error(), errors.Overloaded)
 
 
 def test_too_large_for_the_worker() -> None:
     it = lab()
     it.pin_prefix()
-    it.say(PREFILL, Refused(W, 1, "too_large", "it takes 3 pages and this worker has 2"))
-    assert isinstance(it.error(), ContextTooLong)
+    it.say(PREFILL, msg.Refused(W, 1, "too_large", "it takes 3 pages and this worker has 2"))
+    assert isinstance(it.error(), errors.ContextTooLong)
     assert it.cancelled(PREFILL, W) == [1]
 
 
@@ -292,7 +265,7 @@ def test_the_clients_deadline() -> None:
     it.pin_prefix(deadline=it.now + 1)
     assert it.prefill.deadline_ms == 1_000
     it.advance(1.0)
-    assert isinstance(it.error(), DeadlineExpired)
+    assert isinstance(it.error(), errors.DeadlineExpired)
     assert it.cancelled(PREFILL, W) == [1]
 
 
@@ -303,21 +276,21 @@ def test_requests_go_first() -> None:
     """While a request waits for a worker no prefix is begun; and a prefix takes no more than one slot of two."""
     it = lab()
     it.submit("r", prompt=9)
-    it.say(DECODE, Refused("r", 1, "busy"))
+    it.say(DECODE, msg.Refused("r", 1, "busy"))
     it.pin_prefix()
-    assert not it.sent(Prefill)
+    assert not it.sent(msg.Prefill)
     it.beat(DECODE)  # it may have room again
-    it.say(DECODE, Accepted("r", 2))
-    assert [order.request for order in it.sent(Prefill)] == ["r"]  # the slot that is left is for prompts
-    it.say(PREFILL, Prefilled("r", 2, 8, 0, 2))
+    it.say(DECODE, msg.Accepted("r", 2))
+    assert [order.request for order in it.sent(msg.Prefill)] == ["r"]  # the slot that is left is for prompts
+    it.say(PREFILL, msg.Prefilled("r", 2, 8, 0, 2))
     assert it.prefill.request == W
     it.pin_prefix("pin 2", "q")
     assert it.prefill.request == W
     it.submit("s", prompt=9)
-    it.say(DECODE, Accepted("s", 1))
+    it.say(DECODE, msg.Accepted("s", 1))
     assert it.prefill.request == "s"
-    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
-    it.say(PREFILL, Prefilled("s", 1, 8, 1, 2))
+    it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
+    it.say(PREFILL, msg.Prefilled("s", 1, 8, 1, 2))
     assert it.prefill.request == "pin 2"
 
 
@@ -325,8 +298,8 @@ def test_a_worker_that_takes_one_prompt_takes_a_prefix_when_it_is_idle() -> None
     it = lab(prefill=PrefillConfig(max_num_seqs=1))
     it.pin_prefix()
     it.submit("r", prompt=9)
-    assert not it.sent(Decode)
-    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
+    assert not it.sent(msg.Decode)
+    it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
     assert it.decode.request == "r"
 
 
@@ -350,7 +323,7 @@ def test_others_that_have_more_of_it_are_named() -> None:
         it.join("store", f"store-{name}", name, data=f"tcp://{name}")
         it.holds(f"store-{name}.1", order, pages)  # type: ignore[arg-type]
     it.tell(order)
-    assert it.prefill.sources == (PageSource("store-c.1", "tcp://c", 3), PageSource("store-b.1", "tcp://b", 2))
+    assert it.prefill.sources == (msg.PageSource("store-c.1", "tcp://c", 3), msg.PageSource("store-b.1", "tcp://b", 2))
 
 
 # --- things go wrong ---
@@ -360,15 +333,15 @@ def test_it_is_listed_like_any_work_and_lost_work_is_begun_anew() -> None:
     it = lab()
     it.pin_prefix()
     it.advance(0.3)
-    assert it.sent(RouterHeartbeat, PREFILL)[-1].attempts == (named(W, 1),)
+    assert it.sent(msg.RouterHeartbeat, PREFILL)[-1].attempts == (named(W, 1),)
     it.beat(PREFILL)
     it.beat(PREFILL)  # twice without it
     assert it.cancelled(PREFILL, W) == [1]
-    assert len(it.sent(Prefill)) == 1  # it waits a little
+    assert len(it.sent(msg.Prefill)) == 1  # it waits a little
     keep_alive(it, 0.75, DECODE, PREFILL, STORE)
     assert it.prefill.attempt == 2
-    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))  # of the attempt that is over
-    assert not it.sent(PinPages)
+    it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))  # of the attempt that is over
+    assert not it.sent(msg.PinPages)
     it.until_pinned(attempt=2)
     assert isinstance(it.outcome(), Pinned)
 
@@ -377,9 +350,9 @@ def test_a_lost_prefilled_is_seen_in_heartbeats() -> None:
     it = lab()
     it.pin_prefix()
     it.beat(PREFILL, held(W, 1, 12, ended=True))
-    assert not it.sent(PinPages)
+    assert not it.sent(msg.PinPages)
     it.beat(PREFILL, held(W, 1, 12, ended=True))
-    it.say(STORE, PagesPinned(it.pin.pin, 3))
+    it.say(STORE, msg.PagesPinned(it.pin.pin, 3))
     outcome = it.outcome()
     assert isinstance(outcome, Pinned)
     assert outcome.computed is None
@@ -388,16 +361,16 @@ def test_a_lost_prefilled_is_seen_in_heartbeats() -> None:
 def test_a_lost_pin_or_answer_is_asked_for_again() -> None:
     it = lab()
     it.pin_prefix()
-    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
+    it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
     for _ in range(5):
         it.beat(PREFILL, held(W, 1, 12, ended=True))
         it.beat(STORE)
         it.advance(0.25)
-    first, second = it.sent(PinPages)
+    first, second = it.sent(msg.PinPages)
     assert first == second
     assert it.waits()
-    it.say(STORE, PagesPinned(first.pin, 3))
-    it.say(STORE, PagesPinned(first.pin, 3))
+    it.say(STORE, msg.PagesPinned(first.pin, 3))
+    it.say(STORE, msg.PagesPinned(first.pin, 3))
     assert isinstance(it.outcome(), Pinned)
 
 
@@ -405,7 +378,7 @@ def test_a_worker_that_dies_while_it_computes() -> None:
     it = lab()
     it.join("prefill", "prefill-1")
     it.pin_prefix()
-    it.say(STORE, WorkerDied(PREFILL, 7))
+    it.say(STORE, msg.WorkerDied(PREFILL, 7))
     assert it.waits()
     keep_alive(it, 0.75, DECODE, "prefill-1.1", STORE)
     assert it.to(it.prefill) == "prefill-1.1"
@@ -415,9 +388,9 @@ def test_a_worker_that_dies_while_it_holds() -> None:
     """The pages may be pinned in time."""
     it = lab()
     it.pin_prefix()
-    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
-    it.say(STORE, WorkerDied(PREFILL, 7))
-    it.say(STORE, PagesPinned(it.pin.pin, 3))
+    it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
+    it.say(STORE, msg.WorkerDied(PREFILL, 7))
+    it.say(STORE, msg.PagesPinned(it.pin.pin, 3))
     assert isinstance(it.outcome(), Pinned)
 
 
@@ -425,17 +398,17 @@ def test_failures_count_and_name_the_last() -> None:
     it = lab()
     it.pin_prefix()
     for attempt in (1, 2, 3):
-        it.say(PREFILL, AttemptFailed(W, attempt, "store", "the store gave no slots"))
+        it.say(PREFILL, msg.AttemptFailed(W, attempt, "store", "the store gave no slots"))
         keep_alive(it, 0.75, DECODE, PREFILL, STORE)
-    assert isinstance(it.error(), AttemptsExhausted)
+    assert isinstance(it.error(), errors.AttemptsExhausted)
     assert "the store gave no slots" in str(it.error())
 
 
 def test_what_a_worker_says_of_the_prefix_is_final() -> None:
     it = lab()
     it.pin_prefix()
-    it.say(PREFILL, AttemptFailed(W, 1, "invalid_request", "no whole pages"))
-    assert isinstance(it.error(), InvalidRequest)
+    it.say(PREFILL, msg.AttemptFailed(W, 1, "invalid_request", "no whole pages"))
+    assert isinstance(it.error(), errors.InvalidRequest)
 
 
 def test_no_progress() -> None:
@@ -452,12 +425,12 @@ def test_no_progress() -> None:
 def test_pages_that_went_before_they_were_pinned() -> None:
     it = lab()
     it.pin_prefix()
-    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
-    it.say(STORE, PagesPinned(it.pin.pin, 1, "missing"))
+    it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
+    it.say(STORE, msg.PagesPinned(it.pin.pin, 1, "missing"))
     keep_alive(it, 0.75, DECODE, PREFILL, STORE)
-    it.say(PREFILL, Prefilled(W, 2, 8, 1, 2))
-    it.say(STORE, PagesPinned(it.pin.pin, 2, "missing"))
-    assert isinstance(it.error(), Overloaded)
+    it.say(PREFILL, msg.Prefilled(W, 2, 8, 1, 2))
+    it.say(STORE, msg.PagesPinned(it.pin.pin, 2, "missing"))
+    assert isinstance(it.error(), errors.Overloaded)
     assert "only 2 of 3" in str(it.error())
     assert it.cancelled(PREFILL, W) == [1, 2]
 
@@ -465,9 +438,9 @@ def test_pages_that_went_before_they_were_pinned() -> None:
 def test_over_quota_names_the_setting() -> None:
     it = lab()
     it.pin_prefix()
-    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
-    it.say(STORE, PagesPinned(it.pin.pin, 0, "quota"))
-    assert isinstance(it.error(), QuotaExceeded)
+    it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
+    it.say(STORE, msg.PagesPinned(it.pin.pin, 0, "quota"))
+    assert isinstance(it.error(), errors.QuotaExceeded)
     assert "store.pin_bytes" in str(it.error())
     assert it.cancelled(PREFILL, W) == [1]
 
@@ -475,13 +448,13 @@ def test_over_quota_names_the_setting() -> None:
 def test_a_client_that_leaves_wants_no_pin() -> None:
     it = lab()
     it.pin_prefix()
-    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
+    it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
     it.tell(ClientGone(W))
     assert it.cancelled(PREFILL, W) == [1]
     pin = it.pin.pin
-    assert [unpin.pin for unpin in it.sent(UnpinPages, STORE)] == [pin]
-    it.say(STORE, PagesPinned(pin, 3))  # it was on its way
-    assert [unpin.pin for unpin in it.sent(UnpinPages, STORE)] == [pin, pin]
+    assert [unpin.pin for unpin in it.sent(msg.UnpinPages, STORE)] == [pin]
+    it.say(STORE, msg.PagesPinned(pin, 3))  # it was on its way
+    assert [unpin.pin for unpin in it.sent(msg.UnpinPages, STORE)] == [pin, pin]
     assert not it.state.pins("", it.now)
 
 
@@ -505,10 +478,10 @@ def test_a_pin_is_made_anew_when_its_store_dies() -> None:
     (view,) = it.state.pins("", it.now)
     assert view.node == ""
     assert it.prefill.attempt == 2
-    it.say(PREFILL, Prefilled(W, 2, 8, 1, 2))
+    it.say(PREFILL, msg.Prefilled(W, 2, 8, 1, 2))
     assert it.to(it.pin) == "store-0.2"
     assert it.pin.ttl_ms == 50_000  # what is left of its time
-    it.say("store-0.2", PagesPinned(it.pin.pin, 3))
+    it.say("store-0.2", msg.PagesPinned(it.pin.pin, 3))
     (view,) = it.state.pins("", it.now)
     assert (view.node, view.left) == ("a", 50.0)
     assert isinstance(it.outcome(), Pinned)  # and no second answer
@@ -535,10 +508,10 @@ def test_a_store_that_lists_less_than_it_should() -> None:
     it.pin_prefix()
     it.until_pinned()
     pin = it.pin.pin
-    it.store_beat(STORE, AttemptHeld(pin, 1, 3))
-    assert len(it.sent(Prefill)) == 1
-    it.store_beat(STORE, AttemptHeld(pin, 1, 2))
-    assert it.sent(UnpinPages, STORE)[-1].pin == pin
+    it.store_beat(STORE, msg.AttemptHeld(pin, 1, 3))
+    assert len(it.sent(msg.Prefill)) == 1
+    it.store_beat(STORE, msg.AttemptHeld(pin, 1, 2))
+    assert it.sent(msg.UnpinPages, STORE)[-1].pin == pin
     assert it.prefill.attempt == 2
 
 
@@ -547,9 +520,9 @@ def test_an_unwanted_pin_is_removed_again() -> None:
     it.pin_prefix()
     it.until_pinned()
     it.tell(UnpinPrefix("p"))
-    it.store_beat(STORE, AttemptHeld(it.pin.pin, 1, 3))
-    assert [unpin.pin for unpin in it.sent(UnpinPages, STORE)] == [it.pin.pin] * 2
-    assert not it.sent(Cancel, STORE)
+    it.store_beat(STORE, msg.AttemptHeld(it.pin.pin, 1, 3))
+    assert [unpin.pin for unpin in it.sent(msg.UnpinPages, STORE)] == [it.pin.pin] * 2
+    assert not it.sent(msg.Cancel, STORE)
 
 
 def test_a_heartbeat_from_before_the_pin_proves_nothing() -> None:
@@ -557,7 +530,7 @@ def test_a_heartbeat_from_before_the_pin_proves_nothing() -> None:
     it.pin_prefix()
     heard = it.counts[STORE]
     it.until_pinned()
-    it.say(STORE, Heartbeat(heard, LoadReport()))
+    it.say(STORE, msg.Heartbeat(heard, msg.LoadReport()))
     assert it.count("pinned") == 1
 
 
@@ -567,18 +540,18 @@ def test_shutdown_answers_waiting_wishes_and_keeps_pins() -> None:
     it.until_pinned()
     it.pin_prefix("pin 2", "q", tokens=2 * PAGE)
     it.tell(Shutdown())
-    assert isinstance(it.error("pin 2"), Unavailable)
+    assert isinstance(it.error("pin 2"), errors.Unavailable)
     assert it.cancelled(PREFILL, "pin 2") == [1]
-    assert not it.sent(UnpinPages)
+    assert not it.sent(msg.UnpinPages)
     it.pin_prefix("pin 3")
-    assert isinstance(it.error("pin 3"), Unavailable)
+    assert isinstance(it.error("pin 3"), errors.Unavailable)
 
 
 def test_requests_and_prefixes_never_share_a_name() -> None:
     it = lab(cluster=ClusterConfig(heartbeat_ms=250, heartbeat_timeout_ms=1_000))
     it.pin_prefix()
-    it.say(PREFILL, Prefilled("pin 2", 1, 8, 1, 2))
-    it.say(PREFILL, AttemptFailed("pin", 1, "internal", ""))
-    it.say(DECODE, Prefilled(W, 1, 8, 1, 2))  # it has no say in it
+    it.say(PREFILL, msg.Prefilled("pin 2", 1, 8, 1, 2))
+    it.say(PREFILL, msg.AttemptFailed("pin", 1, "internal", ""))
+    it.say(DECODE, msg.Prefilled(W, 1, 8, 1, 2))  # it has no say in it
     assert it.waits()
-    assert not it.sent(PinPages)
+    assert not it.sent(msg.PinPages)

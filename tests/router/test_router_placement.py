@@ -37,6 +37,17 @@ def test_nothing_missing_nothing_split() -> None:
     assert cluster.plan() == Placement("d0", cached_pages=8)
 
 
+def test_a_split_needs_a_prefill_worker_and_a_store_on_both_nodes() -> None:
+    for has_prefill, stores, decode_node in [(True, "a", "b"), (True, "b", "b"), (True, "", "a"), (False, "a", "a")]:
+        cluster = Cluster()
+        cluster.decoder(node=decode_node)
+        for node in stores:
+            cluster.store(node)
+        if has_prefill:
+            cluster.prefiller()
+        assert cluster.plan() == Placement("d0")
+
+
 def test_without_a_live_worker_requests_wait() -> None:
     cluster = Cluster()
     cluster.prefiller()

@@ -51,6 +51,17 @@ class Line:
         return [request.name for request in self.queue.in_order(self.now)]
 
 
+def test_waiting_makes_urgent() -> None:
+    line = Line()
+    line.comes("old", priority=1)
+    line.now = 2 * AGEING - 0.1
+    line.comes("new", priority=0)
+    assert line.order() == ["old", "new"]  # of the same level by now, and worth two levels of waiting
+    line.now += 1.0
+    line.comes("urgent", priority=-3)
+    assert line.order() == ["urgent", "old", "new"]
+
+
 def test_urgent_requests_starve_no_other() -> None:
     line = Line()
     line.comes("patient", "a", priority=3)
