@@ -15,7 +15,7 @@ from kvstore.disk.files import PageFiles
 
 def slow_down(bytes_per_second: float, latency: float) -> None:
     """From now on reads of pages in this process take that long; one is under way at a time."""
-    read = PageFiles.read
+    read = PageFiles.read_page
     device = threading.Lock()
 
     def slowly(self: PageFiles, page: PageFile, room: memoryview) -> int:
@@ -25,7 +25,7 @@ def slow_down(bytes_per_second: float, latency: float) -> None:
             time.sleep(max(0.0, began + latency + size / bytes_per_second - time.monotonic()))
             return size
 
-    PageFiles.read = slowly
+    PageFiles.read_page = slowly
 
 
 def main() -> None:

@@ -326,7 +326,7 @@ class RequestManager:
     ) -> None:
         request.history.attempts += 1
         if request.history.attempts == 1:
-            self._reuse_ceiling.asked(request.keys, request.prompt, now)
+            self._reuse_ceiling.count_prompt(request.keys, request.prompt, now)
         self._admission.placed(request, min(request.prompt, plan.cached_pages * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.history.attempts)
         request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
