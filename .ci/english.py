@@ -26,8 +26,7 @@ PARTICIPLE = re.compile(
     r"(?:_(?:again|anew|as|at|away|back|before|by|for|from|here|in|now|of|off|on|out|over|to|up|with))*$"
 )
 NAMES_LATER = (
-    "bench/", "deploy/commands/", "deploy/control_plane/preflight.py", "router/dashboard/", "router/frontend/",
-    "router/queueing/", "router/request.py", "router/requests/", "router/state.py", "tests/",
+    "bench/", "tests/", "deploy/commands/", "deploy/control_plane/preflight.py", "router/dashboard/", "router/frontend/"
 )  # fmt: skip
 """Where names are not read yet."""
 

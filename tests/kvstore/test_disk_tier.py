@@ -327,7 +327,7 @@ def test_what_a_thread_dies_of_is_heard(tmp_path: Path, monkeypatch: pytest.Monk
 
     with Rig(tmp_path) as rig:
         rig.write("ab")
-        monkeypatch.setattr(PageFiles, deed, fails)
+        monkeypatch.setattr(PageFiles, f"{deed}_page", fails)
         act = (lambda: rig.write("abc")) if deed == "write" else (lambda: rig.read(keys("ab")))
         with pytest.raises(ZeroDivisionError, match=deed):
             act()
