@@ -25,7 +25,10 @@ PARTICIPLE = re.compile(
     r"(?:^|_)(?:asked|told|wanted|said|given|made|taken|found|kept)"
     r"(?:_(?:again|anew|as|at|away|back|before|by|for|from|here|in|now|of|off|on|out|over|to|up|with))*$"
 )
-NAMES_LATER = ("bench/", "deploy/commands/", "deploy/control_plane/preflight.py", "router/", "tests/", "tools/")
+NAMES_LATER = (
+    "bench/", "tests/", "deploy/commands/", "deploy/control_plane/preflight.py", "router/dashboard/", "router/frontend/",
+    "tools/",
+)  # fmt: skip
 """Where names are not read yet."""
 
 _VERB = re.compile(r"(?:^|_)(?:is|are|was|were|be|been|being|has|have|had|not)_")

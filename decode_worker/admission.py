@@ -58,11 +58,11 @@ class SequenceAdmission:
         """Pages to keep free for these."""
         return self._reserve.pages_to_keep([self._outlook(each) for each in holders], self._page_size)
 
-    def ended(self, sequence: Sequence, cut: bool) -> None:
+    def sequence_ended(self, sequence: Sequence, cut: bool) -> None:
         """It takes no more pages; `cut`: its output would have gone on."""
         begun = sequence.first_new - sequence.prompt
         if sequence.generated > begun:
-            self._reserve.ended(begun, sequence.generated, cut)
+            self._reserve.output_ended(begun, sequence.generated, cut)
 
     def _outlook(self, holder: Sequence) -> GrowthOutlook:
         return _outlook(holder, holder.pages.num_held, self._own(holder))

@@ -58,7 +58,7 @@ class GrowthOutlook(Struct, frozen=True):
 class GrowthReserve(Protocol):
     """A rule for the pages to keep free; tests compare others with ours."""
 
-    def ended(self, begun: int, generated: int, cut: bool) -> None:
+    def output_ended(self, begun: int, generated: int, cut: bool) -> None:
         """A sequence that began with `begun` output tokens has ended with `generated`; `cut`: it would have gone on."""
         ...
 
@@ -81,7 +81,7 @@ class LearnedGrowthReserve:
         self._seen: _Vector = np.zeros(len(_EDGES))  # tokens generated in each range
         self._widths: _Vector = np.append(widths, np.inf)
 
-    def ended(self, begun: int, generated: int, cut: bool) -> None:
+    def output_ended(self, begun: int, generated: int, cut: bool) -> None:
         """See `GrowthReserve`."""
         keep = 1 - 1 / _REMEMBERED
         self._ends *= keep

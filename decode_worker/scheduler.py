@@ -177,7 +177,7 @@ class DecodeScheduler:
                 self._under_way.append(plan)
                 return []
             case StepDone() | StepOutOfMemory() | StepFailed():
-                return [*self._step_ended(event, now), *self._recomputation.ended(event)]
+                return [*self._step_ended(event, now), *self._recomputation.step_ended(event)]
             case PagesCompared():
                 return [*self._recomputation.compared(event)]
             case StoreUp(slots=slots, page_bytes=page_bytes):
@@ -469,7 +469,7 @@ class DecodeScheduler:
 
     def _step_done(self, done: StepDone, now: float) -> list[DecodeCommand]:
         self._step += 1
-        self._planner.ended(done.plan, now, done.seconds)
+        self._planner.step_ended(done.plan, now, done.seconds)
         scored = self._take_scores(done)
         drawn = [() if each is None else (each,) for each in done.sampled]
         return scored + self._take_tokens(done.plan, drawn, now)
@@ -535,7 +535,7 @@ class DecodeScheduler:
             if self._store_up:
                 commands += self._write_through.store(sequence, now)
             if sequence.finish is not None:
-                self._admission.ended(sequence, cut=sequence.finish == "length")
+                self._admission.sequence_ended(sequence, cut=sequence.finish == "length")
                 sequence.phase = SequencePhase.ENDED
                 complete = 0 if sequence.pages.first else sequence.cached_pages
                 self._recomputation.note(sequence.tokens, sequence.keys, complete, sequence.adapter)
@@ -568,7 +568,7 @@ class DecodeScheduler:
         request goes on elsewhere, so its output would have been longer."""
         commands: list[DecodeCommand] = [*self._fetches.drop(sequence)]
         if sequence.phase is not SequencePhase.ENDED:
-            self._admission.ended(sequence, cut)
+            self._admission.sequence_ended(sequence, cut)
         self._pages.release(sequence)
         self._sequences.remove(sequence)
         return commands

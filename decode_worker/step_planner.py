@@ -63,12 +63,12 @@ class StepPlanner:
         )  # fmt: skip
         return build_batch(decoding, partial_prefills, budget)
 
-    def ended(self, plan: ScheduledBatch, now: float, seconds: float | None = None, steps: int = 1) -> None:
+    def step_ended(self, plan: ScheduledBatch, now: float, seconds: float | None = None, steps: int = 1) -> None:
         """A step has run, or so many alike in a row. `seconds` is what each took; none: all the time since it was
         planned."""
         self._ended = now
         sample = sample_of(list(plan.values()), (now - self._planned) / steps if seconds is None else seconds)
-        self.costs.add([sample] * steps)
+        self.costs.add_steps([sample] * steps)
         if all(len(chunk.tokens) <= self._alignment for chunk in plan.values()):  # partial prefills are short ones
             self.budget.observe_step(sample, weight=1 - (1 - STEP_WEIGHT) ** steps)
 

@@ -231,7 +231,7 @@ class Engine:
             return HostMover(self.pages, verify=verify)
         return OverlappedMover(self._cuda.copies, lambda: self._alarm(), self.layout.num_kv_heads, verify=verify)
 
-    def check(self) -> None:
+    def check_device(self) -> None:
         """It computes in this process."""
 
     def wake(self, alarm: Callable[[], None]) -> None:

@@ -165,7 +165,7 @@ class Runner(Protocol):
         the device is lost."""
         ...
 
-    def check(self) -> None:
+    def check_device(self) -> None:
         """Raise DeviceLost if what computes has gone, as far as is known without asking it."""
         ...
 

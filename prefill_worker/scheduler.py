@@ -144,7 +144,7 @@ class PrefillScheduler:
         router that said it, where one did; it decides about what it has ordered itself, and about nothing else."""
         commands = [*self._handle(event, router, now), *self._wake(now)]
         if isinstance(event, StepDone | StepOutOfMemory | StepFailed):
-            commands += self._recomputation.ended(event)
+            commands += self._recomputation.step_ended(event)
         return commands
 
     def _handle(self, event: PrefillEvent, router: str, now: float) -> list[PrefillCommand]:

@@ -18,20 +18,20 @@ from router.service import RouterAddresses, serve
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; 0, or 1 with the reason on stderr."""
     try:
-        given = parse("router", argv, needs_router=False)
+        arguments = parse("router", argv, needs_router=False)
         with asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
-            runner.run(_serve(given))
+            runner.run(_serve(arguments))
     except BatonError as error:
         print(f"router: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
 
-async def _serve(given: Arguments) -> None:
+async def _serve(arguments: Arguments) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(given.config, given.name, given.node, stop, _say, given.host)
+    await serve(arguments.config, arguments.name, arguments.node, stop, _say, arguments.host)
 
 
 def _say(addresses: RouterAddresses) -> None:

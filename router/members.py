@@ -403,8 +403,8 @@ class ClusterMembership:
         for one, other in zip(card.adapters, served.adapters, strict=True):
             if one != other:
                 raise Incompatible(f"LoRA adapter {one.name} is {one.digest} and this cluster has {other.digest}")
-        if found := difference(card.namespace, served.namespace):
-            raise Incompatible(found)
+        if mismatch := difference(card.namespace, served.namespace):
+            raise Incompatible(mismatch)
         if card.page_bytes != served.page_bytes:
             raise Incompatible(f"page_bytes is {card.page_bytes} and this cluster has {served.page_bytes}")
 

@@ -55,7 +55,7 @@ class Attempt:
     listed_incomplete: int = 0  # heartbeats in a row that listed it as short
     listed_ended: int = 0  # heartbeats of its prefill worker that listed it as ended before its Prefilled came
     missing_from: int | None = None  # what we had when the last heartbeat showed that the worker has more
-    resend_asked_from: int | None = None  # position of the last Resend that a gap made us send
+    last_resend: int | None = None  # position of the last Resend that a gap made us send
 
     @property
     def needs_prefill(self) -> bool:

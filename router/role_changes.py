@@ -36,7 +36,7 @@ _LOOK = 1.0  # seconds between two looks at what is asked of the cluster
 class _Change:
     role: WorkerRole
     until: float  # when what is left goes elsewhere, seconds
-    told: float = float("-inf")  # when it was last told
+    last_order: float = float("-inf")  # when it was last told
 
 
 class RoleChanges:
@@ -99,10 +99,10 @@ class RoleChanges:
                 self._out.log(
                     f"{member.peer.name} stays a decode worker: there is no other now", warning=True, kind="role kept"
                 )
-            elif now >= change.told + self._again and (now >= change.until or _is_empty(member)):
+            elif now >= change.last_order + self._again and (now >= change.until or _is_empty(member)):
                 self._manager.move_work_off(member, now)
                 self._out.send(incarnation, ChangeRole(change.role))
-                change.told = now
+                change.last_order = now
 
     # --- advice ------------------------------------------------------------------------------------------------------
 

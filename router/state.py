@@ -258,8 +258,8 @@ class RouterState:
             case messages.Tokens(deltas=deltas):
                 self._time_tokens(member, deltas, now)
                 for delta in deltas:
-                    if found := self._current(member, delta.request, delta.attempt, "decode"):
-                        self._worker_messages.delta(*found, delta, now)
+                    if current := self._current(member, delta.request, delta.attempt, "decode"):
+                        self._worker_messages.delta(*current, delta, now)
             case _:
                 self._about_attempt(member, message, now)
 
@@ -275,8 +275,8 @@ class RouterState:
         | messages.AttemptFailed,
         now: float,
     ) -> None:
-        if found := self._current(member, message.request, message.attempt, "decode"):
-            request, attempt = found
+        if current := self._current(member, message.request, message.attempt, "decode"):
+            request, attempt = current
             match message:
                 case messages.Accepted(device=device):
                     self._worker_messages.accepted(request, attempt, device, now)
@@ -292,27 +292,27 @@ class RouterState:
                     self._worker_messages.worker_failed(request, attempt, member, message, now)
                 case messages.Prefilled():
                     pass
-        elif found := self._current(member, message.request, message.attempt, "prefill"):
+        elif current := self._current(member, message.request, message.attempt, "prefill"):
             match message:
                 case messages.Prefilled():
-                    self._worker_messages.prefilled(*found, message, now)
+                    self._worker_messages.prefilled(*current, message, now)
                 case messages.Refused():
-                    self._worker_messages.prefill_refused(*found, message, now)
+                    self._worker_messages.prefill_refused(*current, message, now)
                 case messages.AttemptFailed():
-                    self._worker_messages.worker_failed(*found, member, message, now)
+                    self._worker_messages.worker_failed(*current, member, message, now)
                 case _:
                     pass
 
     def _current(self, member: MemberRecord, request: str, attempt: int, role: Role) -> tuple[Request, Attempt] | None:
         """Return the request and its attempt, if this member serves it in this role; none: drop the message."""
-        found = self._manager.find(request)
-        if found is None or found.attempt is None or found.attempt.name.attempt != attempt:
+        current = self._manager.find(request)
+        if current is None or current.attempt is None or current.attempt.name.attempt != attempt:
             return None
         if role == "decode":
-            has_a_say = found.attempt.decode == member.incarnation
+            has_a_say = current.attempt.decode == member.incarnation
         else:
-            has_a_say = found.attempt.prefill == member.incarnation and found.attempt.prefill_sent
-        return (found, found.attempt) if has_a_say else None
+            has_a_say = current.attempt.prefill == member.incarnation and current.attempt.prefill_sent
+        return (current, current.attempt) if has_a_say else None
 
     # --- coming and going --------------------------------------------------------------------------------------------
 
@@ -428,8 +428,8 @@ class RouterState:
         if name.request.startswith(PIN):
             self._pin_messages.listed(member, name, held, now)
             return
-        if found := self._current(member, name.request, name.attempt, "decode"):
-            request, attempt = found
+        if current := self._current(member, name.request, name.attempt, "decode"):
+            request, attempt = current
             attempt.listed_incomplete = attempt.listed_incomplete + 1 if held.incomplete else 0
             if held.incomplete:
                 if attempt.listed_incomplete >= _SIGHTINGS:
@@ -452,24 +452,24 @@ class RouterState:
                 self._worker_messages.resend(request, attempt)
             attempt.missing_from = request.awaited if ahead else None
             return
-        found = self._current(member, name.request, name.attempt, "prefill")
+        current = self._current(member, name.request, name.attempt, "prefill")
         if held.position > member.positions.get(name, 0):
             member.positions[name] = held.position
-            if found:
-                found[1].progressed_at = now
-        if found and held.ended and not found[1].prefilled:
-            found[1].listed_ended += 1
-            if found[1].listed_ended >= _SIGHTINGS:
-                self._worker_messages.prefill_ended(*found, now)
+            if current:
+                current[1].progressed_at = now
+        if current and held.ended and not current[1].prefilled:
+            current[1].listed_ended += 1
+            if current[1].listed_ended >= _SIGHTINGS:
+                self._worker_messages.prefill_ended(*current, now)
 
     def _attempt_lost(self, member: MemberRecord, name: AttemptName, now: float) -> None:
         if name.request.startswith(PIN):
             self._pin_messages.lost(member, name, now)
             return
-        if found := self._current(member, name.request, name.attempt, "decode"):
-            self._manager.retry(found[0], f"{member.peer.name} does not have it", now)
-        elif found := self._current(member, name.request, name.attempt, "prefill"):
-            request, attempt = found
+        if current := self._current(member, name.request, name.attempt, "decode"):
+            self._manager.retry(current[0], f"{member.peer.name} does not have it", now)
+        elif current := self._current(member, name.request, name.attempt, "prefill"):
+            request, attempt = current
             if not attempt.needs_prefill:  # should its pages go, the decode worker will say what it has
                 attempt.prefill = None
                 member.unassign(name)
@@ -486,13 +486,13 @@ class RouterState:
         if name.request.startswith(PIN):
             self._pin_messages.unread(member, name, now)
             return
-        if found := self._current(member, name.request, name.attempt, "decode"):
-            request, others = found[0], [each for each in self._members.schedulable("decode") if each.takes_sequences]
-        elif (found := self._current(member, name.request, name.attempt, "prefill")) and found[1].needs_prefill:
-            request, most = found[0], self._config.prefill.max_num_seqs
+        if current := self._current(member, name.request, name.attempt, "decode"):
+            request, others = current[0], [each for each in self._members.schedulable("decode") if each.takes_sequences]
+        elif (current := self._current(member, name.request, name.attempt, "prefill")) and current[1].needs_prefill:
+            request, most = current[0], self._config.prefill.max_num_seqs
             others = [each for each in self._members.schedulable("prefill") if each.free_prefill_slots(most) > 0]
             if hangs:
-                others.append(self._members.require_live(found[1].decode))  # it computes the prompt itself if need be
+                others.append(self._members.require_live(current[1].decode))  # it computes the prompt itself if need be
         else:
             return
         if any(other.incarnation not in request.history.excluded for other in others):

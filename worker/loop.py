@@ -319,7 +319,7 @@ class WorkerLoop:
             else:
                 self._poller.wait(0.0 if self._scheduler.busy else _ANSWERING if self._events.under_way else _IDLE)
         self._alarm.silence()
-        self.runner.check()
+        self.runner.check_device()
         yield from self._copies_ended()
         now = self.clock.now()
         paused = self._pauses.tick(now)

@@ -106,7 +106,7 @@ def _vllm(path: Path) -> Sequence[str]:
         if text_settings(raw).get("tie_word_embeddings") is not True or len(names) != 2:
             return ()
         shape = files.shape(names[0])
-        if not torch.equal(files.read(names[0], shape), files.read(names[1], shape)):
+        if not torch.equal(files.read_tensor(names[0], shape), files.read_tensor(names[1], shape)):
             raise ModelError(
                 f"tie_word_embeddings is true, and the checkpoint's {names[1]} differs from {names[0]}, which vLLM's "
                 "runner would use for both; set it to false in config.json"

@@ -33,7 +33,7 @@ _STORED_AS = {
 class TensorFiles:
     """A checkpoint's safetensors, opened together; a context manager, since they stay mapped while it is open.
 
-    `read` digests as it goes, so that the fingerprint costs no second pass over the files.
+    `read_tensor` digests as it goes, so that the fingerprint costs no second pass over the files.
     """
 
     def __init__(self, directory: Path, single: str = SINGLE) -> None:
@@ -75,7 +75,7 @@ class TensorFiles:
             raise CorruptWeights(f"{path}: {name} can't be read: {error}; fetch the checkpoint again") from error
 
     def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-        """Check what is said of the tensor `name`, without reading it. Raises as `read` does."""
+        """Check what is said of the tensor `name`, without reading it. Raises as `read_tensor` does."""
         if name not in self._files:
             raise CorruptWeights(f"the checkpoint has no tensor {name}, which its config asks for; fetch it again")
         path, file = self._files[name]
@@ -86,7 +86,7 @@ class TensorFiles:
         if stored not in (known := [_STORED_AS[dtype] for dtype in dtypes]):
             raise CorruptWeights(f"{path.name}: {name} is {stored}; known: {', '.join(known)}")
 
-    def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
+    def read_tensor(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
         """The tensor `name` on the CPU, in the dtype it was stored in.
 
         Raises CorruptWeights when it is absent, of another shape, or of none of `dtypes`.
@@ -95,7 +95,7 @@ class TensorFiles:
         return self._take(name)
 
     def fingerprint(self, config: bytes) -> bytes:
-        """16 bytes that name the config and every tensor's name, dtype, shape and bytes; reads what `read` has not."""
+        """16 bytes that name the config and every tensor's name, dtype, shape and bytes; reads the other tensors."""
         digest = hashlib.blake2b(config, digest_size=16)
         for name in sorted(self._files):
             if name not in self._digests:

@@ -115,9 +115,9 @@ def load(
         reading = as_stored(files, spec)
         for note in reading.notes:
             log.warning("%s", note)
-        weights = assembled(reading.spec, dtype, device, head, maker, reading.through(files.read))
+        weights = assembled(reading.spec, dtype, device, head, maker, reading.through(files.read_tensor))
         for name in sorted(reading.expected.keys() - files.seen):
-            files.read(name, reading.expected[name], _STORED)
+            files.read_tensor(name, reading.expected[name], _STORED)
         return LoadedCheckpoint(weights, files.fingerprint(spec.canonical))
 
 
@@ -190,7 +190,7 @@ def as_stored(files: TensorFiles, spec: ModelSpec) -> StoredModel:
         shape = (spec.vocab_size, spec.hidden_size)
         if embedding not in files.names:
             aliases[embedding] = head
-        elif not torch.equal(files.read(embedding, shape), files.read(head, shape)):
+        elif not torch.equal(files.read_tensor(embedding, shape), files.read_tensor(head, shape)):
             spec = replace(spec, tied_embeddings=False)
             notes.append(
                 f"tie_word_embeddings is true, and the checkpoint's {head} differs from {embedding}; both are used, as "

@@ -37,13 +37,13 @@ class BatchEdits:
         def pairs(rows: Iterable[tuple[int, npt.NDArray[Any]]]) -> int | None:
             """Places in the flattened logits."""
             places = [row * vocab_size + ids for row, ids in rows]
-            return upload.add(np.concatenate(places)) if places else None
+            return upload.add_array(np.concatenate(places)) if places else None
 
         def joined(parts: Sequence[npt.NDArray[np.float32]]) -> int | None:
-            return upload.add(np.concatenate(parts)) if parts else None
+            return upload.add_array(np.concatenate(parts)) if parts else None
 
         only = [(row, edit.allowed) for row, edit in edits if edit.allowed is not None]
-        self._only_rows = upload.add(np.array([row for row, _ in only], np.int64)) if only else None
+        self._only_rows = upload.add_array(np.array([row for row, _ in only], np.int64)) if only else None
         self._only = pairs(only)
         self._forbidden = pairs((row, edit.forbidden) for row, edit in edits if edit.forbidden is not None)
         biases = [(row, edit.bias) for row, edit in edits if edit.bias is not None]
@@ -58,9 +58,9 @@ class BatchEdits:
 
         self._mask_rows = self._bits = self._ends = None
         if masks:
-            self._mask_rows = upload.add(np.array([row for row, _, _ in masks], np.int64))
+            self._mask_rows = upload.add_array(np.array([row for row, _, _ in masks], np.int64))
             allowed = np.stack([allowed for _, _, allowed in masks])
-            self._bits = upload.add(np.packbits(allowed, axis=-1, bitorder="little"))
+            self._bits = upload.add_array(np.packbits(allowed, axis=-1, bitorder="little"))
             ends = [
                 (place, row, np.array([one for one in mask.ends if one < vocab_size], np.int64))
                 for place, (row, mask, _) in enumerate(masks)
@@ -68,7 +68,7 @@ class BatchEdits:
             ]
             self._ends = pairs((row, ids) for _, row, ids in ends)
             if ends:
-                self._ending = upload.add(np.concatenate([np.full(len(ids), place) for place, _, ids in ends]))
+                self._ending = upload.add_array(np.concatenate([np.full(len(ids), place) for place, _, ids in ends]))
 
     def applied(self, raw: torch.Tensor, sent: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return changed logits; `raw` [rows, vocab], float32, stays. `sent` is the upload on the device. A row without

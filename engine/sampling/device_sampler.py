@@ -122,7 +122,7 @@ class LaunchedDraws:
         add_wide = _add(upload, wide_places, draws, positions, vocab)
         self._reported = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
         self._top = min(max((draws[row].logprobs or 0 for row in self._reported), default=0), vocab)
-        reported = upload.add(np.array(self._reported, np.int64))
+        reported = upload.add_array(np.array(self._reported, np.int64))
         sent = upload.send(raw.device)
         self._index = sent[reported]
 
@@ -198,9 +198,9 @@ class LaunchedDraws:
         """Draw those of the filtered rows again, from all tokens. Returns the tokens as int32, and log-probabilities of
         those that ask for them."""
         upload = PackedUpload()
-        upload.add(np.array(undecided, np.int64))
+        upload.add_array(np.array(undecided, np.int64))
         places = [self._filtered_places[place] for place in undecided]
-        upload.add(np.array([at for at, row in enumerate(places) if row in set(self._reported)], np.int64))
+        upload.add_array(np.array([at for at, row in enumerate(places) if row in set(self._reported)], np.int64))
         chosen, reported = upload.send(self._raw.device)
         of = self._filtered.filters
         cut = FilterRows(of.top_k[chosen], of.top_p_mass[chosen], of.min_p_logit[chosen], of.keys[chosen])
@@ -223,7 +223,7 @@ class LaunchedScores:
         self._targets = targets
         self._top = top
         upload = PackedUpload()
-        upload.add(np.array(targets, np.int64))
+        upload.add_array(np.array(targets, np.int64))
         (chosen,) = upload.send(logits.device)
         ranks = (logits > logits.gather(1, chosen[:, None])).sum(-1)
         self.packed = torch.cat([ranks.int(), *_logprobs(logits, chosen, top)])
@@ -254,12 +254,12 @@ def _add(
         [draw.seed for draw in some], [draw.index for draw in some], [positions[row] for row in places]
     )
     return [
-        upload.add(np.array(places, np.int64)),
-        upload.add(np.array([temperature(draw) for draw in some], np.float32)),
-        upload.add(np.array([draw.top_k if draw.top_k < vocab else 0 for draw in some], np.int64)),
-        upload.add(np.array([top_p_mass(draw) for draw in some], np.float64)),
-        upload.add(np.array([min_p_logit(draw) for draw in some], np.float64)),
-        upload.add(keys.view(np.int64)),
+        upload.add_array(np.array(places, np.int64)),
+        upload.add_array(np.array([temperature(draw) for draw in some], np.float32)),
+        upload.add_array(np.array([draw.top_k if draw.top_k < vocab else 0 for draw in some], np.int64)),
+        upload.add_array(np.array([top_p_mass(draw) for draw in some], np.float64)),
+        upload.add_array(np.array([min_p_logit(draw) for draw in some], np.float64)),
+        upload.add_array(keys.view(np.int64)),
     ]
 
 

@@ -25,7 +25,7 @@ class PackedUpload:
         self._arrays: list[npt.NDArray[Any]] = []
         self._starts = [0]
 
-    def add(self, array: npt.NDArray[Any]) -> int:
+    def add_array(self, array: npt.NDArray[Any]) -> int:
         """Return the place of this array among those that `send` returns."""
         self._arrays.append(array)
         self._starts.append(self._starts[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT)

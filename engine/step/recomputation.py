@@ -101,7 +101,7 @@ class Recomputation:
             return {NAME: Chunk(tokens, start, [*pages[:-2], pages[-1]], adapter=noted.adapter)}
         return {}
 
-    def ended(self, end: StepDone | StepOutOfMemory | StepFailed) -> list[ComparePages]:
+    def step_ended(self, end: StepDone | StepOutOfMemory | StepFailed) -> list[ComparePages]:
         """Take the end of a step, which may be of another plan."""
         if NAME not in end.plan or (noted := self._now) is None:
             return []

@@ -31,10 +31,10 @@ class WorkerStepTimes(StepCostModel):
     def stepped(self, plan: ScheduledBatch, seconds: float) -> StepSample:
         """A step of this plan took that long. Returns what there is to learn of it."""
         sample = sample_of(list(plan.values()), seconds)
-        self.add([sample])
+        self.add_steps([sample])
         return sample
 
-    def add(self, samples: Sequence[StepSample]) -> None:
+    def add_steps(self, samples: Sequence[StepSample]) -> None:
         """The samples of steps in a row. Of many, the first few are learned from."""
         self._last.extend(samples)
         self._unlearned += samples[:_AT_ONCE]

@@ -86,7 +86,7 @@ class ChildLink:
         """Send an order that has no answer. Raises DeviceLost."""
         self._put(_Outgoing(lambda: order, None, None))
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Raises DeviceLost."""
         if self._lost:
             raise DeviceLost(self._lost)
@@ -96,7 +96,7 @@ class ChildLink:
 
     def _put(self, outgoing: _Outgoing) -> None:
         try:
-            self.check()
+            self.check_alive()
         except DeviceLost:
             if outgoing.fd is not None:
                 os.close(outgoing.fd)

@@ -279,8 +279,8 @@ class VllmRunner:
     def wake(self, alarm: Callable[[], None]) -> None:
         self._child.alarm = alarm
 
-    def check(self) -> None:
-        self._child.check()
+    def check_device(self) -> None:
+        self._child.check_alive()
 
     def close(self) -> None:
         """End the child and its ranks, and remove what they have left."""

@@ -148,7 +148,7 @@ class HostPagePool:
                 last = known[place]
                 self._lru.pin(last)
             else:
-                last = self._tree.add(key, last, HostPageEntry(partial and place == len(keys) - 1))
+                last = self._tree.add_node(key, last, HostPageEntry(partial and place == len(keys) - 1))
                 self._lru.insert(last)
             result.append(self._take_slot(last, writer))
         if deepest is not None:
@@ -359,7 +359,7 @@ class HostPagePool:
             for reservation in entry.reservations:
                 reservation.node = None
             self._lru.forget(node)
-            self._tree.remove(node)
+            self._tree.remove_node(node)
         return unmade
 
     def _evict(self) -> None:
@@ -370,7 +370,7 @@ class HostPagePool:
         page.node = None
         if node.value.whole:
             self._changes.removed(node.key)
-        self._tree.remove(node)
+        self._tree.remove_node(node)
         self._free.append(page.slot)
         self.evictions += 1
 

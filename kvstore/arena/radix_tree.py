@@ -62,7 +62,7 @@ class RadixTree(Generic[V]):
             parent = node
         return path
 
-    def add(self, key: bytes, parent: RadixNode[V] | None, value: V) -> RadixNode[V]:
+    def add_node(self, key: bytes, parent: RadixNode[V] | None, value: V) -> RadixNode[V]:
         """Hang a new key below `parent` (none: it starts a chain)."""
         assert key not in self._nodes
         node = RadixNode(key, parent, value)
@@ -71,7 +71,7 @@ class RadixTree(Generic[V]):
             parent.children[key] = node
         return node
 
-    def remove(self, node: RadixNode[V]) -> None:
+    def remove_node(self, node: RadixNode[V]) -> None:
         """Take a leaf away."""
         assert not node.children
         del self._nodes[node.key]

@@ -137,7 +137,7 @@ class DeviceBlockManager:
         if key in self._tree or (above is None and parent != START):
             return
         assert self._nodes[page] is None, "one page under two keys"
-        node = self._tree.add(key, above, page)
+        node = self._tree.add_node(key, above, page)
         self._lru.insert(node)
         self._nodes[page] = node
         self._changes.stored(key, parent, tokens if self._tell_tokens else ())
@@ -307,7 +307,7 @@ class DeviceBlockManager:
         self._evictions += 1
 
     def _forget(self, node: RadixNode[int]) -> None:
-        self._tree.remove(node)
+        self._tree.remove_node(node)
         self._nodes[node.value] = None
         self._changes.removed(node.key)
 

@@ -149,7 +149,7 @@ class PageFiles:
         self._names = names
         self._aligned = names.page_bytes % BLOCK == 0
 
-    def write(self, page: PageFile, content: memoryview) -> None:
+    def write_page(self, page: PageFile, content: memoryview) -> None:
         """Make a page's file, which is there whole or not at all. Raises OSError."""
         place = self._place(page)
         beside = place + UNFINISHED
@@ -168,7 +168,7 @@ class PageFiles:
                 remove(beside)
             raise
 
-    def read(self, page: PageFile, room: memoryview) -> int:
+    def read_page(self, page: PageFile, room: memoryview) -> int:
         """Fill `room` with a page, and return how many bytes of it there were. Raises OSError."""
 
         def get(fd: int) -> int:

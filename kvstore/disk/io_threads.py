@@ -255,10 +255,10 @@ class DiskTier:
         if page_checksum(content, namespace.kv_heads) != page.checksum:
             return "damaged"
         try:
-            namespace.files.write(page, content)
+            namespace.files.write_page(page, content)
         except FileNotFoundError:
             self._restore(namespace)
-            namespace.files.write(page, content)
+            namespace.files.write_page(page, content)
         return "ok"
 
     def _restore(self, namespace: _Namespace) -> None:
@@ -285,7 +285,7 @@ class DiskTier:
         try:
             namespace = self._opened(epoch)
             room = self._arena(slot)
-            if namespace.files.read(page, room) < len(room):
+            if namespace.files.read_page(page, room) < len(room):
                 return "corrupt"
         except OSError as error:
             return "busy" if error.errno in _BUSY else "unreadable"

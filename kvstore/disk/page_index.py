@@ -71,7 +71,7 @@ class DiskPages:
     def plant(self, page: StoredPage) -> None:
         """Take on a page that is new and may follow its parent. It is pinned once."""
         key, parent, _ = page.file
-        page.node = self._tree.add(key, self._tree.find(parent) if parent != START else None, page)
+        page.node = self._tree.add_node(key, self._tree.find(parent) if parent != START else None, page)
         self._lru.insert(page.node)
 
     def place(self, page: StoredPage) -> None:
@@ -152,7 +152,7 @@ class DiskPages:
 
     def _strike(self, node: RadixNode[StoredPage]) -> None:
         page = node.value
-        self._tree.remove(node)
+        self._tree.remove_node(node)
         page.node = None
         if page.readable:
             page.readable = False

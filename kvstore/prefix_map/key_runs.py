@@ -90,7 +90,7 @@ class KeyRuns:
         self.index: dict[bytes, KeyRun] = {}  # its keys are the very objects in the runs: each exists once
         self.groups: dict[int, KeyRunGroup] = {}
 
-    def add(self, above: bytes, keys: list[bytes], mask: int) -> None:
+    def add_keys(self, above: bytes, keys: list[bytes], mask: int) -> None:
         """Add keys without a holder yet, none of them twice, each following the one before."""
         group = self._group(mask)
         before = self.index.get(above)

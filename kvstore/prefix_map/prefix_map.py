@@ -107,7 +107,7 @@ class PrefixMap:
                     new = new[:1]
                 me.pages += len(new)
                 me.digest ^= digest(new, medium)
-                runs.add(keys[at - 1] if at else parent, new, bit)
+                runs.add_keys(keys[at - 1] if at else parent, new, bit)
             at += len(new)
         return True
 

@@ -74,7 +74,7 @@ class InboundResult:
     unmade: list[bytes] = field(default_factory=list[bytes])
     contested: list[bytes] = field(default_factory=list[bytes])
 
-    def add(self, other: InboundResult) -> None:
+    def merge(self, other: InboundResult) -> None:
         self.orders += other.orders
         self.landed += other.landed
         self.failed += other.failed
@@ -188,7 +188,7 @@ class InboundTransfers:
 
     # --- begin --------------------------------------------------------------------------------------------------
 
-    def read(self, links: Sequence[ChainLink], now: float) -> InboundResult:
+    def read_disk(self, links: Sequence[ChainLink], now: float) -> InboundResult:
         """Bring pages that are on the disk, in the order of their chain. Those that our share has no slots for come
         after those that are on their way; when nothing is and there is no slot, they do not come."""
         missing = [link for link in links if self._missing(link[0])]
@@ -223,11 +223,11 @@ class InboundTransfers:
             self._queued.popleft()
         self._failed += len(outcome.failed)
         if batch:
-            result = self._disk.read(batch)
+            result = self._disk.read_pages(batch)
             outcome.orders += result.orders
             for ended in result.ended:
                 assert isinstance(ended, ReadEnded)
-                outcome.add(self.read_ended(ended, now))
+                outcome.merge(self.read_ended(ended, now))
         return outcome
 
     def fetch(
@@ -349,13 +349,13 @@ class InboundTransfers:
             self._disk_pages += 1
             self._disk_seconds += now - began
             outcome = InboundResult(landed=[self._land(reservation, event.checksum)])
-            outcome.add(self._go_on_all(now))
+            outcome.merge(self._go_on_all(now))
             return outcome
         self._failed += 1
         self._reserved -= 1
         unmade = self._pages.abort(reservation)
         outcome = InboundResult(failed=[event.key], unmade=[key for key in unmade if key != event.key])
-        outcome.add(self._go_on_all(now))
+        outcome.merge(self._go_on_all(now))
         return outcome
 
     def tick(self, now: float, paused: float) -> InboundResult:
@@ -372,7 +372,7 @@ class InboundTransfers:
             elif self._beats > fetch.doubted + 1 and not fetch.slots.keys().isdisjoint(fetch.doubts):
                 self._lost += 1
                 self._anew(fetch, fetch.sources, outcome, now)
-        outcome.add(self._go_on_all(now))
+        outcome.merge(self._go_on_all(now))
         self._unstall(outcome)
         by_store: dict[str, list[RemoteFetch]] = {}
         for fetch in self._fetches.values():
@@ -443,7 +443,7 @@ class InboundTransfers:
 
     def _extend(self, fetch: RemoteFetch, outcome: InboundResult, loose: bool = False) -> None:
         before = fetch.credit
-        outcome.add(self._grant(fetch, loose))
+        outcome.merge(self._grant(fetch, loose))
         if fetch.credit > before:
             outcome.orders.append(AskPeer(fetch.source, FetchCredit(fetch.number, fetch.credit)))
 
@@ -493,7 +493,7 @@ class InboundTransfers:
         for key, _ in lost:
             del self._coming[key]
         tried = fetch.tried | {fetch.source.store}
-        outcome.add(self.fetch(fetch.sources[1:], lost, fetch.wait, now, tried))
+        outcome.merge(self.fetch(fetch.sources[1:], lost, fetch.wait, now, tried))
         return self._end_if_over(fetch, outcome, now)
 
     def _anew(

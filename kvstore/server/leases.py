@@ -91,11 +91,11 @@ class PageWaiters:
         """Return the waiters for `key`, each with its index there."""
         return self._waiting.get(key, {})
 
-    def add(self, waiter: PageWaiter, index: int) -> None:
+    def add_waiter(self, waiter: PageWaiter, index: int) -> None:
         waiter.waits.add(index)
         self._waiting.setdefault(waiter.keys[index], {})[waiter] = index
 
-    def remove(self, waiter: PageWaiter, first: int = 0) -> None:
+    def remove_waiter(self, waiter: PageWaiter, first: int = 0) -> None:
         """`waiter` waits no longer for its pages from index `first` on."""
         for index in [index for index in waiter.waits if index >= first]:
             waiter.waits.discard(index)
@@ -124,7 +124,7 @@ class PageWaiters:
                 if who(waiter, index):
                     first[waiter] = min(index, first.get(waiter, index))
         for waiter, index in first.items():
-            self.remove(waiter, index)
+            self.remove_waiter(waiter, index)
         return list(first.items())
 
     def validate(self, waiters: Iterable[PageWaiter]) -> None:

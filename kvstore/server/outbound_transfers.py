@@ -162,8 +162,8 @@ class OutboundTransfers:
         elif not intact:
             outcome = self._corrupt(page)
             if known:
-                self._waiting.remove(fetch, doubted.index)
-                outcome.add(self.not_coming(fetch, doubted.index))
+                self._waiting.remove_waiter(fetch, doubted.index)
+                outcome.merge(self.not_coming(fetch, doubted.index))
         self._pages.unhold(page)
         return outcome
 
@@ -203,11 +203,11 @@ class OutboundTransfers:
                 here.append((index, page))
             elif (parent := self._parent_on_disk(key)) is not None and (fetch.wait or not self._fetching(key)):
                 below.append((key, parent))
-                self._waiting.add(fetch, index)
+                self._waiting.add_waiter(fetch, index)
             elif fetch.wait:
-                self._waiting.add(fetch, index)
+                self._waiting.add_waiter(fetch, index)
             else:
-                outcome.add(self.not_coming(fetch, index))
+                outcome.merge(self.not_coming(fetch, index))
                 break
             if page is None and self._handing_off(key):
                 outcome.contested.append(key)
@@ -215,7 +215,7 @@ class OutboundTransfers:
         sent = self._send(fetch, here)
         outcome.orders[:0] = sent.orders
         if below:
-            outcome.add(self._bring(below, now))
+            outcome.merge(self._bring(below, now))
         return outcome
 
     def _send(self, fetch: PeerFetch, pages: Sequence[tuple[int, HostPage]]) -> InboundResult:
@@ -237,7 +237,7 @@ class OutboundTransfers:
     def _recheck(self, fetch: PeerFetch, index: int) -> InboundResult:
         page = self._pages.find(fetch.keys[index])
         if page is None:
-            self._waiting.remove(fetch, index)
+            self._waiting.remove_waiter(fetch, index)
             return self.not_coming(fetch, index)
         self._numbers += 1
         self._pages.hold(page)
@@ -246,7 +246,7 @@ class OutboundTransfers:
 
     def _forget(self, fetches: dict[int, PeerFetch], number: int) -> None:
         if (fetch := fetches.pop(number, None)) is not None:
-            self._waiting.remove(fetch)
+            self._waiting.remove_waiter(fetch)
 
     # --- what can be read off -------------------------------------------------------------------------------------
 

@@ -376,7 +376,7 @@ class StoreState:
                 missing.append(index)
                 if not call.wait:
                     break
-                self._tiers.waiting.add(lease, index)
+                self._tiers.waiting.add_waiter(lease, index)
             else:
                 self._pages.hold(page)
                 lease.holds[index] = page
@@ -452,7 +452,7 @@ class StoreState:
     def _end_lease_parts(self, lease: Lease) -> None:
         """End the holds and waits of a lease; its reservations stay."""
         self._ended |= bool(lease.waits)
-        self._tiers.waiting.remove(lease)
+        self._tiers.waiting.remove_waiter(lease)
         for page in lease.holds.values():
             self._pages.unhold(page)
         lease.holds.clear()

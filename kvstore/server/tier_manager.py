@@ -59,7 +59,7 @@ class TierResult:
     granted: dict[Lease, list[tuple[int, HostPage]]] = field(default_factory=dict[Lease, list[tuple[int, HostPage]]])
     refused: list[tuple[Lease, int]] = field(default_factory=list[tuple[Lease, int]])
 
-    def add(self, other: TierResult) -> None:
+    def merge(self, other: TierResult) -> None:
         self.orders += other.orders
         self.refused += other.refused
         for lease, pages in other.granted.items():
@@ -80,7 +80,7 @@ class TierManager:
         self.loads = InboundTransfers(self.pages, disk, page_bytes, settings.load_share, heartbeat, silence, numbers)
         self.pins = PinnedPrefixes(self.pages, page_bytes, settings.pin_bytes)
         self.server = OutboundTransfers(
-            self.pages, self.waiting, page_bytes, silence, self.loads.read, disk.parent,
+            self.pages, self.waiting, page_bytes, silence, self.loads.read_disk, disk.parent,
             lambda page: InboundResult(unmade=self._bad(page)), self.loads.fetching, self.loads.handing_off,
         )  # fmt: skip
         self.corrupt = 0  # pages found in the arena with bytes that do not match
@@ -144,15 +144,15 @@ class TierManager:
             if (page := self.pages.find(lease.keys[index])) is not None:
                 self._grant(lease, index, page, turn)
             else:
-                self.waiting.add(lease, index)
+                self.waiting.add_waiter(lease, index)
         parent = lease.keys[first - 1] if first else lease.parent
         on_disk = first + self.disk.prefix(lease.keys[first:until], parent)
         chain = links(lease.keys, lease.parent)
-        turn.add(self._settle(self.loads.read(chain[first:on_disk], now), now))
+        turn.merge(self._settle(self.loads.read_disk(chain[first:on_disk], now), now))
         if on_disk < until:
             sources = [source for source in lease.sources if source.pages > on_disk]
             most = max((source.pages for source in sources), default=0)
-            turn.add(self._settle(self.loads.fetch(sources, chain[on_disk : min(until, most)], False, now), now))
+            turn.merge(self._settle(self.loads.fetch(sources, chain[on_disk : min(until, most)], False, now), now))
             if most < until:
                 self._refuse(lease.keys[max(most, on_disk) : until], turn, lambda waiter, index: waiter is lease)
         contested = [key for key in lease.keys[first:until] if self._contested(key)]
@@ -164,8 +164,8 @@ class TierManager:
 
         A page on the own disk is never asked of another store: that store may await it from this one."""
         chain, has = _chain(lease), self.disk.has
-        turn = self._settle(self.loads.read([chain[i] for i in sorted(lease.waits) if has(chain[i][0])], now), now)
-        turn.add(self._from_others(lease, now))
+        turn = self._settle(self.loads.read_disk([chain[i] for i in sorted(lease.waits) if has(chain[i][0])], now), now)
+        turn.merge(self._from_others(lease, now))
         return turn
 
     def _from_others(self, lease: Lease, now: float) -> TierResult:
@@ -179,7 +179,7 @@ class TierManager:
                 missing.setdefault(sources, []).append(chain[index])
         turn = TierResult()
         for sources, part in missing.items():
-            turn.add(self._settle(self.loads.fetch(sources, part, True, now), now))
+            turn.merge(self._settle(self.loads.fetch(sources, part, True, now), now))
         return turn
 
     def prune(self, now: float) -> TierResult:
@@ -219,8 +219,8 @@ class TierManager:
         if now >= self._next_prune:
             self._next_prune = now + self._heartbeat
             self._forsaken = {key for key in self._forsaken if self.loads.coming(key)}
-            turn.add(self.prune(now))
-        turn.add(self._disk_result(self.disk.tick(now), now))
+            turn.merge(self.prune(now))
+        turn.merge(self._disk_result(self.disk.tick(now), now))
         return turn
 
     def open_disk(self, namespace: bytes, page_bytes: int, kv_heads: int) -> list[PeerOrder | DiskOrder]:
@@ -239,12 +239,12 @@ class TierManager:
         self._cancel_waiters(contested, turn, lambda waiter, index: isinstance(waiter, Lease) and not waiter.wait)
         if not (outcome.unmade or outcome.failed or outcome.gone):
             return turn
-        turn.add(self._ask_others(outcome, now))
+        turn.merge(self._ask_others(outcome, now))
         self._refuse_all(outcome.unmade, turn)
         self._refuse(outcome.failed, turn, lambda waiter, index: not waiter.wait)
         for waiter in self.waiting.waiters(outcome.failed):
             if isinstance(waiter, Lease):
-                turn.add(self._from_others(waiter, now))  # the disk has failed, or there was no slot for what it has
+                turn.merge(self._from_others(waiter, now))  # the disk has failed, or there was no slot for what it has
         self._refuse_all(self._forsaken.intersection(outcome.failed + outcome.gone), turn)
         self._refuse(outcome.gone, turn, lambda waiter, index: not waiter.wait or _has_sources(waiter, index))
         return turn
@@ -265,7 +265,7 @@ class TierManager:
                     break
         turn = TierResult()
         for (sources, tried), part in missing.items():
-            turn.add(self._settle(self.loads.fetch(sources, part, True, now, tried), now))
+            turn.merge(self._settle(self.loads.fetch(sources, part, True, now, tried), now))
         return turn
 
     def _arrive(self, page: HostPage, turn: TierResult) -> None:
@@ -338,13 +338,13 @@ class TierManager:
             batch.append(DiskPage(page.key, page.node.parent_key, page.slot, page.checksum))
         if not batch:
             return []
-        result = self.disk.write(batch)
+        result = self.disk.write_pages(batch)
         return self._disk_result(result, 0.0).orders
 
     def _disk_result(self, result: DiskResult, now: float) -> TierResult:
         turn = TierResult(list(result.orders))
         for ended in result.ended:
-            turn.add(self._disk_ended(ended, now))
+            turn.merge(self._disk_ended(ended, now))
         return turn
 
     def _disk_ended(self, ended: DiskOutcome, now: float) -> TierResult:

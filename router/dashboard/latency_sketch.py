@@ -35,12 +35,12 @@ class LatencySketch:
         if not total:
             return [None] * len(shares)
         buckets = sorted(counts.items())
-        found: list[float | None] = []
+        quantiles: list[float | None] = []
         for share in shares:
             rank, seen = share * (total - 1), 0
             for bucket, count in buckets:
                 seen += count
                 if seen > rank:
-                    found.append(_SHORTEST * exp(_STEP * (bucket + 0.5)))
+                    quantiles.append(_SHORTEST * exp(_STEP * (bucket + 0.5)))
                     break
-        return found
+        return quantiles

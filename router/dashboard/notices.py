@@ -15,12 +15,12 @@ from baton.errors import Overloaded, all_errors
 from router.events import Log
 from router.requests.explain import client_name
 
-_KEPT = 120
+_MOST = 120
 _BURST = 6
 _SELDOM = {"stood still": 1}  # kinds of which fewer are kept
 _WINDOW = 5.0  # seconds
 _TEXT = 400  # characters
-_TOLD = frozenset({"joins", "drains", "role", "stood still"})  # kinds of lines that are told though they are no warning
+_KINDS = frozenset({"joins", "drains", "role", "stood still"})  # of lines that are told though they are no warning
 _FAILED = "failed: "  # begins the kind of a line about a request that failed; its error's reason follows
 _REFUSALS = frozenset(error.reason for error in all_errors() if issubclass(error, Overloaded))
 
@@ -42,13 +42,13 @@ class Notices:
     """The last notices."""
 
     def __init__(self) -> None:
-        self._kept = deque[Notice](maxlen=_KEPT)
+        self._notices = deque[Notice](maxlen=_MOST)
         self._bursts: dict[tuple[str, str], tuple[float, int, Notice]] = {}  # begin, count, the last that was kept
         self._count = 0
 
     def logged(self, line: Log, now: float) -> None:
         """The router writes a line to its log."""
-        if line.detail or not (line.warning or line.kind in _TOLD):
+        if line.detail or not (line.warning or line.kind in _KINDS):
             return
         kind = line.kind or "router"
         level = "warning" if line.warning else "info"
@@ -59,7 +59,7 @@ class Notices:
 
     def last(self, count: int) -> list[Notice]:
         """The last notices, newest first."""
-        return [*self._kept][: -count - 1 : -1]
+        return [*self._notices][: -count - 1 : -1]
 
     def _add(self, level: str, kind: str, text: str, now: float, request: str) -> None:
         begin, count, last = self._bursts.get((level, kind), (float("-inf"), 0, None))
@@ -70,5 +70,5 @@ class Notices:
             return
         self._count += 1
         notice = Notice(self._count, now, level, kind, text[:_TEXT], request)
-        self._kept.append(notice)
+        self._notices.append(notice)
         self._bursts[level, kind] = (begin, count + 1, notice)

@@ -120,7 +120,7 @@ def _totals(stats: RouterStats) -> tuple[int, ...]:
         stats.cached_tokens,
         sum(each.stored for each in pages),
         sum(each.fetched for each in pages),
-        sum(each.found for each in pages),
+        sum(each.hits for each in pages),
         sum(each.on_device for each in pages),
     )
 

@@ -361,5 +361,5 @@ def _moved(counts: PageCounts | None) -> PageCounts:
     if counts is None:
         return PageCounts()
     return PageCounts(
-        *map(_whole, (counts.stored, counts.found, counts.fetched, counts.fetched_across, counts.on_device))
+        *map(_whole, (counts.stored, counts.hits, counts.fetched, counts.fetched_across, counts.on_device))
     )

@@ -105,7 +105,7 @@ class GenerationService:
         complete: Callable[[], None] | None = None
         submit = partial(self.driver.submit, received=received, deadline=deadline, tenant=caller.get().tenant)
         if spans is not None:
-            spans.asked(_asked(validated), 1 if validated.length_penalty is not None else validated.best_of)
+            spans.add_attributes(_asked(validated), 1 if validated.length_penalty is not None else validated.best_of)
             submit, complete = partial(submit, spans=spans), spans.complete
         if validated.length_penalty is not None:
             search = beam_search(validated, submit, self.driver.abandon, self._text_of(validated), self.clock.now)

@@ -55,10 +55,10 @@ class PlacementCosts:
         new = (prefix.pages - self.cached) * prefix.page_size
         rest = np.zeros(len(new))
         rest[d:] = ask.partial_page_tokens  # if no prefill worker computes it, the decode worker does in its first step
-        made = new + rest
-        steps = np.ceil(made / table.chunk)
-        middle = prefix.pages * prefix.page_size + rest + 0.5 - 0.5 * made  # of what new tokens attend to
-        self.compute = made * (table.token + table.pair * middle) + table.fixed * steps
+        tokens = new + rest
+        steps = np.ceil(tokens / table.chunk)
+        middle = prefix.pages * prefix.page_size + rest + 0.5 - 0.5 * tokens  # of what new tokens attend to
+        self.compute = tokens * (table.token + table.pair * middle) + table.fixed * steps
         self.compute[:d] *= table.slowdown[:d]
         self.queue = np.maximum(table.prefills_done_at - now, 0.0) + reserved
         self.prefill_seconds = self.load + self.compute
@@ -147,15 +147,15 @@ class PlacementCosts:
         if max(len(prefill_rows), len(decode_rows)) > 2 * _MANY:
             prefill_rows, decode_rows = self._shortlist(table, able)
         self.prefill_rows, self.decode_rows = prefill_rows, decode_rows
-        made = self.prefill_seconds[prefill_rows][:, None]
+        prefill = self.prefill_seconds[prefill_rows][:, None]
         apart = node[prefill_rows][:, None] != at[decode_rows]
         self.pair_pages_moved = apart * self.pages_to_move[decode_rows]
-        transfer = self.link[decode_rows] - made
+        transfer = self.link[decode_rows] - prefill
         np.maximum(transfer, self.latency[decode_rows], out=transfer)
         transfer *= apart
         self.pair_seconds = np.maximum(self.queue[prefill_rows][:, None], self.wait[decode_rows])
         self.pair_seconds += transfer
-        self.pair_seconds += made
+        self.pair_seconds += prefill
         self.pair_seconds += self.step[decode_rows] + self.delay[decode_rows]
         self.pair_seconds += self.delay[prefill_rows][:, None]
         if self.serves[:-1].min() <= 0:
@@ -199,17 +199,17 @@ class PlacementCosts:
         opened = self.opened
         now = self.pair_seconds <= limit
         now &= opened[self.prefill_rows][:, None] & (opened[:d] & (self.wait <= 0))[self.decode_rows]
-        made, taken = now.nonzero()
+        i, j = now.nonzero()
         alone = (
             (self.local_seconds + self.interference_seconds <= limit) & opened[:d] & (self.local_wait <= 0)
         ).nonzero()[0]
-        if len(made) + len(alone) == 0:
+        if len(i) + len(alone) == 0:
             return None
-        prefill_rows, decode_rows = self.prefill_rows[made], self.decode_rows[taken]
+        prefill_rows, decode_rows = self.prefill_rows[i], self.decode_rows[j]
         decode = np.concatenate((decode_rows, alone))
         none = np.zeros(len(alone))
         turn = np.concatenate((self.used[prefill_rows], none)) + self.used[decode]
-        moved = np.concatenate((self.pair_pages_moved[made, taken], none))
+        moved = np.concatenate((self.pair_pages_moved[i, j], none))
         tokens = np.concatenate((self.new_tokens[prefill_rows], self.new_tokens[alone]))
         crowd = np.floor(self.num_sequences[decode] * _LEVELS / max(_LEVELS, self.num_sequences.max()))
         single = np.concatenate((np.zeros(len(prefill_rows)), np.where(self.new_tokens[alone] > 0, 1.0, -1.0)))

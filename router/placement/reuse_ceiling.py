@@ -49,7 +49,7 @@ class ReuseCeiling:
         """The ceiling by window, 0 to 1, as of the last `tick`. A window without a prompt is left out."""
         return self._shares
 
-    def asked(self, keys: Sequence[bytes], tokens: int, now: float) -> None:
+    def count_prompt(self, keys: Sequence[bytes], tokens: int, now: float) -> None:
         """A prompt of so many tokens came, with these keys of its full pages."""
         self._buffer += keys
         self._tokens += tokens

@@ -46,7 +46,7 @@ class _Observed:
     delay: float = 0.0  # mean over these, weighted by time
     owed: tuple[str, int] | None = None  # an attempt whose next token is due
     owed_since: float = 0.0
-    told_at: float = -inf  # when tokens that were owed last came
+    last_tokens: float = -inf  # when tokens that were owed last came
     hold: float = _TRUSTED  # seconds for which a factor holds without another token
     took: float = 0.0  # decaying sum of the times for which tokens were owed, seconds
     by_fit: float = 0.0  # and of what their steps take by the fit,
@@ -91,16 +91,16 @@ class Slowness:
         worker = self._workers[incarnation]
         owed = worker.owed and next((each for each in deltas if (each.request, each.attempt) == worker.owed), None)
         if owed and owed.tokens and fit > 0 and calibration > 0:
-            since = now - worker.told_at
+            since = now - worker.last_tokens
             if since <= worker.hold:
-                kept = exp(-since / _WINDOW)
+                weight = exp(-since / _WINDOW)
             else:
                 slow = worker.took > _OUTLIER * worker.by_calibration
-                kept, worker.hold = 0.0, min(2 * worker.hold, _LONGEST) if slow else _TRUSTED
-            worker.took = kept * worker.took + max(0.0, now - worker.owed_since)
-            worker.by_fit = kept * worker.by_fit + len(owed.tokens) * fit
-            worker.by_calibration = kept * worker.by_calibration + len(owed.tokens) * calibration
-            worker.told_at = now
+                weight, worker.hold = 0.0, min(2 * worker.hold, _LONGEST) if slow else _TRUSTED
+            worker.took = weight * worker.took + max(0.0, now - worker.owed_since)
+            worker.by_fit = weight * worker.by_fit + len(owed.tokens) * fit
+            worker.by_calibration = weight * worker.by_calibration + len(owed.tokens) * calibration
+            worker.last_tokens = now
         goes_on = next((each for each in deltas if each.finish is None), None)
         worker.owed, worker.owed_since = goes_on and (goes_on.request, goes_on.attempt), now
 
@@ -124,7 +124,7 @@ class Slowness:
 
     def _factor(self, incarnation: str, ratio: Callable[[_Observed], float], now: float) -> float:
         worker = self._workers[incarnation]
-        if worker.took < _ENOUGH or now - worker.told_at > worker.hold or (factor := ratio(worker)) < _OUTLIER:
+        if worker.took < _ENOUGH or now - worker.last_tokens > worker.hold or (factor := ratio(worker)) < _OUTLIER:
             return 1.0
         factor /= max(1.0, _median([ratio(each) for each in self._alike(incarnation) if each.took >= _ENOUGH]))
         return factor if factor >= _OUTLIER else 1.0

@@ -105,7 +105,7 @@ class UtilizationMonitor:
     def __init__(self) -> None:
         self._prompts = self._tokens = self._context = 0.0  # decaying sums
         self._first = self._last = -inf  # when they began, and were last decayed
-        self._wanted: WorkerRole | None = None
+        self._advised: WorkerRole | None = None
         self._since = 0.0  # when that began to be worth it
         self._sides: tuple[int, int] = (0, 0)
         self.now: PoolUtilization | None = None  # as of the last look
@@ -138,9 +138,9 @@ class UtilizationMonitor:
         demand = self.demand(now)
         self.now = utilization(demand, sides)
         advice = advise(demand, sides)
-        wanted = advice.role if advice else None
-        if (wanted, (sides.prefill, sides.decode)) != (self._wanted, self._sides):
-            self._wanted, self._sides, self._since = wanted, (sides.prefill, sides.decode), now
+        advised = advice.role if advice else None
+        if (advised, (sides.prefill, sides.decode)) != (self._advised, self._sides):
+            self._advised, self._sides, self._since = advised, (sides.prefill, sides.decode), now
         return advice if now - self._since >= HOLD else None
 
 

@@ -61,7 +61,7 @@ class PinnedPrefix:
     progress: float = 0.0  # when it last got on, seconds
     position: int = 0  # as its worker's heartbeat last said
     sightings: int = 0  # heartbeats that listed it as done before its Prefilled came
-    asked: float = 0.0  # when PinPages was last sent, seconds
+    last_request: float = 0.0  # when PinPages was last sent, seconds
     sequence: int = 0  # of that message
     computed: int | None = None  # tokens
 

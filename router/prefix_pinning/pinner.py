@@ -78,7 +78,7 @@ class PrefixPinner:
         self._arrivals = 0
         self.prefixes: dict[str, PinnedPrefix] = {}  # by name
         self._waiting: dict[str, PinnedPrefix] = {}  # by name
-        self.asked: dict[str, PinnedPrefix] = {}  # by what its store calls the pin
+        self.orders: dict[str, PinnedPrefix] = {}  # by what its store calls the pin
 
     # --- what clients want -------------------------------------------------------------------------------------------
 
@@ -96,12 +96,12 @@ class PrefixPinner:
 
     def unpin_prefix(self, order: UnpinPrefix, now: float) -> None:
         """Raises PinNotFound."""
-        found = [prefix for prefix in self.prefixes.values() if prefix.owner == (order.tenant, order.pin)]
-        if not found:
+        prefixes = [prefix for prefix in self.prefixes.values() if prefix.owner == (order.tenant, order.pin)]
+        if not prefixes:
             raise PinNotFound(
                 f"there is no pin {shown(order.pin)!r}; it may have ended, or belong to an earlier router"
             )
-        for prefix in found:
+        for prefix in prefixes:
             self.end(prefix, Cancelled("the pin was removed"))
 
     def abandon(self, name: str, why: str) -> None:
@@ -218,9 +218,9 @@ class PrefixPinner:
         assert prefix.store is not None, prefix.name
         if prefix.awaited:
             prefix.expires = now + prefix.ttl
-        prefix.asked = now
+        prefix.last_request = now
         name = self._pin_name(prefix)
-        self.asked[name] = prefix
+        self.orders[name] = prefix
         ttl_ms = max(1, int((prefix.expires - now) * 1_000))
         prefix.sequence = self._out.send(prefix.store, PinPages(name, prefix.tenant, prefix.keys, ttl_ms))
 
@@ -279,7 +279,7 @@ class PrefixPinner:
         self._waiting.pop(prefix.name, None)
         self.release(prefix)
         pin, store, prefix.store = self._pin_name(prefix), prefix.store, None
-        if self.asked.pop(pin, None) is not None and store is not None and self._members.get(store) is not None:
+        if self.orders.pop(pin, None) is not None and store is not None and self._members.get(store) is not None:
             self._out.send(store, UnpinPages(pin))
 
     def release(self, prefix: PinnedPrefix) -> None:
@@ -315,7 +315,7 @@ class PrefixPinner:
                 if prefix.worker is not None:
                     prefix.excluded.add(prefix.worker)
                 self.retry(prefix, f"no progress for {self._config.router.attempt_timeout_ms} ms", now)
-            elif prefix.phase is PinPhase.PINNING and now - prefix.asked >= self._patience:
+            elif prefix.phase is PinPhase.PINNING and now - prefix.last_request >= self._patience:
                 self._ask(prefix, now)
 
     def _no_worker(self) -> BatonError:
@@ -331,7 +331,7 @@ class PrefixPinner:
         """We stood still for so long. Pins and clients' deadlines do not wait for us; all else does."""
         for prefix in self.prefixes.values():
             prefix.progress += seconds
-            prefix.asked += seconds
+            prefix.last_request += seconds
             if prefix.gives_up_at is not None:
                 prefix.gives_up_at += seconds
 
@@ -340,7 +340,7 @@ class PrefixPinner:
         self._shut = True
         for prefix in list(self.prefixes.values()):
             if prefix.phase is PinPhase.PINNED:
-                del self.prefixes[prefix.name], self.asked[self._pin_name(prefix)]
+                del self.prefixes[prefix.name], self.orders[self._pin_name(prefix)]
             else:
                 self.end(prefix, Failed(Unavailable("this router is stopping")))
 
@@ -348,8 +348,8 @@ class PrefixPinner:
 
     def pins(self, tenant: str | None, now: float) -> list[PinView]:
         """The tenant's pins by name, also those that are being made anew. None: all tenants'."""
-        kept = [p for p in self.prefixes.values() if not p.awaited and tenant in (None, p.tenant)]
-        return [prefix.view(now) for prefix in sorted(kept, key=lambda prefix: (prefix.pin, prefix.tenant))]
+        prefixes = [p for p in self.prefixes.values() if not p.awaited and tenant in (None, p.tenant)]
+        return [prefix.view(now) for prefix in sorted(prefixes, key=lambda prefix: (prefix.pin, prefix.tenant))]
 
     def count(self) -> Counter[PinPhase]:
         """Prefixes by phase."""
@@ -375,7 +375,7 @@ class PrefixPinner:
             waits = prefix.phase is PinPhase.WAITING
             assert waits == (prefix.name in self._waiting), prefix.name
             assert waits == (prefix.store is None), prefix.name
-            assert (self._pin_name(prefix) in self.asked) == (prefix.phase in (PinPhase.PINNING, PinPhase.PINNED)), (
+            assert (self._pin_name(prefix) in self.orders) == (prefix.phase in (PinPhase.PINNING, PinPhase.PINNED)), (
                 prefix.name
             )
             assert prefix.phase is not PinPhase.PINNED or not prefix.awaited, prefix.name
@@ -388,7 +388,7 @@ class PrefixPinner:
             if prefix.phase is PinPhase.PREFILLING:
                 assert prefix.worker is not None, prefix.name
                 computing.add((prefix.worker, prefix.attempt))
-        assert len(self.asked) == sum(p.phase in (PinPhase.PINNING, PinPhase.PINNED) for p in self.prefixes.values())
+        assert len(self.orders) == sum(p.phase in (PinPhase.PINNING, PinPhase.PINNED) for p in self.prefixes.values())
         assert at_work == {(m.incarnation, n) for m in self._members for n in _pin_names(m.assigned)}
         assert computing == {(m.incarnation, n) for m in self._members for n in _pin_names(m.pending_prefills)}
         owners = Counter(prefix.owner for prefix in self.prefixes.values() if not prefix.awaited)

@@ -95,8 +95,8 @@ class PinMessageHandler:
     # --- what stores say ---------------------------------------------------------------------------------------------
 
     def pinned(self, store: MemberRecord, answer: PagesPinned, now: float) -> None:
-        """Take a store's answer. The store unpins a prefix that is not wanted any more."""
-        prefix = self._pinner.asked.get(answer.pin)
+        """Take a store's answer. The store unpins a prefix that is not order any more."""
+        prefix = self._pinner.orders.get(answer.pin)
         if prefix is None or prefix.store != store.incarnation:
             self._out.send(store.incarnation, UnpinPages(answer.pin))
         elif answer.reason == "quota":
@@ -111,10 +111,10 @@ class PinMessageHandler:
         pins there serve all requests until their time is over."""
         listed = {held.request: held.position for held in beat.attempts}
         for pin in listed:
-            wanted = self._pinner.asked.get(pin)
-            if wanted is None or wanted.store != store.incarnation:
+            order = self._pinner.orders.get(pin)
+            if order is None or order.store != store.incarnation:
                 self._out.send(store.incarnation, UnpinPages(pin))
-        for pin, prefix in list(self._pinner.asked.items()):
+        for pin, prefix in list(self._pinner.orders.items()):
             judged = prefix.phase is PinPhase.PINNED and prefix.store == store.incarnation and now < prefix.expires
             if judged and prefix.sequence <= beat.heard and listed.get(pin) != prefix.pages:
                 self._pinner.log(

@@ -53,12 +53,12 @@ def settle_length(prompt: int, max_tokens: int | None, max_context: int, pool_to
     decode worker's pages hold; none: no worker is known. Raises InvalidRequest or ContextTooLong."""
     if max_tokens is not None and max_tokens < 1:
         raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1")
-    wanted = prompt + (max_tokens or 1)
-    if wanted > max_context:
+    length = prompt + (max_tokens or 1)
+    if length > max_context:
         raise ContextTooLong(
             f"a prompt of {prompt} tokens and {max_tokens or 1} to generate exceed the model's context of {max_context}"
         )
-    if pool_tokens is not None and wanted > pool_tokens:
+    if pool_tokens is not None and length > pool_tokens:
         raise ContextTooLong(
             f"a prompt of {prompt} tokens and {max_tokens or 1} to generate exceed the {pool_tokens} tokens that the "
             "largest decode worker has pages for; ask for less, or raise decode.kv_cache_bytes"

@@ -69,10 +69,10 @@ class RateLimits:
         for bucket, amount, _ in buckets:
             bucket.take(amount, now)
 
-    def settle(self, tenant: str, taken: int, used: int | None, now: float) -> None:
-        """The request took `used` tokens of the `taken`; none: it was turned away, so that nothing of it counts."""
+    def settle(self, tenant: str, charge: int, used: int | None, now: float) -> None:
+        """The request took `used` tokens of the `charge`; none: it was turned away, so that nothing of it counts."""
         if (tokens := self._bucket(tenant, "tokens")) is not None:
-            tokens.put(taken - (used or 0), now)
+            tokens.put(charge - (used or 0), now)
         if used is None and (requests := self._bucket(tenant, "requests")) is not None:
             requests.put(1, now)
         self._forget(now)

@@ -239,7 +239,7 @@ class WaitingQueue:
         work = line.work - own
         expected = (self._ahead(request, work) - own) / rate
         if expected > 0 and work > 0:
-            expected = work / line.past.drain_rate.rate_given(work / expected)
+            expected = work / line.past.drain_rate.rate_for(work / expected)
         return min(expected, _FURTHEST * self.drain_rate.seconds)
 
     def safety_margin(self, request: Request, wait: float, limit: float) -> float:
@@ -282,14 +282,14 @@ class WaitingQueue:
 
     def _remembered(self, tenant: str, level: int, now: float) -> DrainHistory:
         """Of a line that begins anew. What it was like long ago says nothing."""
-        found = self._histories.get((tenant, level))
-        if found is None or found.drain_rate.idle(now) > _MEMORY:
-            found = self._histories[tenant, level] = DrainHistory()
+        history = self._histories.get((tenant, level))
+        if history is None or history.drain_rate.idle(now) > _MEMORY:
+            history = self._histories[tenant, level] = DrainHistory()
             if len(self._histories) > 2 * len(self._tenant_queues) + 64:
                 self._histories = {
                     key: past for key, past in self._histories.items() if past.drain_rate.idle(now) <= _MEMORY
                 }
-        return found
+        return history
 
     def validate(self) -> None:
         """Check every invariant; for tests."""
@@ -324,7 +324,7 @@ class DrainRate:
         """0: too little has been seen."""
         return self._tokens / self.seconds if self.seconds >= _ENOUGH else 0.0
 
-    def rate_given(self, expected: float) -> float:
+    def rate_for(self, expected: float) -> float:
         """The same where something else is expected until enough has been seen."""
         return (self._tokens + _TRUST * expected) / (self.seconds + _TRUST)
 

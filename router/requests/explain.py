@@ -286,13 +286,13 @@ class Explanations:
 
     def last(self, count: int, tenant: str | None) -> list[RequestRecord]:
         """The last requests of that tenant (none: of all), newest first."""
-        found: list[RequestRecord] = []
+        records: list[RequestRecord] = []
         for record in reversed(self._records.values()):
-            if len(found) >= count:
+            if len(records) >= count:
                 break
             if tenant in (None, record.tenant):
-                found.append(record)
-        return found
+                records.append(record)
+        return records
 
     # --- forgetting --------------------------------------------------------------------------------------------------
 

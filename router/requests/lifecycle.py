@@ -52,7 +52,7 @@ class PageCounts:
     them from its node's store, or finds them on its device."""
 
     stored: int = 0
-    found: int = 0
+    hits: int = 0
     fetched: int = 0
     fetched_across: int = 0  # of the fetched ones, at most so many came from the store of another node
     on_device: int = 0
@@ -88,7 +88,7 @@ class RequestCounts:
     pages: dict[str, PageCounts] = field(default_factory=dict[str, PageCounts])  # by the worker's name
 
     def count_pages(
-        self, worker: str, *, stored: int = 0, found: int = 0, fetched: int = 0, across: int = 0, on_device: int = 0
+        self, worker: str, *, stored: int = 0, hits: int = 0, fetched: int = 0, across: int = 0, on_device: int = 0
     ) -> None:
         """A worker reports what it did for one attempt."""
         old = self.pages.get(worker)
@@ -98,7 +98,7 @@ class RequestCounts:
                 del self.pages[next(iter(self.pages))]
         self.pages[worker] = PageCounts(
             old.stored + stored,
-            old.found + found,
+            old.hits + hits,
             old.fetched + fetched,
             old.fetched_across + across,
             old.on_device + on_device,
@@ -326,7 +326,7 @@ class RequestManager:
     ) -> None:
         request.history.attempts += 1
         if request.history.attempts == 1:
-            self._reuse_ceiling.asked(request.keys, request.prompt, now)
+            self._reuse_ceiling.count_prompt(request.keys, request.prompt, now)
         self._admission.placed(request, min(request.prompt, plan.cached_pages * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.history.attempts)
         request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
@@ -647,8 +647,8 @@ class RequestManager:
         for member in self._members:
             work = {name for name in member.assigned if not name.request.startswith(PIN)}
             assert work == expected[member.incarnation], member.peer.name
-            taken = {name for name in member.pending_prefills if not name.request.startswith(PIN)}
-            assert taken == slots[member.incarnation], member.peer.name
+            pending = {name for name in member.pending_prefills if not name.request.startswith(PIN)}
+            assert pending == slots[member.incarnation], member.peer.name
 
 
 def pause_before(fruitless: int) -> float:

@@ -235,8 +235,8 @@ class WorkerMessageHandler:
         return ""
 
     def _gap(self, request: Request, attempt: Attempt) -> None:
-        if attempt.resend_asked_from != request.awaited:  # once; if that gets lost, heartbeats will tell
-            attempt.resend_asked_from = request.awaited
+        if attempt.last_resend != request.awaited:  # once; if that gets lost, heartbeats will tell
+            attempt.last_resend = request.awaited
             self.resend(request, attempt)
 
     def resend(self, request: Request, attempt: Attempt) -> None:
@@ -255,7 +255,7 @@ class WorkerMessageHandler:
         self._explanations.prefilled(request, computed)
         if attempt.prefill is not None:
             worker = self._members.require_live(attempt.prefill).peer.name
-            self._counts.count_pages(worker, stored=stored, found=hit)
+            self._counts.count_pages(worker, stored=stored, hits=hit)
         account.pages_hit += hit
         account.pages_shipped += stored
         account.prefill_queue_ms = min(event.queue_ms, _MOST_MS)

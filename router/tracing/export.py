@@ -67,8 +67,8 @@ class SpanTracer:
         self._exporter = _CountingExporter(exporter)
         batch = None if OTEL_BSP_MAX_EXPORT_BATCH_SIZE in os.environ else min(_BATCH, queue)
         self._processor = BatchSpanProcessor(self._exporter, queue, max_export_batch_size=batch)
-        made = Resource.create().merge(Resource(dict(resource))).merge(OTELResourceDetector().detect())
-        provider = TracerProvider(resource=made, shutdown_on_exit=False)
+        merged = Resource.create().merge(Resource(dict(resource))).merge(OTELResourceDetector().detect())
+        provider = TracerProvider(resource=merged, shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
         self._ids = provider.id_generator
         self._tracer = provider.get_tracer("baton.router", baton.__version__)
@@ -76,8 +76,8 @@ class SpanTracer:
     @property
     def counts(self) -> dict[tuple[str, ...], float]:
         """Spans so far, by what became of them."""
-        told = self._exporter
-        return {("exported",): told.exported, ("failed",): told.failed, ("dropped",): self._dropped}
+        exporter = self._exporter
+        return {("exported",): exporter.exported, ("failed",): exporter.failed, ("dropped",): self._dropped}
 
     def emit(self, origin: Origin, start: float, build: Callable[[], RequestSpan]) -> None:
         """Export a tree, unless the sampler is against it or too many spans wait. Never raises."""
@@ -111,7 +111,7 @@ class SpanTracer:
             return
         tree = build()
         size = tree.size
-        if self._emitted - self._exporter.taken + size > self._room:
+        if self._emitted - self._exporter.handled + size > self._room:
             self._dropped += size
             return
         self._emitted += size
@@ -131,7 +131,7 @@ class SpanTracer:
                 context.trace_id, self._ids.generate_span_id(), False, context.trace_flags, context.trace_state
             )
             self._export_children(child, root, own, offset)
-            made = ReadableSpan(
+            readable = ReadableSpan(
                 child.name,
                 own,
                 context,
@@ -141,7 +141,7 @@ class SpanTracer:
                 end_time=offset + _nanoseconds(child.end),
                 instrumentation_scope=root.instrumentation_scope,
             )
-            self._processor.on_end(made)
+            self._processor.on_end(readable)
 
 
 class _CountingExporter(SpanExporter):
@@ -149,12 +149,12 @@ class _CountingExporter(SpanExporter):
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
-        self.taken = 0  # out of the queue
+        self.handled = 0  # out of the queue
         self.exported = 0
         self.failed = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.taken += len(spans)
+        self.handled += len(spans)
         result = SpanExportResult.FAILURE
         try:
             result = self._exporter.export(spans)
@@ -188,10 +188,10 @@ def start(config: TracingConfig, clock: Clock, resource: Mapping[str, str]) -> S
 def _exporter(endpoint: str) -> SpanExporter:
     """The exporter that `OTEL_TRACES_EXPORTER` names. Raises StartupError."""
     name = os.environ.get(OTEL_TRACES_EXPORTER) or "otlp"
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     if name == "otlp":
-        asked = os.environ.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) or os.environ.get(OTEL_EXPORTER_OTLP_PROTOCOL)
-        protocol = asked or "http/protobuf"
+        setting = os.environ.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) or os.environ.get(OTEL_EXPORTER_OTLP_PROTOCOL)
+        protocol = setting or "http/protobuf"
         if protocol not in _PROTOCOLS:
             raise StartupError(
                 f"{OTEL_EXPORTER_OTLP_PROTOCOL} is {protocol!r}; spans can be sent by {' or '.join(_PROTOCOLS)}"
@@ -199,11 +199,11 @@ def _exporter(endpoint: str) -> SpanExporter:
         name = _PROTOCOLS[protocol]
         if endpoint:
             bare = name == "otlp_proto_http" and urlsplit(endpoint).path in ("", "/")
-            given["endpoint"] = f"{endpoint.rstrip('/')}/v1/traces" if bare else endpoint
-    found = next(iter(entry_points(group="opentelemetry_traces_exporter", name=name)), None)
-    if found is None:
+            options["endpoint"] = f"{endpoint.rstrip('/')}/v1/traces" if bare else endpoint
+    entry = next(iter(entry_points(group="opentelemetry_traces_exporter", name=name)), None)
+    if entry is None:
         raise StartupError(f"no installed package exports spans as {name!r}: pip install 'baton[otel]'")
-    return found.load()(**given)
+    return entry.load()(**options)
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -35,10 +35,10 @@ def hops(end: RequestEnded, record: RequestRecord | None) -> list[Span]:
         if account.timeline.accepted is None and account.first_token is None and account.end_reason:
             continue
         over = ended if account.ended is None else account.ended
-        made = _attempt(
+        attempts = _attempt(
             account.timeline, account.number, account.decode, account.prefill, since, account.first_token, over
         )
-        spans += [_explained(span, account, end) for span in made]
+        spans += [_explained(span, account, end) for span in attempts]
         since = over
     if since < ended and record.attempts[-1].end_reason:  # it waited for another attempt, which did not come
         spans.append(Span("queue", since, ended))
@@ -47,7 +47,7 @@ def hops(end: RequestEnded, record: RequestRecord | None) -> list[Span]:
 
 def events(end: RequestEnded, record: RequestRecord | None) -> list[SpanEvent]:
     """What happened to the request as a whole: attempts that failed or were refused, and why it was cancelled."""
-    told: list[SpanEvent] = []
+    marks: list[SpanEvent] = []
     for account in record.attempts if record else ():
         if not account.end_reason or account.ended is None:
             continue
@@ -58,11 +58,11 @@ def events(end: RequestEnded, record: RequestRecord | None) -> list[SpanEvent]:
         }
         if account.prefill:
             attributes["baton.prefill.worker"] = account.prefill
-        told.append(SpanEvent("attempt ended", account.ended, attributes))
+        marks.append(SpanEvent("attempt ended", account.ended, attributes))
     if isinstance(end.outcome, Cancelled):
         at = end.summary.timeline.ended or end.summary.submitted
-        told.append(SpanEvent("cancelled", at, {"baton.reason": end.outcome.why}))
-    return told
+        marks.append(SpanEvent("cancelled", at, {"baton.reason": end.outcome.why}))
+    return marks
 
 
 def finish_reason(outcome: RequestOutcome) -> str:

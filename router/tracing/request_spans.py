@@ -58,7 +58,7 @@ class RequestSpans:
     _cancelled: bool = False
     _ended: list[_Ended] = field(default_factory=list[_Ended])
 
-    def asked(self, attributes: Mapping[str, Value], shown: int) -> None:
+    def add_attributes(self, attributes: Mapping[str, Value], shown: int) -> None:
         """The request has been checked: what it asks for, and how many requests to the workers are to be shown."""
         self.attributes |= attributes
         self.shown = shown
@@ -114,19 +114,19 @@ class RequestSpans:
             "gen_ai.latency.e2e": end - self.received,
         }
         children: list[Span] = []
-        told: list[SpanEvent] = []
+        marks: list[SpanEvent] = []
         if self._ended:
             first = self._ended[0]
             attributes |= self._outcome(first)
             children.append(Span("intake", self.received, first.end.summary.submitted))
             for number, ended in enumerate(self._ended):
-                made = hops(ended.end, ended.record)
-                children += made if len(self._ended) == 1 else [_sample(number, ended, made)]
-                told += events(ended.end, ended.record)
+                attempts = hops(ended.end, ended.record)
+                children += attempts if len(self._ended) == 1 else [_sample(number, ended, attempts)]
+                marks += events(ended.end, ended.record)
         if self._failed is not None:
             attributes["error.type"] = self._failed.reason
-        error = None if self._failed is None else _told(self._failed)
-        return RequestSpan("llm_request", self.received, end, attributes, children, told[:_MOST_EVENTS], error)
+        error = None if self._failed is None else _error_text(self._failed)
+        return RequestSpan("llm_request", self.received, end, attributes, children, marks[:_MOST_EVENTS], error)
 
     def _outcome(self, first: _Ended) -> dict[str, Value]:
         """The attributes that tell what came of it."""
@@ -162,7 +162,7 @@ class RequestSpans:
         return attributes | {f"gen_ai.latency.{name}": value for name, value in seconds.items() if value is not None}
 
 
-def _sample(number: int, ended: _Ended, made: list[Span]) -> Span:
+def _sample(number: int, ended: _Ended, attempts: list[Span]) -> Span:
     """One of several outputs."""
     summary = ended.end.summary
     over = summary.timeline.ended or summary.submitted
@@ -171,14 +171,14 @@ def _sample(number: int, ended: _Ended, made: list[Span]) -> Span:
         "gen_ai.usage.completion_tokens": summary.usage.completion,
         "gen_ai.response.finish_reasons": [finish_reason(ended.end.outcome)],
     }
-    return Span("sample", min(summary.submitted, over), over, attributes, made)
+    return Span("sample", min(summary.submitted, over), over, attributes, attempts)
 
 
 def _between(earlier: float | None, later: float | None) -> float | None:
     return None if earlier is None or later is None else later - earlier
 
 
-def _told(error: BatonError) -> str:
+def _error_text(error: BatonError) -> str:
     """What a span's status says of an error. That of a request which can't be served quotes the request: its kind is
     told, and no word of it."""
     return error.reason if isinstance(error, InvalidRequest) else str(error)

@@ -28,7 +28,7 @@ TOKEN = 0.0002  # and each token of a prompt
 class OnePageEach:
     """Keeps one page for each sequence."""
 
-    def ended(self, begun: int, generated: int, cut: bool) -> None:
+    def output_ended(self, begun: int, generated: int, cut: bool) -> None:
         pass
 
     def pages_to_keep(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
@@ -38,7 +38,7 @@ class OnePageEach:
 class AllThatIsAllowed:
     """Reserves growth up to max_tokens, so no sequence is ever preempted."""
 
-    def ended(self, begun: int, generated: int, cut: bool) -> None:
+    def output_ended(self, begun: int, generated: int, cut: bool) -> None:
         pass
 
     def pages_to_keep(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:

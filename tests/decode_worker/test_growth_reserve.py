@@ -26,7 +26,7 @@ def young(left: int, known: int = 64) -> GrowthOutlook:
 def taught(*lengths: int, cut: bool = False) -> LearnedGrowthReserve:
     growth_reserve = LearnedGrowthReserve()
     for length in lengths:
-        growth_reserve.ended(0, length, cut)
+        growth_reserve.output_ended(0, length, cut)
     return growth_reserve
 
 
@@ -60,7 +60,7 @@ def test_an_output_that_began_elsewhere_teaches_nothing_about_its_beginning() ->
     """Ends at 110 of outputs that came with 100 tokens: of those that came with none, most may end before."""
     growth_reserve = LearnedGrowthReserve()
     for _ in range(100):
-        growth_reserve.ended(100, 110, cut=False)
+        growth_reserve.output_ended(100, 110, cut=False)
     assert growth_reserve.pages_to_keep([young(2_000)] * 10, PAGE) < taught(*[110] * 100).pages_to_keep(
         [young(2_000)] * 10, PAGE
     )
@@ -70,7 +70,7 @@ def test_it_follows_the_load_when_that_changes() -> None:
     growth_reserve = taught(*[20] * 2_000)
     before = growth_reserve.pages_to_keep([young(1_000)] * 10, PAGE)
     for _ in range(1_000):
-        growth_reserve.ended(0, 600, cut=False)
+        growth_reserve.output_ended(0, 600, cut=False)
     assert growth_reserve.pages_to_keep([young(1_000)] * 10, PAGE) > 5 * before
 
 
@@ -100,7 +100,7 @@ def test_it_is_a_page_each_at_least_and_what_is_allowed_at_most(
 ) -> None:
     growth_reserve = LearnedGrowthReserve()
     for begun, more, cut in outputs:
-        growth_reserve.ended(begun, begun + more, cut)
+        growth_reserve.output_ended(begun, begun + more, cut)
     needed = growth_reserve.pages_to_keep(holders, PAGE)
     allowed = AllThatIsAllowed().pages_to_keep(holders, PAGE)
     assert min(allowed, OnePageEach().pages_to_keep(holders, PAGE)) <= needed <= allowed

@@ -143,7 +143,7 @@ def test_a_step_is_one_page_over_its_cached_prefix(noted: tuple[DeviceBlockManag
         chunk = plan[NAME]
         assert (list(chunk.tokens), chunk.start) == (PROMPT[number * PAGE : (number + 1) * PAGE], number * PAGE)
         assert again.plan() == {}, "one at a time"
-        (compare,) = again.ended(StepDone(plan, [None]))
+        (compare,) = again.step_ended(StepDone(plan, [None]))
         assert isinstance(compare, ComparePages)
         assert compare.scratch == chunk.pages[-1] != compare.page
         assert [*chunk.pages[:-1], compare.page] == [
@@ -163,7 +163,7 @@ def test_what_was_evicted_is_skipped_and_a_failed_step_lets_go(
     cache.free(taken)
     plan = again.plan()
     assert plan[NAME].start == 0
-    assert again.ended(StepFailed(plan, "it broke")) == []
+    assert again.step_ended(StepFailed(plan, "it broke")) == []
     assert cache.available == 6
     assert again.plan() == {}
 
@@ -172,7 +172,7 @@ def test_a_page_that_differs_is_asked_for_and_told_to_be_corrupt(
     noted: tuple[DeviceBlockManager, Recomputation],
 ) -> None:
     cache, again = noted
-    again.ended(StepDone(again.plan(), [None]))
+    again.step_ended(StepDone(again.plan(), [None]))
     assert again.compared(PagesCompared(False)) == [CallStore(Acquire(1, key("a")))]
     assert cache.drain_events() == [PagesRemoved((key("abc"), key("ab"), key("a")))]
     assert again.leases == (1,)

@@ -41,7 +41,7 @@ def test_steps_are_learned_from_together_until_there_are_some_or_one_of_another_
     for _ in range(3):
         pace.stepped({AttemptName("a", 1): ROW}, 0.01)
     assert not pace.knows_anything
-    pace.add([sample_of([plan], 0.01)] * steps)
+    pace.add_steps([sample_of([plan], 0.01)] * steps)
     assert pace.knows_anything
     pace.calibrate()
     assert pace.seconds(rows=1, context=51) == pytest.approx(0.01, rel=0.1)

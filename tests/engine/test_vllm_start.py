@@ -202,9 +202,9 @@ def test_what_a_step_on_a_gpu_ends_with(
     assert type(raised.value) is told
     if told is DeviceLost:
         with pytest.raises(DeviceLost):
-            loaded.check()
+            loaded.check_device()
     else:
-        loaded.check()
+        loaded.check_device()
     loaded.close()
 
 

@@ -52,7 +52,7 @@ class Bench:
         """Put a chain on the disk."""
         for name, above in links(keys(word), b""):
             page = DiskPage(name, above, 0, 7)
-            self.disk.write([page])
+            self.disk.write_pages([page])
             self.disk.handle(Finished(Write(page)))
 
     def seal(self, word: str) -> None:
@@ -66,7 +66,7 @@ class Bench:
                 self.pages.unhold(each)
 
     def read(self, word: str) -> list[Read]:
-        outcome = self.loads.read(links(keys(word), b""), self.now)
+        outcome = self.loads.read_disk(links(keys(word), b""), self.now)
         return [order for order in outcome.orders if isinstance(order, Read)]
 
     def have_read(self, order: Read, ok: bool = True) -> InboundResult:

@@ -302,7 +302,7 @@ def a_fetch_goes_on_when_nobody_wants_it(patch: Patch) -> None:
 
 @mutation("hand_off", "flow")
 def two_stores_may_wait_for_each_other(patch: Patch) -> None:
-    patch.setattr(PageWaiters, "wanted", PageWaiters.awaited)
+    patch.setattr(PageWaiters, "worker_awaits", PageWaiters.awaited)
     patch.setattr(PageWaiters, "named", lambda self, key, store: True)
 
 

@@ -195,8 +195,8 @@ def test_the_ceiling_is_what_a_cache_without_bounds_would_have(different: int) -
     """Within 3 %, four standard errors."""
     ceiling, rng = ReuseCeiling(page_size=16), random.Random(1)
     pages = keys(rng, different)
-    ceiling.asked(pages, different * 16, 0.0)
-    ceiling.asked(pages * 3, different * 3 * 16, 0.0)
+    ceiling.count_prompt(pages, different * 16, 0.0)
+    ceiling.count_prompt(pages * 3, different * 3 * 16, 0.0)
     ceiling.tick(0.0)
     assert ceiling.shares == pytest.approx(dict.fromkeys(("15m", "1h", "24h"), 0.75), abs=0.25 * 0.03)
 
@@ -204,7 +204,7 @@ def test_the_ceiling_is_what_a_cache_without_bounds_would_have(different: int) -
 def test_tokens_that_fill_no_page_lower_the_ceiling() -> None:
     ceiling, pages = ReuseCeiling(page_size=16), keys(random.Random(1), 100)
     for _ in range(2):
-        ceiling.asked(pages, 100 * 16 * 2, 0.0)
+        ceiling.count_prompt(pages, 100 * 16 * 2, 0.0)
     ceiling.tick(0.0)
     assert ceiling.shares["1h"] == pytest.approx(0.25, abs=0.01)
 
@@ -213,10 +213,10 @@ def test_each_window_forgets_what_is_older() -> None:
     ceiling, pages = ReuseCeiling(page_size=16), keys(random.Random(1), 1_000)
     ceiling.tick(0.0)
     assert ceiling.shares == {}
-    ceiling.asked(pages, 16_000, 1.0)
+    ceiling.count_prompt(pages, 16_000, 1.0)
     ceiling.tick(1.0)
     assert ceiling.shares == pytest.approx(dict.fromkeys(("15m", "1h", "24h"), 0.0), abs=0.02)
-    ceiling.asked(pages, 16_000, 1_000.0)
+    ceiling.count_prompt(pages, 16_000, 1_000.0)
     ceiling.tick(1_000.0)
     assert ceiling.shares == pytest.approx({"15m": 0.0, "1h": 0.5, "24h": 0.5}, abs=0.02)
     ceiling.tick(4_000.0)

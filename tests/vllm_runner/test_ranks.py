@@ -198,7 +198,7 @@ def test_a_killed_rank_ends_all_within_three_seconds(path: Path, parent: Path) -
     assert until_lost(model) < 3
     assert all(readable(pidfd, 3) for pidfd in model.writers), "a rank has outlived the child"
     with pytest.raises(DeviceLost):
-        model.check()
+        model.check_device()
     model.close()
     assert not list(parent.iterdir())
     assert not [name for name in shared_memory() for process in processes if f"_{process}_" in name]
