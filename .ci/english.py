@@ -26,9 +26,14 @@ PARTICIPLE = re.compile(
     r"(?:_(?:again|anew|as|at|away|back|before|by|for|from|here|in|now|of|off|on|out|over|to|up|with))*$"
 )
 NAMES_LATER = (
-    "bench/", "tests/", "deploy/commands/", "deploy/control_plane/preflight.py", "router/dashboard/", "router/frontend/",
+    "bench/",
+    "deploy/commands/",
+    "deploy/control_plane/preflight.py",
+    "router/dashboard/",
+    "router/frontend/",
+    "tests/",
     "tools/",
-)  # fmt: skip
+)
 """Where names are not read yet."""
 
 _VERB = re.compile(r"(?:^|_)(?:is|are|was|were|be|been|being|has|have|had|not)_")

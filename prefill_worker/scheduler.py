@@ -83,7 +83,6 @@ class PrefillStats:
     holding: int  # prompts that are done and whose pages we still hold
     pages_free: int
     pages_total: int
-    prompts_done: int
     tokens_computed: int
     pages_hit: int
     pages_hit_in_store: int  # of these, those that the store had; the device had the others
@@ -135,7 +134,7 @@ class PrefillScheduler:
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._regret = LoadRegret()
         self._step = 0
-        self._done = self._computed = self._hit = self._hit_in_store = self._pages_stored = 0
+        self._computed = self._hit = self._hit_in_store = self._pages_stored = 0
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -390,7 +389,6 @@ class PrefillScheduler:
         self._blocks.free(job.pages)
         job.pages = BlockTable()
         hit = job.total - -(-job.computed_here // self._page_size)
-        self._done += 1
         self._hit += hit
         self._hit_in_store += min(hit, job.stored)
         self._pages_stored += job.pages_stored
@@ -647,7 +645,6 @@ class PrefillScheduler:
             holding=done,
             pages_free=self._blocks.available,
             pages_total=self._num_pages,
-            prompts_done=self._done,
             tokens_computed=self._computed,
             pages_hit=self._hit,
             pages_hit_in_store=self._hit_in_store,

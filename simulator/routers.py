@@ -24,7 +24,7 @@ class RouterEndpoint(Protocol):
 
 
 class MessageNetwork(Protocol):
-    """What carries the messages: `simulator.network`, or `simulator.held_messages`."""
+    """What carries the messages: `simulator.network`, or one that a test controls."""
 
     def message(self, sender: str, to: str, deliver: Callable[..., object], *words: Any) -> None: ...
 

@@ -3,7 +3,7 @@
     state ──PeerOrder──▶ SimulatedTransport ──Parcel──▶ network or wires ──▶ SimulatedTransport ──PeerEvent──▶ state
 
 The simulator's parcels travel on its network and have no contents. The tests' parcels travel on
-`simulator.wires`, and have what a test's memory holds.
+wires of their own, and have what a test's memory holds.
 """
 
 # pyright: strict

@@ -16,7 +16,7 @@ from baton.config import DecodeConfig, PrefillConfig
 from baton.errors import NotEnoughMemory
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes, worker_bytes
 from engine.engine import Engine
-from engine.step.batch import Bits, Chunk, LogitsEdits, TokenDraw
+from engine.step.batch import Chunk, ComputedMask, LogitsEdits, TokenDraw
 from kvstore.layout import PageLayout
 
 PREDECESSOR_PATIENCE = 10.0  # seconds for which a dead process's memory may be missing
@@ -179,20 +179,6 @@ def _measure(engine: Engine, memory: DeviceMemory, steps: Iterator[Sequence[Chun
     return memory.peak() - before
 
 
-class _EveryToken:
-    """A `TokenMask` that was computed and forbids nothing."""
-
-    ready, may_end, failure, ends, slow = True, False, "", (), False
-
-    def __init__(self, vocab_size: int) -> None:
-        self.allowed: Bits | None = np.ones(vocab_size, np.bool_)
-
-    def begin(self) -> bool:
-        return False
-
-    def compute(self) -> None: ...
-
-
 def largest_steps(tokens: int, context: int, page_size: int, vocab_size: int | None) -> Iterator[list[Chunk]]:
     """Yield the steps that need most memory: a prompt's beginning, its end behind `context` tokens, and, if the worker
     draws from `vocab_size` tokens, as many sequences with one token each. They use few pages, each many times: nothing
@@ -207,5 +193,5 @@ def largest_steps(tokens: int, context: int, page_size: int, vocab_size: int | N
         row = [0] * -(-length // page_size)
         edits = LogitsEdits(forbidden=np.array([_TOKEN]))  # needs a copy of all logits
         for draw in (TokenDraw(edits=edits), TokenDraw(top_p=0.9, edits=edits, logprobs=20)):
-            masked = replace(draw, mask=_EveryToken(vocab_size))
+            masked = replace(draw, mask=ComputedMask(np.ones(vocab_size, np.bool_)))
             yield [Chunk([_TOKEN], length - 1, row, masked if each % 2 else draw) for each in range(tokens)]

@@ -7,7 +7,6 @@ have been killed. `locked` ensures that one command at a time works on a cluster
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from baton import file_lock
 from baton.errors import KeysUnusable, StartupError
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses, operator_target
@@ -121,11 +121,6 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise StartupError(f"can't make {folder}: {error.strerror}; it is below the home directory") from None
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StartupError(
-                f"another baton command is working on the cluster {folder.name!r}; wait until it has ended"
-            ) from None
+    late = StartupError(f"another baton command is working on the cluster {folder.name!r}; wait until it has ended")
+    with file_lock.locked(folder / "lock", 0.0, late):
         yield

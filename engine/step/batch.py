@@ -49,6 +49,23 @@ class TokenMask(Protocol):
         ...
 
 
+class ComputedMask(Struct, gc=False):
+    """A `TokenMask` that has been computed already."""
+
+    allowed: Bits | None
+    may_end: bool = False
+    failure: str = ""
+    ends: tuple[int, ...] = ()
+    ready: bool = True
+    slow: bool = False
+
+    def begin(self) -> bool:
+        return False
+
+    def compute(self) -> None:
+        pass
+
+
 class LogitsEdits(Struct, frozen=True, gc=False):
     """The changes to one row of logits, in the order in which they are made. None: no such change."""
 

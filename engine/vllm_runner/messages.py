@@ -12,24 +12,7 @@ import numpy.typing as npt
 from msgspec import Struct, convert, msgpack
 
 from baton.messages import PromptTokenLogprob
-from engine.step.batch import Bits, Sampled, TokenDraw, TokenMask
-
-
-class ReceivedMask(Struct, gc=False):
-    """A `TokenMask` that was computed by the worker, before its step was sent."""
-
-    allowed: Bits | None
-    may_end: bool
-    failure: str
-    ends: tuple[int, ...]
-    ready: bool = True
-    slow: bool = False
-
-    def begin(self) -> bool:
-        return False
-
-    def compute(self) -> None:
-        pass
+from engine.step.batch import Bits, ComputedMask, Sampled, TokenDraw, TokenMask
 
 
 class Row(Struct, frozen=True, gc=False):
@@ -162,18 +145,17 @@ Order: TypeAlias = Load | Attach | Step | Duplicate | Out | In
 Answer: TypeAlias = Loaded | Drawn | Copied | Failed
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: npt.NDArray[Any] | TokenMask) -> Any:
     """Return an array or a mask as what msgpack knows. The bits of a mask are packed."""
     if not isinstance(value, np.ndarray):
-        return ReceivedMask(value.allowed, value.may_end, value.failure, tuple(value.ends))
-    array: npt.NDArray[Any] = value  # pyright: ignore[reportUnknownVariableType] of whatever type
-    return (len(array), np.packbits(array).tobytes()) if array.dtype == np.bool_ else array.tobytes()
+        return ComputedMask(value.allowed, value.may_end, value.failure, tuple(value.ends))
+    return (len(value), np.packbits(value).tobytes()) if value.dtype == np.bool_ else value.tobytes()
 
 
 def _restored(kind: Any, value: Any) -> Any:
     """Return what `_plain` was given, of that type."""
     if kind is TokenMask:
-        return convert(value, ReceivedMask, dec_hook=_restored)
+        return convert(value, ComputedMask, dec_hook=_restored)
     if kind == Bits:
         count, packed = value
         return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(np.bool_)

@@ -60,7 +60,6 @@ class DeviceBlockStats:
     evictable: int
     referenced: int
     cached: int
-    lookups: int
     hits: int
     evictions: int
 
@@ -83,7 +82,7 @@ class DeviceBlockManager:
         self._under_way: dict[int, None] = {}  # epochs that have not ended, oldest first
         self._limbo: dict[int, int] = {}  # pages, each with the newest epoch that it waits for
         self._leaving: deque[tuple[int, int]] = deque()  # the same in the order in which they came there: epoch, page
-        self._lookups = self._hits = self._evictions = 0
+        self._hits = self._evictions = 0
 
     @property
     def available(self) -> int:
@@ -118,7 +117,6 @@ class DeviceBlockManager:
             return None
         for node in cached:
             self._incref(node.value)
-        self._lookups += len(keys)
         self._hits += len(cached)
         return [node.value for node in cached] + self._take_free(total - len(cached))
 
@@ -258,7 +256,6 @@ class DeviceBlockManager:
             evictable=len(self._lru),
             referenced=sum(count > 0 for count in self._references),
             cached=len(self._tree),
-            lookups=self._lookups,
             hits=self._hits,
             evictions=self._evictions,
         )

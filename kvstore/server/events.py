@@ -114,7 +114,6 @@ class StoreStats:
 
     hits: int  # pages that Acquire found
     misses: int
-    sealed_total: int
     duplicates: int  # pages sealed that another writer had sealed first
     evictions: int
     expired: int  # holds that their owner did not renew

@@ -104,7 +104,6 @@ MAX_LEASES = 16_384
 class _Counters:
     hits: int = 0
     misses: int = 0
-    sealed: int = 0
     duplicates: int = 0
     evictions: int = 0  # of arenas divided otherwise before
     expired: int = 0
@@ -348,7 +347,6 @@ class StoreState:
             if page.slot != reservation.slot:
                 self._count.duplicates += 1
                 continue
-            self._count.sealed += 1
             new.append(page)
         # A page whose chain has been dropped can't be sealed; nor can those after it, which hang from it.
         count = (detached[0] if detached else end) - call.first
@@ -582,7 +580,6 @@ class StoreState:
             pinned_bytes=self._tiers.pins.bytes,
             hits=count.hits,
             misses=count.misses,
-            sealed_total=count.sealed,
             duplicates=count.duplicates,
             evictions=count.evictions + pages.evictions,
             expired=count.expired,

@@ -8,7 +8,7 @@ slot's bytes, and the state never reuses the slot before.
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -107,29 +107,3 @@ class SlotVerified(Struct, frozen=True):
 
 
 PeerEvent: TypeAlias = PeerRequested | PeerReplied | PagesLanded | FetchRetracted | PagesSent | SlotVerified
-
-
-class PageTransport(Protocol):
-    """Carries pages between stores, on threads of its own: ZMQ over TCP, or RDMA. Every method returns at once."""
-
-    @property
-    def endpoint(self) -> str:
-        """Where other stores reach this one."""
-        ...
-
-    def use(self, arena: memoryview, page_bytes: int, kv_heads: int) -> None:
-        """From now on slots are pages of that size and so many KV heads in this memory. Orders about earlier slots have
-        all ended."""
-        ...
-
-    def submit(self, order: PeerOrder) -> None: ...
-
-    def fileno(self) -> int:
-        """A descriptor that can be read when `poll` has something to tell."""
-        ...
-
-    def poll(self) -> list[PeerEvent]:
-        """What has happened since the last call."""
-        ...
-
-    def close(self) -> None: ...

@@ -46,7 +46,7 @@ _TURN = 1.0
 
 
 class NixlTransport(ZmqTransport):
-    """A `PageTransport`. Needs the package `nixl`; raises StartupError without it."""
+    """A `ZmqTransport` whose pages go by RDMA. Needs the package `nixl`; raises StartupError without it."""
 
     def _make(self, me: str, endpoint: str, silence_s: float) -> Carrier:
         if hosts.is_loopback(hosts.host_of(endpoint)):
@@ -174,8 +174,7 @@ class _NixlCarrier(Carrier):
             return
         self._offered[order.number] = order.peer
         self._heard[order.peer] = time.monotonic()
-        self._pages_out += len(order.slots)
-        self._bytes_out += len(order.slots) * self._page_bytes
+        self._count.pages_out += len(order.slots)
 
     def request_received(self, peer: str, request: NixlRequest) -> None:
         if peer in self._heard:
@@ -203,10 +202,10 @@ class _NixlCarrier(Carrier):
             if len(reply.addresses) == len(reply.pages) and reply.page_bytes == self._page_bytes:
                 expected = self._expected.get(reply.fetch, {})
                 due = [each for each in zip(reply.pages, reply.addresses, strict=True) if each[0].index in expected]
-                self._unexpected += len(reply.pages) - len(due)
+                self._count.unexpected += len(reply.pages) - len(due)
                 arrival.unread.extend(due)
             else:
-                self._unexpected += len(reply.pages)
+                self._count.unexpected += len(reply.pages)
             self._lines.setdefault(store, deque()).append(arrival)
         elif store in self._lines:
             self._lines[store].append(reply)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from baton.errors import StartupError
@@ -54,19 +54,17 @@ _IDLE = 60.0  # seconds until an unused link is closed
 _SWEEP = 5.0  # seconds between two looks for such links
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PeerStats:
     """A snapshot of the transport: `links` are open now, the others have been counted since the start."""
 
-    links: int
-    pages_in: int  # pages that have landed intact
-    bytes_in: int
-    pages_out: int  # pages given to ZMQ
-    bytes_out: int
-    damaged: int  # pages that did not match their checksum
-    unexpected: int  # pages without a waiter, or of a wrong size
-    malformed: int  # messages
-    dropped: int  # messages that could not be sent, or were meant for another process
+    links: int = 0
+    pages_in: int = 0  # pages that have landed intact
+    pages_out: int = 0  # pages given to ZMQ
+    damaged: int = 0  # pages that did not match their checksum
+    unexpected: int = 0  # pages without a waiter, or of a wrong size
+    malformed: int = 0  # messages
+    dropped: int = 0  # messages that could not be sent, or were meant for another process
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,7 @@ def _drain(eventfd: int) -> None:
 
 
 class ZmqTransport:
-    """A `PageTransport`: the loop's side of it."""
+    """The loop's side of a page transport. Every method returns at once. A subclass may carry the bytes otherwise."""
 
     def __init__(self, me: Peer, endpoint: str = "tcp://127.0.0.1:0", silence_s: float = 5.0) -> None:
         """Listen on `endpoint`; a peer that neither reads nor speaks for `silence_s` is cut off. Raises PortInUse or
@@ -198,8 +196,7 @@ class Carrier:
         self._refused: set[str] = set()  # endpoints that can't be one, of which the log knows
         self._look = _FIRST_LOOK
         self._next_sweep = 0.0
-        self._pages_in = self._bytes_in = self._pages_out = self._bytes_out = 0
-        self._damaged = self._unexpected = 0
+        self._count = PeerStats()
 
     def run(self) -> None:
         self._sockets.add(self._mailbox.ordered)
@@ -226,17 +223,8 @@ class Carrier:
         self._sockets.close()
 
     def stats(self) -> PeerStats:
-        return PeerStats(
-            links=len(self._sockets.links),
-            pages_in=self._pages_in,
-            bytes_in=self._bytes_in,
-            pages_out=self._pages_out,
-            bytes_out=self._bytes_out,
-            damaged=self._damaged,
-            unexpected=self._unexpected,
-            malformed=self._sockets.drops.malformed,
-            dropped=self._sockets.drops.dropped,
-        )
+        drops = self._sockets.drops
+        return replace(self._count, links=len(self._sockets.links), malformed=drops.malformed, dropped=drops.dropped)
 
     def _carry_out(self, order: PeerOrder | _Use) -> None:
         match order:
@@ -274,8 +262,7 @@ class Carrier:
             pages = FetchedPages(order.fetch, order.pages[here])
             if not self._server.send_pages(order.peer, pages, map(self._slot, order.slots[here]), sending):
                 break  # they will be missed over there
-            self._pages_out += len(pages.pages)
-            self._bytes_out += len(pages.pages) * self._page_bytes
+            self._count.pages_out += len(pages.pages)
         self._sending[order.number] = sending
         self._look = _FIRST_LOOK
 
@@ -338,19 +325,18 @@ class Carrier:
         for page, frame in zip(pages, frames, strict=True):
             slot = expected.get(page.index)
             if slot is None or len(frame) != self._page_bytes:
-                self._unexpected += 1
+                self._count.unexpected += 1
                 continue
             if copy_page(self._slot(slot), frame, self._kv_heads) == page.checksum:
                 landed.append((page.index, page.checksum))
                 damaged.discard(page.index)
                 del expected[page.index]
             else:
-                self._damaged += 1
+                self._count.damaged += 1
                 damaged.add(page.index)
         if not expected:
             self._expected.pop(fetch, None)
-        self._pages_in += len(landed)
-        self._bytes_in += len(landed) * self._page_bytes
+        self._count.pages_in += len(landed)
         if landed or damaged:
             self._mailbox.tell(PagesLanded(fetch, tuple(landed), tuple(sorted(damaged))))
 

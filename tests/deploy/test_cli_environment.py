@@ -94,13 +94,6 @@ def test_a_rotated_log_loses_no_line(tmp_path: Path):
             late.write(line(4, "last"))
         path.write_text(line(5, "new"))
         assert words(file) == ["last", "new"]
-        for text in ("second", "third", "fourth"):
-            for number in (2, 1):
-                if (old := tmp_path / f"a.log.{number}").exists():
-                    old.rename(tmp_path / f"a.log.{number + 1}")
-            path.rename(tmp_path / "a.log.1")
-            path.write_text(line(6, text))
-        assert words(file) == ["second", "third", "fourth"]
         path.write_text("")
         assert words(file) == []
         path.write_text(line(7, "emptied"))
@@ -114,7 +107,7 @@ def test_what_the_handler_of_our_processes_rotates_is_followed_to_the_last_line(
     with LogFile(tmp_path / "a.log") as file, closing(handler):
         for number in range(60):
             handler.emit(logging.LogRecord("x", logging.INFO, "", 0, line(1, str(number)).strip(), None, None))
-            if number % 2 or kept == 4:  # at most one rotation between two looks: a second one may remove a file
+            if number % 2:  # at most one rotation between two looks
                 seen += words(file)
         seen += words(file)
     assert seen == [str(number) for number in range(60)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,27 +12,7 @@ import torch
 from baton.messages import PromptTokenLogprob
 from engine.sampling.host_sampler import HostSampler
 from engine.sampling.sampler import Sampler
-from engine.step.batch import Bits, LogitsEdits, Sampled, TokenDraw
-
-
-class FixedMask:
-    """A `TokenMask` that is computed already."""
-
-    def __init__(
-        self, allowed: Bits | None, ends: Collection[int] = (), may_end: bool = False, failure: str = ""
-    ) -> None:
-        self.allowed = allowed
-        self.ends = ends
-        self.may_end = may_end
-        self.failure = failure
-        self.ready = True
-        self.slow = False
-
-    def begin(self) -> bool:
-        return False
-
-    def compute(self) -> None:
-        raise AssertionError("it is computed")
+from engine.step.batch import ComputedMask, LogitsEdits, Sampled, TokenDraw
 
 
 def random_logits(rng: random.Random, rows: int, vocab: int) -> torch.Tensor:
@@ -91,14 +71,14 @@ def _random_edits(rng: random.Random, vocab: int) -> LogitsEdits:
     )
 
 
-def _random_mask(rng: random.Random, vocab: int) -> FixedMask:
+def _random_mask(rng: random.Random, vocab: int) -> ComputedMask:
     if rng.random() < 0.1:
-        return FixedMask(None, failure=rng.choice(["", "the grammar is too large"]))
+        return ComputedMask(None, failure=rng.choice(["", "the grammar is too large"]))
     allowed = np.zeros(vocab, np.bool_)
     if rng.random() < 0.8:
         allowed[_some(rng, vocab)] = True
     ends = rng.choice([(), (rng.randrange(vocab),), (vocab - 1, 0, vocab + 7), (vocab + 7,)])
-    return FixedMask(allowed, ends, rng.random() < 0.5)
+    return ComputedMask(allowed, rng.random() < 0.5, ends=ends)
 
 
 def assert_same_draws(

@@ -23,9 +23,8 @@ from engine.cuda.streams import Event
 from engine.engine import Engine
 from engine.sampling.device_sampler import DeviceSampler, LaunchedDraws
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
-from engine.step.batch import Batch, Bits, Chunk, Sampled, TokenDraw
+from engine.step.batch import Batch, Bits, Chunk, ComputedMask, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
-from tests.engine.sampler_cases import FixedMask
 from tests.support import checkpoints
 from tests.support.thorough import examples
 from tests.support.threaded_device import Ended
@@ -233,7 +232,7 @@ def wanted(engine: Engine) -> dict[int, list[Sampled]]:
             chunk = one.chunk()
             if (held := one.mask) is not None:
                 held.ready = True
-                mask = FixedMask(held.allowed, failure=held.failure)
+                mask = ComputedMask(held.allowed, failure=held.failure)
                 chunk = Chunk(one.known, 0, one.table, replace(DRAWS[number], mask=mask))
             one.take(engine.step([chunk])[0])
         found[number] = one.drawn
