@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from tests.soak.hostile_clients import COUNT, Streams
-from tests.soak.standstill import NOTED, Gap
+from tests.support.honest_streams import COUNT, Streams
+from tests.support.standstill import NOTED, Gap
 
 _LIMIT = 120.0  # seconds of one request
 

@@ -33,10 +33,10 @@ from tests.fuzz.case import Told, told
 from tests.fuzz.honest import Honest
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.victims import Victims, started
-from tests.soak.hostile_clients import Size, grown, log_lines, references, sizes
 from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest, process
 from tests.support.eventually import eventually
+from tests.support.honest_streams import Size, grown, log_lines, references, sizes
 from tests.support.metrics_page import nothing_held
 
 EACH = 3  # honest clients of each API

@@ -5,9 +5,9 @@
 24 honest streams run all the time, each request checked token by token against a cluster that nothing disturbs. Beside
 them run the attacks of `tests/soak/attacks.py`, and every few seconds ptrace stops the main thread of one process while
 its other threads go on. No honest request may fail. No gap between two tokens of a stream may be longer than one
-second, except by the time for which the machine itself stood still: the bare engine of `tests/soak/standstill.py` tells
-that. After the attacks nothing may be left running or held, and no process may have grown: descriptors, threads and
-memory are compared with those before the attacks.
+second, except by the time for which the machine itself stood still: the bare engine of `tests/support/standstill.py`
+tells that. After the attacks nothing may be left running or held, and no process may have grown: descriptors, threads
+and memory are compared with those before the attacks.
 """
 
 from __future__ import annotations
@@ -23,27 +23,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc.aio
-
 from baton.grpc_loop import GrpcEventLoop
-from baton.v1 import generation_pb2, generation_pb2_grpc
-from bench.processes import Memory
 from deploy.local import LocalCluster
 from kvstore.client.connection import store_address
-from tests.soak.standstill import NOTED, Gap, Machine
 from tests.support import workload
 from tests.support.cluster import at_rest, process
 from tests.support.eventually import eventually
+from tests.support.honest_streams import COUNT, STREAMS, Size, Streams, grown, log_lines, references, sizes
 from tests.support.hung_thread import hung
 from tests.support.machine_speed import slowness
 from tests.support.metrics_page import nothing_held
-from tests.support.undisturbed import Stream, undisturbed
+from tests.support.standstill import Gap, Machine
 
-STREAMS = 24
-COUNT = 96  # tokens of a request
 LONGEST = 1.0
 """Seconds between two tokens of a stream, besides what the machine itself does, on the machine of `machine_speed`."""
 CALM = 8.0  # seconds of honest streams before the attacks
@@ -53,59 +46,9 @@ LIMITS = {"heartbeat": 100, "heartbeat_timeout": 400, "step_timeout": 400}
 STRANGERS = frozenset({"operator_calls", "store_connects", "zmq_strangers"})  # attacks of another user
 IDLE = 150  # connections to each port
 PLACES, HELD = 256, 800  # HTTP connections that the router serves at a time, and those that a stranger holds
-MEMORY = 96 * 2**20  # bytes that a process may have more than before, for its allocator
 LONG = 300.0  # seconds of attacks after which memory must have stayed as it was after a minute, ...
 GROWTH = 1.05  # ... but for so much
 WINDOW = 30.0  # seconds whose least value counts
-DESCRIPTORS = 24  # that it may have more: connections that are just being closed
-
-
-@dataclass
-class Streams:
-    """Honest clients. Each sends its next request when the last has ended, until `stop` is set."""
-
-    address: str
-    expected: Mapping[tuple[int, ...], list[int]]
-    rng: random.Random
-    clients: int = STREAMS
-    gaps: list[Gap] = field(default_factory=list[Gap])  # longer than `NOTED`
-    first_tokens: list[float] = field(default_factory=list[float])  # seconds
-    requests: int = 0
-    attempts: int = 0
-    stop: bool = False
-
-    async def run(self) -> None:
-        """Raises AssertionError at the first wrong token, and AioRpcError when a request fails."""
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self.clients):
-                group.create_task(self._client())
-
-    async def _client(self) -> None:
-        async with grpc.aio.insecure_channel(
-            self.address, options=[("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-        ) as channel:
-            stub = generation_pb2_grpc.GenerationStub(channel)
-            while not self.stop:
-                await self._request(stub, self.rng.choice(list(self.expected)))
-
-    async def _request(self, stub: generation_pb2_grpc.GenerationStub, prompt: tuple[int, ...]) -> None:
-        tokens: list[int] = []
-        asked = generation_pb2.GenerateRequest(
-            token_ids=generation_pb2.TokenIds(ids=prompt), max_tokens=COUNT, temperature=0, ignore_eos=True
-        )
-        last = sent = time.monotonic()
-        async for response in stub.Generate(asked, timeout=120):
-            now = time.monotonic()
-            if not tokens and response.delta.token_ids:
-                self.first_tokens.append(now - sent)
-            elif now - last > NOTED:
-                self.gaps.append(Gap(last, now))
-            last = now
-            tokens += response.delta.token_ids
-            if response.HasField("finished"):
-                self.attempts += response.finished.work.attempts
-        assert tokens == self.expected[prompt], f"wrong tokens for a prompt of {len(prompt)}"
-        self.requests += 1
 
 
 @contextmanager
@@ -137,48 +80,6 @@ def hang_processes(cluster: LocalCluster, rng: random.Random, stop: threading.Ev
         cluster.wait_live([name])
 
 
-def log_lines(cluster: LocalCluster, *words: str) -> list[str]:
-    """Lines of logs and outputs of all processes that have one of the words, with their files."""
-    files = [*cluster.config.cluster.logs.iterdir(), *cluster.directory.glob("*.err")]
-    return [
-        f"{file.name}: {line}"
-        for file in files
-        if file.is_file()
-        for line in file.read_text(errors="replace").splitlines()
-        if any(word in line for word in words)
-    ]
-
-
-@dataclass(frozen=True)
-class Size:
-    """What one process takes."""
-
-    descriptors: int
-    threads: int
-    anonymous: int  # bytes of memory of its own
-
-    @classmethod
-    def of(cls, pid: int) -> Size:
-        here = Path(f"/proc/{pid}")
-        return cls(len(list((here / "fd").iterdir())), len(list((here / "task").iterdir())), Memory.of(pid).anonymous)
-
-
-def sizes(cluster: LocalCluster) -> dict[str, Size]:
-    return {name: Size.of(pid) for name, pid in sorted(cluster.pids.items())}
-
-
-def grown(before: Mapping[str, Size], after: Mapping[str, Size], threads: int = 8) -> list[str]:
-    """Processes that take more than before; `threads` more of these are allowed: pools of threads are bounded, and a
-    thread of theirs begins with its first work."""
-    return [
-        f"{name}: {size} before, {after[name]} after"
-        for name, size in before.items()
-        if after[name].descriptors > size.descriptors + DESCRIPTORS
-        or after[name].threads > size.threads + threads
-        or after[name].anonymous > size.anonymous + MEMORY
-    ]
-
-
 def growth(memory: Sequence[tuple[float, Mapping[str, Size]]]) -> dict[str, float]:
     """Return the memory of each process at the end of the attacks, divided by that after a minute: the least of half a
     minute each. A large body, which comes and goes, adds up to a fifth to the router's. The first minute does not
@@ -196,13 +97,6 @@ def judged(gaps: Sequence[Gap], machine: Sequence[Gap]) -> list[tuple[float, Gap
     """Each gap with its length besides what the machine stood still in it, the longest first."""
     found = [(gap.seconds - sum(gap.overlap(other) for other in machine), gap) for gap in gaps]
     return sorted(found, key=lambda one: -one[0])
-
-
-def references(path: Path, seed: int, folder: Path) -> dict[tuple[int, ...], list[int]]:
-    """Eight prompts, and the tokens of each."""
-    prompts = dict.fromkeys(tuple(each) for each in workload.prompts(seed=seed) if 16 < len(each) < 600)
-    streams = [Stream(prompt) for prompt in prompts][:8]
-    return {stream.prompt: tokens for stream, tokens in undisturbed(path, folder, streams, COUNT).items()}
 
 
 def hostile(seconds: float, seed: int, folder: Path, path: Path, longest: float = LONGEST) -> dict[str, object]:

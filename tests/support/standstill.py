@@ -1,6 +1,6 @@
 """How long the machine itself stands still: a bare engine in a process of its own, with nothing around it.
 
-    python -m tests.soak.standstill MODEL
+    python -m tests.support.standstill MODEL
 
 It takes a decode step every 20 ms until its stdin closes. Then it prints the gaps between its steps that were too long,
 as JSON.
@@ -42,7 +42,7 @@ class Machine:
     """The bare engine in a process of its own: the times at which the machine let it wait."""
 
     def __init__(self, model: Path) -> None:
-        command = [sys.executable, "-m", "tests.soak.standstill", str(model)]
+        command = [sys.executable, "-m", "tests.support.standstill", str(model)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         assert self._process.stdout.readline().strip() == "ready"
