@@ -328,15 +328,20 @@ class Grammar(Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
 
 
-class SamplingParams(Struct, frozen=True):
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 means no limit; `logprobs` counts the alternatives
-    reported with each token, none for no report; without `rules` the logits stay as they are; without `grammar` any
-    token may come."""
+class DrawParams(Struct, frozen=True):
+    """By which numbers a token is drawn. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 filter
+    nothing."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Count = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class SamplingParams(DrawParams, frozen=True):
+    """How tokens are drawn. `logprobs` counts the alternatives reported with each token, none for no report; without
+    `rules` the logits stay as they are; without `grammar` any token may come."""
+
     seed: Count = 0
     logprobs: Annotated[int, Meta(ge=0, le=128)] | None = None  # clients get 20 at most, a beam search more
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for each token of the prompt

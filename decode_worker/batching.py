@@ -119,15 +119,7 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
 
 def _draw(sequence: Sequence) -> TokenDraw:
     if (draw := sequence.draw) is None:
-        sampling = sequence.sampling
-        draw = sequence.draw = TokenDraw(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            logprobs=sampling.logprobs,
-        )
+        draw = sequence.draw = TokenDraw.of(sequence.sampling)
     if sequence.logits_editor is None and sequence.grammar is None:
         return draw
     return replace(

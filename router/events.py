@@ -20,7 +20,6 @@ from baton.messages import (
     FinishReason,
     Message,
     PromptTokenLogprob,
-    SamplingParams,
     Snapshot,
     TokenLogprob,
     ToRouter,
@@ -28,33 +27,9 @@ from baton.messages import (
 )
 from baton.timeline import Timeline
 from kvstore.events.wire_format import KvEventBatch
+from router.generation_request import GenerationRequest
 
 # --- events --------------------------------------------------------------------------------------------------------
-
-
-class Submit(Struct, frozen=True):
-    """A client's request, validated as far as that needs no knowledge of the cluster.
-
-    `request` is unique for ever, among all routers of the same workers. Its attempts are numbered from 1, and a name
-    used again would mean two things to a worker that missed the end of the first. `sampling` has its seed already."""
-
-    request: str
-    tokens: bytes  # packed
-    sampling: SamplingParams
-    received: float  # when the front end got it, seconds
-    max_tokens: int | None = None  # none: as many as fit
-    stop_token_ids: tuple[int, ...] = ()  # the model's own end-of-sequence tokens among them, unless ignored
-    tenant: str = ""  # from the authenticated identity
-    salt: str = ""  # the request's own: requests with another one share no page with it
-    adapter: str = ""  # name of the LoRA adapter that it is computed with; requests with another share no page with it
-    priority: int = 0  # lower is more urgent
-    deadline: float | None = None  # seconds on the same clock
-    ttft: float | None = None  # objective, seconds; none: that of its priority's class
-    tpot: float | None = None  # the same
-    affinity: str = ""  # requests of one key go to one decode worker while it lives
-    cached_on: str = (
-        ""  # incarnation of a decode worker that has just computed all of these tokens, or all but the last
-    )
 
 
 class PinPrefix(Struct, frozen=True):
@@ -154,7 +129,7 @@ class Shutdown(Struct, frozen=True):
 
 
 RouterEvent: TypeAlias = (
-    Submit
+    GenerationRequest
     | PinPrefix
     | UnpinPrefix
     | ProfileProcess

@@ -1,6 +1,6 @@
 """One request, as the router has it.
 
-    Submit ─▶ QUEUED ──Decode sent──▶ PLACED ──Accepted──▶ PREPARING ──Started, or tokens──▶ RUNNING ──finish──▶ (end)
+    submit ─▶ QUEUED ──Decode sent──▶ PLACED ──Accepted──▶ PREPARING ──Started, or tokens──▶ RUNNING ──finish──▶ (end)
                 ▲                        │                     │                                │
                 └── no worker is free ───┴─ busy / lost / dead ┴─── dead, failed, no progress ──┘
                                                (the next attempt knows every token so far)
@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
-from baton.messages import TOKEN_BYTES, AttemptName, ModelCard, SamplingParams
+from baton.messages import TOKEN_BYTES, AttemptName, ModelCard
 from baton.timeline import Timeline
 from kvstore.keys import cacheable_pages, namespace_root, pack_tokens, page_keys, split_keys
-from router.events import ServingAccount, Submit, Summary, Usage
+from router.events import ServingAccount, Summary, Usage
+from router.generation_request import GenerationRequest
 from router.placement.types import Placement
 
 _LEVELS = 8  # of priority, to either side of 0
@@ -154,27 +155,19 @@ class RequestAccount:
 
 @dataclass
 class Request:
-    """What the client asked for, every token so far, and the one attempt."""
+    """What the client asked for (`spec`), every token so far, and the one attempt."""
 
-    name: str
+    spec: GenerationRequest
     arrival: int  # order of submission
-    prompt: int  # tokens
-    tokens: bytearray  # packed: the prompt and everything emitted
-    sampling: SamplingParams
-    stop_token_ids: tuple[int, ...]
-    tenant: str
-    salt: str
-    adapter: str  # name of its LoRA adapter; "": the plain model
-    priority: int
-    deadline: float | None
-    max_tokens: int | None  # none until a worker's pool tells how many fit
     submitted: float
-    timeline: Timeline
-    ttft: float | None = None  # objective, seconds; none: whenever there is room
-    tpot: float | None = None  # the same
-    cached_on: str = ""  # incarnation of a decode worker that has just computed its prompt; no KV event has told so yet
+    name: str = field(init=False)
+    prompt: int = field(init=False)  # tokens
+    tokens: bytearray = field(init=False)  # packed: the prompt and everything emitted
+    max_tokens: int | None = field(init=False)  # none until a worker's pool tells how many fit
+    timeline: Timeline = field(init=False)
+    ttft: float | None = field(init=False)  # objective, seconds; none: whenever there is room
+    tpot: float | None = field(init=False)  # the same
     prompt_scored: int = 1  # prompt tokens whose log-probabilities have been emitted; the first has none
-    affinity: str = ""  # requests of one key go to one decode worker while it lives
     adapter_digest: str = ""  # of its adapter, as the workers know it; known with the root
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be found in caches
@@ -183,28 +176,11 @@ class Request:
     history: AttemptHistory = field(default_factory=AttemptHistory)
     account: RequestAccount = field(default_factory=RequestAccount)
 
-    @classmethod
-    def from_submit(cls, submit: Submit, arrival: int, now: float) -> Request:
-        return cls(
-            name=submit.request,
-            arrival=arrival,
-            prompt=len(submit.tokens) // TOKEN_BYTES,
-            tokens=bytearray(submit.tokens),
-            sampling=submit.sampling,
-            stop_token_ids=submit.stop_token_ids,
-            tenant=submit.tenant,
-            salt=submit.salt,
-            adapter=submit.adapter,
-            priority=submit.priority,
-            deadline=submit.deadline,
-            max_tokens=submit.max_tokens,
-            submitted=now,
-            timeline=Timeline(received=submit.received),
-            ttft=submit.ttft,
-            tpot=submit.tpot,
-            affinity=submit.affinity,
-            cached_on=submit.cached_on,
-        )
+    def __post_init__(self) -> None:
+        spec = self.spec
+        self.name, self.prompt, self.tokens = spec.name, spec.prompt, bytearray(spec.tokens)
+        self.max_tokens, self.ttft, self.tpot = spec.max_tokens, spec.ttft, spec.tpot
+        self.timeline = Timeline(received=spec.received)
 
     @property
     def known(self) -> int:
@@ -223,36 +199,36 @@ class Request:
     @property
     def unscored(self) -> bool:
         """Log-probabilities of its prompt are wanted and not complete. A decode worker computes them without caches."""
-        return self.sampling.prompt_logprobs is not None and self.prompt_scored < self.prompt
+        return self.spec.sampling.prompt_logprobs is not None and self.prompt_scored < self.prompt
 
     @property
     def level(self) -> int:
         """Its priority within what is told apart."""
-        return max(-_LEVELS, min(_LEVELS, self.priority))
+        return max(-_LEVELS, min(_LEVELS, self.spec.priority))
 
     def next_timeout(self, progress: float) -> float:
         """When its present state ends at the latest, whatever anybody else does: no state waits without a limit.
         `progress`: how many seconds an attempt may go on without any."""
-        limit = inf if self.deadline is None else self.deadline
+        limit = inf if self.spec.deadline is None else self.spec.deadline
         if self.queueing.deadline is not None and self.queueing.deadline < limit:
             limit = self.queueing.deadline
         return limit if self.attempt is None else min(limit, self.attempt.progressed_at + progress)
 
     def left_ms(self, now: float) -> int | None:
         """Milliseconds until its deadline."""
-        return None if self.deadline is None else max(1, int((self.deadline - now) * 1_000))
+        return None if self.spec.deadline is None else max(1, int((self.spec.deadline - now) * 1_000))
 
     def extend(self, tokens: tuple[int, ...]) -> None:
         self.tokens += pack_tokens(tokens)
 
     def root_in(self, card: ModelCard) -> bytes:
         """The parent of its first page's key, with the model and adapter that workers have."""
-        return namespace_root(card.namespace_of(self.adapter), self.tenant, self.salt)
+        return namespace_root(card.namespace_of(self.spec.adapter), self.spec.tenant, self.spec.salt)
 
     def derive_keys(self, card: ModelCard) -> None:
         """Bring `keys` up to the tokens known now."""
         page_size, root = card.namespace.page_size, self.root_in(card)
-        self.adapter_digest = card.namespace_of(self.adapter).adapter
+        self.adapter_digest = card.namespace_of(self.spec.adapter).adapter
         pages = cacheable_pages(self.known, page_size)
         if root != self.root or pages != len(self.keys):
             whole = bytes(self.tokens[: pages * page_size * TOKEN_BYTES])

@@ -58,11 +58,11 @@ from router.events import (
     Shutdown,
     StopMatched,
     StopProfile,
-    Submit,
     Subscribe,
     UnpinPrefix,
     Unsubscribe,
 )
+from router.generation_request import GenerationRequest
 from router.members import ClusterMembership, GoneReason, MemberRecord
 from router.outbox import Outbox
 from router.placement.kv_index import KvIndex, KvIndexStats
@@ -183,8 +183,8 @@ class RouterState:
         self._next_beat = float("-inf")
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
-        """Take one event and return the commands, in order. Raises InvalidRequest for a Submit with a name in use
-        and for an impossible DrainWorker or SetRole. Raises PinNotFound for an UnpinPrefix without a pin. Raises
+        """Take one event and return the commands, in order. Raises InvalidRequest for a GenerationRequest with a name
+        in use and for an impossible DrainWorker or SetRole. Raises PinNotFound for an UnpinPrefix without a pin. Raises
         ProcessNotFound where a ProfileProcess, DrainWorker or SetRole names no live process."""
         match event:
             case MessageReceived(envelope=envelope):
@@ -193,7 +193,7 @@ class RouterState:
                 self._request_snapshots(self._kv_index.apply_batch(batch, now))
             case KvSnapshot(holder=holder, part=part):
                 self._request_snapshots(self._kv_index.apply_snapshot(holder, part, now))
-            case Submit():
+            case GenerationRequest():
                 self._manager.submit(event, now)
             case PinPrefix():
                 self._pinner.pin_prefix(event, now)
@@ -648,7 +648,7 @@ class RouterState:
         if not self._config.model.lora_modules:
             return []
         queue = self._admission.queue
-        return sorted({one.adapter for one in self._manager if one.adapter and (one in queue) == queued})
+        return sorted({one.spec.adapter for one in self._manager if one.spec.adapter and (one in queue) == queued})
 
     def stats(self) -> RouterStats:
         counts, queue = self._counts, self._admission.queue

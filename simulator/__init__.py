@@ -1,6 +1,6 @@
 """The cluster in virtual time: the real states of router, workers and stores. Everything else is only a duration.
 
-    workloads ──Submit──▶ router ⇄ workers ⇄ stores        each a process around its real state
+    workloads ──request─▶ router ⇄ workers ⇄ stores        each a process around its real state
         ▲                    │        timing: what a step, a copy, a message takes
         └──── measure ◀──────┘        clock: nothing else knows what time it is
 

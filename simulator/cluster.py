@@ -15,7 +15,8 @@ from functools import partial
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.messages import ModelCard, Namespace, Peer, Role, SamplingParams, WorkerRole
-from router.events import RequestEnded, Submit
+from router.events import RequestEnded
+from router.generation_request import GenerationRequest
 from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from simulator.adversary import AdversarialAgenda, AdversarialNetwork, Adversary
@@ -305,8 +306,8 @@ class SimulatedCluster:
             home, router = chosen, self.routers[chosen]
         self._homes[name] = home
         router.submit(
-            Submit(
-                request=name,
+            GenerationRequest(
+                name=name,
                 tokens=arrival.tokens(),
                 sampling=_SAMPLING,
                 received=self.agenda.now,

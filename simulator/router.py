@@ -9,7 +9,8 @@ from baton.clock import Tick
 from baton.config import Config
 from baton.messages import Envelope, Peer, Snapshot
 from kvstore.events.wire_format import KvEventBatch
-from router.events import KvEvents, KvSnapshot, MessageReceived, RequestEnded, Submit
+from router.events import KvEvents, KvSnapshot, MessageReceived, RequestEnded
+from router.generation_request import GenerationRequest
 from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
@@ -46,7 +47,7 @@ class SimulatedRouter(RouterShell):
     def now(self) -> float:
         return self._agenda.now
 
-    def submit(self, submit: Submit) -> None:
+    def submit(self, submit: GenerationRequest) -> None:
         self.tell(submit)
 
     def hear(self, envelope: Envelope[Any], spacing: float) -> None:

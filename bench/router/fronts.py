@@ -35,9 +35,9 @@ from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_server import GenerationServicer
 from router.frontend.identity import Gatekeeper
 from router.frontend.output_stream import OutputStream, StopVerdict
-from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel, load
 from router.frontend.tokenizer_threads import TokenizerThreads
+from router.generation_request import GenerationRequest
 from router.tracing.request_spans import RequestSpans
 
 _PROCESS_CLOCK = 2  # CPUCLOCK_SCHED, of <linux/posix-timers.h>
@@ -102,18 +102,10 @@ class FakeDriver:
         return "fp_0"
 
     def submit(
-        self,
-        validated: ValidatedRequest,
-        received: float,
-        deadline: float | None,
-        tenant: str = "",
-        *,
-        cached_on: str = "",
-        leader: OutputStream | None = None,
-        spans: RequestSpans | None = None,
+        self, request: GenerationRequest, *, leader: OutputStream | None = None, spans: RequestSpans | None = None
     ) -> OutputStream:
-        stream = OutputStream("r", TextStream(self.model.tokenizer, validated.prompt, (), frozenset()))
-        self._engine.add(stream, validated.max_tokens or 1)
+        stream = OutputStream("r", TextStream.of(self.model.tokenizer, request))
+        self._engine.add(stream, request.max_tokens or 1)
         return stream
 
     def abandon(self, stream: OutputStream) -> None:

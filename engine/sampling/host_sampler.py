@@ -234,8 +234,7 @@ def _keep(ranked: _Ranked, draw: TokenDraw) -> int | None:
             return None
         width = min(nucleus, width)
         open_end = False
-    if draw.min_p > 0:
-        limit = logits[0] + min_p_logit(draw)
+    if (limit := logits[0] + min_p_logit(draw)) > -math.inf:
         if open_end and limit <= edge:
             return None
         width = min(width, max(1, _count_from(logits, limit)))

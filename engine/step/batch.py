@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from baton.messages import DrawParams, SamplingParams
 from engine.step.block_table import BlockTable, Ints
 
 Floats = npt.NDArray[np.float32]
@@ -77,24 +78,26 @@ class LogitsEdits(Struct, frozen=True, gc=False):
     lowered: tuple[Ints, Floats] | None = None  # subtracted
 
 
-class TokenDraw(Struct, frozen=True, gc=False):
+class TokenDraw(DrawParams, frozen=True, gc=False):
     """How to choose a token, and which random numbers to choose it with.
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 filter nothing. `index` tells apart the outputs that one
+    `index` tells apart the outputs that one
     request asked for from one seed. `logprobs` is how many of the likeliest tokens to report beside the chosen one;
     None reports no log-probability at all. `edits` change the logits before anything else. Only tokens of `mask` may be
     chosen. A mask that is late leaves its chunk without a token.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     seed: int = 0
     index: int = 0
     logprobs: int | None = None
     edits: LogitsEdits | None = None
     mask: TokenMask | None = None
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> TokenDraw:
+        """Return the draw that a request asks for, without changes to the logits."""
+        numbers = (getattr(sampling, name) for name in DrawParams.__struct_fields__)
+        return cls(*numbers, seed=sampling.seed, logprobs=sampling.logprobs)
 
 
 class Sampled(Struct, frozen=True, gc=False):

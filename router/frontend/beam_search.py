@@ -8,11 +8,11 @@ a recompute and changes nothing else, because a beam is its tokens.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
-from msgspec.structs import replace as changed
+from msgspec.structs import replace
 
 from baton.messages import SamplingParams
 from kvstore.keys import pack_tokens
@@ -20,13 +20,7 @@ from router.events import Finished, RequestEnded, Summary, Usage
 from router.frontend.beams import Beam, BeamSearch, FinishedBeam
 from router.frontend.output_stream import Output, OutputStream
 from router.frontend.parallel_sampling import Result, collect
-from router.frontend.request_parsing import ValidatedRequest
-
-
-class SubmitStep(Protocol):
-    """Begins with one step of a beam; `cached_on` is the decode worker of the step before."""
-
-    def __call__(self, validated: ValidatedRequest, *, cached_on: str) -> OutputStream: ...
+from router.generation_request import GenerationRequest
 
 
 class TextOf(Protocol):
@@ -36,16 +30,16 @@ class TextOf(Protocol):
 
 
 async def beam_search(
-    validated: ValidatedRequest,
-    submit: SubmitStep,
+    request: GenerationRequest,
+    submit: Callable[[GenerationRequest], OutputStream],
     abandon: Callable[[OutputStream], None],
     text_of: TextOf,
     now: Callable[[], float],
 ) -> list[Result]:
     """Search, and return the `n` best outputs, best first. Raises the error that a step ends in."""
-    assert validated.length_penalty is not None
-    assert validated.max_tokens is not None
-    search = BeamSearch(validated.best_of, validated.max_tokens, validated.stop_token_ids, validated.length_penalty)
+    assert request.length_penalty is not None
+    assert request.max_tokens is not None
+    search = BeamSearch(request.best_of, request.max_tokens, request.stop_token_ids, request.length_penalty)
     sampling = SamplingParams(temperature=0, logprobs=search.alternatives)
     workers: list[str] = [""]
     first: RequestEnded | None = None
@@ -53,7 +47,7 @@ async def beam_search(
         streams: list[OutputStream] = []
         try:
             for beam in search.running:
-                streams.append(submit(_step(validated, sampling, beam), cached_on=workers[beam.parent]))
+                streams.append(submit(_step(request, sampling, beam, workers[beam.parent])))
                 await asyncio.sleep(0)  # many beams of a long prompt take a while
             results = await asyncio.gather(*map(collect, streams))
         finally:
@@ -64,28 +58,28 @@ async def beam_search(
         workers = [stream.worker for stream in streams]
         search.extend([result.output.logprobs[0].top for result in results])
     assert first is not None
-    return [_result(output, first, validated, text_of, now()) for output in search.outputs[: validated.n]]
+    return [_result(output, first, request, text_of, now()) for output in search.outputs[: request.n]]
 
 
-def _step(validated: ValidatedRequest, sampling: SamplingParams, beam: Beam) -> ValidatedRequest:
-    """The request for a beam's next token."""
+def _step(request: GenerationRequest, sampling: SamplingParams, beam: Beam, worker: str) -> GenerationRequest:
+    """The request for a beam's next token. `worker` computed the one before."""
     return replace(
-        validated,
-        tokens=validated.tokens + pack_tokens(beam.tokens),
-        prompt=[*validated.prompt, *beam.tokens],
+        request,
+        tokens=request.tokens + pack_tokens(beam.tokens),
         sampling=sampling,
         max_tokens=1,
         stop_token_ids=(),
-        ttft=validated.ttft if not beam.tokens else None,
+        ttft=request.ttft if not beam.tokens else None,
+        cached_on=worker,
     )
 
 
 def _result(
-    output: FinishedBeam, first: RequestEnded, validated: ValidatedRequest, text_of: TextOf, now: float
+    output: FinishedBeam, first: RequestEnded, request: GenerationRequest, text_of: TextOf, now: float
 ) -> Result:
-    beam, asked, summary = output.beam, validated.sampling.logprobs, first.summary
-    told = [] if asked is None else [changed(one, top=one.top[:asked]) for one in beam.logprobs]
-    usage = Usage(len(validated.prompt), summary.usage.cached, len(beam.tokens))
-    account = Summary(replace(summary.timeline, ended=now), summary.submitted, usage, summary.served)
-    ended = changed(first, outcome=Finished(output.reason), summary=account)
+    beam, asked, summary = output.beam, request.sampling.logprobs, first.summary
+    told = [] if asked is None else [replace(one, top=one.top[:asked]) for one in beam.logprobs]
+    usage = Usage(request.prompt, summary.usage.cached, len(beam.tokens))
+    account = Summary(dataclasses.replace(summary.timeline, ended=now), summary.submitted, usage, summary.served)
+    ended = replace(first, outcome=Finished(output.reason), summary=account)
     return Result(Output(text_of(beam.tokens), list(beam.tokens), told), ended)

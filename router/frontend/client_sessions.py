@@ -51,16 +51,17 @@ from router.events import (
     Shutdown,
     StopMatched,
     StopProfile,
-    Submit,
     Subscribe,
     UnpinPrefix,
     Unsubscribe,
 )
+from router.frontend.detokenizer import TextStream
 from router.frontend.metric_samples import heartbeat_age, metric_samples
 from router.frontend.output_stream import OutputStream, StopVerdict
-from router.frontend.request_parsing import ValidatedPin, ValidatedRequest
+from router.frontend.request_parsing import ValidatedPin
 from router.frontend.served_model import ServedModel
 from router.frontend.vllm_metrics import EngineLoad, VllmMetrics
+from router.generation_request import GenerationRequest
 from router.requests.explain import RequestRecord
 from router.requests.hops import ttft_hops
 from router.state import ProcessView, RouterState, RouterStats
@@ -118,8 +119,10 @@ class RouterDriver:
         self._pinning: dict[str, asyncio.Future[Pinned | Failed | Cancelled]] = {}
         self._last_token: dict[str, float] = {}
         self._max_tokens: dict[str, int | None] = {}
-        self._followers: dict[str, list[Submit]] = {}  # by their leader's name, until its first token
-        self._due_followers: deque[Submit] = deque()  # whose leader has one: each begins in a turn of the loop
+        self._followers: dict[str, list[GenerationRequest]] = {}  # by their leader's name, until its first token
+        self._due_followers: deque[GenerationRequest] = (
+            deque()
+        )  # whose leader has one: each begins in a turn of the loop
         self._spans: dict[str, RequestSpans] = {}  # of requests that are traced
         self._load_due = float("-inf")
         self._heartbeat_age: Mapping[Labels, float] = {}
@@ -133,55 +136,30 @@ class RouterDriver:
     # --- clients -----------------------------------------------------------------------------------------------------
 
     def submit(
-        self,
-        validated: ValidatedRequest,
-        received: float,
-        deadline: float | None,
-        tenant: str = "",
-        *,
-        cached_on: str = "",
-        leader: OutputStream | None = None,
-        spans: RequestSpans | None = None,
+        self, request: GenerationRequest, *, leader: OutputStream | None = None, spans: RequestSpans | None = None
     ) -> OutputStream:
-        """Begin with a request of a tenant; its output and its end come through the stream.
+        """Begin with a request; its output and its end come through the stream.
 
-        `cached_on`: the decode worker that has just computed its prompt. `leader`: another sample of the same prompt.
-        The request begins when the leader's prompt is computed, at its first token, to share its pages. If the leader
-        fails before that, so does the request. `spans` are told of its beginning and its end. Raises Unavailable once
-        the router is stopping."""
+        `leader`: another sample of the same prompt. The request begins when the leader's prompt is computed, at its
+        first token, to share its pages. If the leader fails before that, so does the request. `spans` are told of its
+        beginning and its end. Raises Unavailable once the router is stopping."""
         if self.stopping and self.config.cluster.routers == 1:  # else only connections that are still open send any
             raise Unavailable("the router is stopping; ask again, or ask another router")
         # A client may use a name twice, here and at another router; the cluster never does.
-        name = f"{validated.request_id}-{self._number()}"
-        text = validated.text_stream(self.model.tokenizer, validated.stops)
+        request = replace(request, name=f"{request.name}-{self._number()}")
+        name = request.name
+        text = TextStream.of(self.model.tokenizer, request, request.stops)
         stream = self._streams[name] = OutputStream(name, text)
-        self._max_tokens[name] = validated.max_tokens
+        self._max_tokens[name] = request.max_tokens
         if spans is not None:
             spans.begun()
             self._spans[name] = spans
-        order = Submit(
-            request=name,
-            tokens=validated.tokens,
-            sampling=validated.sampling,
-            received=received,
-            max_tokens=validated.max_tokens,
-            stop_token_ids=validated.stop_token_ids,
-            tenant=tenant,
-            salt=validated.salt,
-            adapter=validated.adapter,
-            priority=validated.priority,
-            deadline=deadline,
-            ttft=validated.ttft,
-            tpot=validated.tpot,
-            affinity=validated.affinity,
-            cached_on=cached_on,
-        )
         if leader is None:
-            self.handle(order)
+            self.handle(request)
         elif leader.name in self._streams and leader.name not in self._last_token:
-            self._followers.setdefault(leader.name, []).append(order)
+            self._followers.setdefault(leader.name, []).append(request)
         else:  # it has its first token, or has ended
-            self.handle(replace(order, cached_on=leader.worker, ttft=None))
+            self.handle(replace(request, cached_on=leader.worker, ttft=None))
         return stream
 
     def abandon(self, stream: OutputStream) -> None:
@@ -193,9 +171,9 @@ class RouterDriver:
     def _drop_follower(self, name: str) -> bool:
         """Forget a request whose leader has no token yet; whether it was one."""
         for waiting in (*self._followers.values(), self._due_followers):
-            for order in waiting:
-                if order.request == name:
-                    waiting.remove(order)
+            for request in waiting:
+                if request.name == name:
+                    waiting.remove(request)
                     del self._streams[name], self._max_tokens[name]
                     if (spans := self._spans.pop(name, None)) is not None:
                         spans.forgotten()
@@ -368,9 +346,9 @@ class RouterDriver:
         if stream is not None:
             stream.end(end)
         for follower in self._followers.pop(end.request, ()):
-            self._max_tokens.pop(follower.request, None)
-            self._streams.pop(follower.request).end(RequestEnded(follower.request, end.outcome, end.summary))
-            if (spans := self._spans.pop(follower.request, None)) is not None:
+            self._max_tokens.pop(follower.name, None)
+            self._streams.pop(follower.name).end(RequestEnded(follower.name, end.outcome, end.summary))
+            if (spans := self._spans.pop(follower.name, None)) is not None:
                 spans.forgotten()
         if (spans := self._spans.pop(end.request, None)) is not None:
             spans.ended(end, self._record(end.request))

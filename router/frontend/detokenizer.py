@@ -20,6 +20,9 @@ from tokenizers import Tokenizer as _Tokenizer
 from tokenizers import models
 
 from baton.errors import ModelError
+from baton.messages import TOKEN_BYTES
+from kvstore.keys import unpack_tokens
+from router.generation_request import DEFAULT_TEXT, GenerationRequest, TextOptions
 
 LOST = "\N{REPLACEMENT CHARACTER}"
 """Stands for bytes that are no character."""
@@ -347,19 +350,6 @@ class Piece:
     stopped: bool = False
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """How an output becomes text."""
-
-    min_tokens: int = 0  # no stop string counts in the text of the tokens before
-    include_stop: bool = False  # the stop string that ends the output stays at its end
-    special_tokens: bool = False  # they are in the text
-    shown: frozenset[int] = frozenset()  # special tokens that are in the text in any case
-
-
-DEFAULT_TEXT = TextOptions()
-
-
 class TextStream:
     """One request's output as text. Without a tokenizer there is no text, and tokens pass through."""
 
@@ -381,6 +371,12 @@ class TextStream:
         self._unstoppable = options.min_tokens
         self._include_stop = options.include_stop
         self.stop: str | None = None  # the stop string that ended the output
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, request: GenerationRequest, stops: Sequence[str] = ()) -> TextStream:
+        """Return what turns an output of a request into text."""
+        end = unpack_tokens(request.tokens[-TOKEN_BYTES * (_CONTEXT + _BYTES_OF_CHARACTER) :])
+        return cls(tokenizer, end, stops, frozenset(request.stop_token_ids), request.text)
 
     def feed(self, tokens: Sequence[int]) -> Piece:
         if self._detokenizer is None:

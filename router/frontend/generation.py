@@ -1,32 +1,33 @@
 """The way of every door's requests: checked, tokenized where that takes no other request's time, submitted, abandoned.
 
-A door (gRPC, HTTP) turns its client's request into a `GenerateRequest` of `baton.v1` and the output into its own
-answer. Nothing behind this module learns which door a request came through.
+A door (gRPC, HTTP) reads the fields that its client has set, and turns the output into its own answer. Nothing behind
+this module learns which door a request came through.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from baton.clock import Clock
 from baton.errors import BatonError, ContextTooLong
-from baton.v1 import generation_pb2
 from router.frontend.beam_search import TextOf, beam_search
 from router.frontend.beams import check_width
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.detokenizer import TextStream
 from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.identity import caller
 from router.frontend.output_stream import OutputStream
 from router.frontend.parallel_sampling import ReadableStream, ResultSet, best_of
-from router.frontend.request_parsing import ValidatedRequest, parse_generate_request
+from router.frontend.request_parsing import Fields, generation_request
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads
+from router.generation_request import GenerationRequest
 from router.tracing.origin import origin
 from router.tracing.request_spans import RequestSpans, SpanSink
 from router.tracing.span import Value
@@ -38,7 +39,7 @@ T = TypeVar("T")
 class Generation:
     """One output under way. Call `close` when its client needs no more of it."""
 
-    validated: ValidatedRequest
+    request: GenerationRequest
     stream: ReadableStream
     close: Callable[[], None]  # cancels what has not ended
 
@@ -81,73 +82,67 @@ class GenerationService:
         return self.driver.fingerprint(self.model.adapter_of(model))
 
     async def start(
-        self, request: generation_pb2.GenerateRequest, request_id: str, received: float, deadline: float | None = None
+        self, name: str, received: float, size: int, read: Callable[[], Fields], deadline: float | None = None
     ) -> list[Generation]:
         """Check and submit a request of this task's caller that came at `received`. Return its outputs, one for each
-        that the client gets. Times are seconds of the clock. Raises BatonError."""
-        spans = self._traced(request_id, received)
+        that the client gets. `read` returns its fields, whose size is about so many bytes. Times are seconds of the
+        clock. Raises BatonError."""
+        spans = self._traced(name, received)
         try:
-            return await self._start(request, request_id, received, deadline, spans)
+            request = await self._checked(name, size, read)
+            request = replace(request, received=received, deadline=deadline, tenant=caller.get().tenant)
+            if spans is not None:
+                spans.add_attributes(_asked(request), 1 if request.length_penalty is not None else request.best_of)
+            return await self._begun(request, spans)
         except BatonError as error:
             if spans is not None:
                 spans.refused(error, self.clock.now())
             raise
 
-    async def _start(
-        self,
-        request: generation_pb2.GenerateRequest,
-        request_id: str,
-        received: float,
-        deadline: float | None,
-        spans: RequestSpans | None,
-    ) -> list[Generation]:
-        validated = await self._check(request, request_id)
-        complete: Callable[[], None] | None = None
-        submit = partial(self.driver.submit, received=received, deadline=deadline, tenant=caller.get().tenant)
-        if spans is not None:
-            spans.add_attributes(_asked(validated), 1 if validated.length_penalty is not None else validated.best_of)
-            submit, complete = partial(submit, spans=spans), spans.complete
-        if validated.length_penalty is not None:
-            search = beam_search(validated, submit, self.driver.abandon, self._text_of(validated), self.clock.now)
-            return _chosen(validated, ResultSet(validated.n, received, search, complete))
-        asked = validated.sampling.logprobs
-        if validated.best_of > validated.n and asked is None:  # the choice needs them
-            validated = replace(validated, sampling=structs.replace(validated.sampling, logprobs=0))
-        streams = await self._submitted(validated, submit)
+    async def _begun(self, request: GenerationRequest, spans: RequestSpans | None) -> list[Generation]:
+        complete = None if spans is None else spans.complete
+        submit = partial(self.driver.submit, spans=spans)
+        if request.length_penalty is not None:
+            search = beam_search(request, submit, self.driver.abandon, self._text_of(request), self.clock.now)
+            return _chosen(request, ResultSet(request.n, request.received, search, complete))
+        logprobs = request.sampling.logprobs
+        if request.best_of > request.n and logprobs is None:  # the choice needs them
+            request = replace(request, sampling=replace(request.sampling, logprobs=0))
+        streams = await self._submitted(request, submit)
         if complete is not None:
             complete()
-        if validated.best_of > validated.n:
-            choice = best_of(streams, validated.n, asked, self.driver.abandon)
-            return _chosen(validated, ResultSet(validated.n, received, choice))
+        if request.best_of > request.n:
+            choice = best_of(streams, request.n, logprobs, self.driver.abandon)
+            return _chosen(request, ResultSet(request.n, request.received, choice))
         return [
-            Generation(validated.sample(number), stream, partial(self._close, stream))
+            Generation(request.sample(number), stream, partial(self._close, stream))
             for number, stream in enumerate(streams)
         ]
 
-    async def _check(self, request: generation_pb2.GenerateRequest, request_id: str) -> ValidatedRequest:
-        """Check a request of this task's caller. Raises BatonError."""
-        check = partial(parse_generate_request, request, request_id, self.model, self.driver.draw_seed)
-        validated: ValidatedRequest = await self.apart(request.ByteSize(), check)
+    async def _checked(self, name: str, size: int, read: Callable[[], Fields]) -> GenerationRequest:
+        """Return the checked request of this task's caller. Raises BatonError."""
+        model, draw_seed = self.model, self.driver.draw_seed
+        request = await self.apart(size, lambda: generation_request(read(), name, model, draw_seed))
         who = caller.get()
-        if who.max_prompt_tokens is not None and len(validated.prompt) > who.max_prompt_tokens:
+        if who.max_prompt_tokens is not None and request.prompt > who.max_prompt_tokens:
             raise ContextTooLong(
-                f"a prompt of {len(validated.prompt)} tokens exceeds the {who.max_prompt_tokens} that the API key "
+                f"a prompt of {request.prompt} tokens exceeds the {who.max_prompt_tokens} that the API key "
                 f"{who.name!r} may send"
             )
-        if validated.length_penalty is not None:
-            check_width(validated.best_of, len(validated.stop_token_ids))
-        if (grammar := validated.sampling.grammar) is not None:
-            checked = structs.replace(validated.sampling, grammar=await self._grammars.check(grammar, who.tenant))
-            validated = replace(validated, sampling=checked)
-        return validated
+        if request.length_penalty is not None:
+            check_width(request.best_of, len(request.stop_token_ids))
+        if (grammar := request.sampling.grammar) is not None:
+            grammar = await self._grammars.check(grammar, who.tenant)
+            return replace(request, sampling=replace(request.sampling, grammar=grammar))
+        return request
 
-    async def _submitted(self, validated: ValidatedRequest, submit: Callable[..., OutputStream]) -> list[OutputStream]:
+    async def _submitted(self, request: GenerationRequest, submit: Callable[..., OutputStream]) -> list[OutputStream]:
         """Submit each sample in a turn of its own: many samples of a long prompt take a while."""
-        streams = [submit(validated.sample(0))]
+        streams = [submit(request.sample(0))]
         try:
-            for number in range(1, validated.best_of):
+            for number in range(1, request.best_of):
                 await asyncio.sleep(0)
-                streams.append(submit(validated.sample(number), leader=streams[0]))
+                streams.append(submit(request.sample(number), leader=streams[0]))
             await asyncio.sleep(0)
         except BaseException:
             for stream in streams:
@@ -168,11 +163,11 @@ class GenerationService:
         if not stream.ended:
             self.driver.abandon(stream)
 
-    def _text_of(self, validated: ValidatedRequest) -> TextOf:
+    def _text_of(self, request: GenerationRequest) -> TextOf:
         """The text of a whole output."""
 
         def text_of(tokens: tuple[int, ...]) -> str:
-            text = validated.text_stream(self.model.tokenizer)
+            text = TextStream.of(self.model.tokenizer, request)
             return text.feed(tokens).text + text.flush().text
 
         return text_of
@@ -182,21 +177,21 @@ class GenerationService:
         return await self._tokenizing.run(size, work, caller.get().tenant)
 
 
-def _chosen(validated: ValidatedRequest, results: ResultSet) -> list[Generation]:
-    return [Generation(validated, stream, results.close) for stream in results.streams]
+def _chosen(request: GenerationRequest, results: ResultSet) -> list[Generation]:
+    return [Generation(request, stream, results.close) for stream in results.streams]
 
 
-def _asked(validated: ValidatedRequest) -> dict[str, Value]:
+def _asked(request: GenerationRequest) -> dict[str, Value]:
     """What a request asks for, as its span tells it."""
-    sampling = validated.sampling
+    sampling = request.sampling
     told: dict[str, Value] = {
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.n": validated.n,
-        "baton.priority": validated.priority,
+        "gen_ai.request.n": request.n,
+        "baton.priority": request.priority,
     }
     if sampling.top_k:
         told["gen_ai.request.top_k"] = sampling.top_k
-    if validated.max_tokens is not None:
-        told["gen_ai.request.max_tokens"] = validated.max_tokens
+    if request.max_tokens is not None:
+        told["gen_ai.request.max_tokens"] = request.max_tokens
     return told

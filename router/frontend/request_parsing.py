@@ -1,81 +1,43 @@
-"""From public requests to what the state is told: every field checked, every default filled in, the seed drawn.
+"""From the fields of a request to what the state is told: every field checked, every default filled in.
 
-What needs no knowledge of the cluster is checked here, by field and value; the rest is the state's to check.
+A door gives the fields that its client has set, by their names in `baton.v1.GenerateRequest`. What needs no knowledge
+of the cluster is checked here, by field and value; the rest is the state's to check.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-import msgspec
+from google.protobuf.message import Message
+from msgspec.structs import replace
 
 from baton.errors import ContextTooLong, InvalidRequest, shown
 from baton.messages import MAX_TRACE_STEPS, LogitsRules, SamplingParams, WorkerRole
 from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
-from router.frontend.detokenizer import DEFAULT_TEXT, TextOptions, TextStream, Tokenizer
 from router.frontend.grammar_parsing import grammar_of
+from router.frontend.parameter_bounds import check_bounds
 from router.frontend.prompt_tokens import kept_tokens, tokenized
 from router.frontend.served_model import ServedModel
+from router.generation_request import GenerationRequest, TextOptions
 
-MAX_STOPS = 16
+Fields: TypeAlias = Mapping[str, Any]
+"""The fields that a client has set, by their names in `baton.v1.GenerateRequest`. A message is a mapping, too."""
+
 _MAX_STOP_LENGTH = 1_000
-_MAX_STOP_TOKENS = 1_000
-_MAX_SHOWN = 64
-_MAX_LOGPROBS = 20
-MAX_SAMPLES = 128  # of one prompt
 _MAX_PROMPT_LOGPROBS = 2**20  # values of one request; each takes about 120 bytes here until its client reads it
-_MAX_PENALTY = 2
-_MAX_LENGTH_PENALTY = 10  # an exponent of the output's length
-_MIN_REPETITION, _MAX_REPETITION = 1e-6, 1e6  # beyond these a logit of float32 may become infinite
-_MAX_BIAS, _MAX_BIASES = 100, 1_024
-_MAX_BAD_WORDS, _MAX_BAD_CHARACTERS = 1_000, 65_536
-_MAX_SEED = 2**63 - 1
+_MAX_BIAS = 100
+_MAX_BAD_CHARACTERS = 65_536
 _MAX_ID = 80
 _MAX_SALT, _NOT_IN_SALT = 128, frozenset("@/\\\0")
 _DEFAULT_STEPS = 100
 _DEFAULT_TTL_MS = 3_600_000
 _MIN_TTL_MS, _MAX_TTL_MS = 1_000, 7 * 24 * 3_600_000
-
-
-@dataclass(frozen=True)
-class ValidatedRequest:
-    """A checked request, before it has a name."""
-
-    tokens: bytes  # packed
-    prompt: Sequence[int]
-    sampling: SamplingParams
-    max_tokens: int | None
-    stops: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    request_id: str  # the client's name for it, or one that we made
-    priority: int
-    ttft: float | None  # objective, seconds
-    tpot: float | None  # the same
-    affinity: str  # a key, or ""
-    salt: str = ""  # of its page keys, beside its tenant
-    adapter: str = ""  # name of its LoRA adapter; "": the plain model
-    text: TextOptions = DEFAULT_TEXT
-    n: int = 1  # outputs for the client, ...
-    best_of: int = 1  # ... the best of so many, which are also the beams of a search
-    length_penalty: float | None = None  # of a beam search; none: tokens are drawn
-
-    def text_stream(self, tokenizer: Tokenizer | None, stops: Sequence[str] = ()) -> TextStream:
-        """Return what turns an output's tokens into text."""
-        return TextStream(tokenizer, self.prompt, stops, frozenset(self.stop_token_ids), self.text)
-
-    def sample(self, number: int) -> ValidatedRequest:
-        """The request for one of several samples."""
-        seed = (self.sampling.seed + number) & _MAX_SEED
-        sampling = msgspec.structs.replace(
-            self.sampling, seed=seed, prompt_logprobs=self.sampling.prompt_logprobs if number == 0 else None
-        )
-        return replace(self, sampling=sampling)
 
 
 @dataclass(frozen=True)
@@ -135,83 +97,78 @@ def _checked(field: str, given: str) -> str:
     return given
 
 
-def parse_generate_request(
-    request: pb.GenerateRequest, request_id: str, model: ServedModel, draw_seed: Callable[[], int]
-) -> ValidatedRequest:
+def message_fields(message: Message) -> Fields:
+    """Return the fields that are set in a message of gRPC."""
+    return {
+        field.name: message_fields(value) if isinstance(value, Message) else value
+        for field, value in message.ListFields()
+    }
+
+
+def generation_request(
+    fields: Fields, name: str, model: ServedModel, draw_seed: Callable[[], int]
+) -> GenerationRequest:
     """Check a request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
-    model.check(request.model)
-    if len(request.stop_token_ids) > _MAX_STOP_TOKENS:
-        raise InvalidRequest(
-            f"stop_token_ids has {len(request.stop_token_ids)} tokens; at most {_MAX_STOP_TOKENS} are allowed"
-        )
-    stop_ids = tuple(dict.fromkeys(request.stop_token_ids))
-    if bad := [token for token in stop_ids if token >= model.limits.vocab_size]:
-        raise InvalidRequest(f"stop_token_ids has {bad[0]}, and the vocabulary ends at {model.limits.vocab_size - 1}")
-    sampling, stops = _sampling(request, model, draw_seed), _stops(request, model)
-    prompt = _prompt(request, model, _kept(request, model))  # the only check that may take long comes last
+    model.check(fields.get("model"))
+    check_bounds(fields)
+    # Floats have 32 bits at every door, so that one request draws the same tokens at each.
+    given: dict[str, Any] = {
+        name: c_float(value).value if isinstance(value, float) else value for name, value in fields.items()
+    }
+    stop_ids = tuple(dict.fromkeys(given.get("stop_token_ids", ())))
+    for token in stop_ids:
+        _check_token("stop_token_ids", token, model)
+    sampling, stops = _sampling(given, model, draw_seed), _stops(given, model)
+    prompt = _prompt(given, model)  # the only check that may take long comes last
     _check_prompt_logprobs(sampling, len(prompt))
-    n, best_of = _samples(request)
-    penalty = _length_penalty(request, sampling)
+    n = given.get("n", 1)
+    if (best_of := given.get("best_of", n)) < n:
+        raise InvalidRequest(f"best_of is {best_of}; it must be at least n, which is {n}")
     # Behind a grammar's last token an end-of-sequence token comes in any case; the worker knows of `ignore_eos`.
-    eos = () if request.ignore_eos and sampling.grammar is None else model.eos
-    return ValidatedRequest(
+    eos = () if given.get("ignore_eos") and sampling.grammar is None else model.eos
+    return GenerationRequest(
+        name=name,
         tokens=pack_tokens(prompt),
-        prompt=prompt,
         sampling=sampling,
-        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-        stops=stops,
+        max_tokens=given.get("max_tokens"),
         stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
-        request_id=request_id,
-        priority=request.priority,
-        ttft=_objective("ttft_ms", request),
-        tpot=_objective("tpot_ms", request),
-        affinity=_checked("affinity", request.affinity),
-        salt=_salt(request.cache_salt),
-        adapter=model.adapter_of(request.model),
-        text=TextOptions(request.min_tokens, request.include_stop, request.special_tokens, _shown(request)),
+        salt=_salt(given.get("cache_salt", "")),
+        adapter=model.adapter_of(given.get("model")),
+        priority=given.get("priority", 0),
+        ttft=_seconds(given.get("ttft_ms")),
+        tpot=_seconds(given.get("tpot_ms")),
+        affinity=_checked("affinity", given.get("affinity", "")),
+        stops=stops,
+        text=TextOptions(
+            given.get("min_tokens", 0),
+            given.get("include_stop", False),
+            given.get("special_tokens", False),
+            frozenset(given.get("shown_special_tokens", ())),
+        ),
         n=n,
         best_of=best_of,
-        length_penalty=penalty,
+        length_penalty=_length_penalty(given, sampling),
     )
 
 
-def _samples(request: pb.GenerateRequest) -> tuple[int, int]:
-    """Outputs for the client, and outputs to choose them from."""
-    n = request.n if request.HasField("n") else 1
-    best_of = request.best_of if request.HasField("best_of") else n
-    if not 1 <= n <= MAX_SAMPLES:
-        raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_SAMPLES}")
-    if not n <= best_of <= MAX_SAMPLES:
-        raise InvalidRequest(f"best_of is {best_of}; it must be from n, which is {n}, to {MAX_SAMPLES}")
-    return n, best_of
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1_000
 
 
-def _length_penalty(request: pb.GenerateRequest, sampling: SamplingParams) -> float | None:
+def _length_penalty(given: Fields, sampling: SamplingParams) -> float | None:
     """The length penalty of a beam search; none without one. Raises InvalidRequest for what a search can't honour."""
-    if not request.HasField("beam_search"):
+    if (search := given.get("beam_search")) is None:
         return None
-    penalty = request.beam_search.length_penalty if request.beam_search.HasField("length_penalty") else 1.0
-    if not -_MAX_LENGTH_PENALTY <= penalty <= _MAX_LENGTH_PENALTY:
-        raise InvalidRequest(
-            f"length_penalty is {penalty}; it must be from -{_MAX_LENGTH_PENALTY} to {_MAX_LENGTH_PENALTY}"
-        )
-    if not request.HasField("max_tokens"):
+    check_bounds(search)
+    if "max_tokens" not in given:
         raise InvalidRequest("a beam search needs max_tokens")
     unserved = (sampling.rules, sampling.prompt_logprobs, sampling.grammar)
-    if request.stop or any(each is not None for each in unserved):
+    if given.get("stop") or any(each is not None for each in unserved):
         raise InvalidRequest(
             "a beam search knows no stop strings, prompt_logprobs, structured output, penalties, bias or rules for "
             "tokens; leave them out, or use stop_token_ids"
         )
-    return penalty
-
-
-def _shown(request: pb.GenerateRequest) -> frozenset[int]:
-    if len(request.shown_special_tokens) > _MAX_SHOWN:
-        raise InvalidRequest(
-            f"shown_special_tokens has {len(request.shown_special_tokens)} tokens; at most {_MAX_SHOWN} are allowed"
-        )
-    return frozenset(request.shown_special_tokens)
+    return c_float(search.get("length_penalty", 1.0)).value
 
 
 def parse_pin_request(request: cache_pb2.PinPrefixRequest, pin: str, model: ServedModel) -> ValidatedPin:
@@ -222,7 +179,9 @@ def parse_pin_request(request: cache_pb2.PinPrefixRequest, pin: str, model: Serv
         raise InvalidRequest(f"ttl_ms is {ttl_ms}; it must be from {_MIN_TTL_MS} (1 second) to {_MAX_TTL_MS} (7 days)")
     tenant, salt = _checked("tenant", request.tenant), _salt(request.cache_salt)
     adapter = model.adapter_of(request.model)
-    return ValidatedPin(pack_tokens(_prompt(request, model)), pin, ttl_ms / 1_000, tenant, salt, adapter)
+    return ValidatedPin(
+        pack_tokens(_prompt(message_fields(request), model)), pin, ttl_ms / 1_000, tenant, salt, adapter
+    )
 
 
 def _salt(given: str) -> str:
@@ -234,76 +193,29 @@ def _salt(given: str) -> str:
     return given
 
 
-def _kept(request: pb.GenerateRequest, model: ServedModel) -> int | None:
-    """Return how many of the prompt's last tokens are kept; None: all. Raises InvalidRequest."""
-    asked = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
-    return kept_tokens(asked, request.max_tokens, model.limits.max_context)
-
-
-def _prompt(
-    request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: ServedModel, keep: int | None = None
-) -> Sequence[int]:
-    """Return its last `keep` tokens, or all. Raises InvalidRequest. Raises ContextTooLong before any work per token,
-    which would keep the router from other requests for seconds."""
-    tokens = _tokens(request, model, keep)
-    if len(tokens) > model.limits.max_context:
-        raise ContextTooLong(
-            f"a prompt of {len(tokens)} tokens exceeds the model's context of {model.limits.max_context}"
-        )
+def _prompt(given: Fields, model: ServedModel) -> Sequence[int]:
+    """Return the prompt's tokens, or the last that are to be kept. Raises InvalidRequest. Raises ContextTooLong before
+    any work per token, which would keep the router from other requests for seconds."""
+    most = model.limits.max_context
+    keep = kept_tokens(given.get("truncate_prompt_tokens"), given.get("max_tokens"), most)
+    if (text := given.get("text")) is not None:
+        tokens = tokenized([text], model, keep=keep)[0]
+    elif (token_ids := given.get("token_ids")) is not None:
+        ids = token_ids.get("ids", ())
+        tokens = ids if keep is None else ids[-keep:]
+    else:
+        raise InvalidRequest("the request has no prompt; set text or token_ids")
+    if len(tokens) > most:
+        raise ContextTooLong(f"a prompt of {len(tokens)} tokens exceeds the model's context of {most}")
     return tokens
 
 
-def _tokens(
-    request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: ServedModel, keep: int | None
-) -> Sequence[int]:
-    kind = request.WhichOneof("prompt")
-    if kind is None:
-        raise InvalidRequest("the request has no prompt; set text or token_ids")
-    if kind == "token_ids":
-        return request.token_ids.ids if keep is None else request.token_ids.ids[-keep:]
-    return tokenized([request.text], model, keep=keep)[0]
-
-
-def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest) -> float | None:
-    """Seconds."""
-    if not request.HasField(field):
-        return None
-    if (asked := getattr(request, field)) < 1:
-        raise InvalidRequest(f"{field} is 0; it must be at least 1, or unset")
-    return asked / 1_000
-
-
-def _sampling(request: pb.GenerateRequest, model: ServedModel, draw_seed: Callable[[], int]) -> SamplingParams:
-    defaults = model.defaults
-    temperature = request.temperature if request.HasField("temperature") else defaults.temperature
-    top_p = request.top_p if request.HasField("top_p") else defaults.top_p
-    min_p = request.min_p if request.HasField("min_p") else defaults.min_p
-    # Written so that NaN, which compares false with everything, is refused.
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise InvalidRequest(f"temperature is {temperature}; it must be 0 (greedy) or a finite number above")
-    if not 0 < top_p <= 1:
-        raise InvalidRequest(f"top_p is {top_p}; it must be above 0 and at most 1")
-    if not 0 <= min_p <= 1:
-        raise InvalidRequest(f"min_p is {min_p}; it must be from 0 to 1")
-    if request.HasField("seed") and request.seed > _MAX_SEED:
-        raise InvalidRequest(f"seed is {request.seed}; it must be below 2**63")
-    if request.HasField("logprobs") and request.logprobs > _MAX_LOGPROBS:
-        raise InvalidRequest(f"logprobs is {request.logprobs}; at most {_MAX_LOGPROBS} alternatives are reported")
-    if request.HasField("prompt_logprobs") and request.prompt_logprobs > _MAX_LOGPROBS:
-        raise InvalidRequest(
-            f"prompt_logprobs is {request.prompt_logprobs}; at most {_MAX_LOGPROBS} alternatives are reported"
-        )
-    return SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=request.top_k if request.HasField("top_k") else defaults.top_k,
-        min_p=min_p,
-        seed=request.seed if request.HasField("seed") else draw_seed(),
-        logprobs=request.logprobs if request.HasField("logprobs") else None,
-        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
-        rules=_rules(request, model),
-        grammar=grammar_of(request, model),
-    )
+def _sampling(given: Fields, model: ServedModel, draw_seed: Callable[[], int]) -> SamplingParams:
+    """Return how tokens are drawn: as the model's authors recommend where the request leaves it open."""
+    chosen = {name: given[name] for name in SamplingParams.__struct_fields__ if name in given}
+    chosen["seed"] = given["seed"] if "seed" in given else draw_seed()
+    grammar = grammar_of(given.get("structured_output"), model, ignore_eos=given.get("ignore_eos", False))
+    return replace(model.defaults, **chosen, rules=_rules(given, model), grammar=grammar)
 
 
 def _check_prompt_logprobs(sampling: SamplingParams, prompt: int) -> None:
@@ -316,41 +228,34 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompt: int) -> None:
         )
 
 
-def _rules(request: pb.GenerateRequest, model: ServedModel) -> LogitsRules | None:
+def _rules(given: Fields, model: ServedModel) -> LogitsRules | None:
     """How logits are changed; None if they are not."""
-    repetition = request.repetition_penalty if request.HasField("repetition_penalty") else 1.0
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not -_MAX_PENALTY <= (given := getattr(request, name)) <= _MAX_PENALTY:
-            raise InvalidRequest(f"{name} is {given}; it must be from -{_MAX_PENALTY} to {_MAX_PENALTY}")
-    if not _MIN_REPETITION <= repetition <= _MAX_REPETITION:
-        raise InvalidRequest(
-            f"repetition_penalty is {repetition}; it must be from {_MIN_REPETITION:g} to {_MAX_REPETITION:g}"
-        )
-    if len(request.logit_bias) > _MAX_BIASES:
-        raise InvalidRequest(f"logit_bias has {len(request.logit_bias)} tokens; at most {_MAX_BIASES} are allowed")
-    for token, value in request.logit_bias.items():
+    biases = given.get("logit_bias", {})
+    for token, value in biases.items():
         _check_token("logit_bias", token, model)
         if not -_MAX_BIAS <= value <= _MAX_BIAS:
             raise InvalidRequest(f"logit_bias of token {token} is {value}; it must be from -{_MAX_BIAS} to {_MAX_BIAS}")
-    for token in request.allowed_token_ids:
+    allowed = given.get("allowed_token_ids", ())
+    for token in allowed:
         _check_token("allowed_token_ids", token, model)
-    if request.min_tokens and request.HasField("max_tokens") and request.min_tokens > request.max_tokens:
-        raise InvalidRequest(f"min_tokens is {request.min_tokens}, above max_tokens, which is {request.max_tokens}")
+    least, most = given.get("min_tokens", 0), given.get("max_tokens")
+    if most is not None and least > most:
+        raise InvalidRequest(f"min_tokens is {least}, above max_tokens, which is {most}")
     rules = LogitsRules(
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=repetition,
-        logit_bias=tuple(sorted(request.logit_bias.items())),
-        min_tokens=request.min_tokens,
-        bad_words=_bad_words(request.bad_words, model),
-        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids)),
+        presence_penalty=given.get("presence_penalty", 0.0),
+        frequency_penalty=given.get("frequency_penalty", 0.0),
+        repetition_penalty=given.get("repetition_penalty", 1.0),
+        logit_bias=tuple((token, c_float(biases[token]).value) for token in sorted(biases)),
+        min_tokens=least,
+        bad_words=_bad_words(given.get("bad_words", ()), model),
+        allowed_token_ids=tuple(dict.fromkeys(allowed)),
     )
     return None if rules == LogitsRules() else rules
 
 
 def _check_token(field: str, token: int, model: ServedModel) -> None:
-    if token >= model.limits.vocab_size:
-        raise InvalidRequest(f"{field} has token {token}, and the vocabulary ends at {model.limits.vocab_size - 1}")
+    if not 0 <= token < model.limits.vocab_size:
+        raise InvalidRequest(f"{field} has {token}, and the vocabulary ends at {model.limits.vocab_size - 1}")
 
 
 def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
@@ -359,8 +264,6 @@ def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...
         return ()
     if model.tokenizer is None:
         raise InvalidRequest(f"{model.name} has no tokenizer.json, so bad_words can't be tokenized; leave them out")
-    if len(words) > _MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words has {len(words)} words; at most {_MAX_BAD_WORDS} are allowed")
     for word in words:
         if not word.strip() or len(word) > _MAX_STOP_LENGTH:
             raise InvalidRequest(f"bad_words has a word of {len(word)} characters; each needs 1 to {_MAX_STOP_LENGTH}")
@@ -377,12 +280,10 @@ def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...
     return tuple(word for word in found if word and max(word) < model.limits.vocab_size)
 
 
-def _stops(request: pb.GenerateRequest, model: ServedModel) -> tuple[str, ...]:
-    stops = tuple(dict.fromkeys(request.stop))
+def _stops(given: Fields, model: ServedModel) -> tuple[str, ...]:
+    stops = tuple(dict.fromkeys(given.get("stop", ())))
     if stops and model.tokenizer is None:
         raise InvalidRequest(f"{model.name} has no tokenizer.json, so there is no text to find stop strings in")
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed")
     for stop in stops:
         if not 0 < len(stop) <= _MAX_STOP_LENGTH:
             raise InvalidRequest(f"stop has a string of {len(stop)} characters; 1 to {_MAX_STOP_LENGTH} are allowed")

@@ -11,19 +11,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from baton.checkpoint_files import read_object, read_optional, text_settings
 from baton.checkpoints import hub
 from baton.config import ModelConfig
-from baton.errors import ModelError, ModelMismatch, ModelNotFound, shown
-from baton.messages import SamplingParams
+from baton.errors import InvalidRequest, ModelError, ModelMismatch, ModelNotFound, shown
+from baton.messages import DrawParams, SamplingParams
 from baton.tokenizer_files import tokenizer_folder
 from router.frontend.chat.families import NO_FORMAT, ChatFormat, chosen
 from router.frontend.chat.template import ChatTemplate, special_token
 from router.frontend.detokenizer import Tokenizer
+from router.frontend.parameter_bounds import check_bounds
 from router.queueing.admission import ModelLimits
 
-_MAX_TEMPERATURE = 3e38  # what a request can ask for, as a 32-bit float
-_MAX_TOP_K = 2**32 - 1
 _READ = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")  # of the hub: no weights
 
 
@@ -129,19 +130,17 @@ def _defaults(generation: Mapping[str, Any]) -> SamplingParams:
     """What the model's authors recommend, where they recommend sampling; otherwise plain sampling at temperature 1."""
     if not generation.get("do_sample"):
         return SamplingParams()
-    given = {name: generation[name] for name in ("temperature", "top_p", "top_k", "min_p") if generation.get(name)}
-    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | given
-    # Python's JSON knows NaN and Infinity, and whole numbers of any size. NaN compares false with everything.
-    valid = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values())
-    valid = valid and 0 <= values["temperature"] <= _MAX_TEMPERATURE and values["top_k"] <= _MAX_TOP_K
-    if not valid or not 0 < values["top_p"] <= 1 or not 0 <= values["min_p"] <= 1:
-        raise ModelError(f"generation_config.json recommends {given}, which is no sampling; correct it or remove it")
-    return SamplingParams(
-        temperature=float(values["temperature"]),
-        top_p=float(values["top_p"]),
-        top_k=int(max(0, values["top_k"])),
-        min_p=float(values["min_p"]),
-    )
+    given = {name: generation[name] for name in DrawParams.__struct_fields__ if generation.get(name)}
+    if given.get("top_k") == -1:
+        del given["top_k"]  # no limit
+    try:
+        made = msgspec.convert(given, SamplingParams)
+        check_bounds(given)  # Python's JSON knows NaN and Infinity, and whole numbers of any size
+    except (msgspec.ValidationError, InvalidRequest) as error:
+        raise ModelError(
+            f"generation_config.json recommends {given}, which is no sampling: {error}; correct it or remove it"
+        ) from None
+    return made
 
 
 def end_tokens(

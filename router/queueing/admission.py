@@ -91,7 +91,7 @@ class AdmissionControl:
 
     def set_objectives(self, request: Request) -> None:
         """What a request does not ask for itself, its class does."""
-        promised = self._config.slo_classes.get(request.priority)
+        promised = self._config.slo_classes.get(request.spec.priority)
         if promised is not None and request.ttft is None and promised.ttft_ms:
             request.ttft = promised.ttft_ms / 1_000
         if promised is not None and request.tpot is None and promised.tpot_ms:
@@ -102,12 +102,12 @@ class AdmissionControl:
         RateLimited."""
         tokens = request.prompt + ceil(output)
         try:
-            self._rate_limits.take(request.tenant, tokens, now)
+            self._rate_limits.take(request.spec.tenant, tokens, now)
         except RateLimited:
             self.rejected["rate_limited"] += 1
             raise
         request.queueing.quota_tokens = tokens
-        self._here[request.tenant, request.level] += 1
+        self._here[request.spec.tenant, request.level] += 1
 
     def enqueue(self, request: Request, now: float) -> None:
         """Queue a request, with a limit. One that comes back unaccepted keeps the limit it had."""
@@ -206,7 +206,7 @@ class AdmissionControl:
             self._retry_budget.first(now)
         if not request.queueing.charged:
             request.queueing.charged = self._token_weights.prompt(request.prompt, cached)
-            self._charge(request.tenant, request.queueing.charged)
+            self._charge(request.spec.tenant, request.queueing.charged)
 
     def began(self, request: Request, now: float) -> None:
         """Its first token is here."""
@@ -218,12 +218,12 @@ class AdmissionControl:
             self._late.learn(now - request.timeline.placed - request.queueing.min_prefill_seconds)
 
     def generated(self, request: Request, tokens: int) -> None:
-        self._charge(request.tenant, self._token_weights.output * tokens)
+        self._charge(request.spec.tenant, self._token_weights.output * tokens)
 
     def ended(self, request: Request, usage: Usage, now: float) -> None:
         """Estimates become what it was."""
         self.queue.remove(request, now)
-        tenant, begun = request.tenant, request.history.ever_accepted
+        tenant, begun = request.spec.tenant, request.history.ever_accepted
         if request.queueing.charged:
             cost = self._token_weights.prompt(usage.prompt, usage.cached) if begun else 0.0
             self._charge(tenant, cost - request.queueing.charged)

@@ -95,16 +95,16 @@ class WaitingQueue:
 
     def add(self, request: Request, now: float) -> None:
         self._until(now, waiting=bool(self))
-        key = (request.tenant, request.level, not request.history.ever_accepted)
+        key = (request.spec.tenant, request.level, not request.history.ever_accepted)
         if (line := self._tenant_queues.get(key)) is None:
             line = self._tenant_queues[key] = _TenantQueue(*key)
             if line.newcomers:
-                line.past = self._remembered(request.tenant, request.level, now)
+                line.past = self._remembered(request.spec.tenant, request.level, now)
         line.past.drain_rate.until(now, waiting=bool(line.requests))
         insort(line.requests, request, key=_arrival)
         self._places[request.name] = (line, 0, now)
         self.tokens += request.known
-        self._waits(request.tenant)
+        self._waits(request.spec.tenant)
         for tenant in [tenant for tenant, at in self._refused.items() if now - at > _HORIZON]:
             del self._refused[tenant]
             self._fairness.stop_waiting(tenant)
@@ -131,14 +131,14 @@ class WaitingQueue:
         if not line.requests:
             del self._tenant_queues[line.tenant, line.level, line.newcomers]
         self.tokens -= request.known
-        self._fairness.stop_waiting(request.tenant)
+        self._fairness.stop_waiting(request.spec.tenant)
 
     def refuse(self, request: Request, now: float) -> None:
         """Remove a waiting request that is refused. Its tenant counts for a while as if the request still waited:
         its queue is empty because the queue refuses, so the tenant keeps its due."""
-        if request.tenant not in self._refused:
-            self._waits(request.tenant)
-        self._refused[request.tenant] = now
+        if request.spec.tenant not in self._refused:
+            self._waits(request.spec.tenant)
+        self._refused[request.spec.tenant] = now
 
     def _waits(self, tenant: str) -> None:
         self._fairness.start_waiting(tenant, _SAVINGS * self._service.rate)
@@ -189,9 +189,10 @@ class WaitingQueue:
         return max(
             (line.requests[-1] for line in lines),
             key=lambda request: (
-                request.tenant in leaders,
+                request.spec.tenant in leaders,
                 self._level(request, top, now),
-                self._fairness.counter(request.tenant) + backlog[request.tenant] / self._weight(request.tenant),
+                self._fairness.counter(request.spec.tenant)
+                + backlog[request.spec.tenant] / self._weight(request.spec.tenant),
                 self._due(request),
                 request.arrival,
             ),
@@ -233,7 +234,7 @@ class WaitingQueue:
         self._until(now, waiting=True)
         if not (rate := self.drain_rate.rate):
             return 0.0
-        line = self._tenant_queues[request.tenant, request.level, True]
+        line = self._tenant_queues[request.spec.tenant, request.level, True]
         line.past.drain_rate.until(now, waiting=True)
         own = self._places[request.name][1] if self._is_next(request) else 0
         work = line.work - own
@@ -245,12 +246,12 @@ class WaitingQueue:
     def safety_margin(self, request: Request, wait: float, limit: float) -> float:
         """Return the seconds by which it may wait longer than the forecast `wait`, where `limit` is all its time.
         Later arrivals may overtake it, and an early refusal is better than one after a wait."""
-        longer = self._tenant_queues[request.tenant, request.level, True].past.longer.most
+        longer = self._tenant_queues[request.spec.tenant, request.level, True].past.longer.most
         return min(longer * (wait + _ROUGHLY), _MOST_DOUBT * limit)
 
     def learn(self, request: Request, now: float) -> None:
         """A newcomer has waited for so long at least."""
-        past = self._histories.get((request.tenant, request.level))
+        past = self._histories.get((request.spec.tenant, request.level))
         if past is not None and request.queueing.predicted_dequeue_at is not None:
             wait = request.queueing.predicted_dequeue_at - request.submitted
             past.longer.learn((now - request.queueing.predicted_dequeue_at) / (wait + _ROUGHLY))
@@ -263,17 +264,19 @@ class WaitingQueue:
     def _is_next(self, request: Request) -> bool:
         """Whether other tenants wait, no other request of its tenant does, and its tenant is not far ahead of its
         share."""
-        if len(self._places) == 1 or request.tenant in self._over_served_tenants():
+        if len(self._places) == 1 or request.spec.tenant in self._over_served_tenants():
             return False
-        return sum(len(line.requests) for line in self._tenant_queues.values() if line.tenant == request.tenant) == 1
+        return (
+            sum(len(line.requests) for line in self._tenant_queues.values() if line.tenant == request.spec.tenant) == 1
+        )
 
     def _ahead(self, request: Request, mine: int) -> float:
         """`mine`: tokens of its own line."""
-        until = self._fairness.counter(request.tenant) + mine / self._weight(request.tenant)
+        until = self._fairness.counter(request.spec.tenant) + mine / self._weight(request.spec.tenant)
         ahead = 0.0
         for line in self._tenant_queues.values():
             same_level = line.newcomers and line.level == request.level
-            if not line.newcomers or line.level < request.level or (same_level and line.tenant == request.tenant):
+            if not line.newcomers or line.level < request.level or (same_level and line.tenant == request.spec.tenant):
                 ahead += line.work
             elif same_level:
                 turn = (until - self._fairness.counter(line.tenant)) * self._weight(line.tenant)

@@ -205,7 +205,7 @@ class Explanations:
             return
         while len(self._records) >= self._most:
             self._forget(next(iter(self._records)))
-        record = RequestRecord(request.name, request.tenant, request.priority, request, request.timeline)
+        record = RequestRecord(request.name, request.spec.tenant, request.spec.priority, request, request.timeline)
         self._records[request.name] = self._latest[record.request_id] = record
 
     def kept_waiting(self, request: Request, why: str, considered: ConsideredPlacements | None) -> None:

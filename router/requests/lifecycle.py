@@ -25,7 +25,8 @@ from baton.errors import (
 )
 from baton.messages import MIXED, AttemptName, Cancel, Decode, ModelCard
 from kvstore.prefix_map.prefix_map import PrefixMatch
-from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome, Submit
+from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome
+from router.generation_request import GenerationRequest
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
 from router.placement.cached_prefix import CacheablePrefix
@@ -156,23 +157,23 @@ class RequestManager:
 
     # --- coming in ---------------------------------------------------------------------------------------------------
 
-    def submit(self, submit: Submit, now: float) -> None:
+    def submit(self, spec: GenerationRequest, now: float) -> None:
         """Raises InvalidRequest for a name in use, since no outcome could be told apart then; everything else that is
         wrong with a request ends it as Failed."""
-        if submit.request in self._requests:
-            raise InvalidRequest(f"request {submit.request!r} is being served already")
+        if spec.name in self._requests:
+            raise InvalidRequest(f"request {spec.name!r} is being served already")
         self._arrivals += 1
-        request = Request.from_submit(submit, self._arrivals, now)
+        request = Request(spec, self._arrivals, now)
         self._admission.set_objectives(request)
         self._requests[request.name] = request
         self._explanations.submitted(request)
         try:
             if self._shut:
                 raise Unavailable("this router is stopping")
-            check_tokens(submit.tokens, self._limits.vocab_size)
+            check_tokens(spec.tokens, self._limits.vocab_size)
             self._settle_length(request)
             self._admission.charge_quota(
-                request, submit.max_tokens or self._view.expected_output(self._limits.max_context), now
+                request, spec.max_tokens or self._view.expected_output(self._limits.max_context), now
             )
         except BatonError as error:
             self.end(request, Failed(error), now)
@@ -283,11 +284,11 @@ class RequestManager:
             else request.ttft - (now - request.timeline.received),
             tpot=request.tpot,
             waited=now - request.submitted,
-            priority=request.priority,
-            tenant=request.tenant,
+            priority=request.spec.priority,
+            tenant=request.spec.tenant,
             excluded=request.history.excluded,
             decode_only=final or request.history.decode_only or request.unscored,
-            affinity=request.affinity,
+            affinity=request.spec.affinity,
             shares_with=self._shares_with(request),
         )
 
@@ -302,7 +303,8 @@ class RequestManager:
 
     def _shares_with(self, request: Request) -> str:
         """The live worker that has just computed its prompt; empty: none, or it has refused or failed the request."""
-        return request.cached_on if not request.history.attempts and self._members.get(request.cached_on) else ""
+        worker = request.spec.cached_on
+        return worker if not request.history.attempts and self._members.get(worker) else ""
 
     def _should_hold(self, request: Request, plan: Placement, considered: ConsideredPlacements | None) -> bool:
         """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""
@@ -355,6 +357,7 @@ class RequestManager:
         if request.account.decode_workers[-1:] != [decoder.peer.name]:
             request.account.decode_workers.append(decoder.peer.name)
         assert request.max_tokens is not None, request.name
+        spec = request.spec
         message = Decode(
             request=request.name,
             attempt=name.attempt,
@@ -362,12 +365,12 @@ class RequestManager:
             tokens=bytes(request.tokens),
             prompt=request.prompt,
             max_tokens=request.max_tokens,
-            sampling=request.sampling if request.unscored else replace(request.sampling, prompt_logprobs=None),
-            stop_token_ids=request.stop_token_ids,
+            sampling=spec.sampling if request.unscored else replace(spec.sampling, prompt_logprobs=None),
+            stop_token_ids=spec.stop_token_ids,
             fetch=plan.fetch_pages,
             prefilled_remotely=plan.prefilled_remotely,
             sources=plan.sources,
-            priority=request.priority,
+            priority=spec.priority,
             deadline_ms=request.left_ms(now),
             adapter=request.adapter_digest,
         )
@@ -591,7 +594,7 @@ class RequestManager:
             else:
                 self._expires_with(request)
         for request in late:
-            if request.deadline is not None and now >= request.deadline:
+            if request.spec.deadline is not None and now >= request.spec.deadline:
                 message = f"the deadline passed after {request.generated} of {request.max_tokens} tokens"
                 self.end(request, Failed(DeadlineExpired(message)), now)
             elif request.queueing.deadline is not None and now >= request.queueing.deadline:

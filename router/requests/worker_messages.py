@@ -216,7 +216,7 @@ class WorkerMessageHandler:
             return "tokens that are not in the vocabulary"
         if request.max_tokens is not None and request.generated + len(tokens) > request.max_tokens:
             return f"more than {request.max_tokens} tokens"
-        if len(logprobs) != (len(tokens) if request.sampling.logprobs is not None else 0):
+        if len(logprobs) != (len(tokens) if request.spec.sampling.logprobs is not None else 0):
             return f"{len(logprobs)} log-probabilities for {len(tokens)} tokens"
         if any(each.token != token for each, token in zip(logprobs, tokens, strict=bool(logprobs))):
             return "log-probabilities of other tokens"
@@ -309,7 +309,7 @@ class WorkerMessageHandler:
             root=request.root,
             tokens=bytes(request.tokens[: (attempt.start - 1) * messages.TOKEN_BYTES]),
             sources=attempt.placement.prefill_sources,
-            priority=request.priority,
+            priority=request.spec.priority,
             deadline_ms=request.left_ms(now),
             adapter=request.adapter_digest,
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.events import RequestEnded, RouterCommand, RouterEvent, Submit
+from router.events import RequestEnded, RouterCommand, RouterEvent
+from router.generation_request import GenerationRequest
 from simulator.router_shell import RouterShell
 from tests.support.wait_graph import assert_no_cycle
 
@@ -12,7 +13,7 @@ from tests.support.wait_graph import assert_no_cycle
 class CheckedRouter(RouterShell):
     """A router, and what each of its clients has sent and got. Its state is valid after every event."""
 
-    submitted: dict[str, Submit]
+    submitted: dict[str, GenerationRequest]
     emitted: dict[str, list[int]]
     ended: dict[str, RequestEnded]
 
@@ -26,9 +27,9 @@ class CheckedRouter(RouterShell):
         assert_no_cycle(self.state.waits())
         return commands
 
-    def submit(self, event: Submit) -> None:
-        self.submitted[event.request] = event
-        self.emitted[event.request] = []
+    def submit(self, event: GenerationRequest) -> None:
+        self.submitted[event.name] = event
+        self.emitted[event.name] = []
         self.tell(event)
 
     def output(self, request: str) -> Sequence[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from baton import messages as msg
@@ -13,6 +14,7 @@ from baton.v1 import generation_pb2 as pb
 from router.events import MessageReceived, RequestEnded
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import Generation, GenerationService
+from router.frontend.request_parsing import message_fields
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads
 from router.queueing.admission import ModelLimits
@@ -54,7 +56,7 @@ class Bench:
 
     async def start(self, **fields: Any) -> list[Generation]:
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), max_tokens=4, **fields)
-        return await self.service.start(request, "r", self.now_)
+        return await self.service.start("r", self.now_, request.ByteSize(), partial(message_fields, request))
 
     def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> None:
         self.driver.handle(MessageReceived(msg.Envelope(sender, addressee, 1, message)))

@@ -10,6 +10,7 @@ from baton import messages as msg
 from baton.clock import Tick
 from kvstore.keys import namespace_root, page_keys
 from router import events
+from router.generation_request import GenerationRequest
 from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
@@ -89,7 +90,7 @@ class Lab(RouterShell):
         (load,) = [view.load for view in self.state.processes(self.now) if view.peer.incarnation == sender]
         return self.say(sender, msg.Heartbeat(heard, load, step_age_ms=age, loop_age_ms=loop, attempts=held))
 
-    def holds(self, sender: str, order: events.Submit, pages: int, medium: Any = "CPU", sequence: int = 0) -> None:
+    def holds(self, sender: str, order: GenerationRequest, pages: int, medium: Any = "CPU", sequence: int = 0) -> None:
         """Let the prefix map know that `sender` has the first pages of a request's prompt."""
         root = namespace_root(NAMESPACE, order.tenant)
         keys = page_keys(root, order.tokens[: pages * PAGE * 4], PAGE)
@@ -103,7 +104,7 @@ class Lab(RouterShell):
 
     # --- requests ---
 
-    def submit(self, name: str = "r", prompt: int = 10, max_tokens: int | None = 6, **more: Any) -> events.Submit:
+    def submit(self, name: str = "r", prompt: int = 10, max_tokens: int | None = 6, **more: Any) -> GenerationRequest:
         order = submit(name, prompt, max_tokens, received=self.now, **more)
         self.tell(order)
         return order

@@ -24,6 +24,7 @@ from baton.clock import Tick
 from baton.membership import Membership
 from kvstore.keys import pack_tokens, unpack_tokens
 from router import events
+from router.generation_request import GenerationRequest
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from tests.router.checked import CheckedRouter
@@ -88,11 +89,11 @@ def logprob_at(position: int, top: int) -> tuple[float, tuple[tuple[int, float],
     return -position / 8, tuple((token, -token / 4) for token in range(1, top + 1))
 
 
-def submit(name: str, prompt: int = 10, max_tokens: int | None = 6, seed: int = 1, **more: Any) -> events.Submit:
+def submit(name: str, prompt: int = 10, max_tokens: int | None = 6, seed: int = 1, **more: Any) -> GenerationRequest:
     tokens = pack_tokens([1 + (seed + i) % 100 for i in range(prompt)])
     sampling = more.pop("sampling", msg.SamplingParams(seed=seed))
     received = more.pop("received", 0.0)
-    return events.Submit(name, tokens, sampling, received, max_tokens, stop_token_ids=(EOS,), **more)
+    return GenerationRequest(name, tokens, sampling, received, max_tokens, stop_token_ids=(EOS,), **more)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from baton.v1 import cache_pb2
 from baton.v1 import generation_pb2 as pb
 from router.frontend import served_model
 from router.frontend.api.model_cards import ModelCards
-from router.frontend.request_parsing import parse_generate_request, parse_pin_request
+from router.frontend.request_parsing import generation_request, message_fields, parse_pin_request
 from tests.router.lab import Lab
 from tests.router.model import CONFIG, card
 from tests.router.pin_model import PinCluster
@@ -99,11 +99,11 @@ def test_the_model_field_names_the_adapter(tmp_path: Path) -> None:
     small = model(tmp_path)
     for asked, adapter in (("", ""), ("small", ""), ("tiny", ""), ("one", "one")):
         request = pb.GenerateRequest(model=asked, token_ids=pb.TokenIds(ids=[1, 2, 3]))
-        assert parse_generate_request(request, "r", small, lambda: 1).adapter == adapter
+        assert generation_request(message_fields(request), "r", small, lambda: 1).adapter == adapter
         pin = cache_pb2.PinPrefixRequest(model=asked, token_ids=pb.TokenIds(ids=[1, 2, 3]))
         assert parse_pin_request(pin, "p", small).adapter == adapter
     with pytest.raises(ModelMismatch, match="'two'"):
-        parse_generate_request(pb.GenerateRequest(model="two"), "r", small, lambda: 1)
+        generation_request({"model": "two"}, "r", small, lambda: 1)
 
 
 def test_adapters_are_listed_with_their_parent(tmp_path: Path) -> None:

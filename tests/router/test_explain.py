@@ -202,7 +202,7 @@ def candidate(decode: str, prefill: str = "", why_not: str = "", **terms: float)
 
 
 def placed(explanations: Explanations, name: str, chosen: Candidate, weighed: ConsideredPlacements) -> None:
-    request = Request.from_submit(submit(name), 1, 0.0)
+    request = Request(submit(name), 1, 0.0)
     explanations.submitted(request)
     plan = Placement(chosen.decode, predicted=chosen.predicted)
     request.attempt = Attempt(named(name, 1), plan, request.known, 0.0, chosen.decode, None)

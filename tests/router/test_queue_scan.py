@@ -25,7 +25,7 @@ class Waiting:
 
     def comes(self, count: int = 1) -> None:
         for _ in range(count):
-            self.queue.add(Request.from_submit(submit(f"r{self.come}", 10), self.come, 0.0), 0.0)
+            self.queue.add(Request(submit(f"r{self.come}", 10), self.come, 0.0), 0.0)
             self.come += 1
 
     def round(self, *placed: int) -> list[int]:

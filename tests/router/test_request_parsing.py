@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from baton.messages import SamplingParams
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
 from router.frontend.detokenizer import Tokenizer
-from router.frontend.request_parsing import ValidatedRequest, name_of, parse_generate_request
+from router.frontend.request_parsing import generation_request, message_fields, name_of
 from router.frontend.served_model import ServedModel, load
+from router.generation_request import GenerationRequest
 from router.queueing.admission import ModelLimits
 from tests.router import tokenizers
 
@@ -35,8 +37,8 @@ def seed() -> int:
     return 42
 
 
-def taken(request: pb.GenerateRequest, model: ServedModel) -> ValidatedRequest:
-    return parse_generate_request(request, name_of(request), model, seed)
+def taken(request: pb.GenerateRequest, model: ServedModel) -> GenerationRequest:
+    return generation_request(message_fields(request), name_of(request), model, seed)
 
 
 def ids(*tokens: int) -> pb.TokenIds:
@@ -90,7 +92,7 @@ def test_what_is_open_is_filled_in() -> None:
     assert intake.sampling == SamplingParams(0.6, 0.9, 20, 0.05, 42)
     assert intake.stop_token_ids == (1,)
     assert (intake.max_tokens, intake.ttft, intake.tpot) == (None, None, None)
-    assert unpack_tokens(intake.tokens) == list(intake.prompt) == tokenizers.byte_level().encode("fox").ids
+    assert unpack_tokens(intake.tokens) == tokenizers.byte_level().encode("fox").ids
 
 
 def test_what_is_given_wins() -> None:
@@ -117,7 +119,7 @@ def test_what_is_given_wins() -> None:
     intake = taken(request, MODEL)
     assert intake.sampling == SamplingParams(0.0, 1.0, 0, 0.0, 7, 0)
     assert (intake.stops, intake.stop_token_ids) == (("a", "b"), (9,))
-    assert (intake.max_tokens, intake.request_id, intake.priority) == (3, "mine", -2)
+    assert (intake.max_tokens, intake.name, intake.priority) == (3, "mine", -2)
     assert (intake.ttft, intake.tpot, intake.affinity) == (2.0, 0.05, "conversation-7")
     assert intake.salt == "ß" * 128
 
@@ -126,6 +128,22 @@ def test_what_is_given_wins() -> None:
 def test_without_a_tokenizer_there_is_no_text(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
         taken(pb.GenerateRequest(**fields), BARE)
+
+
+def test_a_number_has_32_bits_at_every_door() -> None:
+    """gRPC's floats have no more. One seed draws the same tokens at each door only if the numbers are the same."""
+    fields: dict[str, Any] = {"temperature": 0.7, "logit_bias": {3: 0.1}, "token_ids": {"ids": [5]}}
+    message = pb.GenerateRequest(temperature=0.7, logit_bias={3: 0.1}, token_ids=ids(5))
+    assert generation_request(fields, "r", MODEL, seed) == generation_request(message_fields(message), "r", MODEL, seed)
+
+
+def test_a_sampling_parameter_stands_in_eight_files_at_most() -> None:
+    root = Path(__file__).parents[2]
+    folders = ["baton", "router", "worker", "*_worker", "engine", "kvstore", "deploy", "simulator", "proto"]
+    files = [file for folder in folders for kind in ("py", "proto") for file in root.glob(f"{folder}/**/*.{kind}")]
+    naming = [file for file in files if re.search(r"\bmin_p\b", file.read_text()) and "_pb2" not in file.name]
+    assert root / "baton" / "messages.py" in naming
+    assert len(naming) <= 8, naming
 
 
 # --- checkpoints ---
@@ -169,7 +187,7 @@ def test_every_file_may_name_tokens_that_end_an_output(tmp_path: Path, named: ob
     model = load(made)
     assert (model.eos, model.notes) == ((1, 5, 7), ())
     request = pb.GenerateRequest(text="fox", min_tokens=3)
-    assert parse_generate_request(request, "a", model, lambda: 1).stop_token_ids == (1, 5, 7)
+    assert taken(request, model).stop_token_ids == (1, 5, 7)
 
 
 def test_grammars_end_with_a_token_that_the_tokenizer_has(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from baton.messages import Accepted, Prefill, PromptLogprobs, PromptTokenLogprob, Resend, SamplingParams
-from router.events import Emit, Finished, Submit
+from router.events import Emit, Finished
+from router.generation_request import GenerationRequest
 from tests.router import model
 from tests.router.lab import Lab, held
 
@@ -21,7 +22,7 @@ def emitted(lab: Lab) -> list[int]:
     return [one.token for c in lab.log if isinstance(c, Emit) for one in c.prompt_logprobs]
 
 
-def submit(lab: Lab, **more: object) -> Submit:
+def submit(lab: Lab, **more: object) -> GenerationRequest:
     order = lab.submit(prompt=PROMPT, sampling=SCORED, **more)
     lab.say(lab.to(lab.decode), Accepted("r", 1))
     return order

@@ -20,9 +20,9 @@ from router.frontend.detokenizer import TextStream
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_server import GenerationServicer
 from router.frontend.output_stream import MAX_UNREAD, MAX_UNREAD_BYTES, Output, OutputStream, StopVerdict
-from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads
+from router.generation_request import GenerationRequest
 from router.queueing.admission import ModelLimits
 from tests.router.test_client_sessions import request
 from tests.support.eventually import eventually_async
@@ -95,9 +95,7 @@ class Relay:
     def fingerprint(self, adapter: str) -> str:
         return "fp_0"
 
-    def submit(
-        self, intake: ValidatedRequest, received: float, deadline: float | None, tenant: str = ""
-    ) -> OutputStream:
+    def submit(self, request: GenerationRequest, spans: object) -> OutputStream:
         self.streams.append(stream())
         return self.streams[-1]
 

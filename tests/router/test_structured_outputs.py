@@ -21,10 +21,10 @@ from baton.v1 import generation_pb2 as pb
 from router.frontend.api.openai_completions import CompletionRequest
 from router.frontend.api.openai_responses import ResponsesRequest, chat_of_response
 from router.frontend.api.protocol import refuse_unserved
-from router.frontend.api.structured_outputs import set_structured_output
+from router.frontend.api.structured_outputs import structured_output
 from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.grammar_parsing import grammar_of
-from router.frontend.request_parsing import parse_generate_request
+from router.frontend.request_parsing import generation_request, message_fields
 from router.frontend.served_model import ServedModel, load
 from tests.router.model import EOS
 from tests.router.served import model_folder
@@ -39,12 +39,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return load(ModelConfig(path=str(model_folder(tmp_path_factory.mktemp("model")))))
 
 
-def request_of(**fields: Any) -> pb.GenerateRequest:
+def output_of(**fields: Any) -> dict[str, Any] | None:
     asked = CompletionRequest(**fields)
     refuse_unserved(asked)
-    request = pb.GenerateRequest()
-    set_structured_output(request, asked)
-    return request
+    return structured_output(asked)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,7 @@ def request_of(**fields: Any) -> pb.GenerateRequest:
     ],
 )
 def test_fields_become_a_grammar(model: ServedModel, fields: dict[str, Any], right: tuple[Any, str] | None) -> None:
-    grammar = grammar_of(request_of(**fields), model)
+    grammar = grammar_of(output_of(**fields), model)
     assert grammar == (None if right is None else Grammar(*right, EOS))
 
 
@@ -96,7 +94,7 @@ def test_fields_become_a_grammar(model: ServedModel, fields: dict[str, Any], rig
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], field: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
-        request_of(**fields)
+        output_of(**fields)
     assert caught.value.field == field
 
 
@@ -116,32 +114,27 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], field: str, says: str) -
 )
 def test_what_grpc_clients_send_is_checked(model: ServedModel, output: pb.StructuredOutput, says: str) -> None:
     with pytest.raises(InvalidGrammar, match=says):
-        grammar_of(pb.GenerateRequest(structured_output=output), model)
+        grammar_of(message_fields(output), model)
 
 
 def test_a_model_without_tokenizer_or_end_is_named(model: ServedModel) -> None:
-    asked = pb.GenerateRequest(structured_output=pb.StructuredOutput(regex="a"))
     for change, says in (({"tokenizer_file": None}, "tokenizer.json"), ({"eos": ()}, "end-of-sequence")):
         with pytest.raises(UnsupportedField, match=says):
-            grammar_of(asked, replace(model, **change))
+            grammar_of({"regex": "a"}, replace(model, **change))
 
 
 def test_an_end_of_sequence_ends_every_grammar(model: ServedModel) -> None:
-    request = pb.GenerateRequest(ignore_eos=True, structured_output=pb.StructuredOutput(regex="a"))
-    request.token_ids.ids.append(5)
-    validated = parse_generate_request(request, "a", model, lambda: 1)
-    assert validated.sampling.grammar == Grammar("regex", "a", EOS, ignore_eos=True)
-    assert validated.stop_token_ids == (EOS,)
-    request.ClearField("structured_output")
-    assert parse_generate_request(request, "a", model, lambda: 1).stop_token_ids == ()
+    given: dict[str, Any] = {"ignore_eos": True, "token_ids": {"ids": [5]}}
+    request = generation_request(given | {"structured_output": {"regex": "a"}}, "a", model, lambda: 1)
+    assert request.sampling.grammar == Grammar("regex", "a", EOS, ignore_eos=True)
+    assert request.stop_token_ids == (EOS,)
+    assert generation_request(given, "a", model, lambda: 1).stop_token_ids == ()
 
 
 def test_responses_have_a_format_of_their_own() -> None:
     form = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
     chat = chat_of_response(ResponsesRequest(input="x", text={"format": form}))
-    message = pb.GenerateRequest()
-    set_structured_output(message, chat)
-    assert message.structured_output.json_schema == TEXT
+    assert structured_output(chat) == {"json_schema": TEXT}
     for other in ({"type": "json_object"}, {"type": "text"}, None):
         assert chat_of_response(ResponsesRequest(input="x", text={"format": other})).response_format == other
 

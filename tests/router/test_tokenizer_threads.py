@@ -20,6 +20,7 @@ from baton.errors import ContextTooLong, InvalidRequest, Overloaded
 from baton.messages import SamplingParams
 from baton.v1 import cache_pb2
 from baton.v1 import generation_pb2 as pb
+from kvstore.keys import unpack_tokens
 from router.frontend import detokenizer, prompt_tokens, request_parsing
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.served_model import ServedModel
@@ -78,7 +79,7 @@ def model(tokenizer: Tokenizer, context: int) -> ServedModel:
 
 
 def tokens_of(prompt: str, served: ServedModel) -> list[int]:
-    return list(request_parsing.parse_generate_request(pb.GenerateRequest(text=prompt), "r", served, lambda: 1).prompt)
+    return unpack_tokens(request_parsing.generation_request({"text": prompt}, "r", served, lambda: 1).tokens)
 
 
 @pytest.mark.parametrize("raw", [tokenizers.byte_level(), tokenizers.byte_fallback()], ids=["bytes", "fallback"])
@@ -154,7 +155,8 @@ def test_a_prompt_that_is_to_be_truncated_may_exceed_the_context() -> None:
         asked = pb.GenerateRequest(truncate_prompt_tokens=keep, **given)
         if max_tokens:
             asked.max_tokens = max_tokens
-        return list(request_parsing.parse_generate_request(asked, "r", served, lambda: 1).prompt)
+        fields = request_parsing.message_fields(asked)
+        return unpack_tokens(request_parsing.generation_request(fields, "r", served, lambda: 1).tokens)
 
     long = PROSE * 10_000
     right = KINDS["byte level"].encode(PROSE * 30)

@@ -27,7 +27,7 @@ class Line:
 
     def comes(self, name: str, tenant: str = "", priority: int = 0, prompt: int = 100, begun: bool = False) -> Request:
         order = submit(name, prompt, tenant=tenant, priority=priority)
-        request = self.requests[name] = Request.from_submit(order, len(self.requests), self.now)
+        request = self.requests[name] = Request(order, len(self.requests), self.now)
         request.history.ever_accepted = begun
         self.queue.add(request, self.now)
         return request
@@ -36,7 +36,7 @@ class Line:
         """Serve the next request and charge its tenant for the prompt."""
         request = next(iter(self.queue.in_order(self.now)))
         self.queue.remove(request, self.now, placed=True)
-        self.charge(request.tenant, request.prompt)
+        self.charge(request.spec.tenant, request.prompt)
         self.queue.validate()
         return request.name
 
@@ -116,7 +116,7 @@ def test_requests_may_leave_while_the_order_is_read() -> None:
         seen.append(request.name)
         if request.name in ("r0", "r3"):
             line.queue.remove(request, line.now)
-            line.charge(request.tenant, 1_000)
+            line.charge(request.spec.tenant, 1_000)
     assert sorted(seen) == [f"r{i}" for i in range(6)]
     assert len(line.queue) == 4
 
@@ -276,12 +276,12 @@ class Queues(RuleBasedStateMachine):
 
         def rank(r: Request) -> tuple[object, ...]:
             level = 0 if r.history.ever_accepted else max(top, r.level - int((line.now - r.submitted) / AGEING))
-            leads = not r.history.ever_accepted and r.tenant in leaders
+            leads = not r.history.ever_accepted and r.spec.tenant in leaders
             return (
                 not r.history.ever_accepted,
                 leads,
                 level,
-                line.fairness.counter(r.tenant),
+                line.fairness.counter(r.spec.tenant),
                 r.submitted + r.level * AGEING,
                 r.arrival,
             )

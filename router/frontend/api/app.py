@@ -52,7 +52,7 @@ from router.frontend.api.model_cards import ModelCards, is_anthropic
 from router.frontend.api.openai_chat import ChatBuilder, ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionBuilder, CompletionRequest
 from router.frontend.api.openai_responses import ResponsesBuilder, ResponsesRequest, chat_of_response
-from router.frontend.api.parameters import affinity_of, generate_request, rule_entries, token_ids
+from router.frontend.api.parameters import affinity_of, request_fields, rule_entries, token_ids
 from router.frontend.api.prompts import ChatOrder, PromptBuilder
 from router.frontend.api.protocol import DetokenizeRequest, GenerationFields, TokenizeRequest, refuse_unserved, samples
 from router.frontend.api.response_builder import Choice, ResponseBuilder, ResponseOptions
@@ -256,17 +256,16 @@ class HttpApi:
                 f"logit_bias, allowed_token_ids and bad_words have {rules} entries for each of {len(leaders)} prompts, "
                 f"more than {_MAX_RULES} in all; send fewer prompts"
             )
-        convert = partial(
-            generate_request, order.fields, max_tokens=order.max_tokens, logprobs=order.logprobs,
+        read = partial(
+            request_fields, order.fields, max_tokens=order.max_tokens, logprobs=order.logprobs,
             prompt_logprobs=order.prompt_logprobs, affinity=affinity_of(order.fields.session_id, request.headers),
             shown=order.shown_tokens,
         )  # fmt: skip
         with contextlib.ExitStack() as undo:
             for leader in leaders:
                 size = TOKEN_BYTES * (len(leader.prompt) + rules)
-                message = await self._service.apart(size, partial(convert, leader.prompt))
                 try:
-                    generations = await self._service.start(message, name, received)
+                    generations = await self._service.start(name, received, size, partial(read, leader.prompt))
                 except InvalidGrammar as error:
                     error.field = error.field or order.grammar_of
                     raise name_field(error, order.fields) from None

@@ -14,10 +14,9 @@ import msgspec
 from msgspec import Struct
 
 from baton.errors import InvalidRequest, UnsupportedField, shown
+from router.frontend.parameter_bounds import check_bounds
 
 R = TypeVar("R", bound="GenerationFields")
-
-MAX_N = 128
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -157,6 +156,5 @@ def unsupported(field: str, value: Any, remedy: str = "") -> UnsupportedField:
 def samples(request: GenerationFields) -> int:
     """How many outputs each prompt gets. Raises InvalidRequest."""
     n = 1 if request.n is None else request.n
-    if not 1 <= n <= MAX_N:
-        raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_N}")
+    check_bounds({"n": n})
     return n

@@ -28,6 +28,7 @@ from router.frontend.api import errors
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.protocol import GenerationFields
 from router.frontend.api.response_builder import Choice, ResponseBuilder
+from router.frontend.detokenizer import TextStream
 from router.frontend.generation import Apart, Generation
 from router.frontend.output_stream import Output
 from router.frontend.parallel_sampling import merged
@@ -112,7 +113,7 @@ class _GeneratedResponse(Response):
         self.builder, self.generations, self._linger, self._apart = order.builder, generations, linger, apart
         if order.logprobs is not None:
             for choice, generation in zip(order.builder.choices, generations, strict=True):
-                choice.stream = generation.validated.text_stream(order.builder.options.names.tokenizer)
+                choice.stream = TextStream.of(order.builder.options.names.tokenizer, generation.request)
         self._stops = frozenset(order.fields.stop_token_ids or ())
         self.raw_headers = [(b"x-request-id", name.encode())]
 

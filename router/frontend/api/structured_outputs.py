@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from baton.errors import InvalidGrammar, shown
-from baton.v1 import generation_pb2 as pb
 from router.frontend.api.protocol import GenerationFields, unsupported
+
+Json = dict[str, Any]
 
 FIELDS = ("structured_outputs", "response_format")
 _MOST_CHOICES = 10_000
@@ -19,52 +20,42 @@ _IGNORED = {"disable_fallback", "backend", "_backend", "_backend_was_auto"}
 """Members that choose one of vLLM's libraries."""
 
 
-def set_structured_output(request: pb.GenerateRequest, fields: GenerationFields) -> None:
-    """Set `structured_output` of a request by its fields. Raises InvalidRequest."""
+def structured_output(fields: GenerationFields) -> Json | None:
+    """Return the `structured_output` that a request's fields ask for; None without one. Raises InvalidRequest."""
     given = {name: value for name in FIELDS if (value := getattr(fields, name))}
     if given.get("response_format", {}).get("type") == "text":
         del given["response_format"]
     if len(given) > 1:
         raise _wrong("response_format", "it is set beside structured_outputs; choose one")
     if "structured_outputs" in given:
-        _of_vllm(request.structured_output, given["structured_outputs"])
-        if request.structured_output.WhichOneof("kind") is None:
-            request.ClearField("structured_output")
-    elif "response_format" in given:
-        _of_openai(request.structured_output, given["response_format"])
+        return _of_vllm(given["structured_outputs"])
+    return _of_openai(given["response_format"]) if given else None
 
 
-def _of_openai(output: pb.StructuredOutput, form: dict[str, Any]) -> None:
+def _of_openai(form: Json) -> Json:
     match form:
         case {"type": "json_object"}:
-            output.json_object = True
+            return {"json_object": True}
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
-            output.json_schema = _json("response_format", schema)
+            return {"json_schema": _json("response_format", schema)}
         case {"type": "json_schema"}:
             raise _wrong("response_format", "it has no schema; send it as json_schema.schema")
         case _:
             raise unsupported("response_format", form, "its type must be text, json_object or json_schema")
 
 
-def _of_vllm(output: pb.StructuredOutput, given: dict[str, Any]) -> None:
-    kinds: dict[str, Callable[[Any], None]] = {
-        "json": lambda value: setattr(output, "json_schema", _json("structured_outputs.json", value)),
-        "json_object": lambda value: setattr(output, "json_object", value is True),
-        "regex": lambda value: setattr(output, "regex", _text("regex", value)),
-        "choice": lambda value: output.choice.texts.extend(_choices(value)),
-        "grammar": lambda value: setattr(output, "grammar", _text("grammar", value)),
-    }
+def _of_vllm(given: Json) -> Json | None:
     found = {name: value for name, value in given.items() if value is not None and value is not False}
     compact = found.pop("disable_any_whitespace", False) is True
     for name, value in found.items():
-        if name not in kinds and name not in _IGNORED:
+        if name not in _KINDS and name not in _IGNORED:
             raise unsupported(f"structured_outputs.{name}", value)
-    asked = [name for name in found if name in kinds]
-    if len(asked) > 1:
-        raise _wrong("structured_outputs", f"it has {' and '.join(asked)}; choose one")
-    for name in asked:
-        kinds[name](found[name])
-        output.compact = compact
+    kinds = [name for name in found if name in _KINDS]
+    if len(kinds) > 1:
+        raise _wrong("structured_outputs", f"it has {' and '.join(kinds)}; choose one")
+    for name in kinds:
+        return _KINDS[name](found[name]) | {"compact": compact}
+    return None
 
 
 def _json(field: str, schema: Any) -> str:
@@ -93,6 +84,15 @@ def _choices(value: Any) -> list[str]:
         if not isinstance(text, str) or not text:
             raise _wrong(field, f"it has {shown(repr(text))}; each must be a text of at least one character")
     return texts
+
+
+_KINDS: Mapping[str, Callable[[Any], Json]] = {
+    "json": lambda value: {"json_schema": _json("structured_outputs.json", value)},
+    "json_object": lambda value: {"json_object": value is True},
+    "regex": lambda value: {"regex": _text("regex", value)},
+    "choice": lambda value: {"choice": {"texts": _choices(value)}},
+    "grammar": lambda value: {"grammar": _text("grammar", value)},
+}
 
 
 def _wrong(field: str, reason: str) -> InvalidGrammar:

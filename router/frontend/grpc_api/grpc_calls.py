@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -24,6 +25,7 @@ from router.frontend.generation import Generation, GenerationService
 from router.frontend.grpc_api.message_guard import connected
 from router.frontend.output_stream import Output
 from router.frontend.parallel_sampling import ReadableStream, merged
+from router.frontend.request_parsing import message_fields
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,9 @@ class GenerateCall:
         try:
             with connected():
                 await context.send_initial_metadata(((REQUEST_ID, request_id),))
-            self._generations = await self._service.start(self._request, request_id, self._received, deadline)
+            self._generations = await self._service.start(
+                request_id, self._received, self._request.ByteSize(), partial(message_fields, self._request), deadline
+            )
             streams = [generation.stream for generation in self._generations]
             if not await self._pass_on(streams):
                 await self._give_up(streams)
@@ -119,8 +123,7 @@ class GenerateCall:
         match end.outcome:
             case Finished(reason=reason):
                 generation = self._generations[index]
-                validated, stop = generation.validated, generation.stream.stop_string
-                name, seed = validated.request_id, validated.sampling.seed
+                name, seed, stop = self._request_id, generation.request.sampling.seed, generation.stream.stop_string
                 fingerprint = self._service.fingerprint(self._request.model)
                 return responses.finished(reason, end.summary, name, seed, index, stop, fingerprint)
             case Failed(error=error):

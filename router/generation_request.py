@@ -1,0 +1,69 @@
+"""A client's request to generate: what every door makes of it, and what the router's state gets.
+
+A struct of the front end, the event of the state, and the record that a request keeps while it lives: all three are
+this one. Checks of fields stand in `router.frontend.request_parsing`.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from baton.messages import TOKEN_BYTES, SamplingParams
+
+MAX_SEED = 2**63 - 1
+
+
+class TextOptions(Struct, frozen=True):
+    """How an output becomes text."""
+
+    min_tokens: int = 0  # no stop string counts in the text of the tokens before
+    include_stop: bool = False  # the stop string that ends the output stays at its end
+    special_tokens: bool = False  # they are in the text
+    shown: frozenset[int] = frozenset()  # special tokens that are in the text in any case
+
+
+DEFAULT_TEXT = TextOptions()
+
+
+class GenerationRequest(Struct, frozen=True):
+    """A request, checked as far as that needs no knowledge of the cluster.
+
+    `name` is the client's, or one that we made. The state gets it with a number behind it, so that it is unique for
+    ever, among all routers of the same workers. Its attempts are numbered from 1, and a name used again would mean two
+    things to a worker that missed the end of the first. `sampling` has its seed already."""
+
+    name: str
+    tokens: bytes  # of the prompt, packed
+    sampling: SamplingParams
+    received: float = 0.0  # when the front end got it, seconds
+    max_tokens: int | None = None  # none: as many as fit
+    stop_token_ids: tuple[int, ...] = ()  # the model's own end-of-sequence tokens among them, unless ignored
+    tenant: str = ""  # from the authenticated identity
+    salt: str = ""  # the request's own: requests with another one share no page with it
+    adapter: str = ""  # name of its LoRA adapter; "": the plain model. Requests with another share no page with it
+    priority: int = 0  # lower is more urgent
+    deadline: float | None = None  # seconds on the same clock
+    ttft: float | None = None  # objective, seconds; none: that of its priority's class
+    tpot: float | None = None  # the same
+    affinity: str = ""  # requests of one key go to one decode worker while it lives
+    cached_on: str = ""  # incarnation of a decode worker that has just computed all of the tokens, or all but the last
+    # The rest is the front end's.
+    stops: tuple[str, ...] = ()  # strings that end the output
+    text: TextOptions = DEFAULT_TEXT
+    n: int = 1  # outputs for the client, ...
+    best_of: int = 1  # ... the best of so many, which are also the beams of a search
+    length_penalty: float | None = None  # of a beam search; none: tokens are drawn
+
+    @property
+    def prompt(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    def sample(self, number: int) -> GenerationRequest:
+        """Return the request for one of several samples."""
+        seed = (self.sampling.seed + number) & MAX_SEED
+        scores = self.sampling.prompt_logprobs if number == 0 else None
+        return replace(self, sampling=replace(self.sampling, seed=seed, prompt_logprobs=scores))
