@@ -81,10 +81,9 @@ class LogitsEdits(Struct, frozen=True, gc=False):
 class TokenDraw(DrawParams, frozen=True, gc=False):
     """How to choose a token, and which random numbers to choose it with.
 
-    `index` tells apart the outputs that one
-    request asked for from one seed. `logprobs` is how many of the likeliest tokens to report beside the chosen one;
-    None reports no log-probability at all. `edits` change the logits before anything else. Only tokens of `mask` may be
-    chosen. A mask that is late leaves its chunk without a token.
+    `index` tells apart the outputs that one request asked for from one seed. `logprobs` is how many of the likeliest
+    tokens to report beside the chosen one; None reports no log-probability at all. `edits` change the logits before
+    anything else. Only tokens of `mask` may be chosen. A mask that is late leaves its chunk without a token.
     """
 
     seed: int = 0
