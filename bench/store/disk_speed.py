@@ -169,7 +169,7 @@ class _Tier:
         for start in range(0, len(pages), _BATCH):
             batch = pages[start : start + _BATCH]
             self._room_for(start + len(batch))
-            self._carry_out(self._index.write_pages(batch))
+            self._carry_out(self._index.write(batch))
         self._until(lambda: len(self._ended) == len(pages))
         _sync(self._folder)
         seconds = time.perf_counter() - began
@@ -184,7 +184,7 @@ class _Tier:
         began = time.perf_counter()
         for start in range(0, len(wanted), _READ):
             self._until(lambda start=start: start - len(self._ended) <= (_READS - 1) * _READ)
-            self._carry_out(self._index.read_pages(wanted[start : start + _READ]))
+            self._carry_out(self._index.read(wanted[start : start + _READ]))
         self._until(lambda: len(self._ended) == len(wanted))
         seconds = time.perf_counter() - began
         assert all(isinstance(ended, ReadEnded) and ended.ok for ended in self._ended)

@@ -155,7 +155,7 @@ class DiskIndex:
         return node.parent_key if node is not None else None
 
     def wants(self, key: bytes) -> bool:
-        """Whether `write_pages` would take this page if there is room: its file is neither here nor on its way."""
+        """Whether `write` would take this page if there is room: its file is neither here nor on its way."""
         return self._accepting and not (key in self._pages or key in self._coming or key in self._deleting)
 
     def prefix(self, keys: Sequence[bytes], parent: bytes = START) -> int:
@@ -196,7 +196,7 @@ class DiskIndex:
         self._pages.drain_events()
         return self._settled()
 
-    def write_pages(self, pages: Sequence[DiskPage]) -> DiskResult:
+    def write(self, pages: Sequence[DiskPage]) -> DiskResult:
         """Take those pages that can be taken; parents first. Each ends in one WriteEnded, now or later."""
         order: list[SlotPage] = []
         for each in pages:
@@ -209,7 +209,7 @@ class DiskIndex:
             self._out.orders.append(Write(self._epoch, tuple(order)))
         return self._settled()
 
-    def read_pages(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
+    def read(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
         """Bring pages that can be read into these slots: (key, slot). Each ends in one ReadEnded."""
         self._numbers += 1
         order: list[SlotPage] = []

@@ -223,7 +223,7 @@ class InboundTransfers:
             self._queued.popleft()
         self._failed += len(outcome.failed)
         if batch:
-            result = self._disk.read_pages(batch)
+            result = self._disk.read(batch)
             outcome.orders += result.orders
             for ended in result.ended:
                 assert isinstance(ended, ReadEnded)

@@ -338,7 +338,7 @@ class TierManager:
             batch.append(DiskPage(page.key, page.node.parent_key, page.slot, page.checksum))
         if not batch:
             return []
-        result = self.disk.write_pages(batch)
+        result = self.disk.write(batch)
         return self._disk_result(result, 0.0).orders
 
     def _disk_result(self, result: DiskResult, now: float) -> TierResult:

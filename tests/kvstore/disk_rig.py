@@ -113,7 +113,7 @@ class Rig:
         before = len(self.ended)
         for word in words:
             count = len(self.ended) + len(word)
-            self.follow(self.index.write_pages(self.pages(word)))
+            self.follow(self.index.write(self.pages(word)))
             self.until(lambda count=count: len(self.ended) == count)
         return [ended for ended in self.ended[before:] if isinstance(ended, WriteEnded)]
 
@@ -122,7 +122,7 @@ class Rig:
         before = len(self.ended)
         for slot in range(len(names)):
             self.slot(slot)[:] = bytes(self.page_bytes)
-        self.follow(self.index.read_pages([(name, slot) for slot, name in enumerate(names)]))
+        self.follow(self.index.read([(name, slot) for slot, name in enumerate(names)]))
         self.until(lambda: len(self.ended) == before + len(names))
         came: dict[bytes, bool] = {}
         for ended in self.ended[before:]:

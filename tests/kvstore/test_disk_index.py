@@ -130,7 +130,7 @@ class DiskMachine(RuleBasedStateMachine):
         assert not (wanted and self.index.has(pages[0].key))
         if damaged:
             self.damaged[pages[-1].key] = True
-        self.follow(self.index.write_pages(pages))
+        self.follow(self.index.write(pages))
 
     @rule(words=st.lists(CHAINS, min_size=1, max_size=8))
     def fill(self, words: list[str]) -> None:
@@ -156,7 +156,7 @@ class DiskMachine(RuleBasedStateMachine):
                 self.slots += 1
                 wanted.append((each, self.slots))
                 self.reads[each, self.slots] += 1
-            self.follow(self.index.read_pages(wanted))
+            self.follow(self.index.read(wanted))
 
     @rule(word=CHAINS)
     def touch(self, word: str) -> None:
@@ -349,7 +349,7 @@ def test_without_a_path_there_is_no_disk() -> None:
     assert not index.open(NAMESPACE, PAGE, 1).orders
     assert index.stats().state == "off"
     assert not index.wants(key("a"))
-    assert index.write_pages(pages("ab")).ended == [WriteEnded(key("a"), 0), WriteEnded(key("ab"), 1)]
+    assert index.write(pages("ab")).ended == [WriteEnded(key("a"), 0), WriteEnded(key("ab"), 1)]
     assert not index.tick(1e9).orders
 
 
@@ -363,23 +363,23 @@ def test_nothing_is_wanted_or_readable_before_the_directory_is_known() -> None:
 
 def test_the_queue_is_bounded() -> None:
     index, _ = opened(DiskConfig(path="disk", max_bytes=SETTINGS.max_bytes, queue_pages=2))
-    ended = index.write_pages(pages("abc")).ended
+    ended = index.write(pages("abc")).ended
     assert ended == [WriteEnded(key("abc"), 2)]
     assert index.wants(key("b"))  # else no store would offer it, and the count would show no failure
-    assert index.write_pages(pages("b")).ended == [WriteEnded(key("b"), 0)]
+    assert index.write(pages("b")).ended == [WriteEnded(key("b"), 0)]
     assert index.stats().dropped_writes == 2
 
 
 def test_a_disk_that_fills_up_makes_a_smaller_tier() -> None:
     index, disk = opened()
     for word in ("aaaa", "bbbb", "cccc"):
-        finish(index, disk, index.write_pages(pages(word)))
+        finish(index, disk, index.write(pages(word)))
     before = index.stats().bytes
-    finish(index, disk, index.write_pages(pages("ab")), fault="full")
+    finish(index, disk, index.write(pages("ab")), fault="full")
     index.tick(0.0)
     finish(index, disk, index.tick(RETRY_SECONDS))
     for word in ("ba", "ca", "acaa", "bcaa"):
-        finish(index, disk, index.write_pages(pages(word)))
+        finish(index, disk, index.write(pages(word)))
     stats = index.stats()
     assert stats.state == "on"
     assert stats.evictions > 0
@@ -408,7 +408,7 @@ def test_too_little_room_is_said_and_not_tried() -> None:
 
 def test_another_namespace_drops_old_events() -> None:
     index, disk = opened()
-    finish(index, disk, index.write_pages(pages("ab")))
+    finish(index, disk, index.write(pages("ab")))
     index.drain_events()
     index.open(b"m" * 16, PAGE, 1)
     assert index.drain_events() == [], "whoever opened it anew tells of that"
@@ -420,7 +420,7 @@ def test_what_was_touched_goes_last() -> None:
     index, disk = opened()
     words = ["aaaa", "bbbb", "cccc", "abaa", "acaa", "baaa", "bcaa", "caaa", "cbaa", "abbb"]
     for word in words:
-        finish(index, disk, index.write_pages(pages(word)))
+        finish(index, disk, index.write(pages(word)))
         index.touch(keys("aaaa"))
     assert index.stats().evictions > 0
     assert index.prefix(keys("aaaa")) == 4
@@ -428,8 +428,8 @@ def test_what_was_touched_goes_last() -> None:
 
 def test_a_page_that_there_was_no_descriptor_for_stays() -> None:
     index, disk = opened()
-    finish(index, disk, index.write_pages(pages("ab")))
-    (order,) = index.read_pages([(key("a"), 7)]).orders
+    finish(index, disk, index.write(pages("ab")))
+    (order,) = index.read([(key("a"), 7)]).orders
     disk.submit(order)
     ended = [each for event in disk.read(0, 1, "busy") for each in index.handle(event).ended]
     assert [each.ok for each in ended if isinstance(each, ReadEnded)] == [False]
@@ -439,8 +439,8 @@ def test_a_page_that_there_was_no_descriptor_for_stays() -> None:
 def test_the_speed_is_that_of_the_reads() -> None:
     index, disk = opened()
     assert not index.speed.measured
-    finish(index, disk, index.write_pages(pages("abca")))
-    finish(index, disk, index.read_pages([(each, slot) for slot, each in enumerate(keys("abca"))]))
+    finish(index, disk, index.write(pages("abca")))
+    finish(index, disk, index.read([(each, slot) for slot, each in enumerate(keys("abca"))]))
     assert index.speed.measured
     assert index.speed.latency == pytest.approx(0.001)
     assert index.speed.bytes_per_second == pytest.approx(4 * PAGE / 0.001)

@@ -193,7 +193,7 @@ def test_a_page_that_is_rubbish_in_the_arena_is_not_written(tmp_path: Path) -> N
     with Rig(tmp_path) as rig:
         pages = rig.pages("abc")
         rig.slot(1)[5] ^= 1
-        rig.follow(rig.index.write_pages(pages))
+        rig.follow(rig.index.write(pages))
         rig.until(lambda: len(rig.ended) == 3)
         assert rig.ended[1] == WriteEnded(key("ab"), 1, intact=False)
         assert rig.readable() == {"a"}
@@ -307,7 +307,7 @@ def test_a_hung_disk_delays_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(files.os, "write", write)
     began = time.monotonic()
     for number in range(27):
-        rig.follow(rig.index.write_pages(rig.pages("".join("abc"[number // 3**place % 3] for place in range(3)))))
+        rig.follow(rig.index.write(rig.pages("".join("abc"[number // 3**place % 3] for place in range(3)))))
     assert rig.index.stats().writing == 32
     assert rig.index.stats().dropped_writes > 0
     rig.tier.close()
@@ -354,7 +354,7 @@ def test_an_index_of_many_pages_comes_in_parts(tmp_path: Path) -> None:
 def test_orders_of_another_opening_are_ignored(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         rig.write("abc")
-        late = rig.index.read_pages([(each, slot) for slot, each in enumerate(keys("abc"))])
+        late = rig.index.read([(each, slot) for slot, each in enumerate(keys("abc"))])
         rig.index = type(rig.index)(rig.settings)
         rig.index._epoch = 10
         rig.open()

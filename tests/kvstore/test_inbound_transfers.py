@@ -52,7 +52,7 @@ class Bench:
         """Put a chain on the disk."""
         for name, above in links(keys(word), b""):
             page = DiskPage(name, above, 0, 7)
-            self.disk.write_pages([page])
+            self.disk.write([page])
             self.disk.handle(Finished(Write(page)))
 
     def seal(self, word: str) -> None:

@@ -78,7 +78,7 @@ class FakeDisk:
     def wants(self, key: bytes) -> bool:
         return self.working and not (key in self._pages or key in self._coming)
 
-    def write_pages(self, pages: Sequence[DiskPage]) -> DiskResult:
+    def write(self, pages: Sequence[DiskPage]) -> DiskResult:
         orders: list[DiskOrder] = []
         ended: list[DiskOutcome] = []
         for page in pages:
@@ -91,7 +91,7 @@ class FakeDisk:
                 ended.append(WriteEnded(page.key, page.slot))
         return DiskResult(orders, ended)
 
-    def read_pages(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
+    def read(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
         assert all(key in self._pages for key, _ in pages)
         self._reading.update(key for key, _ in pages)
         return DiskResult([Read(key, slot) for key, slot in pages])
