@@ -217,7 +217,7 @@ class RouterConfig(_Section, frozen=True):
     grpc_port: Port = 50_051  # for clients, at api.host; 0: any free port
     internal_port: Port = 20_052  # where workers and stores connect
     http_port: Port = 20_053  # /metrics and /discovery
-    operator: str = ""  # Cluster and Cache: a Unix socket's path or a loopback host:port; "": a socket of this user
+    operator: str = ""  # its API: a Unix socket's path or a loopback host:port; "": a socket of this user
     max_concurrent_rpcs: Positive = (
         4_096  # more RPCs at a time are refused; health and reflection have places of their own
     )

@@ -32,7 +32,7 @@ def parse_operator(setting: str) -> Path | Loopback | None:
     if path.startswith("/"):
         if "," in path:
             raise ConfigError(
-                f"router.operator is {setting!r}: gRPC splits an address at its commas; take another path"
+                f"router.operator is {setting!r}: commas stand between the addresses of routers; take another path"
             )
         return Path(path)
     host, colon, port = setting.rpartition(":")

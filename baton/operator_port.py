@@ -1,6 +1,6 @@
 """Where a router listens for its operator: a Unix socket that only its own user can open, or a port on loopback.
 
-`Cluster` and `Cache` are served there and on no other port, since neither asks a client for its name. A Unix
+The operator's API is served there and on no other port, since it asks no client for its name. A Unix
 socket lies in a folder of mode 0700 and has mode 0600 itself, so the kernel refuses every other user. A port on
 loopback is open to every user of the machine.
 """
@@ -20,6 +20,7 @@ from baton.errors import PortInUse, StartupError
 from baton.operator_address import _SCHEME, SUFFIX, Loopback, operator_of_router, parse_operator
 
 MAX_PATH_BYTES = 107  # Linux's sun_path has 108, and the last one is 0
+_BACKLOG = 128
 _SHARED = Path("/tmp")  # noqa: S108 - sticky; the folder in it is checked before it is used
 
 
@@ -61,13 +62,29 @@ def prepare(path: Path, is_default: bool) -> None:
     path.unlink(missing_ok=True)
 
 
+def listen(path: Path, is_default: bool) -> socket.socket:
+    """Return a socket that listens there, which no other user can open. Raises what `prepare` raises."""
+    prepare(path, is_default)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # with which Linux makes the file
+        listener.bind(os.fsencode(path))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        remedy = "stop what listens there or change router.operator"
+        raise PortInUse(f"can't listen on {path}: {error.strerror}; {remedy}") from None
+    listener.setblocking(False)
+    return listener
+
+
 def target(path: Path) -> str:
-    """The path as gRPC takes it."""
+    """The path as `--operator` takes it."""
     return f"{_SCHEME}{quote(str(path))}"
 
 
 def target_of(setting: str, cluster: str, router: str) -> str:
-    """The gRPC target at which one of several routers serves its operator."""
+    """The address at which one of several routers serves its operator."""
     match parse_operator(operator_of_router(setting, router)):
         case Loopback() as port:
             return str(port)
@@ -76,8 +93,13 @@ def target_of(setting: str, cluster: str, router: str) -> str:
 
 
 def paths(targets: Iterable[str]) -> list[Path]:
-    """The paths among these gRPC targets."""
-    return [Path(unquote(target.removeprefix(_SCHEME))) for target in targets if target.startswith(_SCHEME)]
+    """The paths among these addresses, each of which may name several after one another."""
+    return [
+        Path(unquote(path.removeprefix(_SCHEME)))
+        for target in targets
+        if target.startswith(_SCHEME)
+        for path in target.split(",")
+    ]
 
 
 def clear(folder: Path) -> None:

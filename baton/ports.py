@@ -60,7 +60,7 @@ class FixedPort:
     host_setting: str = "router.host"
     any_port: str = ""  # the setting that takes any port, unless it is `setting`=0
     patience: Patience = _PATIENCE
-    partners: Sequence[str] = ()  # the operator's gRPC targets of the routers that may listen there, too
+    partners: Sequence[str] = ()  # the operator's addresses of the routers that may listen there, too
 
     def __str__(self) -> str:
         return f"{bracketed(self.host)}:{self.port}"
@@ -134,7 +134,7 @@ class RouterPorts:
         cls, config: Config, inner: str = "", patience: Patience = _PATIENCE, partners: Sequence[str] = ()
     ) -> RouterPorts:
         """`inner`: where it listens for workers and stores, unless that is router.host. `partners`: the operator's
-        gRPC targets of the routers with which it shares its ports for clients."""
+        addresses of the routers with which it shares its ports for clients."""
         router, api = config.router, config.api
         return cls(
             grpc=FixedPort("router.grpc_port", api.host, router.grpc_port, "api.host", "", patience, partners),
@@ -217,7 +217,7 @@ def _sockets_at(door: FixedPort) -> list[Any]:
 
 
 def _text(address: Any) -> str:
-    """Return the address of a socket as a gRPC target."""
+    """Return the address of a socket as that of an operator's port is written."""
     if not address or isinstance(address, str):
         return target(Path(address)) if address else ""
     return f"{bracketed(address.ip)}:{address.port}"

@@ -9,10 +9,10 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import config
-from baton.v1 import cluster_pb2
+from baton.operator_api import Status
 from deploy.local import LocalCluster
 
-_ROLES = {"P": cluster_pb2.ROLE_PREFILL, "D": cluster_pb2.ROLE_DECODE}
+_ROLES = {"P": "prefill", "D": "decode"}
 
 
 def local(
@@ -25,9 +25,9 @@ def local(
     return LocalCluster(config.load(None, {**ports, **shape, **(settings or {})}), patience=patience)
 
 
-def shape(status: cluster_pb2.GetStatusResponse) -> str:
+def shape(status: Status) -> str:
     """Such as 1P+2D, or 2D for the colocated mode: the workers that live now."""
-    live = [process.role for process in status.processes if process.state == cluster_pb2.PROCESS_STATE_LIVE]
+    live = [process.role for process in status.processes if process.state == "live"]
     counts = {letter: live.count(role) for letter, role in _ROLES.items()}
     return "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
 

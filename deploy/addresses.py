@@ -1,4 +1,4 @@
-"""Addresses of routers, the configurations that keep them, and the gRPC target made of them."""
+"""Addresses of routers, the configurations that keep them, and the operator's address made of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
     """The addresses that a router announces once it serves.
 
     `grpc` is host:port for clients, `internal` a ZMQ endpoint for workers and stores, `http` host:port of its metrics.
-    `operator` is a gRPC target for the operator, which works on the router's host only. `api` is host:port of its HTTP
+    `operator` is unix:PATH or host:port, which works on the router's host only. `api` is host:port of its HTTP
     APIs.
     """
 
@@ -65,10 +65,10 @@ def listening(config: Config, router: str, known: Mapping[str, ServiceAddresses]
 
 
 def operator_target(routers: Iterable[ServiceAddresses]) -> str:
-    """Return one gRPC target for the routers' operator ports. Each answers for all.
+    """Return one address for the routers' operator ports. Each answers for all.
 
-    A channel to the target connects to the first router. If that can't be reached, it connects to the next one, unless
-    the first has a port and the others have sockets."""
+    A client connects to the first router. If that can't be reached, it connects to the next one, unless the first has a
+    port and the others have sockets."""
     first, *others = [router.operator for router in routers]
     if not first.startswith("unix:"):
         return first

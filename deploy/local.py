@@ -44,8 +44,8 @@ from baton.config import Config, dump
 from baton.errors import BatonError, StartupError
 from baton.hosts import LOOPBACK
 from baton.operator_address import FIRST_ROUTER, operator_of_router
+from baton.operator_api import Status
 from baton.operator_port import MAX_PATH_BYTES
-from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses, listening
 from deploy.placement.desired import ClusterScale, ProcessSpec, plan, scale_of, worker_role, workers_on
@@ -201,11 +201,11 @@ class LocalCluster:
 
     @property
     def operator(self) -> str:
-        """The gRPC target of the first router's operator port, valid on this machine."""
+        """The address of the first router's operator port, valid on this machine."""
         return self.operator_of(FIRST_ROUTER)
 
     def operator_of(self, router: str) -> str:
-        """Return the gRPC target of a router's operator port, valid on this machine."""
+        """Return the address of a router's operator port, valid on this machine."""
         return self._addresses_of(router).operator
 
     def _addresses_of(self, router: str) -> ServiceAddresses:
@@ -264,7 +264,7 @@ class LocalCluster:
                 self.config = self._addresses[name].pin(self.config)
         return pid
 
-    def wait_live(self, names: Iterable[str], seconds: float | None = None) -> cluster_pb2.GetStatusResponse:
+    def wait_live(self, names: Iterable[str], seconds: float | None = None) -> Status:
         """Wait until every running router lists the current processes of these names as live; return one status.
 
         Of the routers, each lists only itself. The status is the first router's. Raises StartupError if one of the
@@ -282,7 +282,7 @@ class LocalCluster:
         ]
         return answers[0]
 
-    def _wait_listed(self, router: str, names: Sequence[str], deadline: float) -> cluster_pb2.GetStatusResponse:
+    def _wait_listed(self, router: str, names: Sequence[str], deadline: float) -> Status:
         problem = "it has not answered"
         with Client(operator=self.operator_of(router), api_key=self.operator_key, one_router=True) as client:
             while time.monotonic() < deadline:

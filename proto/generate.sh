@@ -8,4 +8,4 @@ python=${PYTHON:-$root/.venv/bin/python}
 [ -x "$python" ] || python=python3
 cd "$root/proto"
 "$python" -m grpc_tools.protoc -I . --python_out="$output" --pyi_out="$output" --grpc_python_out="$output" \
-    baton/v1/generation.proto baton/v1/cluster.proto baton/v1/cache.proto baton/v1/explain.proto
+    baton/v1/generation.proto

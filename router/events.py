@@ -1,7 +1,7 @@
 """What the router's state is told, and what it tells: events in, commands out.
 
 Every request that was submitted ends in exactly one `RequestEnded`, whose outcome is `Finished`, `Failed` or
-`Cancelled`. Every prefix that is to be pinned is answered by exactly one `PinAnswered`, whose outcome is `Pinned`,
+`Cancelled`. Every prefix that is to be pinned is answered by exactly one `PinAnswered`, whose outcome is `NewPin`,
 `Failed` or `Cancelled`.
 """
 
@@ -25,6 +25,7 @@ from baton.messages import (
     ToRouter,
     WorkerRole,
 )
+from baton.operator_api import NewPin
 from baton.timeline import Timeline
 from kvstore.events.wire_format import KvEventBatch
 from router.generation_request import GenerationRequest
@@ -203,25 +204,6 @@ class Summary(Struct, frozen=True):
     served: ServingAccount = field(default_factory=ServingAccount)
 
 
-class PinView(Struct, frozen=True):
-    """A pin, as its tenant may see it."""
-
-    pin: str
-    tenant: str
-    node: str  # "": it is being made anew
-    tokens: int
-    pages: int
-    bytes: int
-    left: float  # seconds
-
-
-class Pinned(Struct, frozen=True):
-    """A prefix is pinned: its pages are. `computed`: tokens that had to be computed; none: unknown."""
-
-    view: PinView
-    computed: int | None
-
-
 # --- commands ------------------------------------------------------------------------------------------------------
 
 
@@ -261,7 +243,7 @@ class PinAnswered(Struct, frozen=True):
     """The answer to a PinPrefix."""
 
     name: str
-    outcome: Pinned | Failed | Cancelled
+    outcome: NewPin | Failed | Cancelled
 
 
 class Subscribe(Struct, frozen=True):

@@ -36,14 +36,16 @@ from baton.wire import Listener, ReplayClient, Subscriber, operator_key, refused
 from kvstore.events.wire_format import decode, publisher_of
 from router.events import KvEvents, KvSnapshot, MessageReceived
 from router.frontend.api.app import HttpApi
+from router.frontend.api.operator.calls import OperatorCalls
+from router.frontend.api.operator.other_routers import OtherRouters
+from router.frontend.api.operator.server import OperatorServer
 from router.frontend.api.server import ApiServer
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.dashboard_feed import DashboardFeed
 from router.frontend.generation import GenerationService
-from router.frontend.grpc_api.grpc_server import ClientServer, OperatorServer
+from router.frontend.grpc_api.grpc_server import ClientServer
 from router.frontend.http_server import HttpServer
 from router.frontend.identity import Gatekeeper
-from router.frontend.other_routers import OtherRouters
 from router.frontend.served_model import load
 from router.frontend.tokenizer_threads import TokenizerThreads
 from router.tracing.request_spans import SpanSink
@@ -61,7 +63,7 @@ _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their 
 @dataclass(frozen=True)
 class RouterAddresses:
     """Where the router listens, once it does. `grpc`, `http` and `api` are host:port, `internal` is a ZMQ endpoint,
-    `operator` a gRPC target."""
+    `operator` host:port or unix:PATH."""
 
     grpc: str
     internal: str
@@ -90,7 +92,6 @@ async def serve(
     async with contextlib.AsyncExitStack() as cleanup:
         inner = host if hosts.is_wildcard(router.host) else router.host
         others = OtherRouters(config, name, operator_key())
-        cleanup.push_async_callback(others.close)
         ports = RouterPorts.of(config, inner, partners=others.targets)
 
         async def listen_inside() -> Listener:
@@ -112,8 +113,9 @@ async def serve(
         cleanup.callback(tokenizing.close)
         service = GenerationService(driver, clock, tokenizing, tracer=tracer)
         cleanup.push_async_callback(service.close)
-        feed = DashboardFeed(driver, clock, others)
-        client_server, operator = ClientServer(service, gate), OperatorServer(service, gate, others, feed)
+        feed = DashboardFeed(driver, clock)
+        calls = OperatorCalls(driver, clock, others, feed)
+        client_server, operator = ClientServer(service, gate), OperatorServer(service, gate, calls)
         cleanup.push_async_callback(_stop, client_server, operator)
         operator_setting = operator_of_router(router.operator, name) if others.names else router.operator
         operator_address = await operator.start(operator_setting, config.cluster.name, name)
@@ -122,7 +124,9 @@ async def serve(
         door = await ports.api.listener()
         cleanup.callback(door.close)
         api_address = f"{hosts.bracketed(config.api.host)}:{door.getsockname()[1]}"
-        api = ApiServer(HttpApi(service, http.page, gate, feed, config.api), router.max_concurrent_rpcs, tls)
+        routes = HttpApi(service, http.page, gate, calls, config.api)
+        cleanup.push_async_callback(routes.close)
+        api = ApiServer(routes.app, router.max_concurrent_rpcs, tls)
         cleanup.push_async_callback(api.stop)
         await api.serve(door)
         cleanup.callback(driver.stop)  # before the servers stop: their streams still say why they end
@@ -143,7 +147,7 @@ async def serve(
             _follow(driver, sockets),
             _follow_files(keys, tls),
             feed.run(),
-            _watch(driver, (client_server, operator), listener, clock),
+            _watch(driver, client_server, listener, clock),
         )
         await _until_stopped(_drained(driver, stop, api, client_server), *loops)
 
@@ -209,21 +213,18 @@ async def _listen(driver: RouterDriver, listener: Listener) -> None:
 
 async def _stop(client_server: ClientServer, operator: OperatorServer) -> None:
     """End both servers in the same time."""
-    await asyncio.gather(client_server.stop(_GRACE), operator.stop(_GRACE))
+    await asyncio.gather(client_server.stop(_GRACE), operator.stop())
 
 
-async def _watch(
-    driver: RouterDriver, servers: tuple[ClientServer, OperatorServer], listener: Listener, clock: Clock
-) -> None:
+async def _watch(driver: RouterDriver, server: ClientServer, listener: Listener, clock: Clock) -> None:
     """Tell the state the time, and whether this loop was itself paused: then no other process is to blame."""
     beat = driver.config.cluster.heartbeat_ms / 1_000
     pauses = PauseDetector(tolerance=beat)
     while True:
         driver.handle(Tick(pauses.tick(clock.now())))
         driver.metrics.loop_turned()
-        driver.publish(listener.malformed + sum(server.undecodable for server in servers), refused())
-        for server in servers:
-            server.set_serving(driver.unready is None)
+        driver.publish(listener.malformed + server.undecodable, refused())
+        server.set_serving(driver.unready is None)
         await asyncio.sleep(beat / 5)
 
 

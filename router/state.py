@@ -37,6 +37,7 @@ from baton.messages import (
     Welcome,
     WorkerRole,
 )
+from baton.operator_api import Pin
 from baton.waits import WaitEdge
 from router.events import (
     PIN,
@@ -50,7 +51,6 @@ from router.events import (
     KvSnapshot,
     MessageReceived,
     PinPrefix,
-    PinView,
     ProfileProcess,
     RouterCommand,
     RouterEvent,
@@ -629,7 +629,7 @@ class RouterState:
         """The router's knowledge of cached pages, to be read."""
         return self._kv_index
 
-    def pins(self, tenant: str | None, now: float) -> list[PinView]:
+    def pins(self, tenant: str | None, now: float) -> list[Pin]:
         """The prefixes that are kept pinned for a tenant. None: for all tenants."""
         return self._pinner.pins(tenant, now)
 

@@ -6,7 +6,7 @@
         for delta in client.generate("The morning train", max_tokens=24):
             print(delta.text, end="")
 
-`AsyncClient` has the same methods as coroutines. Owns channels, and nothing of a cluster. Never retries a call: an
+`AsyncClient` has the same methods as coroutines. Owns connections, and nothing of a cluster. Never retries a call: an
 error says when another try is worth it. Importing this package imports neither gRPC nor aiohttp.
 """
 

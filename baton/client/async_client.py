@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
-from baton.client.connection import ClientConnection, TlsArgument, typed
-from baton.client.options import ChatOptions, PinOptions, SamplingOptions, generate_request, pin_request
-from baton.client.streams import AsyncChatStream, AsyncGenerationStream, raise_if_ours
-from baton.errors import RequestCancelled
+from baton.client.connection import ClientConnection, TlsArgument
+from baton.client.options import ChatOptions, PinOptions, SamplingOptions, generate_request, pin_call
+from baton.client.streams import AsyncChatStream, AsyncGenerationStream
+from baton.errors import BatonError
+from baton.messages import WorkerRole
+from baton.operator_api import (
+    Drain,
+    Explain,
+    Explanation,
+    GetHealth,
+    GetStatus,
+    ListPins,
+    ListRequests,
+    NewPin,
+    OperatorCall,
+    Pin,
+    Process,
+    Profile,
+    RequestSummary,
+    SetRole,
+    Status,
+    TraceFile,
+    Unpin,
+)
 
-if TYPE_CHECKING:
-    from baton.v1 import cache_pb2, cluster_pb2, explain_pb2
+A = TypeVar("A")
 
 
 class AsyncClient:
@@ -50,7 +68,7 @@ class AsyncClient:
 
     @property
     def operator(self) -> str:
-        """The operator's gRPC target, or ""."""
+        """The operator's address, or ""."""
         return self._connection.operator
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -77,102 +95,73 @@ class AsyncClient:
 
     async def serving(self, timeout: float = 2.0) -> bool:
         """Whether the router reports that the cluster serves; False if it does not answer."""
-        from grpc_health.v1 import health_pb2
-
-        answer = await self._check(timeout)
-        return answer is not None and answer.status == health_pb2.HealthCheckResponse.SERVING
+        return await self._unready(timeout) is False
 
     async def answers(self, timeout: float = 1.0) -> bool:
         """Whether the router answers a health check at all, serving or not."""
-        return await self._check(timeout) is not None
+        return await self._unready(timeout) is not None
 
     # --- the operator's calls ----------------------------------------------------------------------------------------
 
-    async def status(self, timeout: float = 2.0) -> cluster_pb2.GetStatusResponse:
+    async def ask(self, call: OperatorCall[A], timeout: float | None) -> A:
+        """Make a call of `baton.operator_api` and return its answer. Raises BatonError."""
+        return await self._connection.ask_operator(call, timeout)
+
+    async def status(self, timeout: float = 2.0) -> Status:
         """Return the cluster's status. Raises BatonError: Unavailable if no router answers."""
-        from baton.v1 import cluster_pb2
+        return await self.ask(GetStatus(), timeout)
 
-        return await self._cluster("GetStatus", cluster_pb2.GetStatusRequest(), timeout)
-
-    async def explain(self, request_id: str, timeout: float = 5.0) -> explain_pb2.ExplainResponse:
+    async def explain(self, request_id: str, timeout: float = 5.0) -> Explanation:
         """Return the record of a recent request. Raises BatonError: RequestNotFound if there is none."""
-        from baton.v1 import explain_pb2
+        return await self.ask(Explain(request_id), timeout)
 
-        return await self._cluster("Explain", explain_pb2.ExplainRequest(request_id=request_id), timeout)
-
-    async def requests(self, last: int = 0, timeout: float = 5.0) -> list[explain_pb2.RequestSummary]:
+    async def requests(self, last: int = 0, timeout: float = 5.0) -> list[RequestSummary]:
         """Return the last requests, newest first (0: the router's default number). Raises BatonError."""
-        from baton.v1 import explain_pb2
+        return await self.ask(ListRequests(last), timeout)
 
-        answer = await self._cluster("ListRequests", explain_pb2.ListRequestsRequest(last=last), timeout)
-        return list(answer.requests)
-
-    async def profile(self, process: str, steps: int = 0, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
+    async def profile(self, process: str, steps: int = 0, timeout: float = 5.0) -> TraceFile:
         """Have a worker or store trace its next steps (0: the router's default).
 
         Raises BatonError: ProcessNotFound if no such process is live, TraceConflict while another trace is made.
         """
-        from baton.v1 import cluster_pb2
+        return await self.ask(Profile(process, steps), timeout)
 
-        return await self._cluster("Profile", cluster_pb2.ProfileRequest(process=process, steps=steps), timeout)
-
-    async def stop_profile(self, process: str, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
+    async def stop_profile(self, process: str, timeout: float = 5.0) -> TraceFile:
         """End the trace of a worker or store early; the steps so far are written.
 
         Raises BatonError: ProcessNotFound if no such process is live, TraceConflict if it is not tracing.
         """
-        from baton.v1 import cluster_pb2
+        return await self.ask(Profile(process, stop=True), timeout)
 
-        return await self._cluster("Profile", cluster_pb2.ProfileRequest(process=process, stop=True), timeout)
-
-    async def drain(
-        self, worker: str, *, now: bool = False, undo: bool = False, timeout: float = 5.0
-    ) -> cluster_pb2.Process:
+    async def drain(self, worker: str, *, now: bool = False, undo: bool = False, timeout: float = 5.0) -> Process:
         """Stop placing work on a worker, or resume it with `undo`; return the worker's status.
 
         Raises BatonError: ProcessNotFound if no such worker is live.
         """
-        from baton.v1 import cluster_pb2
-
-        request = cluster_pb2.DrainRequest(worker=worker, now=now, undo=undo)
-        return (await self._cluster("Drain", request, timeout)).worker
+        return await self.ask(Drain(worker, now, undo), timeout)
 
     async def set_role(
-        self,
-        worker: str,
-        role: Literal["prefill", "decode"],
-        *,
-        patience: float | None = None,
-        timeout: float = 5.0,
-    ) -> cluster_pb2.Process:
+        self, worker: str, role: WorkerRole, *, patience: float | None = None, timeout: float = 5.0
+    ) -> Process:
         """Change a worker's role and return its status. Raises BatonError: ProcessNotFound, InvalidRequest.
 
         After `patience` seconds (None: the router's default) its remaining requests move to other workers.
         """
-        from baton.v1 import cluster_pb2
-
-        code = cluster_pb2.ROLE_PREFILL if role == "prefill" else cluster_pb2.ROLE_DECODE
-        patience_ms = None if patience is None else round(patience * 1_000)
-        request = cluster_pb2.SetRoleRequest(worker=worker, role=code, patience_ms=patience_ms)
-        return (await self._cluster("SetRole", request, timeout)).worker
+        return await self.ask(SetRole(worker, role, None if patience is None else round(patience * 1_000)), timeout)
 
     async def pin_prefix(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[PinOptions]
-    ) -> cache_pb2.PinPrefixResponse:
+    ) -> NewPin:
         """Compute and pin a prefix for `ttl_ms` (an hour by default); return once it is pinned. Raises BatonError."""
-        return await self._cache("PinPrefix", pin_request(prompt, options), timeout)
+        return await self.ask(pin_call(prompt, options, timeout), timeout)
 
     async def unpin(self, pin: str, tenant: str = "", timeout: float = 5.0) -> None:
         """End a pin of a tenant. Raises BatonError: PinNotFound if there is none of that name."""
-        from baton.v1 import cache_pb2
+        await self.ask(Unpin(pin, tenant), timeout)
 
-        await self._cache("UnpinPrefix", cache_pb2.UnpinPrefixRequest(id=pin, tenant=tenant), timeout)
-
-    async def pins(self, timeout: float = 5.0) -> list[cache_pb2.Pin]:
+    async def pins(self, timeout: float = 5.0) -> list[Pin]:
         """Return all tenants' pins, ordered by name. Raises BatonError."""
-        from baton.v1 import cache_pb2
-
-        return list((await self._cache("ListPins", cache_pb2.ListPinsRequest(), timeout)).pins)
+        return await self.ask(ListPins(), timeout)
 
     # --- connections -------------------------------------------------------------------------------------------------
 
@@ -188,37 +177,20 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _cluster(self, method: str, message: Any, timeout: float | None) -> Any:
-        from baton.v1 import cluster_pb2_grpc
-
-        return await self._ask(
-            getattr(self._connection.private(cluster_pb2_grpc.ClusterStub), method), message, timeout
-        )
-
-    async def _cache(self, method: str, message: Any, timeout: float | None) -> Any:
-        from baton.v1 import cache_pb2_grpc
-
-        return await self._ask(getattr(self._connection.private(cache_pb2_grpc.CacheStub), method), message, timeout)
-
-    async def _ask(self, call: Any, message: Any, timeout: float | None) -> Any:
-        import grpc.aio
-
-        try:
-            return await call(message, timeout=timeout, metadata=self._connection.metadata)
-        except grpc.aio.AioRpcError as error:
-            raise typed(error, self.operator) from None
-        except asyncio.CancelledError:
-            raise_if_ours()
-            raise RequestCancelled("the client has been closed") from None
-
-    async def _check(self, timeout: float) -> Any:
-        """The answer to a health check, or None."""
+    async def _unready(self, timeout: float) -> bool | None:
+        """Whether the router reports that it can't serve; None if it does not answer."""
+        connection = self._connection
+        if not connection.address:
+            try:
+                return bool(await self.ask(GetHealth(), timeout))
+            except BatonError:
+                return None
         import grpc.aio
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-        connection, kind = self._connection, health_pb2_grpc.HealthStub
-        stub = connection.public(kind) if connection.address else connection.private(kind)
+        stub, kinds = connection.public(health_pb2_grpc.HealthStub), health_pb2.HealthCheckResponse
         try:
-            return await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout, metadata=connection.metadata)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout, metadata=connection.metadata)
+            return answer.status != kinds.SERVING
         except grpc.aio.AioRpcError:
             return None

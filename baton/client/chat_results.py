@@ -7,21 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.client.connection import of_status, rebuilt
+from baton.client.connection import http_error
 from baton.client.results import TokenUsage
-from baton.errors import BatonError, Unavailable
+from baton.errors import Unavailable
 
 _DONE = b"[DONE]"
-_STATUS = {
-    401: "UNAUTHENTICATED",
-    403: "PERMISSION_DENIED",
-    404: "NOT_FOUND",
-    429: "RESOURCE_EXHAUSTED",
-    499: "CANCELLED",
-    501: "UNIMPLEMENTED",
-    503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
-}
 
 
 @dataclass(frozen=True)
@@ -155,11 +145,3 @@ class ChatCollector:
             request_id=self._id.removeprefix("chatcmpl-"),
             index=index,
         )
-
-
-def http_error(status: int, message: str, reason: str = "", retry_after_ms: str | None = None) -> BatonError:
-    """Return the error that an HTTP status stands for, or the one of its reason where that was told."""
-    if reason:
-        return rebuilt(reason, message, retry_after_ms)
-    name = _STATUS.get(status, "INVALID_ARGUMENT" if 400 <= status < 500 else "INTERNAL")
-    return of_status(name)(message)

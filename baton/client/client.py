@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 from baton.client.async_client import AsyncClient
 from baton.client.chat_results import ChatAnswer, ChatDelta
 from baton.client.connection import TlsArgument
 from baton.client.loop_thread import LoopThread
-from baton.client.options import ChatOptions, PinOptions, SamplingOptions
+from baton.client.options import ChatOptions, SamplingOptions
 from baton.client.results import Generated, OutputDelta
 from baton.client.streams import AsyncStream
 from baton.errors import ConfigError
 
-if TYPE_CHECKING:
-    from baton.v1 import cache_pb2, cluster_pb2, explain_pb2
-
 D = TypeVar("D")
+P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
@@ -73,6 +72,18 @@ class ChatStream(BlockingStream[ChatDelta, ChatAnswer]):
     """A call of /v1/chat/completions."""
 
 
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Return a coroutine of `AsyncClient` as a method of `Client`."""
+
+    @wraps(method)
+    def run(client: Client, *args: P.args, **kwargs: P.kwargs) -> T:
+        return client._run(method(client._client, *args, **kwargs))
+
+    return run
+
+
 class Client:
     """What `AsyncClient` is, for programs without an event loop. Several threads may use one client."""
 
@@ -97,7 +108,7 @@ class Client:
 
     @property
     def operator(self) -> str:
-        """The operator's gRPC target, or ""."""
+        """The operator's address, or ""."""
         return self._client.operator
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -118,76 +129,21 @@ class Client:
         """Start a chat from messages in OpenAI's form, or from the text of one user's message. Raises BatonError."""
         return self._start(ChatStream, lambda: self._client.chat(messages, timeout=timeout, **options))
 
-    def serving(self, timeout: float = 2.0) -> bool:
-        """Whether the router reports that the cluster serves; False if it does not answer."""
-        return self._run(self._client.serving(timeout))
-
-    def answers(self, timeout: float = 1.0) -> bool:
-        """Whether the router answers a health check at all, serving or not."""
-        return self._run(self._client.answers(timeout))
+    serving = _blocking(AsyncClient.serving)
+    answers = _blocking(AsyncClient.answers)
 
     # --- the operator's calls ----------------------------------------------------------------------------------------
 
-    def status(self, timeout: float = 2.0) -> cluster_pb2.GetStatusResponse:
-        """Return the cluster's status. Raises BatonError: Unavailable if no router answers."""
-        return self._run(self._client.status(timeout))
-
-    def explain(self, request_id: str, timeout: float = 5.0) -> explain_pb2.ExplainResponse:
-        """Return the record of a recent request. Raises BatonError: RequestNotFound if there is none."""
-        return self._run(self._client.explain(request_id, timeout))
-
-    def requests(self, last: int = 0, timeout: float = 5.0) -> list[explain_pb2.RequestSummary]:
-        """Return the last requests, newest first (0: the router's default number). Raises BatonError."""
-        return self._run(self._client.requests(last, timeout))
-
-    def profile(self, process: str, steps: int = 0, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
-        """Have a worker or store trace its next steps (0: the router's default).
-
-        Raises BatonError: ProcessNotFound if no such process is live, TraceConflict while another trace is made.
-        """
-        return self._run(self._client.profile(process, steps, timeout))
-
-    def stop_profile(self, process: str, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
-        """End the trace of a worker or store early; the steps so far are written.
-
-        Raises BatonError: ProcessNotFound if no such process is live, TraceConflict if it is not tracing.
-        """
-        return self._run(self._client.stop_profile(process, timeout))
-
-    def drain(self, worker: str, *, now: bool = False, undo: bool = False, timeout: float = 5.0) -> cluster_pb2.Process:
-        """Stop placing work on a worker, or resume it with `undo`; return the worker's status.
-
-        Raises BatonError: ProcessNotFound if no such worker is live.
-        """
-        return self._run(self._client.drain(worker, now=now, undo=undo, timeout=timeout))
-
-    def set_role(
-        self,
-        worker: str,
-        role: Literal["prefill", "decode"],
-        *,
-        patience: float | None = None,
-        timeout: float = 5.0,
-    ) -> cluster_pb2.Process:
-        """Change a worker's role and return its status. Raises BatonError: ProcessNotFound, InvalidRequest.
-
-        After `patience` seconds (None: the router's default) its remaining requests move to other workers.
-        """
-        return self._run(self._client.set_role(worker, role, patience=patience, timeout=timeout))
-
-    def pin_prefix(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[PinOptions]
-    ) -> cache_pb2.PinPrefixResponse:
-        """Compute and pin a prefix for `ttl_ms` (an hour by default); return once it is pinned. Raises BatonError."""
-        return self._run(self._client.pin_prefix(prompt, timeout=timeout, **options))
-
-    def unpin(self, pin: str, tenant: str = "", timeout: float = 5.0) -> None:
-        """End a pin of a tenant. Raises BatonError: PinNotFound if there is none of that name."""
-        self._run(self._client.unpin(pin, tenant, timeout))
-
-    def pins(self, timeout: float = 5.0) -> list[cache_pb2.Pin]:
-        """Return all tenants' pins, ordered by name. Raises BatonError."""
-        return self._run(self._client.pins(timeout))
+    status = _blocking(AsyncClient.status)
+    explain = _blocking(AsyncClient.explain)
+    requests = _blocking(AsyncClient.requests)
+    profile = _blocking(AsyncClient.profile)
+    stop_profile = _blocking(AsyncClient.stop_profile)
+    drain = _blocking(AsyncClient.drain)
+    set_role = _blocking(AsyncClient.set_role)
+    pin_prefix = _blocking(AsyncClient.pin_prefix)
+    unpin = _blocking(AsyncClient.unpin)
+    pins = _blocking(AsyncClient.pins)
 
     # --- connections -------------------------------------------------------------------------------------------------
 

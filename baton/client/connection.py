@@ -5,23 +5,48 @@ The channels are opened with the first call, so that a client can be made withou
 
 from __future__ import annotations
 
+import asyncio
+import io
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import msgspec
 
 from baton import operator_port
 from baton.client.tls import ClientTls
-from baton.errors import BatonError, ConfigError, DeadlineExpired, Overloaded, Unavailable, all_errors, from_reason
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineExpired,
+    Overloaded,
+    RequestCancelled,
+    Unavailable,
+    all_errors,
+    from_reason,
+)
+from baton.operator_api import CALLS, ONE_ROUTER, OperatorCall
 
 if TYPE_CHECKING:
+    import aiohttp
     import grpc.aio
 
 TlsArgument: TypeAlias = bool | str | Path | ClientTls
+A = TypeVar("A")
 
+_STATUS = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    429: "RESOURCE_EXHAUSTED",
+    499: "CANCELLED",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
 REASON, RETRY_AFTER = "baton-reason", "retry-after-ms"
-ONE_ROUTER = "baton-one-router"
-"""Metadata of an operator's call that is about the asked router alone. Without it, it is about all of the cluster's."""
 KEY_VARIABLE = "BATON_API_KEY"
 _LOCAL_GRPC, _LOCAL_HTTP = "127.0.0.1:50051", "http://127.0.0.1:8000"
 OPTIONS = [
@@ -54,16 +79,16 @@ class ClientConnection:
         key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
         self._authorization = f"Bearer {key}" if key else ""
         self._one_router = one_router
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._stubs: dict[tuple[type, str], Any] = {}
+        self._channel: grpc.aio.Channel | None = None
+        self._stubs: dict[type, Any] = {}
         self._session: Any = None
+        self._calls: set[aiohttp.ClientSession] = set()  # of the operator, under way
         self._closed = False
 
     @property
     def metadata(self) -> Sequence[tuple[str, str]]:
         """What is sent with every gRPC call."""
-        key = [("authorization", self._authorization)] if self._authorization else []
-        return [*key, (ONE_ROUTER, "1")] if self._one_router else key
+        return [("authorization", self._authorization)] if self._authorization else []
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -74,13 +99,68 @@ class ClientConnection:
         """The stub of a service for clients. Raises ConfigError."""
         if not self.address:
             raise ConfigError("this client knows no router's public port; give it one: Client(address)")
-        return self._stub(kind, self.address, self._tls)
+        import grpc.aio
 
-    def private(self, kind: type) -> Any:
-        """The stub of a service for the operator. Raises ConfigError."""
+        self._check_open()
+        if self._channel is None and self._tls is not None:
+            self._channel = grpc.aio.secure_channel(self.address, self._tls.grpc_credentials(), OPTIONS)
+        elif self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.address, OPTIONS)
+        if kind not in self._stubs:
+            self._stubs[kind] = kind(self._channel)
+        return self._stubs[kind]
+
+    async def ask_operator(self, call: OperatorCall[A], timeout: float | None) -> A:
+        """Return the answer of the first router at `operator` that can be reached. Raises BatonError."""
+        import aiohttp
+
+        self._check_open()
         if not self.operator:
             raise ConfigError("this client knows no router's operator port; give it one: Client(address, operator)")
-        return self._stub(kind, self.operator, None)
+        places = operator_port.paths([self.operator]) or [self.operator]
+        problem = ""
+        try:
+            async with asyncio.timeout(timeout):
+                for place in places:
+                    try:
+                        return msgspec.json.decode(await self._answer(place, call), type=CALLS[type(call)][-1])
+                    except aiohttp.ClientConnectorError as error:
+                        problem = str(error)
+        except TimeoutError:
+            raise Unavailable(f"the router at {self.operator} did not answer in time") from None
+        except aiohttp.ClientConnectionError as error:
+            problem = str(error) or type(error).__name__
+        except (aiohttp.ClientResponseError, msgspec.MsgspecError):
+            raise _not_served(self.operator) from None
+        if self._closed:
+            raise RequestCancelled("the client has been closed")
+        raise Unavailable(f"no router answers at {self.operator} ({problem}); `baton status` tells whether it runs")
+
+    async def _answer(self, place: Path | str, call: OperatorCall[Any]) -> bytes:
+        """Return the answer of one router. Raises BatonError and aiohttp.ClientError."""
+        import aiohttp
+
+        unix = isinstance(place, Path)
+        connector = aiohttp.UnixConnector(str(place)) if unix else aiohttp.TCPConnector()
+        method, path, _ = CALLS[type(call)]
+        sent: dict[str, Any] = {"params": msgspec.to_builtins(call)}
+        if method == "POST":  # as a file: aiohttp warns of large bodies that are bytes
+            sent = {"data": io.BytesIO(msgspec.json.encode(call))}
+        headers = {**self.headers, ONE_ROUTER: "1"} if self._one_router else self.headers
+        limit = aiohttp.ClientTimeout()  # none: the caller has one
+        async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=limit) as session:
+            self._calls.add(session)
+            try:
+                url = f"http://{'localhost' if unix else place}{path}"
+                async with session.request(method, url, **sent) as response:
+                    body = await response.read()
+            finally:
+                self._calls.discard(session)
+        if response.status == 200:
+            return body
+        if REASON not in response.headers:
+            raise _not_served(self.operator)
+        raise error_of(response.status, body.decode(errors="replace"), response.headers)
 
     def http(self, path: str) -> tuple[Any, str]:
         """An aiohttp session, and the URL of a path of the HTTP API. Raises ConfigError."""
@@ -95,31 +175,12 @@ class ClientConnection:
         return self._session, self._http.rstrip("/") + path
 
     async def close(self) -> None:
-        """End every call and close the channels."""
+        """End every call and close the connections."""
         self._closed = True
-        channels, self._channels, session, self._session = self._channels, {}, self._session, None
         self._stubs.clear()
-        for channel in channels.values():
-            await channel.close()
-        if session is not None:
-            await session.close()
-
-    def _stub(self, kind: type, target: str, tls: ClientTls | None) -> Any:
-        if (stub := self._stubs.get((kind, target))) is None:
-            stub = self._stubs[kind, target] = kind(self._channel(target, tls))
-        return stub
-
-    def _channel(self, target: str, tls: ClientTls | None) -> grpc.aio.Channel:
-        import grpc.aio
-
-        self._check_open()
-        if (channel := self._channels.get(target)) is None:
-            if tls is not None:
-                channel = grpc.aio.secure_channel(target, tls.grpc_credentials(), OPTIONS)
-            else:
-                channel = grpc.aio.insecure_channel(target, OPTIONS)
-            self._channels[target] = channel
-        return channel
+        for each in (self._channel, self._session, *self._calls):
+            if each is not None:
+                await each.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -138,13 +199,34 @@ def typed(error: Any, address: str, *, late: type[BatonError] = Unavailable) -> 
     if name == "UNAVAILABLE":
         return Unavailable(f"no router answers at {address} ({details}); `baton status` tells whether it runs")
     if name == "UNIMPLEMENTED":
-        return ConfigError(
-            f"the port {address} does not serve that: Cluster and Cache are on a router's operator port, Generation is "
-            "on its public one; `baton status --json` tells both"
-        )
+        return _not_served(address)
     if name == "DEADLINE_EXCEEDED":
         return late(f"the router at {address} did not answer in time")
     return of_status(name)(f"{name}: {details}")
+
+
+def _not_served(address: str) -> ConfigError:
+    return ConfigError(
+        f"the port {address} does not serve that: the operator's calls are on a router's operator port, Generation is "
+        "on its public one; `baton status --json` tells both"
+    )
+
+
+def error_of(status: int, text: str, headers: Mapping[str, str]) -> BatonError:
+    """Return the error that the answer to an HTTP request stands for."""
+    try:
+        message = str(json.loads(text)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        message = f"HTTP status {status}: {text[:200]}"
+    return http_error(status, message, headers.get(REASON, ""), headers.get(RETRY_AFTER))
+
+
+def http_error(status: int, message: str, reason: str = "", retry_after_ms: str | None = None) -> BatonError:
+    """Return the error that an HTTP status stands for, or the one of its reason where that was told."""
+    if reason:
+        return rebuilt(reason, message, retry_after_ms)
+    name = _STATUS.get(status, "INVALID_ARGUMENT" if 400 <= status < 500 else "INTERNAL")
+    return of_status(name)(message)
 
 
 def rebuilt(reason: str, message: str, retry_after_ms: str | None) -> BatonError:

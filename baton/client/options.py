@@ -6,13 +6,16 @@ the served model's default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import msgspec
+
 from baton.errors import InvalidRequest
+from baton.operator_api import PinPrefix
 
 if TYPE_CHECKING:
-    from baton.v1 import cache_pb2, generation_pb2
+    from baton.v1 import generation_pb2
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -102,29 +105,31 @@ def generate_request(prompt: str | Sequence[int], options: SamplingOptions) -> g
     field can't hold."""
     from baton.v1 import generation_pb2 as pb
 
-    fields: dict[str, Any] = dict(options)
+    fields = _present(options, pb.GenerateRequest.DESCRIPTOR.fields_by_name)
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
-    return _message(pb.GenerateRequest, prompt, fields)
-
-
-def pin_request(prompt: str | Sequence[int], options: PinOptions) -> cache_pb2.PinPrefixRequest:
-    """Build the order to pin a prefix. Raises InvalidRequest as `generate_request` does."""
-    from baton.v1 import cache_pb2
-
-    return _message(cache_pb2.PinPrefixRequest, prompt, options)
-
-
-def _message(kind: Any, prompt: str | Sequence[int], options: Mapping[str, Any]) -> Any:
-    from baton.v1 import generation_pb2 as pb
-
-    fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    known = kind.DESCRIPTOR.fields_by_name
-    if unknown := fields.keys() - known.keys():
-        raise InvalidRequest(f"{min(unknown)} is no field of a request; the fields are {', '.join(known)}")
     try:
         if isinstance(prompt, str):
-            return kind(text=prompt, **fields)
-        return kind(token_ids=pb.TokenIds(ids=prompt), **fields)
+            return pb.GenerateRequest(text=prompt, **fields)
+        return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), **fields)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"the request can't be sent: {error}") from None
+
+
+def pin_call(prompt: str | Sequence[int], options: PinOptions, timeout: float | None) -> PinPrefix:
+    """Build the call that pins a prefix within `timeout` seconds. Raises InvalidRequest as `generate_request` does."""
+    fields = _present(options, PinPrefix.__struct_fields__)
+    fields |= {"text": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
+    if timeout is not None:
+        fields["timeout_ms"] = max(1, int(timeout * 1_000))
+    try:
+        return msgspec.convert(fields, PinPrefix, from_attributes=True)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the request can't be sent: {error}") from None
+
+
+def _present(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return the options that are set. Raises InvalidRequest for an unknown one."""
+    if unknown := {name for name, value in options.items() if value is not None} - {*known}:
+        raise InvalidRequest(f"{min(unknown)} is no field of a request; the fields are {', '.join(known)}")
+    return {name: value for name, value in options.items() if value is not None}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from baton.operator_api import Process
+
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from baton.v1 import cluster_pb2, generation_pb2
+    from baton.v1 import generation_pb2
 
 FinishReason: TypeAlias = Literal["stop", "length", ""]
 _PREFIX = "FINISH_REASON_"
@@ -174,8 +176,6 @@ def _name(end: generation_pb2.Finished) -> Any:
     return "" if name == "unspecified" else name
 
 
-def is_up(process: cluster_pb2.Process) -> bool:
+def is_up(process: Process) -> bool:
     """Whether a process in a cluster's status runs and is healthy: it is live, or drains."""
-    from baton.v1 import cluster_pb2 as pb
-
-    return process.state in (pb.PROCESS_STATE_LIVE, pb.PROCESS_STATE_DRAINING)
+    return process.state in ("live", "draining")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from baton.client.chat_results import ChatAnswer, ChatCollector, ChatDelta, EventDecoder, http_error
-from baton.client.connection import ClientConnection, expired, typed
+from baton.client.chat_results import ChatAnswer, ChatCollector, ChatDelta, EventDecoder
+from baton.client.connection import ClientConnection, error_of, expired, typed
 from baton.client.results import Generated, OutputCollector, OutputDelta
 from baton.errors import DeadlineExpired, RequestCancelled, Unavailable
 from baton.futures import looked_at
@@ -156,12 +155,7 @@ class AsyncChatStream(AsyncStream[ChatDelta, ChatAnswer]):
             return response
         async with response:
             text = await response.text()
-        try:
-            message = str(json.loads(text)["error"]["message"])
-        except (ValueError, LookupError, TypeError):
-            message = f"HTTP status {response.status}: {text[:200]}"
-        headers = response.headers
-        raise http_error(response.status, message, headers.get("baton-reason", ""), headers.get("retry-after-ms"))
+        raise error_of(response.status, text, response.headers)
 
 
 def raise_if_ours() -> None:

@@ -164,7 +164,7 @@ async def measure(model: Path, asked: argparse.Namespace) -> list[report.Result]
         report.say("starting 1P+1D")
         made = interference.start(stack, interference.SPLIT, model, asked.settings)
         client = stack.enter_context(Client(operator=made.operator))
-        prompts = Prompts(client.status(timeout=10).model.vocab_size, asked.seed)
+        prompts = Prompts(client.status(timeout=10).model.vocab_size, asked.seed)  # pyright: ignore[reportOptionalMemberAccess]
         async with grpc.aio.insecure_channel(made.address) as channel:
             server = Router(channel)
             bare = Bare(model)

@@ -151,7 +151,7 @@ async def _ours(name: str, model: Path, asked: argparse.Namespace) -> list[Seen]
         report.say(f"starting {name}")
         made = start(stack, name, model, asked.settings, asked.patience, on_gpu=asked.vllm_python is not None)
         with Client(operator=made.operator) as client:
-            vocab = client.status(timeout=10).model.vocab_size
+            vocab = client.status(timeout=10).model.vocab_size  # pyright: ignore[reportOptionalMemberAccess]
         async with grpc.aio.insecure_channel(made.address) as channel:
             runs = await _measure(Router(channel), name, vocab, asked)
         peaks = {process: Memory.of(pid).peak for process, pid in sorted(made.pids.items())}

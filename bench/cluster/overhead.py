@@ -28,7 +28,6 @@ import psutil
 
 from baton.client import Client
 from baton.errors import BatonError
-from baton.v1 import cluster_pb2
 from bench import clusters, models, report
 from bench.bare import BareEngine
 from bench.peers.adapter import PeerFailed
@@ -89,7 +88,7 @@ class Through:
         self._address = made.address
         with Client(operator=made.operator) as client:
             processes = client.status().processes
-        (worker,) = (process for process in processes if process.role == cluster_pb2.ROLE_DECODE)
+        (worker,) = (process for process in processes if process.role == "decode")
         self._metrics = worker.metrics_address
         self._process = psutil.Process(worker.pid)
         self._before = self._read()

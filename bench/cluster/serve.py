@@ -48,7 +48,7 @@ def measure(address: str, operator: str, asked: argparse.Namespace) -> None:
     with Client(operator=operator) as client:
         status = client.status(timeout=10)
     where = f"{status.model_name} {clusters.shape(status)}, {load_name(asked)}"
-    vocab = status.model.vocab_size
+    vocab = status.model.vocab_size  # pyright: ignore[reportOptionalMemberAccess]
     objectives = Objectives(_seconds(asked.slo_ttft), _seconds(asked.slo_tpot))
     report.say(report.machine())
     asyncio.run(_run(address, _warmup(asked, vocab), asked))

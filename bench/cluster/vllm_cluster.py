@@ -35,7 +35,6 @@ import grpc.aio
 from baton.client import Client
 from baton.config import parse_override
 from baton.errors import BatonError
-from baton.v1 import cluster_pb2
 from bench import clusters, models, report
 from bench.cluster import interference
 from bench.peers import environments, steps
@@ -102,7 +101,7 @@ class Worker:
         self._address = made.address
         with Client(operator=made.operator) as client:
             processes = client.status(timeout=10).processes
-        (self._metrics,) = (each.metrics_address for each in processes if each.role == cluster_pb2.ROLE_DECODE)
+        (self._metrics,) = (each.metrics_address for each in processes if each.role == "decode")
 
     def __call__(self, prompts: Tokens, count: int) -> Run:
         return asyncio.run(self._generate(prompts, count))

@@ -350,7 +350,7 @@ def _hops(client: Client, last: int) -> Rows:
     explained = [client.explain(one.request_id).attempts[-1].hops for one in client.requests(last)]
     names = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token")
     for before, name in pairwise(names):
-        took = [getattr(hops, name) - getattr(hops, before) for hops in explained if hops.HasField(name)]
+        took = [hops[name] - hops[before] for hops in explained if name in hops and before in hops]
         if took:
             yield Result("cluster", f"hop: {before} to {name}", median(took), "ms")
 

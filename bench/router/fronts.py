@@ -138,7 +138,7 @@ async def _serve(door: str, model: str, given: list[int], answers: TextIO) -> No
 
     if door == "http":
         listener = await FixedPort("api.port", "127.0.0.1", 0).listener()
-        await ApiServer(HttpApi(service, page, Gatekeeper(KeyRing(None))), 4_096).serve(listener)
+        await ApiServer(HttpApi(service, page, Gatekeeper(KeyRing(None))).app, 4_096).serve(listener)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     else:
         server = grpc.aio.server()

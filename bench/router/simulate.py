@@ -21,14 +21,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from baton.config import parse_override
 from baton.errors import BatonError
-from baton.v1.explain_pb2 import ExplainResponse
+from baton.operator_api import Explanation
 from deploy.commands import explain
 from router import policies
-from router.frontend.responses import explained
+from router.dashboard.operator_views import explanation
 from simulator import faults, mooncake, timing
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.lengths import Lengths
@@ -41,11 +42,11 @@ class Slowest:
 
     def __init__(self, cluster: SimulatedCluster, count: int) -> None:
         self._cluster, self._count = cluster, count
-        self._heap: list[tuple[float, str, ExplainResponse]] = []  # the quickest of them first
+        self._heap: list[tuple[float, str, Explanation]] = []  # the quickest of them first
         cluster.measures.watch = self._ended
 
     @property
-    def explained(self) -> list[ExplainResponse]:
+    def explained(self) -> list[Explanation]:
         """The slowest first."""
         return [found for _, _, found in sorted(self._heap, key=lambda item: item[:2], reverse=True)]
 
@@ -53,7 +54,7 @@ class Slowest:
         if math.isnan(ttft) or (len(self._heap) >= self._count and ttft <= self._heap[0][0]):
             return
         router = self._cluster.router_of(request)
-        found = explained(router.state.explain(request, tenant), self._cluster.agenda.now)
+        found = explanation(router.state.explain(request, tenant), self._cluster.agenda.now)
         heapq.heappush(self._heap, (ttft, request, found))
         if len(self._heap) > self._count:
             heapq.heappop(self._heap)
@@ -72,7 +73,7 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
-def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[ExplainResponse]]:
+def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[Explanation]]:
     """The report, in which what the run itself took stands apart under `simulator`; and the slowest requests. Raises
     BatonError."""
     model = timing.read(args.model)
@@ -99,7 +100,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[ExplainResp
             "events": cluster.agenda.happened,
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1_024,
         },
-        "slowest": [explain.explained_as_json(each) for each in found],
+        "slowest": [msgspec.to_builtins(each) for each in found],
     }
     return result, found
 

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from baton.client import AsyncClient, Client
 from baton.errors import InvalidRequest, Unavailable
-from baton.v1 import cluster_pb2
+from baton.messages import ModelCard
+from baton.operator_api import Process
 from deploy.commands.running_cluster import find
 from deploy.commands.terminal import Json, Name, command, err, out, print_json, state_folder
 
@@ -64,7 +65,7 @@ def bench(
     state = find(state_folder(name))
     with Client(operator=state.operator, api_key=state.operator_key) as client:
         status = client.status()
-    if not status.HasField("model"):
+    if status.model is None:
         raise Unavailable("no worker has loaded the model yet; `baton status` shows what is missing")
     context = status.model.max_context
     lengths = length_scale or presets.scale_to(chosen, context)
@@ -99,7 +100,7 @@ async def _send(
     address: str,
     tls: bool,
     load: Preset,
-    model: cluster_pb2.ModelCard,
+    model: ModelCard,
     amount: tuple[int, int, float],
     timeout: float,
     seed: int,
@@ -121,9 +122,9 @@ def _sent(sent: int, requests: int, duration: float) -> str:
     return str(sent) if sent == requests else f"{sent} of {requests}: none is sent after --duration, {duration:g} s"
 
 
-def _shape(processes: Sequence[cluster_pb2.Process]) -> str:
-    roles = [process.role for process in processes if process.state == cluster_pb2.PROCESS_STATE_LIVE]
-    return f"{roles.count(cluster_pb2.ROLE_PREFILL)} prefill, {roles.count(cluster_pb2.ROLE_DECODE)} decode"
+def _shape(processes: Sequence[Process]) -> str:
+    roles = [process.role for process in processes if process.state == "live"]
+    return f"{roles.count('prefill')} prefill, {roles.count('decode')} decode"
 
 
 def _show(facts: dict[str, str], found: Sequence[Figure], load: Preset) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from baton.client import Client, Generated, OutputDelta
-from baton.v1 import cluster_pb2
+from baton.operator_api import Process
 from deploy.commands.demo_chat import Show, show_chat
 from deploy.commands.terminal import out as console
 from deploy.control_plane.state_file import State
@@ -90,11 +90,11 @@ class _Assassin:
         self._client = client
         self._request_id = request_id
         self._workers = {process.name: process for process in client.status().processes}
-        self._found: cluster_pb2.Process | None = None
+        self._found: Process | None = None
         self.began = time.monotonic()
         self.seen = 0
         self.gap = 0.0
-        self.victim: cluster_pb2.Process | None = None
+        self.victim: Process | None = None
         self._last: float | None = None
 
     def __call__(self, delta: OutputDelta) -> None:
@@ -137,12 +137,12 @@ def _workers(made: Generated) -> str:
     return " then ".join(made.work.decode_workers)
 
 
-def _wait_whole(client: Client, victim: cluster_pb2.Process) -> bool:
+def _wait_whole(client: Client, victim: Process) -> bool:
     """Whether the supervisor replaces the killed worker within `_REPAIR_PATIENCE`."""
     deadline = time.monotonic() + _REPAIR_PATIENCE
     while time.monotonic() < deadline:
         named = [process for process in client.status().processes if process.name == victim.name]
-        if any(p.pid != victim.pid and p.state == cluster_pb2.PROCESS_STATE_LIVE for p in named):
+        if any(p.pid != victim.pid and p.state == "live" for p in named):
             return True
         time.sleep(0.1)
     return False

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from baton.client import Client
 from baton.errors import ProcessNotFound
-from baton.v1 import cluster_pb2
+from baton.operator_api import Process
 from deploy.commands.running_cluster import operator_client
 from deploy.commands.terminal import Json, Name, Operator, command, out, print_json
 
@@ -43,7 +43,7 @@ def drain(
         raise typer.Exit(1)
 
 
-def until_empty(client: Client, worker: cluster_pb2.Process, patience: float) -> cluster_pb2.Process:
+def until_empty(client: Client, worker: Process, patience: float) -> Process:
     """Wait until the router has no attempt on the worker, at most `patience` seconds; return its last status.
 
     Raises ProcessNotFound if the worker has gone.

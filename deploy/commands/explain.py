@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
+import msgspec
 import typer
-from google.protobuf import json_format
-from google.protobuf.message import Message
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from baton.errors import InvalidRequest
-from baton.v1 import explain_pb2 as pb
+from baton.operator_api import CostTerms, ExplainedAttempt, ExplainedCandidate, Explanation, Outlook, RequestSummary
 from deploy.commands.running_cluster import operator_client
 from deploy.commands.terminal import Json, Name, Operator, command, out, print_json
 
-_TERMS = [field.name for field in pb.CostTerms.DESCRIPTOR.fields if field.name != "total_ms"]
+_TERMS = [name for name in CostTerms.__struct_fields__ if name != "total_ms"]
 _WIDTH = 240
 _COLOURS = {"finished": "green", "failed": "red", "cancelled": "yellow"}
 _OUTLOOK = {
@@ -44,25 +43,18 @@ def explain(
         if last:
             found = client.requests(last)
             if as_json:
-                print_json({"requests": [explained_as_json(one) for one in found]})
+                print_json({"requests": msgspec.to_builtins(found)})
             else:
                 requests(out, found)
             return
         explained = client.explain(request_id)
     if as_json:
-        print_json(explained_as_json(explained))
+        print_json(msgspec.to_builtins(explained))
     else:
         request(out, explained)
 
 
-def explained_as_json(message: Message) -> dict[str, Any]:
-    """Return every field by its name in the .proto file. Unknown fields are omitted, 0 and empty ones are not."""
-    return json_format.MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-
-
-def requests(console: Console, found: Sequence[pb.RequestSummary]) -> None:
+def requests(console: Console, found: Sequence[RequestSummary]) -> None:
     """Print a line for each request."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("request")
@@ -89,12 +81,12 @@ def requests(console: Console, found: Sequence[pb.RequestSummary]) -> None:
         console.print("no request is remembered")
 
 
-def request(console: Console, found: pb.ExplainResponse) -> None:
+def request(console: Console, found: Explanation) -> None:
     """Print one request: its candidates, predicted and actual times, and the time of each hop, per attempt."""
     one = found.request
     ended = f": {escape(one.outcome)}" if one.outcome else ""
     console.print(f"[bold]{escape(one.request_id)}[/] {_state(one)}{ended}   [dim]in logs {escape(one.name)}[/]")
-    cached = f" ({one.cached_tokens} cached)" if one.HasField("cached_tokens") else ""
+    cached = f" ({one.cached_tokens} cached)" if one.cached_tokens is not None else ""
     console.print(
         f"{one.prompt_tokens} prompt tokens{cached}, {one.completion_tokens} generated; priority {one.priority}; "
         f"received {one.age_ms / 1_000:.1f} s ago"
@@ -109,22 +101,20 @@ def request(console: Console, found: pb.ExplainResponse) -> None:
         _attempt(console, attempt)
 
 
-def _attempt(console: Console, attempt: pb.ExplainedAttempt) -> None:
+def _attempt(console: Console, attempt: ExplainedAttempt) -> None:
     why = f": {escape(attempt.why)}" if attempt.why else ""
     console.print(f"[bold]attempt {attempt.number}[/] on {_who(attempt)}{why}")
     _candidates(console, attempt)
     _outlook(console, attempt)
-    hops = [(field.name, value) for field, value in attempt.hops.ListFields()]
-    console.print(
-        "hops, ms: received 0 " + " ".join(f"→ {name} {value:.1f}" for name, value in sorted(hops, key=_when))
-    )
+    hops = sorted(attempt.hops.items(), key=lambda hop: hop[1])
+    console.print("hops, ms: received 0 " + " ".join(f"→ {name} {value:.1f}" for name, value in hops))
     for note in attempt.notes:
         console.print(f"  {escape(note)}")
     if attempt.ended_because:
         console.print(f"[yellow]ended because {escape(attempt.ended_because)}[/]")
 
 
-def _candidates(console: Console, found: pb.ExplainedAttempt | pb.ExplainResponse) -> None:
+def _candidates(console: Console, found: ExplainedAttempt | Explanation) -> None:
     """Print the candidates' costs, without terms that are zero for all of them."""
     if not found.candidates:
         return
@@ -150,7 +140,7 @@ def _candidates(console: Console, found: pb.ExplainedAttempt | pb.ExplainRespons
         console.print(f"[dim]and {found.candidates_omitted} more[/]")
 
 
-def _outlook(console: Console, attempt: pb.ExplainedAttempt) -> None:
+def _outlook(console: Console, attempt: ExplainedAttempt) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("predicted", justify="right")
@@ -162,7 +152,7 @@ def _outlook(console: Console, attempt: pb.ExplainedAttempt) -> None:
     _print(console, table)
 
 
-def _who(one: pb.RequestSummary | pb.ExplainedAttempt | pb.ExplainedCandidate) -> str:
+def _who(one: RequestSummary | ExplainedAttempt | ExplainedCandidate) -> str:
     return f"{one.decode_worker} with {one.prefill_worker}" if one.prefill_worker else one.decode_worker
 
 
@@ -173,14 +163,10 @@ def _print(console: Console, table: Table) -> None:
     console.width = width
 
 
-def _state(one: pb.RequestSummary) -> str:
-    word = pb.RequestState.Name(one.state).removeprefix("REQUEST_STATE_").lower()
-    return f"[{_COLOURS.get(word, 'cyan')}]{word}[/]"
+def _state(one: RequestSummary) -> str:
+    return f"[{_COLOURS.get(one.state, 'cyan')}]{one.state}[/]"
 
 
-def _number(message: Message, name: str, form: str) -> str:
-    return format(getattr(message, name), form) if message.HasField(name) else ""
-
-
-def _when(hop: tuple[str, float]) -> float:
-    return hop[1]
+def _number(one: RequestSummary | Outlook, name: str, form: str) -> str:
+    value = getattr(one, name)
+    return "" if value is None else format(value, form)

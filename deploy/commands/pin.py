@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich import box
 from rich.markup import escape
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from baton.client import Client, PinOptions
 from baton.errors import BatonError, InvalidRequest
-from baton.v1 import cache_pb2 as pb
+from baton.operator_api import NewPin, Pin
 from deploy.commands.running_cluster import operator_client
 from deploy.commands.terminal import Json, Name, Operator, command, err, out, print_json, size
 
@@ -62,7 +63,7 @@ def pin(
                 _show_pinned(file, outcome)
     if as_json:
         done = {"pinned": [outcome.as_json() for outcome in outcomes]} if file else {"removed": remove}
-        print_json({"pins": list(map(pin_as_json, pins))} if list_ else done)
+        print_json({"pins": msgspec.to_builtins(pins)} if list_ else done)
     elif list_:
         _show_pins(pins)
     elif file:
@@ -78,27 +79,15 @@ class PinOutcome:
     """The outcome of one prefix. `line` counts from 1."""
 
     line: int
-    pinned: pb.PinPrefixResponse | None = None
+    pinned: NewPin | None = None
     error: BatonError | None = None
 
     def as_json(self) -> dict[str, Any]:
         if self.pinned is None:
             assert self.error is not None
             return {"line": self.line, "error": {"reason": self.error.reason, "message": str(self.error)}}
-        counts = {field.name: value for field, value in self.pinned.ListFields() if field.name.startswith("tokens_")}
-        return {"line": self.line, **pin_as_json(self.pinned.pin), **counts}
-
-
-def pin_as_json(pin: pb.Pin) -> dict[str, Any]:
-    return {
-        "id": pin.id,
-        "tenant": pin.tenant,
-        "node": pin.node,
-        "tokens": pin.tokens,
-        "pages": pin.pages,
-        "bytes": pin.bytes,
-        "expires_in_ms": pin.expires_in_ms,
-    }
+        found = msgspec.to_builtins(self.pinned)
+        return {"line": self.line, **found.pop("pin"), **found}
 
 
 def parse_duration_ms(text: str) -> int:
@@ -179,7 +168,7 @@ def _show_pinned(source: str, outcome: PinOutcome) -> None:
         err.print(f"[red]{escape(source)}:{outcome.line}[/] {escape(str(outcome.error))}")
         return
     pin = outcome.pinned.pin
-    computed = f", {outcome.pinned.tokens_computed} computed" if outcome.pinned.HasField("tokens_computed") else ""
+    computed = f", {outcome.pinned.tokens_computed} computed" if outcome.pinned.tokens_computed is not None else ""
     out.print(
         f"{escape(pin.id)}  {pin.tokens} tokens{computed}, {pin.pages} pages, {size(pin.bytes)} on {escape(pin.node)} "
         f"for {_span(pin.expires_in_ms)}"
@@ -196,7 +185,7 @@ def _show_pinned_all(outcomes: Sequence[PinOutcome]) -> None:
     )
 
 
-def _show_pins(found: Sequence[pb.Pin]) -> None:
+def _show_pins(found: Sequence[Pin]) -> None:
     """Print a line for each pin."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("pin")

@@ -12,7 +12,7 @@ from rich.markup import escape
 from baton.client import Client, is_up
 from baton.errors import ProcessNotFound
 from baton.messages import WorkerRole
-from baton.v1 import cluster_pb2
+from baton.operator_api import Process
 from deploy.commands.running_cluster import operator_client
 from deploy.commands.terminal import Json, Name, Operator, command, out, print_json
 
@@ -53,18 +53,17 @@ def role(
         raise typer.Exit(1)
 
 
-def until_changed(client: Client, worker: str, role: WorkerRole, patience: float) -> tuple[cluster_pb2.Process, bool]:
+def until_changed(client: Client, worker: str, role: WorkerRole, patience: float) -> tuple[Process, bool]:
     """Wait until the worker has `role`; return its last status, and whether it has the role.
 
     Ends early if the change of role is cancelled, and after `patience` seconds. Raises ProcessNotFound if the worker
     has gone.
     """
-    wanted = cluster_pb2.ROLE_PREFILL if role == "prefill" else cluster_pb2.ROLE_DECODE
     end = time.monotonic() + patience
     while True:
         found = next((process for process in client.status().processes if process.name == worker), None)
         if found is None or not is_up(found):
             raise ProcessNotFound(f"{worker} has gone; its successor has the role that it is configured with")
-        if found.role == wanted or not found.becoming or time.monotonic() >= end:
-            return found, found.role == wanted
+        if found.role == role or not found.becoming or time.monotonic() >= end:
+            return found, found.role == role
         time.sleep(_POLL)

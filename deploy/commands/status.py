@@ -10,11 +10,13 @@ import typer
 
 from baton.client import Client, is_up
 from baton.errors import BatonError
-from baton.v1 import cluster_pb2
+from baton.operator_api import Status
 from deploy.commands import figures, show
 from deploy.commands.running_cluster import find
 from deploy.commands.terminal import Json, Name, command, out, print_json, state_folder
 from deploy.control_plane.reports import ClusterOverview, SupervisedProcess, read_overview
+
+_LOAD = ("running", "waiting", "pages_free", "pages_total", "tokens_queued")
 
 
 @command("baton status", "baton status --json")
@@ -57,13 +59,13 @@ def collect(folder: Path) -> dict[str, Any]:
         "ray": {"address": state.ray.address, "mode": state.ray.mode, "started_by_baton": state.ray.own is not None},
         "supervisor": {"pid": overview.supervisor.pid if overview else None, "alive": not dead},
         "processes": _with_tiers(_processes(status, overview)),
-        "numerics": status.model.numerics if status is not None else "",
-        "counts": _counts(status),
+        "numerics": status.model.namespace.numerics if status and status.model else "",
+        "counts": msgspec.structs.asdict(status.counts) if status else {},
         "bottleneck": _bottleneck(status),
     }
 
 
-def _processes(status: cluster_pb2.GetStatusResponse | None, overview: ClusterOverview | None) -> list[dict[str, Any]]:
+def _processes(status: Status | None, overview: ClusterOverview | None) -> list[dict[str, Any]]:
     views = {view.name: view for view in overview.processes} if overview is not None else {}
     listed = {process.name: process for process in status.processes} if status is not None else {}
     rows: list[dict[str, Any]] = []
@@ -72,25 +74,24 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: ClusterOv
         listed = {name: process for name, process in listed.items() if name in views or is_up(process)}
     for name in dict.fromkeys([*views, *listed]):
         view, process = views.get(name), listed.get(name)
-        row: dict[str, Any] = {"name": name, "role": _role_name(process.role) if process else view.role if view else ""}
+        row: dict[str, Any] = {"name": name, "role": process.role if process else view.role if view else ""}
         row["node"] = process.node if process else view.node if view else ""
         row["pid"] = process.pid if process else view.identity.pid if view and view.identity else None
-        row["state"] = _state(process) if process else _condition(view)
+        row["state"] = process.state if process else _condition(view)
         row["gpu"] = view.gpu if view else ""
         row["restarts"] = view.restarts if view else 0
         row["retry_in_s"] = round(view.retry_in, 1) if view else 0.0
         row["last_failure"] = view.failure.message if view and view.failure else ""
         if process is not None:
-            load = process.load
-            row["load"] = {descriptor.name: getattr(load, descriptor.name) for descriptor in load.DESCRIPTOR.fields}
+            row["load"] = {name: getattr(process.load, name) for name in _LOAD}
             row["pages_known"] = process.pages_known
             row["attempts"] = process.attempts
-            row["becoming"] = _role_name(process.becoming)
+            row["becoming"] = process.becoming
             row["metrics"] = process.metrics_address
             row["events"] = process.events_endpoint
             row["replay"] = process.replay_endpoint
             row["numerics"] = process.numerics
-            row["heartbeat_age_ms"] = process.heartbeat_age_ms if process.HasField("heartbeat_age_ms") else None
+            row["heartbeat_age_ms"] = process.heartbeat_age_ms
         rows.append(row)
     return rows
 
@@ -118,24 +119,9 @@ def _condition(view: SupervisedProcess | None) -> str:
     return "gone" if view.identity is not None and view.identity.gone() else view.condition
 
 
-def _counts(status: cluster_pb2.GetStatusResponse | None) -> dict[str, int]:
-    if status is None:
-        return {}
-    return {descriptor.name: getattr(status.counts, descriptor.name) for descriptor in status.counts.DESCRIPTOR.fields}
-
-
-def _bottleneck(status: cluster_pb2.GetStatusResponse | None) -> dict[str, Any]:
+def _bottleneck(status: Status | None) -> dict[str, Any]:
     """Return the predicted utilisation of prefill and decode workers; empty if the router has none."""
-    if status is None or not status.HasField("bottleneck"):
+    if status is None or status.bottleneck is None:
         return {}
-    found = status.bottleneck
-    said: dict[str, Any] = {"prefill": found.prefill, "decode": found.decode, "advised": _role_name(found.advised)}
-    return said | ({"prefill_then": found.prefill_then, "decode_then": found.decode_then} if found.advised else {})
-
-
-def _role_name(role: cluster_pb2.Role) -> str:
-    return cluster_pb2.Role.Name(role).removeprefix("ROLE_").lower() if role else ""
-
-
-def _state(process: cluster_pb2.Process) -> str:
-    return cluster_pb2.ProcessState.Name(process.state).removeprefix("PROCESS_STATE_").lower()
+    found = msgspec.structs.asdict(status.bottleneck)
+    return found if found["advised"] else {name: found[name] for name in ("prefill", "decode", "advised")}

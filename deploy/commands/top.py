@@ -18,7 +18,7 @@ from rich.text import Text
 
 from baton.client import Client
 from baton.errors import BatonError
-from baton.v1 import cluster_pb2, explain_pb2
+from baton.operator_api import Counts, Process, RequestSummary, Status
 from deploy.commands.running_cluster import operator_client
 from deploy.commands.terminal import Name, Operator, coloured, command, out
 
@@ -66,9 +66,9 @@ class History:
 
     rates: dict[str, deque[float]] = field(default_factory=lambda: {name: deque(maxlen=_COLUMNS) for name, _ in _RATES})
     _at: float = 0.0
-    _counts: cluster_pb2.Counts | None = None
+    _counts: Counts | None = None
 
-    def add(self, now: float, counts: cluster_pb2.Counts) -> None:
+    def add(self, now: float, counts: Counts) -> None:
         """Note the counts of a look at `now`, in seconds. A router that was restarted counts from 0 again."""
         if self._counts is not None and now > self._at:
             for name, counter in _RATES:
@@ -77,9 +77,7 @@ class History:
         self._at, self._counts = now, counts
 
 
-def render(
-    status: cluster_pb2.GetStatusResponse, requests: Sequence[explain_pb2.RequestSummary], history: History
-) -> RenderableType:
+def render(status: Status, requests: Sequence[RequestSummary], history: History) -> RenderableType:
     """Draw one look in 80 columns."""
     counts = status.counts
     cached = f"{counts.cached_tokens / counts.prompt_tokens:.0%}" if counts.prompt_tokens else "–"
@@ -107,7 +105,7 @@ def sparkline(values: Iterable[float]) -> str:
     return "".join(_BARS[round(value / most * (len(_BARS) - 1))] if most else _BARS[0] for value in drawn)
 
 
-def _processes(processes: Iterable[cluster_pb2.Process]) -> Table:
+def _processes(processes: Iterable[Process]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("process", "state"):
         table.add_column(column)
@@ -118,12 +116,12 @@ def _processes(processes: Iterable[cluster_pb2.Process]) -> Table:
         used = load.pages_total - load.pages_free
         table.add_row(
             escape(process.name),
-            coloured(cluster_pb2.ProcessState.Name(process.state).removeprefix("PROCESS_STATE_").lower()),
+            coloured(process.state),
             str(load.running or ""),
             str(load.waiting or ""),
             str(load.tokens_queued or ""),
             f"{used / load.pages_total:>4.0%} {_bar(used / load.pages_total)}" if load.pages_total else "",
-            f"{process.heartbeat_age_ms / 1_000:.1f} s" if process.heartbeat_age_ms >= 1_000 else "",
+            f"{age / 1_000:.1f} s" if (age := process.heartbeat_age_ms or 0.0) >= 1_000 else "",
         )
     return table
 
@@ -133,7 +131,7 @@ def _bar(share: float, width: int = 10) -> str:
     return f"[cyan]{'█' * filled}[/][dim]{'░' * (width - filled)}[/]"
 
 
-def _requests(requests: Sequence[explain_pb2.RequestSummary]) -> RenderableType:
+def _requests(requests: Sequence[RequestSummary]) -> RenderableType:
     if not requests:
         return Text("no requests yet", style="dim")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -142,14 +140,13 @@ def _requests(requests: Sequence[explain_pb2.RequestSummary]) -> RenderableType:
     for column in ("prompt", "cached", "output", "TTFT ms", "TPOT ms"):
         table.add_column(column, justify="right")
     for request in requests:
-        state = explain_pb2.RequestState.Name(request.state).removeprefix("REQUEST_STATE_").lower()
         table.add_row(
             escape(request.request_id),
-            escape(request.outcome.partition(":")[0] or state),
+            escape(request.outcome.partition(":")[0] or request.state),
             str(request.prompt_tokens),
-            str(request.cached_tokens) if request.HasField("cached_tokens") else "",
+            "" if request.cached_tokens is None else str(request.cached_tokens),
             str(request.completion_tokens),
-            f"{request.ttft_ms:.1f}" if request.HasField("ttft_ms") else "",
-            f"{request.tpot_ms:.2f}" if request.HasField("tpot_ms") else "",
+            "" if request.ttft_ms is None else f"{request.ttft_ms:.1f}",
+            "" if request.tpot_ms is None else f"{request.tpot_ms:.2f}",
         )
     return table

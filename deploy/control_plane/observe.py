@@ -11,20 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from baton.v1 import cluster_pb2
+from baton.operator_api import ProcessState, Status
 from deploy.control_plane.reconcile import Condition, ObservedProcess
 from deploy.control_plane.reports import Failure
 from deploy.processes import ProcessIdentity
 
 Listed: TypeAlias = Literal["live", "silent", "stuck", "absent", "unknown"]
 
-_STATES: Mapping[int, Listed] = {
-    cluster_pb2.PROCESS_STATE_LIVE: "live",
-    cluster_pb2.PROCESS_STATE_DRAINING: "live",
-    cluster_pb2.PROCESS_STATE_SILENT: "silent",
-    cluster_pb2.PROCESS_STATE_STUCK: "stuck",
-    cluster_pb2.PROCESS_STATE_DEAD: "silent",  # the router is sure; the supervisor still asks the operating system
-}
+_STATES: Mapping[ProcessState, Listed] = {"live": "live", "draining": "live", "stuck": "stuck"}
 _BEST_FIRST: Sequence[Listed] = ("live", "stuck", "silent", "absent")
 _CONDITIONS: Mapping[Listed, Condition] = {
     "live": Condition.LIVE,
@@ -47,7 +41,7 @@ class Facts:
     identity: ProcessIdentity | None = None
 
 
-def listed(statuses: Iterable[cluster_pb2.GetStatusResponse], name: str, identity: ProcessIdentity | None) -> Listed:
+def listed(statuses: Iterable[Status], name: str, identity: ProcessIdentity | None) -> Listed:
     """Return the best state that the answering routers list for this process, ignoring its predecessors."""
     if identity is None:
         return "unknown"
@@ -58,10 +52,10 @@ def listed(statuses: Iterable[cluster_pb2.GetStatusResponse], name: str, identit
     return "unknown"
 
 
-def _listed(status: cluster_pb2.GetStatusResponse, name: str, pid: int) -> Listed:
+def _listed(status: Status, name: str, pid: int) -> Listed:
     for process in status.processes:
         if process.name == name and process.pid == pid:
-            return _STATES.get(process.state, "absent")
+            return _STATES.get(process.state, "silent")  # of a death the supervisor still asks the operating system
     return "absent"
 
 

@@ -64,7 +64,7 @@ class State(msgspec.Struct, frozen=True):
 
     @property
     def operator(self) -> str:
-        """The gRPC target for the operator's calls: the first router that can be reached."""
+        """The address for the operator's calls: the first router that can be reached."""
         return operator_target(self.routers.values())
 
     @property

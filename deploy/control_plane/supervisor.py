@@ -25,7 +25,7 @@ from baton.clock import PauseDetector
 from baton.config import Config, decode_size, encode_size
 from baton.errors import BatonError
 from baton.operator_address import FIRST_ROUTER
-from baton.v1 import cluster_pb2
+from baton.operator_api import Status
 from baton.wire import ClusterKeys as ClusterKeys
 from deploy.addresses import ServiceAddresses, listening
 from deploy.control_plane.actor_registry import SUPERVISOR, ActorRegistry
@@ -180,16 +180,14 @@ class Supervisor:
 
     # --- observing ---------------------------------------------------------------------------------------------------
 
-    def _ask_routers(self) -> tuple[dict[str, cluster_pb2.GetStatusResponse], set[str]]:
+    def _ask_routers(self) -> tuple[dict[str, Status], set[str]]:
         """Return the statuses of the routers that give one, and the names of all routers that answer."""
         names = [name for name in self._desired.routers if name in self._ledger.names]
         answers = dict(zip(names, self._askers.map(self._ask_router, names), strict=True))
-        statuses = {
-            name: answer for name, answer in answers.items() if isinstance(answer, cluster_pb2.GetStatusResponse)
-        }
+        statuses = {name: answer for name, answer in answers.items() if isinstance(answer, Status)}
         return statuses, {name for name, answer in answers.items() if answer is not None}
 
-    def _ask_router(self, name: str) -> cluster_pb2.GetStatusResponse | Literal["alive"] | None:
+    def _ask_router(self, name: str) -> Status | Literal["alive"] | None:
         """Return a router's status, "alive", or None if it does not answer.
 
         If its operator socket was removed, a router still serves clients. It counts as alive while its metrics port
@@ -217,7 +215,7 @@ class Supervisor:
         finally:
             connection.close()
 
-    def _facts(self, name: str, statuses: Mapping[str, cluster_pb2.GetStatusResponse], answering: set[str]) -> Facts:
+    def _facts(self, name: str, statuses: Mapping[str, Status], answering: set[str]) -> Facts:
         member = self._registry.member(name)
         if (ending := self._endings.get(name)) is not None and ending.done() and not member.gone:
             del self._endings[name]  # the attempt to end it failed; the ledger will repeat the action

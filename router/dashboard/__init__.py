@@ -1,5 +1,5 @@
-"""What the page at /dashboard shows: the last minutes in seconds, the cluster as it is, and the last requests.
+"""What operators and the page at /dashboard are told: the cluster as it is, the last minutes and the last requests.
 
 Owns the samples, notices and snapshots that are made for the page.
-Never changes the router's state, and never knows HTTP: `router.frontend.dashboard` serves what is made here. Pure.
+Never changes the router's state, and never knows HTTP: `router.frontend.api` serves what is made here. Pure.
 """

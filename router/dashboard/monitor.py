@@ -15,6 +15,7 @@ from baton.operator_address import router_names
 from kvstore.prefix_map.survey import PrefixPicture, Survey
 from router.dashboard import snapshot as views
 from router.dashboard.notices import Notices
+from router.dashboard.operator_views import bottleneck
 from router.dashboard.samples import COLUMNS, Samples
 from router.dashboard.snapshot import History, PrefixView, RouterCard, Snapshot
 from router.events import Log, RequestEnded
@@ -101,7 +102,8 @@ class DashboardMonitor:
             unready=unready or "",
             processes=cards,
             processes_omitted=len(processes) - len(cards),
-            queue=views.queue_view(stats),
+            waiting=stats.waiting,
+            bottleneck=bottleneck(stats),
             totals=views.totals_of(stats),
             columns=COLUMNS,
             samples=views.samples_of(self._samples.kept),

@@ -12,7 +12,6 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -21,10 +20,10 @@ from baton.clock import Clock
 from baton.config import Config
 from baton.errors import RequestCancelled, RequestNotFound, Unavailable
 from baton.logs import RateLimit, RateLimitedLog, RequestLog
-from baton.messages import LoadReport, Message, ModelCard, Peer, WorkerRole
+from baton.messages import LoadReport, Message, ModelCard, Peer
 from baton.metrics import Metrics
+from baton.operator_api import NewPin
 from baton.samples import Labels
-from baton.trace import new_mark, trace_path
 from kvstore.keys import system_fingerprint
 from router.dashboard.monitor import DashboardMonitor
 from router.events import (
@@ -32,33 +31,25 @@ from router.events import (
     AskSnapshot,
     Cancelled,
     ClientGone,
-    DrainWorker,
     Emit,
     Failed,
     Finished,
     ForgetPeer,
     Log,
     PinAnswered,
-    Pinned,
     PinPrefix,
-    PinView,
-    ProfileProcess,
     RequestEnded,
     RouterCommand,
     RouterEvent,
     SendMessage,
-    SetRole,
     Shutdown,
     StopMatched,
-    StopProfile,
     Subscribe,
-    UnpinPrefix,
     Unsubscribe,
 )
 from router.frontend.detokenizer import TextStream
 from router.frontend.metric_samples import heartbeat_age, metric_samples
 from router.frontend.output_stream import OutputStream, StopVerdict
-from router.frontend.request_parsing import ValidatedPin
 from router.frontend.served_model import ServedModel
 from router.frontend.vllm_metrics import EngineLoad, VllmMetrics
 from router.generation_request import GenerationRequest
@@ -116,7 +107,7 @@ class RouterDriver:
         self._sockets = wire
         self._clock = clock
         self._streams: dict[str, OutputStream] = {}
-        self._pinning: dict[str, asyncio.Future[Pinned | Failed | Cancelled]] = {}
+        self._pinning: dict[str, asyncio.Future[NewPin | Failed | Cancelled]] = {}
         self._last_token: dict[str, float] = {}
         self._max_tokens: dict[str, int | None] = {}
         self._followers: dict[str, list[GenerationRequest]] = {}  # by their leader's name, until its first token
@@ -180,14 +171,13 @@ class RouterDriver:
                     return True
         return False
 
-    async def pin_prefix(self, order: ValidatedPin, deadline: float | None) -> Pinned:
-        """Have a prefix computed and pinned. Raises BatonError. A caller that stops waiting cancels the pin."""
+    async def pin_prefix(self, order: PinPrefix) -> NewPin:
+        """Have a prefix computed and pinned, under a name that is made here. Raises BatonError. A caller that stops
+        waiting cancels the pin."""
         name = f"{PIN}{self._number()}"
         answer = self._pinning[name] = asyncio.get_running_loop().create_future()
         try:
-            self.handle(
-                PinPrefix(name, order.pin, order.tokens, order.ttl, order.tenant, order.salt, order.adapter, deadline)
-            )
+            self.handle(replace(order, name=name))
             outcome = await answer
         finally:
             if self._pinning.pop(name, None) is not None:
@@ -197,51 +187,6 @@ class RouterDriver:
         if isinstance(outcome, Cancelled):
             raise RequestCancelled(outcome.why)
         return outcome
-
-    def unpin_prefix(self, pin: str, tenant: str = "") -> None:
-        """End a pin of a tenant. Raises PinNotFound."""
-        self.handle(UnpinPrefix(pin, tenant))
-
-    def pins(self) -> list[PinView]:
-        """Return the pins of all tenants, for the operator."""
-        return self.state.pins(None, self._clock.now())
-
-    def profile(self, process: str, steps: int) -> tuple[Path, str]:
-        """Have a worker or store trace its next steps. Returns the file that will hold them, and its node. Raises
-        ProcessNotFound, and TraceConflict while another trace is made."""
-        mark = new_mark()
-        self.handle(ProfileProcess(process, mark, steps))
-        node = next(view.peer.node for view in self.state.processes(self._clock.now()) if view.peer.name == process)
-        return trace_path(self.config.cluster.traces, process, mark), node
-
-    def stop_profile(self, process: str) -> tuple[Path, str]:
-        """End the trace that a worker or store makes. Returns the file that will hold it, and its node. Raises
-        ProcessNotFound, and TraceConflict where it makes none."""
-        mark, node = self.state.tracing(process)
-        self.handle(StopProfile(process))
-        return trace_path(self.config.cluster.traces, process, mark), node
-
-    def drain(self, worker: str, at_once: bool, undo: bool) -> ProcessView:
-        """Give a worker nothing new, or work again; returns how it is now. Raises ProcessNotFound or InvalidRequest."""
-        self.handle(DrainWorker(worker, at_once, undo))
-        return self._view(worker)
-
-    def set_role(self, worker: str, role: WorkerRole, patience: float) -> ProcessView:
-        """Have a worker be the other kind of worker, with what it has moved elsewhere after `patience` seconds; returns
-        how it is now. Raises ProcessNotFound or InvalidRequest."""
-        self.handle(SetRole(worker, role, patience))
-        return self._view(worker)
-
-    def _view(self, name: str) -> ProcessView:
-        return next(view for view in self.state.processes(self._clock.now()) if view.peer.name == name)
-
-    def explain(self, name: str) -> tuple[RequestRecord, float]:
-        """What is remembered of any tenant's request, and the time by its clock. Raises RequestNotFound."""
-        return self.state.explain(name, None), self._clock.now()
-
-    def recent(self, count: int) -> tuple[list[RequestRecord], float]:
-        """The last requests of all tenants, newest first, and the time by their clock."""
-        return self.state.recent(count, None), self._clock.now()
 
     @property
     def unready(self) -> str | None:

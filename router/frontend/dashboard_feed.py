@@ -11,17 +11,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
 
 import msgspec
-from google.protobuf import json_format
-from msgspec import Struct
 
 from baton.clock import Clock
-from baton.errors import InvalidRequest
-from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
-from router.frontend.other_routers import OtherRouters
 
 log = logging.getLogger(__name__)
 
@@ -33,41 +27,15 @@ _REST = 0.01  # seconds between two slices
 _SURVEY_EVERY = 2.0  # seconds from the end of one look at the prefix map to the next
 
 
-Part: TypeAlias = Literal["snapshot", "history", "request"]
-
-
-class DashboardAsk(Struct, frozen=True):
-    """What a page asks for: the snapshot, the history of all samples, or how one request was served."""
-
-    part: Part
-    request: str = ""  # a request's name, in the cluster or by its client
-
-
 class DashboardFeed:
     """Makes the data."""
 
-    def __init__(self, driver: RouterDriver, clock: Clock, others: OtherRouters) -> None:
-        self._driver, self._clock, self._others = driver, clock, others
+    def __init__(self, driver: RouterDriver, clock: Clock) -> None:
+        self._driver, self._clock = driver, clock
         self._snapshot: tuple[int, bytes] = (-1, b"")  # its sequence, JSON
         self._seen = float("-inf")  # when a viewer last asked
         self._surveyed = float("-inf")
         self.snapshots = 0  # made so far
-
-    async def read_of(self, router: str, ask: DashboardAsk) -> bytes:
-        """Return JSON of the router of that name; "": of this one. Raises BatonError."""
-        if router in ("", self._driver.me.name):
-            return self.read(ask)
-        return await self._others.read_dashboard(router, msgspec.json.encode(ask))
-
-    def read(self, ask: DashboardAsk) -> bytes:
-        """Return JSON. Raises RequestNotFound for a request that is not remembered."""
-        match ask.part:
-            case "snapshot":
-                return self._read_snapshot()
-            case "history":
-                return msgspec.json.encode(self._driver.monitor.history())
-            case "request":
-                return self._explain(ask.request)
 
     async def run(self) -> None:
         """Take a sample each second, and look at the prefix map while there are viewers. A picture is not worth a
@@ -89,7 +57,8 @@ class DashboardFeed:
             if surveying is not None:
                 surveying.cancel()
 
-    def _read_snapshot(self) -> bytes:
+    def snapshot(self) -> bytes:
+        """Return the second's snapshot as JSON."""
         self._seen = self._clock.now()
         monitor = self._driver.monitor
         if self._snapshot[0] != monitor.sequence:
@@ -97,15 +66,6 @@ class DashboardFeed:
             self._snapshot = (made.sequence, msgspec.json.encode(made))
             self.snapshots += 1
         return self._snapshot[1]
-
-    def _explain(self, request: str) -> bytes:
-        if not request:
-            raise InvalidRequest("no request is named")
-        found = responses.explained(*self._driver.explain(request))
-        told = json_format.MessageToDict(
-            found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        return msgspec.json.encode(told)
 
     async def _survey(self) -> None:
         """Look at the whole prefix map in slices, and draw it on a thread."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from google.protobuf.message import Message
 from msgspec.structs import replace
 
 from baton.errors import ContextTooLong, InvalidRequest, shown
-from baton.messages import MAX_TRACE_STEPS, LogitsRules, SamplingParams, WorkerRole
-from baton.v1 import cache_pb2, cluster_pb2
+from baton.messages import LogitsRules, SamplingParams
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
 from router.frontend.grammar_parsing import grammar_of
@@ -35,60 +33,15 @@ _MAX_BIAS = 100
 _MAX_BAD_CHARACTERS = 65_536
 _MAX_ID = 80
 _MAX_SALT, _NOT_IN_SALT = 128, frozenset("@/\\\0")
-_DEFAULT_STEPS = 100
-_DEFAULT_TTL_MS = 3_600_000
-_MIN_TTL_MS, _MAX_TTL_MS = 1_000, 7 * 24 * 3_600_000
-
-
-@dataclass(frozen=True)
-class ValidatedPin:
-    """A checked prefix that is to be pinned."""
-
-    tokens: bytes  # packed
-    pin: str  # the client's name for it, or one that we made
-    ttl: float  # seconds
-    tenant: str = ""  # whose requests find it
-    salt: str = ""  # of these requests
-    adapter: str = ""  # the same
 
 
 def name_of(request: pb.GenerateRequest) -> str:
     """What the request is called in logs, errors and its last message. Raises InvalidRequest."""
-    return _named("request_id", request.request_id)
+    return checked_name("request_id", request.request_id) or secrets.token_hex(8)
 
 
-def pin_of(request: cache_pb2.PinPrefixRequest) -> str:
-    """What the pin is called. Raises InvalidRequest."""
-    return _named("id", request.id)
-
-
-def steps_of(request: cluster_pb2.ProfileRequest) -> int:
-    """How many steps to trace; 0 where a trace is to be stopped. Raises InvalidRequest."""
-    if request.stop:
-        if request.steps:
-            raise InvalidRequest(f"steps is {request.steps} beside stop; ask for steps or for a stop, not for both")
-        return 0
-    if request.steps > MAX_TRACE_STEPS:
-        raise InvalidRequest(f"steps is {request.steps}; it must be at most {MAX_TRACE_STEPS}")
-    return request.steps or _DEFAULT_STEPS
-
-
-def role_of(request: cluster_pb2.SetRoleRequest) -> WorkerRole:
-    """The role that a worker is to have. Raises InvalidRequest."""
-    match request.role:
-        case cluster_pb2.ROLE_PREFILL:
-            return "prefill"
-        case cluster_pb2.ROLE_DECODE:
-            return "decode"
-        case _:
-            raise InvalidRequest("role must be ROLE_PREFILL or ROLE_DECODE")
-
-
-def _named(field: str, given: str) -> str:
-    return _checked(field, given) or secrets.token_hex(8)
-
-
-def _checked(field: str, given: str) -> str:
+def checked_name(field: str, given: str) -> str:
+    """Return a name that a caller chose. Raises InvalidRequest."""
     # It may become a header of the answer, where gRPC takes nothing else.
     if len(given) > _MAX_ID or not given.isascii() or not given.isprintable() or " " in given:
         raise InvalidRequest(
@@ -132,12 +85,12 @@ def generation_request(
         sampling=sampling,
         max_tokens=given.get("max_tokens"),
         stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
-        salt=_salt(given.get("cache_salt", "")),
+        salt=checked_salt(given.get("cache_salt", "")),
         adapter=model.adapter_of(given.get("model")),
         priority=given.get("priority", 0),
         ttft=_seconds(given.get("ttft_ms")),
         tpot=_seconds(given.get("tpot_ms")),
-        affinity=_checked("affinity", given.get("affinity", "")),
+        affinity=checked_name("affinity", given.get("affinity", "")),
         stops=stops,
         text=TextOptions(
             given.get("min_tokens", 0),
@@ -171,20 +124,7 @@ def _length_penalty(given: Fields, sampling: SamplingParams) -> float | None:
     return c_float(search.get("length_penalty", 1.0)).value
 
 
-def parse_pin_request(request: cache_pb2.PinPrefixRequest, pin: str, model: ServedModel) -> ValidatedPin:
-    """Check a prefix that is to be pinned. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
-    model.check(request.model)
-    ttl_ms = request.ttl_ms if request.HasField("ttl_ms") else _DEFAULT_TTL_MS
-    if not _MIN_TTL_MS <= ttl_ms <= _MAX_TTL_MS:
-        raise InvalidRequest(f"ttl_ms is {ttl_ms}; it must be from {_MIN_TTL_MS} (1 second) to {_MAX_TTL_MS} (7 days)")
-    tenant, salt = _checked("tenant", request.tenant), _salt(request.cache_salt)
-    adapter = model.adapter_of(request.model)
-    return ValidatedPin(
-        pack_tokens(_prompt(message_fields(request), model)), pin, ttl_ms / 1_000, tenant, salt, adapter
-    )
-
-
-def _salt(given: str) -> str:
+def checked_salt(given: str) -> str:
     """Return a request's cache salt, which has vLLM's limits. Raises InvalidRequest."""
     if len(given) > _MAX_SALT or _NOT_IN_SALT & set(given):
         raise InvalidRequest(
@@ -205,9 +145,14 @@ def _prompt(given: Fields, model: ServedModel) -> Sequence[int]:
         tokens = ids if keep is None else ids[-keep:]
     else:
         raise InvalidRequest("the request has no prompt; set text or token_ids")
-    if len(tokens) > most:
-        raise ContextTooLong(f"a prompt of {len(tokens)} tokens exceeds the model's context of {most}")
+    check_length(tokens, model)
     return tokens
+
+
+def check_length(tokens: Sequence[int], model: ServedModel) -> None:
+    """Raise ContextTooLong for a prompt that the model can't take."""
+    if len(tokens) > (most := model.limits.max_context):
+        raise ContextTooLong(f"a prompt of {len(tokens)} tokens exceeds the model's context of {most}")
 
 
 def _sampling(given: Fields, model: ServedModel, draw_seed: Callable[[], int]) -> SamplingParams:

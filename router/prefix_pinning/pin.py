@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.messages import KEY_BYTES, TOKEN_BYTES, AttemptName
+from baton.operator_api import NewPin, Pin
 from kvstore.keys import page_keys
-from router.events import PinPrefix, PinView
+from router.events import PinPrefix
 
 
 class PinPhase(Enum):
@@ -101,13 +102,18 @@ class PinnedPrefix:
         self.worker, self.store, self.node = worker, store, node
         self.progress, self.position, self.sightings, self.computed = now, 0, 0, None
 
-    def view(self, now: float) -> PinView:
-        return PinView(
-            pin=self.pin,
+    def view(self, now: float) -> Pin:
+        return Pin(
+            id=self.pin,
             tenant=self.tenant,
             node=self.node if self.phase is PinPhase.PINNED else "",
             tokens=len(self.tokens) // TOKEN_BYTES,
             pages=self.pages,
             bytes=self.pages * self.page_bytes,
-            left=max(0.0, self.expires - now),
+            expires_in_ms=int(max(0.0, self.expires - now) * 1_000),
         )
+
+    def new(self, now: float) -> NewPin:
+        """Return what its client gets once it is pinned."""
+        view = self.view(now)
+        return NewPin(view, self.computed, None if self.computed is None else max(0, view.tokens - self.computed))

@@ -41,8 +41,9 @@ from baton.messages import (
     Prefill,
     UnpinPages,
 )
+from baton.operator_api import Pin
 from kvstore.keys import namespace_root, split_keys
-from router.events import PIN, Cancelled, Failed, PinAnswered, Pinned, PinPrefix, PinView, UnpinPrefix
+from router.events import PIN, Cancelled, Failed, PinAnswered, PinPrefix, UnpinPrefix
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
 from router.placement.cached_prefix import node_caches, store_caches
@@ -232,7 +233,7 @@ class PrefixPinner:
         self.log(prefix, f"{prefix.pages} pages are pinned on node {prefix.node}")
         if prefix.awaited:
             prefix.awaited, prefix.deadline = False, None
-            self._out.put(PinAnswered(prefix.name, Pinned(prefix.view(now), prefix.computed)))
+            self._out.put(PinAnswered(prefix.name, prefix.new(now)))
             for other in list(self.prefixes.values()):
                 if other.owner == prefix.owner and other is not prefix:
                     self.end(other, Cancelled("another of its name has taken its place"))
@@ -346,7 +347,7 @@ class PrefixPinner:
 
     # --- what others read --------------------------------------------------------------------------------------------
 
-    def pins(self, tenant: str | None, now: float) -> list[PinView]:
+    def pins(self, tenant: str | None, now: float) -> list[Pin]:
         """The tenant's pins by name, also those that are being made anew. None: all tenants'."""
         prefixes = [p for p in self.prefixes.values() if not p.awaited and tenant in (None, p.tenant)]
         return [prefix.view(now) for prefix in sorted(prefixes, key=lambda prefix: (prefix.pin, prefix.tenant))]

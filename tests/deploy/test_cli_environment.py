@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from baton.config import Config, load
-from baton.v1 import cluster_pb2
+from baton.operator_api import Counts
 from deploy.cli import app
 from deploy.commands.collect_env import environment
 from deploy.commands.logs import Filter, Level, LogFile, last
@@ -116,7 +116,7 @@ def test_what_the_handler_of_our_processes_rotates_is_followed_to_the_last_line(
 def test_rates_between_two_looks():
     history = History()
     for at, finished in ((0.0, 10), (2.0, 14), (3.0, 0)):
-        history.add(at, cluster_pb2.Counts(finished=finished))
+        history.add(at, Counts(finished=finished))
     assert list(history.rates["requests"]) == [2.0, 0.0]
     assert sparkline([0.0, 1.0, 2.0]) == "▁▅█"
     assert sparkline([0.0]) == "▁"

@@ -3,48 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from baton.errors import InvalidRequest
-from baton.v1 import cache_pb2, cache_pb2_grpc
+from baton.client import AsyncClient
+from baton.errors import InvalidRequest, PinNotFound
+from baton.operator_api import NewPin, OperatorCall, Pin, PinPrefix, Unpin
 from deploy.cli import app
 from deploy.commands import pin
 
 
-class Router(cache_pb2_grpc.CacheServicer):
+class Router:
     """Pins whatever has at least three tokens, and remembers it."""
 
     def __init__(self) -> None:
-        self.asked: list[cache_pb2.PinPrefixRequest] = []
-        self.pins: dict[str, cache_pb2.Pin] = {}
+        self.asked: list[PinPrefix] = []
+        self.pins: dict[str, Pin] = {}
 
-    def PinPrefix(self, request: cache_pb2.PinPrefixRequest, context: Any) -> cache_pb2.PinPrefixResponse:  # noqa: N802
-        self.asked.append(request)
-        tokens = len(request.token_ids.ids) or len(request.text)
-        if tokens < 3:
-            context.set_trailing_metadata([("baton-reason", "invalid_request")])
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{tokens} tokens are no page")
-        name = request.id or f"made-{len(self.asked)}"
-        pin = self.pins[name] = cache_pb2.Pin(
-            id=name, node="a", tokens=tokens, pages=1, bytes=2**20, expires_in_ms=request.ttl_ms or 3_600_000
-        )
-        return cache_pb2.PinPrefixResponse(pin=pin, tokens_computed=tokens, tokens_cached=0)
-
-    def UnpinPrefix(self, request: cache_pb2.UnpinPrefixRequest, context: Any) -> cache_pb2.UnpinPrefixResponse:  # noqa: N802
-        if self.pins.pop(request.id, None) is None:
-            context.set_trailing_metadata([("baton-reason", "pin_not_found")])
-            context.abort(grpc.StatusCode.NOT_FOUND, f"there is no pin {request.id!r}")
-        return cache_pb2.UnpinPrefixResponse()
-
-    def ListPins(self, request: cache_pb2.ListPinsRequest, context: Any) -> cache_pb2.ListPinsResponse:  # noqa: N802
-        return cache_pb2.ListPinsResponse(pins=self.pins.values())
+    def answer(self, call: OperatorCall[Any]) -> Any:
+        match call:
+            case PinPrefix():
+                self.asked.append(call)
+                tokens = len(call.token_ids or call.text or "")
+                if tokens < 3:
+                    raise InvalidRequest(f"{tokens} tokens are no page")
+                name = call.id or f"made-{len(self.asked)}"
+                pin = self.pins[name] = Pin(name, "", "a", tokens, 1, 2**20, call.ttl_ms or 3_600_000)
+                return NewPin(pin, tokens, 0)
+            case Unpin():
+                if self.pins.pop(call.id, None) is None:
+                    raise PinNotFound(f"there is no pin {call.id!r}")
+                return None
+            case _:
+                return list(self.pins.values())
 
 
 @pytest.fixture
@@ -53,13 +47,12 @@ def router() -> Router:
 
 
 @pytest.fixture
-def address(router: Router) -> Iterator[str]:
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    cache_pb2_grpc.add_CacheServicer_to_server(router, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None).wait()
+def address(router: Router, monkeypatch: pytest.MonkeyPatch) -> str:
+    async def ask(client: AsyncClient, call: OperatorCall[Any], timeout: float | None) -> Any:
+        return router.answer(call)
+
+    monkeypatch.setattr(AsyncClient, "ask", ask)
+    return "127.0.0.1:1"
 
 
 def call(address: str, *arguments: str | Path, stdin: str = "") -> Result:
@@ -79,9 +72,9 @@ def test_a_file_of_prefixes(router: Router, address: str, tmp_path: Path) -> Non
     )
     result = call(address, file, "--ttl", "2h")
     assert result.exit_code == 0, result.output
-    assert [(r.text, list(r.token_ids.ids), r.id, r.ttl_ms) for r in router.asked] == [
-        ("You are a\u2028helper", [], "helper", 7_200_000),
-        ("", [1, 2, 3], "", 900_000),
+    assert [(r.text, r.token_ids, r.id, r.ttl_ms) for r in router.asked] == [
+        ("You are a\u2028helper", None, "helper", 7_200_000),
+        (None, [1, 2, 3], "", 900_000),
     ]
     first, second, last = result.stdout.splitlines()
     assert first == "helper  16 tokens, 16 computed, 1 pages, 1.0 MiB on a for 2 h 0 min"
@@ -106,7 +99,7 @@ def test_a_bad_line_is_named_and_the_others_go_on(router: Router, address: str, 
         strict=True,
     ):
         assert problem in line
-    assert sorted(request.text for request in router.asked) == ["first", "last", "y"]
+    assert sorted(call.text or "" for call in router.asked) == ["first", "last", "y"]
     assert result.stdout.splitlines()[-1] == "2 prefixes are pinned, 2 pages, 2.0 MiB; 9 failed"
 
 
@@ -116,7 +109,7 @@ def test_a_text_file_is_one_prefix(router: Router, address: str, tmp_path: Path)
     assert call(address, file).exit_code == 0
     (request,) = router.asked
     assert request.text == "Line one.\nLine two.\n"
-    assert not request.HasField("ttl_ms")
+    assert request.ttl_ms is None
 
 
 def test_standard_input_and_json(address: str) -> None:

@@ -1,12 +1,13 @@
 """What the supervisor does, replayed without Ray: conditions, actions, back-off."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.v1 import cluster_pb2
+from baton.operator_api import Process, Status
 from deploy.control_plane.observe import Facts, listed, observe, observe_router
 from deploy.control_plane.process_ledger import ProcessLedger
 from deploy.control_plane.reconcile import (
@@ -135,9 +136,7 @@ def test_a_crash_loop_waits():
 
 
 def test_the_router_must_mean_this_very_process():
-    status = cluster_pb2.GetStatusResponse(
-        processes=[cluster_pb2.Process(name="decode-0", pid=7, state=cluster_pb2.PROCESS_STATE_SILENT)]
-    )
+    status = Status(processes=[Process(name="decode-0", role="decode", pid=7, state="silent")])
     assert listed([status], "decode-0", ProcessIdentity(7, 1)) == "silent"
     assert listed([status], "decode-0", ProcessIdentity(8, 1)) == "absent"
     assert listed([status], "decode-1", ProcessIdentity(7, 1)) == "absent"
@@ -146,14 +145,14 @@ def test_the_router_must_mean_this_very_process():
 
 
 def test_of_several_routers_the_one_that_hears_a_process_is_believed():
-    def says(*states: "cluster_pb2.ProcessState") -> str:
-        words = [[cluster_pb2.Process(name="decode-0", pid=7, state=state)] if state else [] for state in states]
-        statuses = [cluster_pb2.GetStatusResponse(processes=word) for word in words]
+    def says(*states: Any) -> str:
+        words = [[Process(name="decode-0", role="decode", pid=7, state=state)] if state else [] for state in states]
+        statuses = [Status(processes=word) for word in words]
         return listed(statuses, "decode-0", ProcessIdentity(7, 1))
 
-    unlisted = cluster_pb2.PROCESS_STATE_UNSPECIFIED
-    assert says(cluster_pb2.PROCESS_STATE_SILENT, cluster_pb2.PROCESS_STATE_LIVE) == "live"
-    assert says(unlisted, cluster_pb2.PROCESS_STATE_SILENT) == "silent"
+    unlisted = ""
+    assert says("silent", "live") == "live"
+    assert says(unlisted, "silent") == "silent"
     assert says(unlisted, unlisted) == "absent"
 
 

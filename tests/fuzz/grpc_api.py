@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2
 
 from baton.client import Client
 from baton.errors import BatonError
-from baton.v1 import explain_pb2, generation_pb2
+from baton.v1 import generation_pb2
 from tests.fuzz import sockets, values
 from tests.fuzz.case import Case
 
@@ -187,7 +187,7 @@ class GrpcApi:
         with Client(operator=self._operator) as client:
             while time.monotonic() < until and not call.done():
                 try:
-                    return client.explain(name, timeout=30).request.state != explain_pb2.REQUEST_STATE_UNSPECIFIED
+                    return client.explain(name, timeout=30).request.state != "unspecified"
                 except BatonError as error:
                     case.notes.append(f"a call had no answer, and the router says {error}")
                     time.sleep(0.5)

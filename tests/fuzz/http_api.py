@@ -12,7 +12,6 @@ from typing import Any
 
 from baton.client import Client
 from baton.errors import BatonError
-from baton.v1 import explain_pb2
 from tests.fuzz import json_text, sockets, values
 from tests.fuzz.case import Case
 from tests.fuzz.json_text import Schema, encode, mutated
@@ -187,8 +186,8 @@ class HttpApi:
                 try:
                     state = client.explain(name, timeout=30).request.state
                 except BatonError as error:
-                    state, case.notes = explain_pb2.REQUEST_STATE_UNSPECIFIED, [*case.notes, str(error)]
-            if state in (explain_pb2.REQUEST_STATE_QUEUED, explain_pb2.REQUEST_STATE_RUNNING):
+                    state, case.notes = "unspecified", [*case.notes, str(error)]
+            if state in ("queued", "running"):
                 return
             connection.settimeout(1.0)
             with suppress(TimeoutError):

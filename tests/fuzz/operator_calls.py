@@ -1,4 +1,4 @@
-"""The operator's Unix socket: mutated calls of `Cluster` and `Cache`, and bytes that are no HTTP/2.
+"""The operator's Unix socket: mutated calls of its API, and bytes that are no HTTP.
 
 The user's own calls may drain a worker and change its role. So a worker is named here by no name that it has, and pins
 are of short life.
@@ -10,28 +10,17 @@ import random
 import socket
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlencode
 
-import grpc
+import msgspec
 
-from baton.v1 import cache_pb2, cluster_pb2, explain_pb2
+from baton.operator_api import CALLS, GetStatus, OperatorCall, PinPrefix
 from tests.fuzz import sockets, values
 from tests.fuzz.case import Case
-from tests.fuzz.grpc_api import ANY_REFUSAL, frame, mutate
+from tests.fuzz.json_text import Pairs, Schema, encode, mutated
 
-_LIMIT = 60.0  # seconds of a call
-_CLUSTER, _CACHE = "/baton.v1.Cluster/", "/baton.v1.Cache/"
-_CALLS: dict[str, Any] = {
-    f"{_CLUSTER}GetStatus": cluster_pb2.GetStatusRequest,
-    f"{_CLUSTER}Profile": cluster_pb2.ProfileRequest,
-    f"{_CLUSTER}Explain": explain_pb2.ExplainRequest,
-    f"{_CLUSTER}ListRequests": explain_pb2.ListRequestsRequest,
-    f"{_CLUSTER}Drain": cluster_pb2.DrainRequest,
-    f"{_CLUSTER}SetRole": cluster_pb2.SetRoleRequest,
-    f"{_CACHE}PinPrefix": cache_pb2.PinPrefixRequest,
-    f"{_CACHE}UnpinPrefix": cache_pb2.UnpinPrefixRequest,
-    f"{_CACHE}ListPins": cache_pb2.ListPinsRequest,
-}
-_TTL_MS = 1_500
+_TTL_MS = (1_500, 1_500, 1_500, -1, 0, 999, 2**70, "x", 1e300)  # of no pin that outlasts the run
+_TIMEOUT_MS = 5_000
 
 
 class OperatorCalls:
@@ -41,55 +30,60 @@ class OperatorCalls:
 
     def __init__(self, operator: str) -> None:
         self._operator = operator
-        self._channel = grpc.insecure_channel(operator, options=[("grpc.max_receive_message_length", -1)])
+        _, components = msgspec.json.schema_components(CALLS, ref_template="#/components/schemas/{name}")
+        self._kinds: dict[str, Any] = dict(components)
+        self._schema = Schema({"paths": {}, "components": {"schemas": self._kinds}})
 
     def run(self, case: Case) -> str:
-        return self._http2(case) if case.rng.random() < 0.1 else self._call(case)
+        return self._no_http(case) if case.rng.random() < 0.1 else self._call(case)
 
     def _call(self, case: Case) -> str:
         rng = case.rng
-        method = rng.choice(list(_CALLS))
-        message = _CALLS[method]()
-        if method.endswith("PinPrefix") and not method.endswith("UnpinPrefix"):
-            message.token_ids.ids.extend(rng.randrange(3, 1_000) for _ in range(rng.choice([16, 40, 100])))
-        fields = message.DESCRIPTOR.fields
-        mutate(rng, message, rng.randrange(5) if fields else 0)
-        if isinstance(message, cache_pb2.PinPrefixRequest) and _lasts_long(message):
-            message.ttl_ms = _TTL_MS
-        raw = message.SerializeToString()
-        if rng.random() < 0.1 and not method.endswith(("Drain", "SetRole", "PinPrefix")):
-            raw = values.damaged(rng, raw)
-        call = self._channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
-        deadline = rng.choice([_LIMIT, _LIMIT, _LIMIT, 0.01])
-        code, details = grpc.StatusCode.OK, ""
-        try:
-            call(case.sending(raw), timeout=deadline)
-        except grpc.RpcError as error:
-            code, details = error.code(), error.details() or ""
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED and deadline < _LIMIT:
-            return f"{method} late"
-        assert code in ANY_REFUSAL, f"{method} got {code}: {details}"
-        assert "internal error" not in details, f"{method} got {details}"
-        return f"{method} {code.name}"
+        kind = rng.choice([*CALLS])
+        path = CALLS[kind][1]
+        raw = _request(rng, kind, self._fields(rng, kind))
+        with sockets.connect(self._operator) as connection:
+            sockets.send(case, connection, raw)
+            answer = sockets.reply(connection, raw.partition(b" ")[0].decode())
+        assert answer is not None, f"{path} was closed without an answer"
+        assert answer.whole, f"{path} had no answer in time"
+        if not (kind is PinPrefix and answer.status == 504):
+            sockets.check(answer)
+        assert answer.status == 200 or "baton-reason" in answer.headers or answer.status == 431, answer
+        return f"{path} {answer.status}"
 
-    def _http2(self, case: Case) -> str:
+    def _fields(self, rng: random.Random, kind: type[OperatorCall[Any]]) -> Any:
+        base: dict[str, Any] = {}
+        if kind is PinPrefix:
+            base["token_ids"] = [rng.randrange(3, 1_000) for _ in range(rng.choice([16, 40, 100]))]
+        fields = mutated(rng, base, self._schema, self._kinds[kind.__name__])
+        if isinstance(fields, Pairs):
+            fields = dict(fields.pairs) if kind is PinPrefix else fields
+        if kind is PinPrefix and isinstance(fields, dict):
+            fields |= {"ttl_ms": rng.choice(_TTL_MS), "timeout_ms": _TIMEOUT_MS}
+        return fields
+
+    def _no_http(self, case: Case) -> str:
         rng = case.rng
         with sockets.connect(self._operator) as connection:
-            raw = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + _frames(rng)
-            sockets.send(case, connection, values.damaged(rng, raw) if rng.random() < 0.5 else raw)
+            raw = _request(rng, GetStatus, {})
+            sockets.send(case, connection, values.damaged(rng, raw) if rng.random() < 0.7 else values.data(rng))
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
             sockets.drain(connection)
-        return "http2"
+        return "no HTTP"
 
 
-def _lasts_long(message: cache_pb2.PinPrefixRequest) -> bool:
-    """Whether a pin would outlast the run."""
-    return not message.HasField("ttl_ms") or _TTL_MS < message.ttl_ms <= 7 * 24 * 3_600_000
-
-
-def _frames(rng: random.Random) -> bytes:
-    return b"".join(
-        frame(rng.randrange(12), rng.randrange(256), rng.choice([0, 1, 3]), values.data(rng, 200))
-        for _ in range(rng.randrange(9))
-    )
+def _request(rng: random.Random, kind: type[OperatorCall[Any]], fields: Any) -> bytes:
+    method, path, _ = CALLS[kind]
+    body = b""
+    if method == "GET":
+        pairs = fields.pairs if isinstance(fields, Pairs) else tuple(fields.items()) if isinstance(fields, dict) else ()
+        path += "?" + urlencode([(key, str(each)[:4_000]) for key, each in pairs], errors="surrogatepass")
+    else:
+        body = encode(fields)
+    if rng.random() < 0.03:
+        method = rng.choice(["GET", "POST", "PUT", "DELETE", "HEAD"])
+    host = rng.choice(["localhost", "localhost", "localhost", "baton", "[::1]:5", "example.org", ""])
+    head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body

@@ -19,15 +19,12 @@ from typing import Any
 
 import msgspec
 import psutil
+from msgspec import structs
 
 from baton.client import Client
 from baton.config import Config
-from baton.messages import ModelCard, Namespace
-from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
-from engine.models.config import load_spec
 from kvstore.client.connection import store_address
-from kvstore.layout import PageLayout
 from tests.fuzz.attacker import READY
 from tests.fuzz.case import Told, told
 from tests.fuzz.honest import Honest
@@ -267,11 +264,12 @@ def plan(cluster: LocalCluster, victims: Mapping[str, Victims], path: Path) -> d
     assert cluster.addresses is not None
     keys, router = str(config.cluster.key_path), cluster.addresses.endpoint
     of_role = {process.role: process for process in status.processes}
-    store = of_role[cluster_pb2.ROLE_STORE]
+    store = of_role["store"]
     publishers = [process for process in status.processes if process.replay_endpoint]
     pages = [endpoint for process in publishers for endpoint in (process.replay_endpoint, process.events_endpoint)]
     data = _page_server(store.pid, [store.metrics_address, *pages])
-    card = _card(status.model, load_spec(path).num_kv_heads)
+    assert status.model is not None
+    card = structs.replace(status.model, pool_pages=0)
     namespace = msgspec.json.encode(card.namespace).decode()
     incarnations = {process.incarnation: process.pid for process in status.processes}
     plans: dict[str, dict[str, object]] = {
@@ -307,15 +305,6 @@ def plan(cluster: LocalCluster, victims: Mapping[str, Victims], path: Path) -> d
     }  # fmt: skip
     assert plans.keys() == TARGETS.keys()
     return plans
-
-
-def _card(told: cluster_pb2.ModelCard, kv_heads: int) -> ModelCard:
-    """The workers' card. A status tells no version of the layout, which is this checkout's."""
-    layout = PageLayout(1, kv_heads, 1, told.page_size, told.kv_dtype)
-    namespace = Namespace(
-        told.digest, told.numerics, told.kv_dtype, told.page_size, layout.version, layout.form, kv_heads
-    )
-    return ModelCard(namespace, told.page_bytes, told.vocab_size, told.max_context, 0)
 
 
 def _page_server(pid: int, others: Sequence[str]) -> str:

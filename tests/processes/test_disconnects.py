@@ -22,7 +22,8 @@ import grpc
 import pytest
 
 from baton.client import Client
-from baton.v1 import explain_pb2, generation_pb2, generation_pb2_grpc
+from baton.operator_api import RequestSummary
+from baton.v1 import generation_pb2, generation_pb2_grpc
 from deploy.local import LocalCluster
 from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
@@ -140,9 +141,9 @@ def decode(cluster: LocalCluster, operator: Client) -> Iterator[Callable[[], obj
     yield lambda: operator.status().counts.generated_tokens > before
 
 
-def _listed(operator: Client, wanted: Callable[[explain_pb2.RequestSummary], object]) -> bool:
+def _listed(operator: Client, wanted: Callable[[RequestSummary], object]) -> bool:
     """Whether a request that runs is so."""
-    running = explain_pb2.REQUEST_STATE_RUNNING
+    running = "running"
     return any(one.state == running and wanted(one) for one in operator.requests(8))
 
 

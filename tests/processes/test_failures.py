@@ -11,7 +11,6 @@ import pytest
 
 from baton.client import Client
 from baton.errors import DeadlineExpired, StartupError, Unavailable
-from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, load, process, watching
@@ -96,7 +95,7 @@ def test_a_death_is_told_by_the_store_and_not_only_by_silence(
     assert streams.seen[1] == expected(path, VERY_LONG, 12)
     found = process(cluster, "prefill-0")
     assert found is not None
-    assert found.state == cluster_pb2.PROCESS_STATE_DEAD
+    assert found.state == "dead"
     # A worker that ends after it was seen running, and before the router was asked, is not live.
     monkeypatch.setattr(cluster, "_check_running", lambda name: None)
     with pytest.raises(StartupError, match="prefill-0"):

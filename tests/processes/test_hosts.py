@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client
-from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
 from deploy.local import LocalCluster
 from tests.support import checkpoints, network_namespaces, workload
@@ -62,9 +61,7 @@ def test_prompts_computed_on_one_host_are_continued_on_the_other(
 
 CUT: Mapping[str, Callable[[Client, float], bool]] = {
     "restored before anybody noticed": lambda client, seconds: seconds > 0.3,
-    "restored when the other host had been given up": lambda client, seconds: (
-        state_of(client, "prefill-0") != cluster_pb2.PROCESS_STATE_LIVE
-    ),
+    "restored when the other host had been given up": lambda client, seconds: state_of(client, "prefill-0") != "live",
     "not restored": lambda client, seconds: False,
 }
 """Whether it is time to restore the cable, which was cut so many seconds ago."""

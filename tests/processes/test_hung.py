@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.v1 import cluster_pb2
+from baton.operator_api import ProcessState
 from deploy.local import LocalCluster
 from tests.processes.test_failures import DEADLINE, LONG, expected, path, start
 from tests.support import checkpoints, workload
@@ -27,7 +27,7 @@ def fresh() -> list[int]:
     return [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(100)]
 
 
-def listed(cluster: LocalCluster, name: str, state: cluster_pb2.ProcessState) -> Callable[[], bool]:
+def listed(cluster: LocalCluster, name: str, state: ProcessState) -> Callable[[], bool]:
     def is_so() -> bool:
         found = process(cluster, name)
         return found is not None and found.state == state
@@ -47,9 +47,9 @@ def test_requests_go_past_a_worker_that_hangs_outside_a_step(
         for prompt, future, seen in zip(prompts, futures, streams.seen, strict=True):
             future.result(DEADLINE)
             assert seen == expected(path, prompt, 20)
-        eventually(listed(cluster, victim, cluster_pb2.PROCESS_STATE_STUCK), what=f"{victim} is stuck")
+        eventually(listed(cluster, victim, "stuck"), what=f"{victim} is stuck")
         assert workload.ask(cluster.address, prompts[0], 20).token_ids == expected(path, prompts[0], 20)
-    eventually(listed(cluster, victim, cluster_pb2.PROCESS_STATE_LIVE), what=f"{victim} is live again")
+    eventually(listed(cluster, victim, "live"), what=f"{victim} is live again")
     for prompt, seen in zip(prompts, streams.seen, strict=True):
         assert seen == expected(path, prompt, 20), "its late answers change nothing"
     eventually(lambda: at_rest(cluster), what="everything freed")
@@ -71,11 +71,11 @@ def test_streams_go_on_beside_a_store_that_hangs(start: Callable[..., LocalClust
         new = streams.start(LONG[300:500], 20)
         new.result(DEADLINE)
         before.result(DEADLINE)
-        eventually(listed(cluster, "store-0", cluster_pb2.PROCESS_STATE_STUCK), what="the store is stuck")
+        eventually(listed(cluster, "store-0", "stuck"), what="the store is stuck")
         assert workload.ask(cluster.address, LONG[500:700], 20).token_ids == expected(path, LONG[500:700], 20)
     assert streams.seen[0] == expected(path, LONG[:300], 300)
     assert streams.seen[1] == expected(path, LONG[300:500], 20)
-    eventually(listed(cluster, "store-0", cluster_pb2.PROCESS_STATE_LIVE), what="the store is live again")
+    eventually(listed(cluster, "store-0", "live"), what="the store is live again")
 
     def fetched() -> bool:
         return workload.ask(cluster.address, fresh(), 2).work.pages_fetched > 0

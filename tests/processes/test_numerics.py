@@ -10,7 +10,6 @@ import pytest
 
 from baton.client import Client
 from baton.config import Config
-from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from engine.cpu import build
 from tests.support import workload
@@ -30,12 +29,13 @@ def test_a_mixed_cluster_takes_it_and_says_so(checkpoint: Callable[[str], Path],
         cluster.config = without_kernels(cluster.config)
         cluster.start("decode-1")
         status = cluster.wait_live(["decode-1"])
-        classes = {each.name: each.numerics for each in status.processes if each.role == cluster_pb2.ROLE_DECODE}
+        classes = {each.name: each.numerics for each in status.processes if each.role == "decode"}
         assert {name: numerics.partition("-")[0] for name, numerics in classes.items()} == {
             "decode-0": "native",
             "decode-1": "torch",
         }
-        assert status.model.numerics == "mixed"
+        assert status.model is not None
+        assert status.model.namespace.numerics == "mixed"
         with Client(cluster.address, cluster.operator) as client:
             client.generate([5, 6, 7], max_tokens=2, request_id="mine").result()
             (attempt,) = client.explain("mine").attempts

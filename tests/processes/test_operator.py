@@ -25,7 +25,7 @@ def test_the_operators_socket_of_a_router_that_is_killed_and_comes_back(
         assert path == tmp_path / "run" / "router.sock"
         with Client(operator=cluster.address) as stranger:
             for call in (stranger.status, stranger.pins, lambda: stranger.drain("decode-0"), stranger.requests):
-                with pytest.raises(ConfigError, match="does not serve that: Cluster and Cache are on"):
+                with pytest.raises(ConfigError, match="does not serve that: the operator's calls are on"):
                     call()
             with pytest.raises(ConfigError, match="does not serve that"):
                 stranger.pin_prefix("a")

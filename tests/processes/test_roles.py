@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.client import Client
-from baton.v1 import cluster_pb2
 from deploy.cli import app
 from deploy.local import LocalCluster
 from tests.support import checkpoints, workload
@@ -45,8 +44,8 @@ def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
 def role_of(cluster: LocalCluster, name: str) -> str:
     found = process(cluster, name)
     assert found is not None
-    assert found.state == cluster_pb2.PROCESS_STATE_LIVE
-    return cluster_pb2.Role.Name(found.role).removeprefix("ROLE_").lower()
+    assert found.state == "live"
+    return found.role
 
 
 def change(cluster: LocalCluster, name: str, role: str, *more: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from baton.client import Client, Generated
 from baton.errors import BatonError, PinNotFound, RequestNotFound, StartupError
-from baton.v1 import cluster_pb2
+from baton.messages import LoadReport
 from deploy.local import LocalCluster
 from tests.processes.test_failures import DEADLINE, expected
 from tests.support import checkpoints, workload
@@ -65,10 +65,10 @@ def asked(cluster: LocalCluster, router: str) -> Iterator[Client]:
         yield client
 
 
-def loads(cluster: LocalCluster, router: str) -> dict[str, cluster_pb2.Load]:
+def loads(cluster: LocalCluster, router: str) -> dict[str, LoadReport]:
     """How busy each process is, as that router sees it."""
     with asked(cluster, router) as client:
-        return {p.name: p.load for p in client.status(timeout=DEADLINE).processes if p.role != cluster_pb2.ROLE_ROUTER}
+        return {p.name: p.load for p in client.status(timeout=DEADLINE).processes if p.role != "router"}
 
 
 def router_of(cluster: LocalCluster, name: str) -> str:
@@ -173,7 +173,7 @@ def test_any_router_answers_its_operator_for_all(checkpoint: Callable[[str], Pat
                     mine.unpin(f"of-{other}")
                 mine.drain("decode-0")
                 states = {process.name: process.state for process in theirs.status(timeout=DEADLINE).processes}
-                assert states["decode-0"] == cluster_pb2.PROCESS_STATE_DRAINING
+                assert states["decode-0"] == "draining"
                 mine.drain("decode-0", undo=True)
         for router, streams in found.items():  # whichever router takes the connection
             snapshot = dashboard(cluster, f"snapshot?router={router}")

@@ -7,8 +7,9 @@ from typing import Any
 
 from baton import config as settings
 from baton import messages as msg
+from baton.operator_api import NewPin
 from kvstore.keys import pack_tokens, page_keys, split_keys
-from router.events import PIN, Cancelled, PinAnswered, Pinned, PinPrefix, UnpinPrefix
+from router.events import PIN, Cancelled, PinAnswered, PinPrefix, UnpinPrefix
 from router.events import Failed as Ended
 from router.prefix_pinning.pin import PinnedPrefix, PinPhase
 from tests.router.model import CONFIG, PAGE, Cluster, Job, Process
@@ -45,7 +46,7 @@ class PinCluster(Cluster):
         super().__init__(config)
         self.pages: dict[str, Pages] = {}  # by incarnation of the store
         self.wishes: dict[str, PinPrefix] = {}
-        self.answers: dict[str, Pinned | Ended | Cancelled] = {}
+        self.answers: dict[str, NewPin | Ended | Cancelled] = {}
 
     # --- clients ---
 

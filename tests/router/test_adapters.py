@@ -11,11 +11,13 @@ import pytest
 from baton.config import Config, ModelConfig, load
 from baton.errors import ConfigError, ModelMismatch
 from baton.messages import Accepted
-from baton.v1 import cache_pb2
+from baton.operator_api import PinPrefix
 from baton.v1 import generation_pb2 as pb
+from router import events
 from router.frontend import served_model
 from router.frontend.api.model_cards import ModelCards
-from router.frontend.request_parsing import generation_request, message_fields, parse_pin_request
+from router.frontend.api.operator.calls import checked
+from router.frontend.request_parsing import generation_request, message_fields
 from tests.router.lab import Lab
 from tests.router.model import CONFIG, card
 from tests.router.pin_model import PinCluster
@@ -100,8 +102,9 @@ def test_the_model_field_names_the_adapter(tmp_path: Path) -> None:
     for asked, adapter in (("", ""), ("small", ""), ("tiny", ""), ("one", "one")):
         request = pb.GenerateRequest(model=asked, token_ids=pb.TokenIds(ids=[1, 2, 3]))
         assert generation_request(message_fields(request), "r", small, lambda: 1).adapter == adapter
-        pin = cache_pb2.PinPrefixRequest(model=asked, token_ids=pb.TokenIds(ids=[1, 2, 3]))
-        assert parse_pin_request(pin, "p", small).adapter == adapter
+        pin = checked(PinPrefix(model=asked, token_ids=[1, 2, 3]), small, 0.0)
+        assert isinstance(pin, events.PinPrefix)
+        assert pin.adapter == adapter
     with pytest.raises(ModelMismatch, match="'two'"):
         generation_request({"model": "two"}, "r", small, lambda: 1)
 

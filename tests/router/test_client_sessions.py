@@ -22,8 +22,19 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton import api_keys
 from baton import config as settings
 from baton.api_keys import Identity
-from baton.errors import BatonError, ModelNotFound, Overloaded, PortInUse, all_errors
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, explain_pb2, generation_pb2, generation_pb2_grpc
+from baton.client import AsyncClient
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PortInUse,
+    ProcessNotFound,
+    RequestNotFound,
+    all_errors,
+)
+from baton.operator_api import Status
+from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.grpc_api import grpc_calls
 from tests.router import tokenizers
@@ -44,15 +55,15 @@ def request(**fields: Any) -> generation_pb2.GenerateRequest:
 
 
 class Client:
-    def __init__(self, router: Served, channel: grpc.aio.Channel, operator: grpc.aio.Channel) -> None:
+    def __init__(self, router: Served, channel: grpc.aio.Channel) -> None:
         self.router = router
         self.generation: Any = generation_pb2_grpc.GenerationStub(channel)
-        self.cluster: Any = cluster_pb2_grpc.ClusterStub(operator)
+        self.operator = AsyncClient(operator=router.addresses.operator)
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
 
-    async def status(self) -> cluster_pb2.GetStatusResponse:
-        return await self.cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=5)
+    async def status(self) -> Status:
+        return await self.operator.status(timeout=5)
 
     async def serving(self, service: str = "") -> bool:
         answer = await self.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
@@ -76,14 +87,10 @@ class Client:
 @contextlib.asynccontextmanager
 async def cluster(config: settings.Config, *processes: str) -> AsyncIterator[Client]:
     """A router with these workers, each named after its role."""
-    async with (
-        served(config) as router,
-        grpc.aio.insecure_channel(router.addresses.grpc) as channel,
-        grpc.aio.insecure_channel(router.addresses.operator) as operator,
-    ):
+    async with served(config) as router, grpc.aio.insecure_channel(router.addresses.grpc) as channel:
         for name in processes:
             router.start(name.partition("-")[0], name)
-        client = Client(router, channel, operator)
+        client = Client(router, channel)
         await client.joined(len(processes))
         yield client
 
@@ -121,13 +128,11 @@ def test_a_request_is_named_at_once_and_explained_afterwards(tmp_path: Path) -> 
             name = dict(await call.initial_metadata())[grpc_calls.REQUEST_ID]
             _, _, finished = await collect(call)
             assert finished.request_id == name
-            told = await client.cluster.Explain(explain_pb2.ExplainRequest(request_id=name))
+            told = await client.operator.explain(name)
             assert told.request.ttft_ms == told.attempts[0].actual.ttft_ms == finished.timing.first_token
-            listed = await client.cluster.ListRequests(explain_pb2.ListRequestsRequest())
-            assert [one.request_id for one in listed.requests] == [name]
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await client.cluster.Explain(explain_pb2.ExplainRequest(request_id="nobody"))
-            assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+            assert [one.request_id for one in await client.operator.requests()] == [name]
+            with pytest.raises(RequestNotFound):
+                await client.operator.explain("none")
 
     run(test)
 
@@ -135,18 +140,14 @@ def test_a_request_is_named_at_once_and_explained_afterwards(tmp_path: Path) -> 
 def test_a_drained_worker_is_shown_so(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(settings_for(tmp_path), "decode-0") as client:
-            drained = await client.cluster.Drain(cluster_pb2.DrainRequest(worker="decode-0"))
-            assert drained.worker.state == cluster_pb2.PROCESS_STATE_DRAINING
+            assert (await client.operator.drain("decode-0")).state == "draining"
             await eventually_async(lambda: _is(client.serving(), False))
-            await client.cluster.Drain(cluster_pb2.DrainRequest(worker="decode-0", undo=True))
+            await client.operator.drain("decode-0", undo=True)
             await eventually_async(lambda: _is(client.serving(), True))
-            for asked in (
-                cluster_pb2.DrainRequest(worker="nobody"),
-                cluster_pb2.DrainRequest(worker="decode-0", now=True),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await client.cluster.Drain(asked)
-                assert caught.value.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT)
+            with pytest.raises(ProcessNotFound):
+                await client.operator.drain("decode-7")
+            with pytest.raises(InvalidRequest):
+                await client.operator.drain("decode-0", now=True)
 
     run(test)
 
@@ -279,7 +280,7 @@ def test_status_health_and_reflection(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(settings_for(tmp_path)) as client:
             assert not await client.serving()
-            assert not (await client.status()).HasField("model")
+            assert (await client.status()).model is None
             decode = client.router.start("decode", "decode-0")
             client.router.start("store", "store-0")
             await client.joined(2)
@@ -288,12 +289,13 @@ def test_status_health_and_reflection(tmp_path: Path) -> None:
             status = await client.status()
             by_name = {process.name: process for process in status.processes}
             assert list(by_name) == ["router", "decode-0", "store-0"]
-            assert by_name["router"].role == cluster_pb2.ROLE_ROUTER
+            assert by_name["router"].role == "router"
             assert by_name["router"].metrics_address == client.router.addresses.http
             assert by_name["decode-0"].incarnation == decode.peer.incarnation
-            assert by_name["decode-0"].state == cluster_pb2.PROCESS_STATE_LIVE
-            assert by_name["decode-0"].heartbeat_age_ms < 1_000
-            assert (status.model.page_size, status.model_name, status.cluster) == (4, "small", "baton")
+            assert by_name["decode-0"].state == "live"
+            assert (by_name["decode-0"].heartbeat_age_ms or 0) < 1_000
+            assert status.model is not None
+            assert (status.model.namespace.page_size, status.model_name, status.cluster) == (4, "small", "baton")
             assert status.log_dir.endswith("logs")
             assert (status.counts.finished, status.counts.placed_local) == (1, 1)
             client.router.kill(decode)
@@ -303,7 +305,7 @@ def test_status_health_and_reflection(tmp_path: Path) -> None:
 
             await eventually_async(not_serving)
             states = {process.name: process.state for process in (await client.status()).processes}
-            assert states["decode-0"] == cluster_pb2.PROCESS_STATE_SILENT
+            assert states["decode-0"] == "silent"
             call = client.reflection.ServerReflectionInfo()
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             services = {service.name for service in (await call.read()).list_services_response.service}

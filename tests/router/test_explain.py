@@ -8,9 +8,8 @@ import pytest
 from baton import config as settings
 from baton.errors import RequestNotFound
 from baton.messages import MIXED, Accepted, Prefilled, Refused, Started
-from baton.v1 import explain_pb2
+from router.dashboard import operator_views
 from router.events import ClientGone
-from router.frontend import responses
 from router.placement.types import Candidate, Placement, PredictedTtft
 from router.request import Attempt, Request
 from router.requests.explain import SHOWN, ConsideredPlacements, Explanations, RequestRecord, reason
@@ -52,9 +51,8 @@ def test_a_split_request_hop_by_hop() -> None:
     assert account.actually_cached == 0
     lab.now += 3
     lab.tokens(decode, "r", 1, 52, 9, 9, 9, 9, finish="length")
-    found = responses.explained(explained(lab), lab.now)
-    hops = {field.name: value for field, value in found.attempts[0].hops.ListFields()}
-    assert hops == {
+    found = operator_views.explanation(explained(lab), lab.now)
+    assert found.attempts[0].hops == {
         "placed": 0,
         "accepted": 1_000,
         "prefill_sent": 1_000,
@@ -108,9 +106,9 @@ def test_attempts_keep_their_own_instants_and_why_they_ended() -> None:
     lab.beat(chosen)  # it may have room again
     third = explained(lab).attempts[2]
     assert (third.start, third.resumes, third.predicted_ttft) == (11, True, None)
-    found = responses.explained(explained(lab), lab.now)
+    found = operator_views.explanation(explained(lab), lab.now)
     assert [attempt.number for attempt in found.attempts] == [1, 2, 3]
-    assert not found.attempts[2].predicted.HasField("ttft_ms")
+    assert found.attempts[2].predicted.ttft_ms is None
 
 
 def test_a_refusal_to_prefill_is_noted() -> None:
@@ -129,7 +127,7 @@ def test_a_request_of_a_mixed_cluster_is_told_to_depend_on_its_path(numerics: st
     lab = Lab()
     lab.join("decode", "decode-0", model=card(namespace=msgspec.structs.replace(NAMESPACE, numerics=numerics)))
     lab.submit()
-    notes = responses.explained(explained(lab), lab.now).attempts[0].notes
+    notes = operator_views.explanation(explained(lab), lab.now).attempts[0].notes
     assert ["model.numerics is mixed" in note for note in notes] == [True] * (numerics == MIXED)
 
 
@@ -142,9 +140,9 @@ def test_a_queued_request_tells_why() -> None:
     lab.advance(0.1)
     assert not explained(lab).running
     lab.tell(ClientGone("r"))
-    found = responses.explained(explained(lab), lab.now)
+    found = operator_views.explanation(explained(lab), lab.now)
     assert (found.request.outcome, found.request.waits_because) == ("the client went away", "")
-    assert not found.request.HasField("cached_tokens")
+    assert found.request.cached_tokens is None
 
 
 # --- remembered requests ---
@@ -296,8 +294,8 @@ def test_a_wait_is_explained_by_what_was_weighed() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit("r", prompt=40, ttft=0.000_001)
-    found = responses.explained(explained(lab), lab.now)
-    assert found.request.state == explain_pb2.REQUEST_STATE_FAILED
+    found = operator_views.explanation(explained(lab), lab.now)
+    assert found.request.state == "failed"
     assert [one.decode_worker for one in found.candidates] == ["decode-0"]
     assert found.candidates[0].cost.total_ms > 0
     assert not found.attempts

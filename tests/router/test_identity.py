@@ -17,9 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import api_keys
 from baton.api_keys import Identity
+from baton.client import AsyncClient
 from baton.config import TenantConfig
+from baton.errors import PermissionDenied, Unauthenticated
 from baton.logs import RateLimitedLog
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, explain_pb2, generation_pb2, generation_pb2_grpc
+from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.frontend import identity
 from tests.router.model import expected
 from tests.router.served import Served, collect, served, settings_for
@@ -275,16 +277,14 @@ def test_the_tenant_of_a_key_is_that_of_its_requests(tmp_path: Path) -> None:
     async def test() -> None:
         async with (
             doors(tmp_path, tenants={"acme": TenantConfig(requests_per_minute=1)}) as client,
-            grpc.aio.insecure_channel(client.router.addresses.operator) as channel,
+            AsyncClient(operator=client.router.addresses.operator) as operator,
         ):
             assert await client.status(x_api_key=one) == 200
             status, body, _ = await client.ask("POST", "/v1/completions", BODY, x_api_key=one)
             assert status == 429
             assert "the tenant's requests of this minute are used up" in body["error"]["message"]
             await collect(client.generation.Generate(request(), metadata=bearer(other)))
-            operator: Any = cluster_pb2_grpc.ClusterStub(channel)
-            listed = await operator.ListRequests(explain_pb2.ListRequestsRequest())
-            assert [found.tenant for found in listed.requests] == ["umbrella", "acme", "acme"]
+            assert [found.tenant for found in await operator.requests()] == ["umbrella", "acme", "acme"]
 
     run(test)
 
@@ -293,21 +293,13 @@ def test_an_operators_port_on_loopback_needs_an_operators_key(tmp_path: Path) ->
     key, operator = key_in(tmp_path), key_in(tmp_path, "ops", "", operator=True)
 
     async def test() -> None:
-        async with (
-            doors(tmp_path, operator="127.0.0.1:0") as client,
-            grpc.aio.insecure_channel(client.router.addresses.operator) as channel,
-        ):
-            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-
-            async def call(key: str) -> str:
-                try:
-                    await stub.GetStatus(cluster_pb2.GetStatusRequest(), metadata=bearer(key), timeout=5)
-                except grpc.aio.AioRpcError as error:
-                    return error.code().name
-                return "OK"
-
-            assert await call("") == "UNAUTHENTICATED"
-            assert await call(key) == "PERMISSION_DENIED"
-            assert await call(operator) == "OK"
+        async with doors(tmp_path, operator="127.0.0.1:0") as client:
+            target = client.router.addresses.operator
+            for refused, error in (("", Unauthenticated), (key, PermissionDenied)):
+                async with AsyncClient(operator=target, api_key=refused) as caller:
+                    with pytest.raises(error):
+                        await caller.status()
+            async with AsyncClient(operator=target, api_key=operator) as caller:
+                assert (await caller.status()).cluster == "baton"
 
     run(test)

@@ -15,23 +15,20 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import BatonError
-from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
+from baton.v1 import generation_pb2
 from router.frontend.grpc_api import grpc_calls
 from router.frontend.grpc_api.message_guard import MessageGuard
 from tests.router.model import CONTEXT
-from tests.router.served import Served, served, settings_for
+from tests.router.served import served, settings_for
 from tests.router.test_client_sessions import Client, cluster, request
 from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow
 
-GENERATE, PIN = "/baton.v1.Generation/Generate", "/baton.v1.Cache/PinPrefix"
+GENERATE = "/baton.v1.Generation/Generate"
 GARBAGE = b"\xff" * 50
 METHODS = (
     GENERATE,
-    PIN,
-    *(f"/baton.v1.Cache/{name}" for name in ("UnpinPrefix", "ListPins")),
-    *(f"/baton.v1.Cluster/{n}" for n in ("GetStatus", "Profile", "Drain", "SetRole", "Explain", "ListRequests")),
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
@@ -40,12 +37,6 @@ METHODS = (
 
 def run(test: Callable[[], Any]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def door(router: Served, method: str) -> str:
-    """Where a method is served."""
-    operators = method.startswith(("/baton.v1.Cluster/", "/baton.v1.Cache/"))
-    return router.addresses.operator if operators else router.addresses.grpc
 
 
 async def raw(channel: grpc.aio.Channel, method: str, message: bytes) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
@@ -63,7 +54,7 @@ def test_bytes_that_are_no_message(tmp_path: Path, caplog: pytest.LogCaptureFixt
     async def test() -> None:
         async with (
             served(settings_for(tmp_path)) as router,
-            grpc.aio.insecure_channel(door(router, method)) as channel,
+            grpc.aio.insecure_channel(router.addresses.grpc) as channel,
         ):
             with caplog.at_level(logging.INFO):
                 caplog.clear()
@@ -90,47 +81,22 @@ def test_bytes_that_are_no_message_are_counted() -> None:
 
 
 LONG = "x" * 20_000
-ECHOED: list[tuple[str, Any, grpc.StatusCode, str]] = [
-    (GENERATE, request(model=LONG), grpc.StatusCode.NOT_FOUND, "model_mismatch"),
-    (GENERATE, request(request_id=LONG), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
-    (GENERATE, request(affinity="é" * 20_000), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
-    (PIN, cache_pb2.PinPrefixRequest(model="🚀" * 9_000, text="x"), grpc.StatusCode.NOT_FOUND, "model_mismatch"),
-    (PIN, cache_pb2.PinPrefixRequest(id=LONG, text="x"), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
-    ("/baton.v1.Cache/UnpinPrefix", cache_pb2.UnpinPrefixRequest(id=LONG), grpc.StatusCode.NOT_FOUND, "pin_not_found"),
-    (
-        "/baton.v1.Cluster/Explain",
-        explain_pb2.ExplainRequest(request_id="\n" * 20_000),
-        grpc.StatusCode.NOT_FOUND,
-        "request_not_found",
-    ),
-    (
-        "/baton.v1.Cluster/Drain",
-        cluster_pb2.DrainRequest(worker=LONG),
-        grpc.StatusCode.NOT_FOUND,
-        "process_not_found",
-    ),
-    (
-        "/baton.v1.Cluster/Profile",
-        cluster_pb2.ProfileRequest(process="🚀" * 9_000),
-        grpc.StatusCode.NOT_FOUND,
-        "process_not_found",
-    ),
-    (
-        "/baton.v1.Cluster/SetRole",
-        cluster_pb2.SetRoleRequest(worker=LONG, role=cluster_pb2.ROLE_DECODE),
-        grpc.StatusCode.NOT_FOUND,
-        "process_not_found",
-    ),
+ECHOED: list[tuple[Any, grpc.StatusCode, str]] = [
+    (request(model=LONG), grpc.StatusCode.NOT_FOUND, "model_mismatch"),
+    (request(request_id=LONG), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
+    (request(affinity="é" * 20_000), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
 ]
 
 
 def test_long_strings_are_cut_where_an_error_repeats_them(tmp_path: Path) -> None:
     async def test() -> None:
-        async with served(settings_for(tmp_path)) as router:
-            for method, message, code, reason in ECHOED:
-                async with grpc.aio.insecure_channel(door(router, method)) as channel:
-                    seen, details, metadata = await raw(channel, method, message.SerializeToString())
-                assert (seen, metadata[grpc_calls.REASON]) == (code, reason), method
+        async with (
+            served(settings_for(tmp_path)) as router,
+            grpc.aio.insecure_channel(router.addresses.grpc) as channel,
+        ):
+            for message, code, reason in ECHOED:
+                seen, details, metadata = await raw(channel, GENERATE, message.SerializeToString())
+                assert (seen, metadata[grpc_calls.REASON]) == (code, reason)
                 assert len(details) < 1_100
                 assert "..." in details
 
@@ -147,7 +113,7 @@ def test_messages_are_bounded_by_the_context(tmp_path: Path, compression: grpc.C
             served(settings_for(tmp_path)) as router,
             grpc.aio.insecure_channel(router.addresses.grpc, compression=compression) as channel,
         ):
-            client = Client(router, channel, channel)
+            client = Client(router, channel)
             huge = {"text": "x" * 2**20}, {"tokens": [5] * 2**20}, {"stop": ["x" * 2**20]}
             for fields in huge:
                 code, details, _ = await client.refused(request(**fields))
@@ -272,18 +238,18 @@ class _Gone:
 def test_one_answer_to_a_client_that_has_gone_is_no_failure() -> None:
     """gRPC's own writing of it logs a traceback."""
 
-    async def pin(asked: Any, context: Any) -> Any:
-        return cache_pb2.PinPrefixResponse()
+    async def check(asked: Any, context: Any) -> Any:
+        return health_pb2.HealthCheckResponse()  # pyright: ignore[reportAttributeAccessIssue]
 
     async def refuse(context: Any, error: BatonError) -> Any:
         raise AssertionError(error)
 
     async def found(details: grpc.HandlerCallDetails) -> Any:
-        return grpc.unary_unary_rpc_method_handler(pin, cache_pb2.PinPrefixRequest.FromString)
+        return grpc.unary_unary_rpc_method_handler(check, health_pb2.HealthCheckRequest.FromString)
 
     async def test() -> None:
         guard = MessageGuard(refuse, 1, 1_000, {}, admit=lambda *_: lambda: None)
-        details: Any = SimpleNamespace(method=PIN, invocation_metadata=())
+        details: Any = SimpleNamespace(method="/some.Service/Check", invocation_metadata=())
         guarded = await guard.intercept_service(found, details)
         with pytest.raises(asyncio.CancelledError):
             await guarded.stream_stream(None, _Gone())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import shutil
 import socket
@@ -16,57 +17,41 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
-from google.protobuf import message_factory
-from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton import config as settings
 from baton import operator_port
+from baton.client import AsyncClient
 from baton.errors import ConfigError, PortInUse, StartupError
 from baton.operator_address import operator_of_router, parse_operator
-from baton.v1 import cache_pb2, cluster_pb2, cluster_pb2_grpc, generation_pb2
+from baton.operator_api import Drain, GetStatus, ListPins, Unpin
+from router.frontend.api import connection
+from router.frontend.api.operator import server
+from router.frontend.api.operator.calls import OperatorCalls
 from router.service import serve
 from tests.router.served import Served, served, settings_for
+from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow
 
-OPERATORS = {
-    f"{service.full_name}/{method.name}": method
-    for service in (
-        cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
-        cache_pb2.DESCRIPTOR.services_by_name["Cache"],
-    )
-    for method in service.methods
-}
-
 
 @contextlib.asynccontextmanager
-async def router(config: settings.Config) -> AsyncIterator[tuple[Served, grpc.aio.Channel, grpc.aio.Channel]]:
-    """A router, and channels to its public port and to its operator's."""
+async def router(config: settings.Config) -> AsyncIterator[tuple[Served, grpc.aio.Channel, AsyncClient]]:
+    """A router, a channel to its public port, and a client of its operator's."""
     async with (
         served(config) as running,
         grpc.aio.insecure_channel(running.addresses.grpc) as public,
-        grpc.aio.insecure_channel(running.addresses.operator) as operator,
+        AsyncClient(operator=running.addresses.operator) as operator,
     ):
         yield running, public, operator
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 45))
-
-
-async def status_of(channel: grpc.aio.Channel, path: str, method: MethodDescriptor) -> grpc.StatusCode:
-    """What a call with an empty request comes to."""
-    empty = message_factory.GetMessageClass(method.input_type)()
-    call = channel.unary_unary(f"/{path}", request_serializer=lambda message: message.SerializeToString())
-    try:
-        await call(empty, timeout=10)
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
 
 
 async def services(channel: grpc.aio.Channel) -> set[str]:
@@ -86,31 +71,28 @@ async def health(channel: grpc.aio.Channel, service: str) -> Any:
 # --- which port serves what ---
 
 
-def test_the_public_port_has_no_method_of_the_operators(tmp_path: Path) -> None:
+def test_the_public_ports_have_no_call_of_the_operators(tmp_path: Path) -> None:
     async def test() -> None:
-        async with router(settings_for(tmp_path)) as (_, public, operator):
-            assert len(OPERATORS) >= 9
-            for path, method in OPERATORS.items():
-                assert await status_of(public, path, method) is grpc.StatusCode.UNIMPLEMENTED, path
-                assert await status_of(operator, path, method) is not grpc.StatusCode.UNIMPLEMENTED, path
-            generate = generation_pb2.DESCRIPTOR.services_by_name["Generation"].methods_by_name["Generate"]
-            assert await status_of(operator, "baton.v1.Generation/Generate", generate) is grpc.StatusCode.UNIMPLEMENTED
+        async with router(settings_for(tmp_path)) as (running, public, _):
             assert await services(public) == {"baton.v1.Generation"}
-            assert await services(operator) == {"baton.v1.Cluster", "baton.v1.Cache"}
+            for port in (running.addresses.grpc, running.addresses.api, running.addresses.http):
+                async with AsyncClient(operator=port) as stranger:
+                    for call in (GetStatus(), ListPins(), Drain("decode-0"), Unpin("a")):
+                        with pytest.raises(ConfigError, match="does not serve that"):
+                            await stranger.ask(call, 10)
 
     run(test)
 
 
 def test_health_on_both_ports(tmp_path: Path) -> None:
     async def test() -> None:
-        async with router(settings_for(tmp_path)) as (_, public, operator):
+        async with router(settings_for(tmp_path)) as (running, public, operator):
             kinds = health_pb2.HealthCheckResponse
             assert await health(public, "") == await health(public, "baton.v1.Generation") == kinds.NOT_SERVING
-            assert await health(operator, "") == await health(operator, "baton.v1.Cache") == kinds.NOT_SERVING
-            assert await health(operator, "baton.v1.Cluster") == kinds.SERVING
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await health(public, "baton.v1.Cluster")
-            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            assert await operator.answers()
+            assert not await operator.serving()
+            running.start("decode", "decode-0")
+            await eventually_async(operator.serving)
 
     run(test)
 
@@ -118,15 +100,111 @@ def test_health_on_both_ports(tmp_path: Path) -> None:
 @pytest.mark.parametrize("setting", ["127.0.0.1:0", "[::1]:0"])
 def test_a_port_on_loopback(tmp_path: Path, setting: str) -> None:
     async def test() -> None:
-        async with router(settings_for(tmp_path, operator=setting)) as (running, public, operator):
+        async with router(settings_for(tmp_path, operator=setting)) as (running, _, operator):
             assert running.addresses.operator.startswith(setting.removesuffix("0"))
             assert running.addresses.operator != setting
-            method = OPERATORS["baton.v1.Cluster/GetStatus"]
-            assert await status_of(operator, "baton.v1.Cluster/GetStatus", method) is grpc.StatusCode.OK
-            assert await status_of(public, "baton.v1.Cluster/GetStatus", method) is grpc.StatusCode.UNIMPLEMENTED
+            assert (await operator.status()).cluster == "baton"
 
     if ":" in setting and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
+    run(test)
+
+
+# --- what it refuses ---
+
+
+async def ask(
+    operator: str, method: str, path: str, body: bytes | None = None, **headers: str
+) -> tuple[int, str, dict[str, str]]:
+    """Status, error and headers of a request to the operator's socket."""
+    connector = aiohttp.UnixConnector(operator.removeprefix("unix:"))
+    async with (
+        aiohttp.ClientSession(connector=connector) as http,
+        http.request(method, f"http://localhost{path}", data=body and io.BytesIO(body), headers=headers) as answer,
+    ):
+        told = await answer.json()
+        error = told["error"]["message"] if answer.status != 200 else ""
+        return answer.status, error, {name.lower(): value for name, value in answer.headers.items()}
+
+
+REFUSED: list[tuple[str, str, bytes | None, int, str, str]] = [
+    ("POST", "/drain", b"{", 400, "invalid_request", "is no JSON"),
+    ("POST", "/drain", b'{"worker": 5}', 400, "invalid_request", "Expected `str`, got `int`"),
+    ("POST", "/drain", b'{"worker": "a", "soon": true}', 400, "invalid_request", "unknown field `soon`"),
+    ("POST", "/drain", b'{"worker": "decode-9"}', 404, "process_not_found", "'decode-9'"),
+    ("POST", "/drain", b'{"worker": "%s"}' % (b"x" * 20_000), 404, "process_not_found", "..."),
+    ("POST", "/role", b'{"worker": "decode-9", "role": "decode"}', 404, "process_not_found", "'decode-9'"),
+    ("POST", "/role", b'{"worker": "decode-9", "role": "store"}', 400, "invalid_request", "Invalid enum value 'store'"),
+    ("POST", "/profile", b'{"process": "a", "steps": 10001}', 400, "invalid_request", "<= 10000"),
+    ("POST", "/profile", b'{"process": "a", "steps": 1, "stop": true}', 400, "invalid_request", "not for both"),
+    ("POST", "/pin", b'{"text": "x", "model": "large"}', 404, "model_mismatch", "'large'"),
+    ("POST", "/pin", b'{"text": "%s"}' % (b"x" * 2**21), 413, "payload_too_large", "send less"),
+    ("POST", "/pin", b'{"token_ids": [1, 2, 3]}', 400, "invalid_request", "no full page"),
+    ("POST", "/unpin", b'{"id": "a"}', 404, "pin_not_found", "'a'"),
+    ("GET", "/explain", None, 400, "invalid_request", "missing required field `request_id`"),
+    ("GET", "/explain?request_id=none", None, 404, "request_not_found", "'none'"),
+    ("GET", "/requests?last=-1", None, 400, "invalid_request", ">= 0"),
+    ("GET", "/nothing", None, 404, "invalid_request", "POST /drain"),
+    ("GET", "/drain", None, 405, "invalid_request", "POST /drain"),
+]
+
+
+def test_bad_calls_get_typed_errors(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with router(settings_for(tmp_path)) as (running, _, operator):
+            for method, path, body, status, reason, says in REFUSED:
+                seen, error, headers = await ask(running.addresses.operator, method, path, body)
+                assert (seen, headers["baton-reason"]) == (status, reason), (path, body and body[:80], error)
+                assert says in error
+                assert len(error) < 2_100
+            assert await operator.answers()
+
+    run(test)
+
+
+def test_web_pages_are_refused(tmp_path: Path) -> None:
+    """A browser may reach the socket through ssh, and a name may point to loopback."""
+
+    async def test() -> None:
+        async with router(settings_for(tmp_path)) as (running, _, _):
+            target = running.addresses.operator
+            for page in ({"Origin": "http://localhost"}, {"Sec-Fetch-Site": "none"}, {"Host": "example.org"}):
+                for method, path in (("GET", "/status"), ("POST", "/drain")):
+                    status, _, headers = await ask(target, method, path, b"{}", **page)
+                    assert (status, headers["baton-reason"]) == (403, "permission_denied")
+
+    run(test)
+
+
+def test_a_call_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forever(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(server, "_SECONDS", 0.05)
+    monkeypatch.setattr(OperatorCalls, "answer", forever)
+
+    async def test() -> None:
+        async with router(settings_for(tmp_path)) as (running, _, _):
+            status, error, _ = await ask(running.addresses.operator, "GET", "/status")
+            assert (status, "within 0.05 s" in error) == (504, True)
+
+    run(test)
+
+
+def test_connections_are_bounded_and_silent_ones_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_CALLS_AT_ONCE", 4)
+    monkeypatch.setattr(connection, "SPARE", 4)
+
+    async def test() -> None:
+        async with router(settings_for(tmp_path)) as (_, _, operator):
+            path = socket_of(tmp_path)
+            silent = [await asyncio.open_unix_connection(path) for _ in range(20)]
+            assert (await operator.status(timeout=10)).cluster == "baton"
+            ended = [asyncio.wait_for(reader.read(), 10) for reader, _ in silent[:12]]
+            assert await asyncio.gather(*ended) == [b""] * 12
+            for _, writer in silent:
+                writer.close()
+
     run(test)
 
 
@@ -152,21 +230,21 @@ def test_only_its_user_can_open_the_socket_and_it_ends_with_the_router(tmp_path:
 
 
 STRANGER = """
-    import os, socket, sys
-    import grpc
-    from baton.v1 import cluster_pb2, cluster_pb2_grpc
+    import os, socket, sys, aiohttp
+    from baton.client import Client
+    from baton.errors import BatonError
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
     try:
         socket.socket(socket.AF_UNIX).connect(sys.argv[1])
         print("connected")
     except OSError as error:
         print(type(error).__name__)
-    with grpc.insecure_channel(f"unix:{sys.argv[1]}") as channel:
+    with Client(operator=f"unix:{sys.argv[1]}") as client:
         try:
-            cluster_pb2_grpc.ClusterStub(channel).GetStatus(cluster_pb2.GetStatusRequest(), timeout=10)
+            client.status(timeout=10)
             print("answered")
-        except grpc.RpcError as error:
-            print(error.code().name)
+        except BatonError as error:
+            print(type(error).__name__)
 """
 
 
@@ -184,7 +262,7 @@ def test_another_user_can_not(opened: bool) -> None:
             done = await asyncio.to_thread(
                 subprocess.run, command, capture_output=True, text=True, timeout=60, check=False
             )
-            assert done.stdout.split() == ["PermissionError", "UNAVAILABLE"], done.stderr
+            assert done.stdout.split() == ["PermissionError", "Unavailable"], done.stderr
 
     with tempfile.TemporaryDirectory(dir="/tmp") as home:  # unlike tmp_path, below no folder that is closed to others
         run(lambda: test(Path(home)))
@@ -198,8 +276,7 @@ def test_a_socket_that_a_dead_router_has_left_is_removed(tmp_path: Path) -> None
 
     async def test() -> None:
         async with router(settings_for(tmp_path)) as (_, _, operator):
-            stub: Any = cluster_pb2_grpc.ClusterStub(operator)
-            assert (await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=10)).cluster == "baton"
+            assert (await operator.status(timeout=10)).cluster == "baton"
 
     run(test)
 
@@ -294,8 +371,8 @@ def test_a_setting_that_names_no_place_is_refused(setting: str) -> None:
         settings.load(overrides={"router.operator": setting})
 
 
-def test_what_gRPC_can_not_tell_apart_is_refused() -> None:  # noqa: N802
-    with pytest.raises(ConfigError, match="splits an address at its commas"):
+def test_a_path_with_a_comma_is_refused() -> None:
+    with pytest.raises(ConfigError, match="commas stand between the addresses"):
         settings.load(overrides={"router.operator": "/run/a,b.sock"})
 
 
@@ -306,9 +383,9 @@ def test_its_port_is_another_than_the_public_one() -> None:
 
 def test_paths_become_targets_and_back() -> None:
     assert parse_operator("unix:/run/a%20b.sock") == parse_operator("/run/a b.sock") == Path("/run/a b.sock")
-    targets = [operator_port.target(Path("/run/a b%.sock")), "127.0.0.1:5"]
+    targets = [operator_port.target(Path("/run/a b%.sock")), "127.0.0.1:5", "unix:/run/c.sock,/run/d.sock"]
     assert targets[0] == "unix:/run/a%20b%25.sock"
-    assert operator_port.paths(targets) == [Path("/run/a b%.sock")]
+    assert operator_port.paths(targets) == [Path("/run/a b%.sock"), Path("/run/c.sock"), Path("/run/d.sock")]
 
 
 def test_other_routers_have_ports_of_their_own() -> None:
@@ -374,16 +451,14 @@ def test_a_socket_whose_file_is_removed_is_made_again(tmp_path: Path, monkeypatc
         stop, config = asyncio.Event(), settings_for(tmp_path, operator="")
         serving = asyncio.create_task(serve(config, "router", "a", stop, lambda found: said.put_nowait(found.operator)))
         here = await said.get()
-        request = cluster_pb2.GetStatusRequest()
-        async with grpc.aio.insecure_channel(here) as before:
-            first: Any = cluster_pb2_grpc.ClusterStub(before)
-            await first.GetStatus(request, timeout=10)
+        connector = aiohttp.UnixConnector(here.removeprefix("unix:"))
+        async with aiohttp.ClientSession(connector=connector) as before:
+            assert (await before.get("http://localhost/status")).status == 200
             shutil.rmtree(home)
             there = await said.get()
-            async with grpc.aio.insecure_channel(there) as after:
-                second: Any = cluster_pb2_grpc.ClusterStub(after)
-                await second.GetStatus(request, timeout=10)
-            await first.GetStatus(request, timeout=10)
+            async with AsyncClient(operator=there) as after:
+                await after.status(timeout=10)
+            assert (await before.get("http://localhost/status")).status == 200
         stop.set()
         await serving
         assert (here, there) == (f"unix:{home}/baton/baton/router.sock", f"unix:{elsewhere}")

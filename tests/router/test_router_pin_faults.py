@@ -12,7 +12,8 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from baton.config import StoreConfig
 from baton.errors import PinNotFound
-from router.events import Cancelled, ClientGone, Failed, Pinned
+from baton.operator_api import NewPin
+from router.events import Cancelled, ClientGone, Failed
 from router.prefix_pinning.pin import PinPhase
 from tests.router.model import CONFIG, submit
 from tests.router.pin_model import PAGE_BYTES, PinCluster
@@ -139,7 +140,7 @@ def test_without_faults_every_prefix_takes_one_attempt_and_survives_eviction() -
     for _ in range(100):
         cluster.round()
         cluster.evict()
-    assert all(isinstance(cluster.answers[name], Pinned) for name in names)
+    assert all(isinstance(cluster.answers[name], NewPin) for name in names)
     assert all(prefix.attempts == 1 and cluster.kept_at(prefix) for prefix in cluster.prefixes())
     cluster.finish()
     cluster.run(70)
@@ -173,6 +174,6 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
                 cluster.start(role, name, node)
         cluster.round(loss=loss, lag=lag)
     cluster.finish()
-    kept = [answer for answer in cluster.answers.values() if isinstance(answer, Pinned)]
+    kept = [answer for answer in cluster.answers.values() if isinstance(answer, NewPin)]
     assert kept
-    assert all(isinstance(answer, Pinned | Failed | Cancelled) for answer in cluster.answers.values())
+    assert all(isinstance(answer, NewPin | Failed | Cancelled) for answer in cluster.answers.values())

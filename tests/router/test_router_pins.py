@@ -10,8 +10,9 @@ import pytest
 from baton import errors
 from baton import messages as msg
 from baton.config import ClusterConfig, PrefillConfig, StoreConfig
+from baton.operator_api import NewPin
 from kvstore.keys import namespace_root, pack_tokens, page_keys
-from router.events import Cancelled, ClientGone, PinAnswered, Pinned, PinPrefix, Shutdown, UnpinPrefix
+from router.events import Cancelled, ClientGone, PinAnswered, PinPrefix, Shutdown, UnpinPrefix
 from router.events import Failed as Ended
 from tests.router.lab import Lab, held, named
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, VOCAB
@@ -32,7 +33,7 @@ class PinLab(Lab):
     def pin(self) -> msg.PinPages:
         return self.sent(msg.PinPages)[-1]
 
-    def outcome(self, name: str = W) -> Pinned | Ended | Cancelled:
+    def outcome(self, name: str = W) -> NewPin | Ended | Cancelled:
         answers = [command for command in self.log if isinstance(command, PinAnswered) and command.name == name]
         assert len(answers) == 1, f"{len(answers)} answers"
         return answers[0].outcome
@@ -82,10 +83,10 @@ def test_from_wish_to_pin() -> None:
     it.say(STORE, msg.PagesPinned(it.pin.pin, 3))
     assert it.cancelled(PREFILL, W) == [1]
     outcome = it.outcome()
-    assert isinstance(outcome, Pinned)
-    assert (outcome.computed, outcome.view.tokens, outcome.view.pages, outcome.view.bytes) == (8, 12, 3, 3 * 1_024)
-    assert (outcome.view.pin, outcome.view.node, outcome.view.left) == ("p", "a", 60.0)
-    assert it.state.pins("", it.now) == [outcome.view]
+    assert isinstance(outcome, NewPin)
+    assert (outcome.tokens_computed, outcome.pin.tokens, outcome.pin.pages, outcome.pin.bytes) == (8, 12, 3, 3 * 1_024)
+    assert (outcome.pin.id, outcome.pin.node, outcome.pin.expires_in_ms) == ("p", "a", 60_000)
+    assert it.state.pins("", it.now) == [outcome.pin]
     assert not it.state.pins("somebody else", it.now)
 
 
@@ -101,7 +102,7 @@ def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one() -> None
     it.say(holder, msg.Prefilled(W, 1, computed=8, hit=1, stored=2))
     assert not it.sent(msg.PinPages)
     it.until_pinned(attempt=2, prefill=it.to(it.prefill))
-    assert isinstance(it.outcome(), Pinned)
+    assert isinstance(it.outcome(), NewPin)
 
 
 def test_it_ends_with_its_time() -> None:
@@ -343,7 +344,7 @@ def test_it_is_listed_like_any_work_and_lost_work_is_begun_anew() -> None:
     it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))  # of the attempt that is over
     assert not it.sent(msg.PinPages)
     it.until_pinned(attempt=2)
-    assert isinstance(it.outcome(), Pinned)
+    assert isinstance(it.outcome(), NewPin)
 
 
 def test_a_lost_prefilled_is_seen_in_heartbeats() -> None:
@@ -354,8 +355,8 @@ def test_a_lost_prefilled_is_seen_in_heartbeats() -> None:
     it.beat(PREFILL, held(W, 1, 12, ended=True))
     it.say(STORE, msg.PagesPinned(it.pin.pin, 3))
     outcome = it.outcome()
-    assert isinstance(outcome, Pinned)
-    assert outcome.computed is None
+    assert isinstance(outcome, NewPin)
+    assert outcome.tokens_computed is None
 
 
 def test_a_lost_pin_or_answer_is_asked_for_again() -> None:
@@ -371,7 +372,7 @@ def test_a_lost_pin_or_answer_is_asked_for_again() -> None:
     assert it.waits()
     it.say(STORE, msg.PagesPinned(first.pin, 3))
     it.say(STORE, msg.PagesPinned(first.pin, 3))
-    assert isinstance(it.outcome(), Pinned)
+    assert isinstance(it.outcome(), NewPin)
 
 
 def test_a_worker_that_dies_while_it_computes() -> None:
@@ -391,7 +392,7 @@ def test_a_worker_that_dies_while_it_holds() -> None:
     it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
     it.say(STORE, msg.WorkerDied(PREFILL, 7))
     it.say(STORE, msg.PagesPinned(it.pin.pin, 3))
-    assert isinstance(it.outcome(), Pinned)
+    assert isinstance(it.outcome(), NewPin)
 
 
 def test_failures_count_and_name_the_last() -> None:
@@ -483,8 +484,8 @@ def test_a_pin_is_made_anew_when_its_store_dies() -> None:
     assert it.pin.ttl_ms == 50_000  # what is left of its time
     it.say("store-0.2", msg.PagesPinned(it.pin.pin, 3))
     (view,) = it.state.pins("", it.now)
-    assert (view.node, view.left) == ("a", 50.0)
-    assert isinstance(it.outcome(), Pinned)  # and no second answer
+    assert (view.node, view.expires_in_ms) == ("a", 50_000)
+    assert isinstance(it.outcome(), NewPin)  # and no second answer
 
 
 def test_what_can_not_be_made_anew_ends_with_its_time() -> None:

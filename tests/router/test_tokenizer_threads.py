@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerFast
 
 from baton.errors import ContextTooLong, InvalidRequest, Overloaded
 from baton.messages import SamplingParams
-from baton.v1 import cache_pb2
+from baton.operator_api import PinPrefix
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
 from router.frontend import detokenizer, prompt_tokens, request_parsing
+from router.frontend.api.operator.calls import checked
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerLane, TokenizerThreads
@@ -88,9 +89,7 @@ def test_a_text_that_can_not_fit_is_not_tokenized(raw: RawTokenizer) -> None:
     with pytest.raises(ContextTooLong, match=r"at most \d+ bytes"):
         tokens_of(PROSE * 100_000, model(tokenizer, 1_000))
     with pytest.raises(ContextTooLong, match=r"at most \d+ bytes"):
-        request_parsing.parse_pin_request(
-            cache_pb2.PinPrefixRequest(text=PROSE * 100_000), "pin", model(tokenizer, 1_000)
-        )
+        checked(PinPrefix(text=PROSE * 100_000), model(tokenizer, 1_000), 0.0)
     assert tokenizer.characters == 0
 
 

@@ -7,12 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from baton.client import Client, Generated
-from baton.v1 import cluster_pb2
+from baton.messages import LoadReport
+from baton.operator_api import Process
 from deploy.local import LocalCluster
 from tests.support.eventually import DEADLINE
 
 
-def process(cluster: LocalCluster, name: str) -> cluster_pb2.Process | None:
+def process(cluster: LocalCluster, name: str) -> Process | None:
     """What the router says of that process."""
     with Client(cluster.address, cluster.operator) as client:
         return next((p for p in client.status(timeout=DEADLINE).processes if p.name == name), None)
@@ -26,17 +27,17 @@ def watching(cluster: LocalCluster, name: str) -> Iterator[Callable[[], bool]]:
         yield lambda: any(p.name == name and p.load.running for p in client.status(timeout=DEADLINE).processes)
 
 
-def load(cluster: LocalCluster, name: str) -> cluster_pb2.Load:
+def load(cluster: LocalCluster, name: str) -> LoadReport:
     found = process(cluster, name)
-    return found.load if found else cluster_pb2.Load()
+    return found.load if found else LoadReport()
 
 
 def at_rest(cluster: LocalCluster) -> bool:
     """Whether no process runs, waits for or holds anything."""
     with Client(cluster.address, cluster.operator) as client:
         status = client.status(timeout=DEADLINE)
-    live = [p for p in status.processes if p.state == cluster_pb2.PROCESS_STATE_LIVE]
-    loads = [p.load for p in live if p.role != cluster_pb2.ROLE_ROUTER]
+    live = [p for p in status.processes if p.state == "live"]
+    loads = [p.load for p in live if p.role != "router"]
     return all(not (x.running or x.waiting) and x.pages_free == x.pages_total for x in loads)
 
 

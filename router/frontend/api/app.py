@@ -52,6 +52,7 @@ from router.frontend.api.model_cards import ModelCards, is_anthropic
 from router.frontend.api.openai_chat import ChatBuilder, ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionBuilder, CompletionRequest
 from router.frontend.api.openai_responses import ResponsesBuilder, ResponsesRequest, chat_of_response
+from router.frontend.api.operator.calls import OperatorCalls
 from router.frontend.api.parameters import affinity_of, request_fields, rule_entries, token_ids
 from router.frontend.api.prompts import ChatOrder, PromptBuilder
 from router.frontend.api.protocol import DetokenizeRequest, GenerationFields, TokenizeRequest, refuse_unserved, samples
@@ -67,7 +68,6 @@ from router.frontend.api.streaming import (
 from router.frontend.api.structured_outputs import name_field
 from router.frontend.api.token_logprobs import TokenNames
 from router.frontend.api.tools import ToolPlan, checked, planned
-from router.frontend.dashboard_feed import DashboardFeed
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.identity import Gatekeeper
 
@@ -100,12 +100,12 @@ class HttpApi:
         service: GenerationService,
         metrics_page: Callable[[], Awaitable[bytes]],
         gate: Gatekeeper,
-        dashboard: DashboardFeed | None = None,
+        dashboard: OperatorCalls | None = None,
         config: ApiConfig | None = None,
         *,
         linger: float = LINGER,
     ) -> None:
-        """`dashboard`: the data of the page at /dashboard; none: there is no such page."""
+        """`dashboard`: gives out the data of the page at /dashboard; none: there is no such page."""
         config = config or ApiConfig()
         self._service = service
         self._metrics_page = metrics_page

@@ -64,7 +64,7 @@ class KeyGate:
         operator = path in _FOR_OPERATORS or path.startswith(_FOR_OPERATORS_BELOW)
         try:
             identity = self._gate.identify(request.headers, operator=operator)
-            _check_places(scope, operator=operator or identity.operator)
+            check_places(scope, operator=operator or identity.operator)
             leave = self._gate.enter(identity) if request.method == "POST" else None
         except BatonError as error:
             if not isinstance(error, Overloaded):
@@ -80,7 +80,7 @@ class KeyGate:
                 leave()
 
 
-def _check_places(scope: Scope, *, operator: bool) -> None:
+def check_places(scope: Scope, *, operator: bool) -> None:
     """Raises Overloaded if as many requests are served as there may be. Operators have places beside them, and open
     paths have others, which no operator takes."""
     free: int = scope.get("state", {}).get("places", 1)

@@ -1,4 +1,4 @@
-"""The listener of the HTTP APIs: uvicorn within the router's event loop, with bounds on what it accepts.
+"""The listener of an HTTP API: uvicorn within the router's event loop, with bounds on what it accepts.
 
 Any process that reaches the port may connect, and the loop that serves it also streams all tokens.
 """
@@ -14,11 +14,11 @@ from asyncio import sslproto
 from collections.abc import Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from baton.doors import ServerTls
 from baton.logs import RateLimitedLog
 from baton.unix import NO_DESCRIPTORS
-from router.frontend.api.app import HttpApi
 from router.frontend.api.connection import ENDING_SECONDS, KEEP_ALIVE, Connection, Places
 
 log = RateLimitedLog(logging.getLogger(__name__))
@@ -35,10 +35,9 @@ _GRACE = 1  # seconds that clients get to read how their streams ended
 class ApiServer:
     """The server. It listens on one address and ends with the router."""
 
-    def __init__(self, api: HttpApi, max_connections: int, tls: ServerTls | None = None) -> None:
-        self._api = api
+    def __init__(self, app: ASGIApp, max_connections: int, tls: ServerTls | None = None) -> None:
         self._config = uvicorn.Config(
-            api.app,
+            app,
             http=Connection,
             ws="none",
             lifespan="off",
@@ -95,7 +94,6 @@ class ApiServer:
             await asyncio.gather(accepting, *self._beginning, return_exceptions=True)
             self._server.should_exit = True
             await serving
-        await self._api.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()

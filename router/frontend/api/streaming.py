@@ -132,7 +132,7 @@ class _GeneratedResponse(Response):
 
     async def _while_connected(self, work: Any, receive: Receive) -> None:
         """Do the work. Raises ConnectionClosed if the client closes its connection, or reads nothing after the end."""
-        working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+        working, gone = asyncio.create_task(work), asyncio.create_task(disconnected(receive))
         working.add_done_callback(looked_at)
         before = None
         try:
@@ -245,7 +245,8 @@ def _events(builder: ResponseBuilder, choice: Choice, piece: Output) -> list[byt
     return [builder.event(chunk) for chunk in builder.chunks(choice, piece)]
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has closed its connection, once its request has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

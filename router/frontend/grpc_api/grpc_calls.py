@@ -1,4 +1,4 @@
-"""What all gRPC services do alike: they stream a request's output, and turn every error into a status.
+"""The answer to a gRPC call: it streams a request's output, and turns every error into a status.
 
 Owns nothing but one call's conversation. Errors leave through one seam, `status_of` and `abort`: a `BatonError` becomes
 the status it names; anything else is our own mistake, is logged, and shows the client no more than that.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,12 +20,12 @@ from baton.futures import looked_at
 from baton.logs import RequestLog
 from baton.v1 import generation_pb2
 from router.events import Cancelled, Failed, Finished, RequestEnded
-from router.frontend import responses
 from router.frontend.generation import Generation, GenerationService
+from router.frontend.grpc_api import generation_messages as messages
 from router.frontend.grpc_api.message_guard import connected
 from router.frontend.output_stream import Output
 from router.frontend.parallel_sampling import ReadableStream, merged
-from router.frontend.request_parsing import message_fields
+from router.frontend.request_parsing import message_fields, name_of
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +63,13 @@ class GenerateCall:
         self._received = service.clock.now()
         self._request_id = ""
 
-    async def serve(self, request_id: str) -> None:
+    async def serve(self) -> None:
         """Answer. A call that ends early, however it ends, cancels the request."""
-        context, self._request_id = self._context, request_id
+        context, request_id = self._context, ""
         left = context.time_remaining()
         deadline = None if left is None else self._received + left
         try:
+            request_id = self._request_id = name_of(self._request)
             with connected():
                 await context.send_initial_metadata(((REQUEST_ID, request_id),))
             self._generations = await self._service.start(
@@ -116,7 +117,7 @@ class GenerateCall:
                     await self._context.write(self._last(news, index) if ended else self._piece(news, index))
 
     def _piece(self, output: Output, index: int) -> generation_pb2.GenerateResponse:
-        return responses.delta(output, index, self._service.fingerprint(self._request.model))
+        return messages.delta(output, index, self._service.fingerprint(self._request.model))
 
     def _last(self, end: RequestEnded, index: int) -> generation_pb2.GenerateResponse:
         """Return the last message of an output. Raises BatonError where it ended in one."""
@@ -125,7 +126,7 @@ class GenerateCall:
                 generation = self._generations[index]
                 name, seed, stop = self._request_id, generation.request.sampling.seed, generation.stream.stop_string
                 fingerprint = self._service.fingerprint(self._request.model)
-                return responses.finished(reason, end.summary, name, seed, index, stop, fingerprint)
+                return messages.finished(reason, end.summary, name, seed, index, stop, fingerprint)
             case Failed(error=error):
                 raise error
             case Cancelled(why=why):
@@ -140,20 +141,6 @@ class GenerateCall:
         aborting = asyncio.create_task(abort(self._context, error, self._request_id))
         aborting.add_done_callback(looked_at)
         await asyncio.wait({aborting}, timeout=_LAST_WORDS)
-
-
-@contextlib.asynccontextmanager
-async def typed(context: Any) -> AsyncIterator[None]:
-    """The seam for calls with one answer."""
-    try:
-        yield
-    except BatonError as error:
-        await abort(context, error, "")
-    except (asyncio.CancelledError, grpc.aio.AbortError):
-        raise
-    except Exception:  # whatever it is, the client gets a status and never a traceback
-        log.exception("failed in the router")
-        await abort(context, BatonError("internal error; the router's log says more"), "")
 
 
 async def abort(context: Any, error: BatonError, request_id: str = "") -> NoReturn:

@@ -19,7 +19,6 @@ from baton.errors import Overloaded
 
 PREFIXES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 MAX_BYTES = 4_096  # of a message, which names a service or a symbol
-_UNIX = "unix:"  # how a client of a Unix socket is named, whichever it is
 
 _kinds: Any = health_pb2.HealthCheckResponse  # pyright: ignore[reportAttributeAccessIssue] - no stubs
 
@@ -37,7 +36,7 @@ class Places:
         """Hold a place for a client. Raises Overloaded."""
         if self._running.total() >= self._most:
             raise Overloaded(f"{self._most} calls of {self.kind} run at this time, and a router takes no more")
-        if self._running[peer] >= self._each and not peer.startswith(_UNIX):
+        if self._running[peer] >= self._each:
             raise Overloaded(f"{self._each} calls of {self.kind} run on this connection, which may have no more")
         self._running[peer] += 1
         try:

@@ -15,16 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
+import msgspec
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded
+from baton.operator_api import Explain, GetHistory, GetSnapshot, OperatorCall
 from router.frontend.api.dashboard.files import PAGE, SECURITY_HEADERS, static_files
+from router.frontend.api.operator.calls import OperatorCalls
 from router.frontend.api.streaming import error_response
-from router.frontend.dashboard_feed import DashboardAsk, DashboardFeed, Part
 
 MAX_VIEWERS = 32
 VIEWER = "x-baton-viewer"
@@ -38,8 +42,8 @@ _DATA_HEADERS = {**SECURITY_HEADERS, "cache-control": "no-store", "content-type"
 class DashboardRoutes:
     """`routes` serves the page and its data."""
 
-    def __init__(self, feed: DashboardFeed, clock: Clock) -> None:
-        self._feed = feed
+    def __init__(self, calls: OperatorCalls, clock: Clock) -> None:
+        self._calls = calls
         self._files = static_files()
         self._viewers = Viewers(clock)
         get = partial(Route, methods=["GET"])
@@ -47,9 +51,9 @@ class DashboardRoutes:
             get("/dashboard", self._page),
             get("/dashboard/", self._slash),
             get("/dashboard/static/{name}", self._static),
-            get("/dashboard/api/snapshot", self._data("snapshot")),
-            get("/dashboard/api/history", self._data("history")),
-            get("/dashboard/api/request", self._data("request")),
+            get("/dashboard/api/snapshot", self._data(lambda query: GetSnapshot())),
+            get("/dashboard/api/history", self._data(lambda query: GetHistory())),
+            get("/dashboard/api/request", self._data(lambda query: Explain(query.get("name", "")))),
         ]
 
     async def _page(self, request: Request) -> Response:
@@ -65,13 +69,13 @@ class DashboardRoutes:
             return Response("there is no such file\n", 404, headers={**SECURITY_HEADERS, "content-type": "text/plain"})
         return file.answer(request)
 
-    def _data(self, part: Part) -> Callable[[Request], Awaitable[Response]]:
+    def _data(self, call_of: Callable[[QueryParams], OperatorCall[Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
                 self._viewers.admit(request.headers.get(VIEWER, ""))
-                ask = DashboardAsk(part, request.query_params.get("name", ""))
-                told = await self._feed.read_of(request.query_params.get("router", ""), ask)
-                return Response(told, headers=_DATA_HEADERS)
+                query = request.query_params
+                told = await self._calls.answer_of(query.get("router", ""), call_of(query))
+                return Response(msgspec.json.encode(told), headers=_DATA_HEADERS)
             except BatonError as error:
                 response = error_response(error)
                 response.headers.update(_DATA_HEADERS)

@@ -99,13 +99,13 @@ class Dashboard {
   }
 
   show(snapshot) {
-    const { router, queue, totals, notices } = snapshot;
+    const { router, totals, notices } = snapshot;
     const { samples, tiles } = this;
     const now = samples.at(-1);
     const column = (name) => samples.slice(-120).map((sample) => sample[name]);
     const sum = (name, seconds) => samples.slice(-seconds).reduce((all, sample) => all + (sample[name] ?? 0), 0);
     const finished = mean(samples, "finished");
-    tiles.rate.show(rate(finished), "/s", `${count(queue.running)} running · ${count(queue.queued)} queued`, column("finished"));
+    tiles.rate.show(rate(finished), "/s", `${count(totals.running)} running · ${count(totals.queued)} queued`, column("finished"));
     tiles.tokens.show(count(Math.round(mean(samples, "generated_tokens"))), "/s", `${count(totals.generated_tokens)} since the start`, column("generated_tokens"));
     for (const [tile, name] of [[tiles.ttft, "ttft"], [tiles.itl, "itl"]])
       tile.show(...duration(now?.[`${name}_p50`]), now?.[`${name}_p95`] == null ? "p50" : `p50 · p95 ${durationText(now[`${name}_p95`])}`, column(`${name}_p50`));

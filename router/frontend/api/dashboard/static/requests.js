@@ -80,7 +80,7 @@ export class Requests {
     element.querySelector(".badge").title = row.outcome || row.waits_because;
     put(".prompt", count(row.prompt_tokens) + (row.cached_tokens ? ` (${Math.round((100 * row.cached_tokens) / row.prompt_tokens)}% cached)` : ""));
     put(".output", count(row.completion_tokens));
-    put(".tpot", row.tpot_ms === null ? "–" : durationText(row.tpot_ms));
+    put(".tpot", row.tpot_ms === undefined ? "–" : durationText(row.tpot_ms));
     put(".by", row.decode_worker ? (row.prefill_worker ? `${row.prefill_worker} → ${row.decode_worker}` : row.decode_worker) : row.waits_because);
     put(".age", age(row.age_ms));
     put(".ttft b", ttft(row) === undefined ? "–" : durationText(ttft(row)));
@@ -89,7 +89,7 @@ export class Requests {
     element.facts = [
       row.request_id,
       ...parts.map((part) => [part.title, durationText(part.to - part.from)]),
-      ...(row.predicted_ttft_ms === null ? [] : [["predicted to the first token", durationText(row.predicted_ttft_ms)]]),
+      ...(row.predicted_ttft_ms === undefined ? [] : [["predicted to the first token", durationText(row.predicted_ttft_ms)]]),
     ];
   }
 }
@@ -100,7 +100,7 @@ function track(parts, scale, predicted) {
   const found = parts.map((part) =>
     h("i", { data: { hop: part.hop }, style: { left: share(part.from), width: share(Math.max(0, Math.min(part.to, scale) - part.from)) } }),
   );
-  if (predicted !== null && predicted !== undefined) found.push(h("i", { data: { hop: "predicted" }, style: { left: share(predicted) } }));
+  if (predicted !== undefined) found.push(h("i", { data: { hop: "predicted" }, style: { left: share(predicted) } }));
   return found;
 }
 
@@ -136,9 +136,8 @@ class Drawer {
   explain(found) {
     const one = found.request;
     this.title = one.request_id;
-    const state = one.state.replace("REQUEST_STATE_", "").toLowerCase();
     this.fill(
-      h("p", { class: "lead" }, h("span", { class: "badge", data: { state } }, state), one.outcome ? ` ${one.outcome}` : ""),
+      h("p", { class: "lead" }, h("span", { class: "badge", data: { state: one.state } }, one.state), one.outcome ? ` ${one.outcome}` : ""),
       h("p", { class: "note" }, `In logs: ${one.name}`),
       one.waits_because ? h("p", { class: "wrong" }, `It waits: ${one.waits_because}`) : null,
       facts([

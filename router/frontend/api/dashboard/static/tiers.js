@@ -13,16 +13,17 @@ export class Tiers {
     const live = snapshot.processes.filter((one) => ["live", "draining"].includes(one.state) && one.role in ROLES);
     live.sort((a, b) => ROLES[a.role] - ROLES[b.role] || a.name.localeCompare(b.name, "en", { numeric: true }));
     for (const one of live) {
-      const used = one.pages_total ? 1 - one.pages_free / one.pages_total : 0;
+      const { pages_free: free, pages_total: total, tiers } = one.load;
+      const used = total ? 1 - free / total : 0;
       const tier = one.role === "store" ? "host" : "device";
       const cached = cachedShare(one);
       const full = Math.max(used, cached);
-      rows.push({ key: `${one.name} ${tier}`, name: one.name, tier, used, cached, note: `${percent(full)}% of ${bytes(one.pages_total * size)}` });
+      rows.push({ key: `${one.name} ${tier}`, name: one.name, tier, used, cached, note: `${percent(full)}% of ${bytes(total * size)}` });
       if (one.role !== "store") continue;
-      const disk = one.tiers.find((speed) => speed.tier === "disk");
+      const disk = tiers.find((speed) => speed.tier === "disk");
       if (one.pages?.DISK || disk?.measured)
         rows.push({ key: `${one.name} disk`, name: one.name, tier: "disk", note: [`${count(one.pages?.DISK ?? 0)} pages`, speed(disk)].filter(Boolean).join(" · ") });
-      const remote = one.tiers.find((found) => found.tier === "remote");
+      const remote = tiers.find((found) => found.tier === "remote");
       if (remote?.measured) rows.push({ key: `${one.name} remote`, name: one.name, tier: "remote", note: `other nodes · ${speed(remote)}` });
     }
     keyed($("tiers"), rows, (row) => row.key, make, update);
@@ -52,7 +53,7 @@ export class Tiers {
 }
 
 function speed(tier) {
-  return tier?.measured ? `${bytes(tier.bytes_per_second)}/s after ${durationText(tier.latency_ms)}` : "";
+  return tier?.measured ? `${bytes(tier.bytes_per_second)}/s after ${durationText(tier.latency * 1_000)}` : "";
 }
 
 function make() {

@@ -70,10 +70,10 @@ export class Topology {
   }
 
   showRouter(snapshot, finished) {
-    const { router, queue, unready } = snapshot;
+    const { router, totals, unready } = snapshot;
     const process = {
       name: router.name, role: "router", node: router.node, state: unready ? "idle" : "live",
-      running: queue.running, waiting: queue.queued,
+      load: { running: totals.running, waiting: totals.queued },
     };
     const note = `${rate(finished)} requests/s`;
     keyed($("col-router"), [process], (one) => one.name, (one) => this.card(one), (element, one) => this.update(element, one, note));
@@ -98,9 +98,10 @@ export class Topology {
     text(element.querySelector(".name"), process.name);
     text(element.querySelector(".node"), process.node);
     const gone = !["live", "draining", "idle"].includes(process.state);
-    const used = process.pages_total ? 1 - process.pages_free / process.pages_total : 0;
+    const load = process.load;
+    const used = load.pages_total ? 1 - load.pages_free / load.pages_total : 0;
     const bar = element.querySelector(".meter");
-    bar.hidden = !process.pages_total || gone;
+    bar.hidden = !load.pages_total || gone;
     fillMeter(bar, used, cachedShare(process));
     text(element.querySelector(".doing"), gone ? `gone: ${process.state}` : this.doing(process, used));
     const moved = this.rates.get(process.name) ?? {};
@@ -113,31 +114,30 @@ export class Topology {
   doing(process, used) {
     if (process.state === "draining") return process.becoming ? `drains, then ${process.becoming}` : `drains: ${process.attempts} left`;
     if (process.role === "store") return process.pages ? `${count(process.pages.CPU ?? 0)} pages cached` : `${percent(used)}% held`;
-    const waits = process.waiting ? ` · ${count(process.waiting)} ${process.role === "router" ? "queued" : "waiting"}` : "";
-    return `${count(process.running)} running${waits}`;
+    const waits = process.load.waiting ? ` · ${count(process.load.waiting)} ${process.role === "router" ? "queued" : "waiting"}` : "";
+    return `${count(process.load.running)} running${waits}`;
   }
 
-  facts(process, used, gone) {
+  facts(process, used, gone, load = process.load) {
     const lines = [`${process.name} on node ${process.node}`, ["state", process.state]];
     if (process.role === "router") return [...lines, ...this.queueFacts()];
     lines.push(["process id", String(process.pid)], ["last heard of", `${durationText(process.heartbeat_age_ms)} ago`]);
     if (gone) return lines;
-    if (process.pages_total)
-      lines.push(["pages held", `${count(process.pages_total - process.pages_free)} of ${count(process.pages_total)}`]);
-    if (process.prefill_rate) lines.push(["prefill", `${count(process.prefill_rate)} tokens/s`]);
-    if (process.tokens_queued) lines.push(["prompt tokens to compute", count(process.tokens_queued)]);
-    if (process.step) lines.push(["last step", durationText(process.step[4] * 1_000)]);
+    if (load.pages_total) lines.push(["pages held", `${count(load.pages_total - load.pages_free)} of ${count(load.pages_total)}`]);
+    if (load.prefill_rate) lines.push(["prefill", `${count(load.prefill_rate)} tokens/s`]);
+    if (load.tokens_queued) lines.push(["prompt tokens to compute", count(load.tokens_queued)]);
+    if (load.steps.length) lines.push(["last step", durationText(load.steps.at(-1)[4] * 1_000)]);
     if (process.pages)
       for (const [tier, held] of Object.entries(process.pages)) lines.push([`cached, ${TIER_NAMES[tier]}`, `${count(held)} pages`]);
     return lines;
   }
 
   queueFacts() {
-    const { waiting, prefill_utilization: prefill, decode_utilization: decode, advised } = this.snapshot.queue;
+    const { waiting, bottleneck } = this.snapshot;
     const lines = Object.entries(waiting).map(([level, requests]) => [`queued with priority ${level}`, count(requests)]);
-    if (prefill !== null) lines.push(["use of prefill workers", `${percent(prefill)}%`]);
-    if (decode !== null) lines.push(["use of decode workers", `${percent(decode)}%`]);
-    if (advised) lines.push(["role of one more worker", advised]);
+    if (!bottleneck) return lines;
+    lines.push(["use of prefill workers", `${percent(bottleneck.prefill)}%`], ["use of decode workers", `${percent(bottleneck.decode)}%`]);
+    if (bottleneck.advised) lines.push(["role of one more worker", bottleneck.advised]);
     return lines;
   }
 
@@ -208,7 +208,7 @@ export function fillMeter(bar, used, cached) {
 /** Which share of its own pages a process has cached, as far as the router knows. */
 export function cachedShare(process) {
   const held = process.pages?.[process.role === "store" ? "CPU" : "GPU"] ?? 0;
-  return process.pages_total ? held / process.pages_total : 0;
+  return process.load.pages_total ? held / process.load.pages_total : 0;
 }
 
 /** A smooth way from one card to another: to the right, or downwards on a narrow screen. */
