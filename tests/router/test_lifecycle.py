@@ -13,7 +13,7 @@ from baton.clock import Tick
 from kvstore.keys import pack_tokens, unpack_tokens
 from router.events import Cancelled, ClientGone, Emit, Finished, Shutdown, StopMatched
 from router.events import Failed as Ended
-from router.frontend import responses
+from router.frontend.grpc_api.generation_messages import timing as timing_of
 from router.requests.lifecycle import MAX_FRUITLESS, pause_before
 from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, CONTEXT, EOS, PAGE, VOCAB, card, submit
@@ -228,7 +228,7 @@ def test_loads_are_told_beside_what_was_predicted_of_them() -> None:
     lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
     served = lab.end().summary.served
     assert (served.predicted_ms, served.load_ms) == (15, 27)
-    timing = responses.timing(lab.end().summary)
+    timing = timing_of(lab.end().summary)
     assert (timing.load_predicted, timing.load) == (15, 27)
 
 
@@ -237,7 +237,7 @@ def test_without_loads_there_are_no_figures() -> None:
     (decode,) = lab.colocated()
     lab.submit()
     lab.tokens(decode, "r", 1, 10, EOS, finish="stop")
-    timing = responses.timing(lab.end().summary)
+    timing = timing_of(lab.end().summary)
     assert not timing.HasField("load")
     assert not timing.HasField("load_predicted")
 

@@ -13,7 +13,7 @@ from baton.config import ModelConfig
 from kvstore.events.changes import packed_digest
 from kvstore.keys import namespace_root, page_keys
 from router import events
-from router.frontend import responses
+from router.dashboard import operator_views
 from tests.router.lab import Lab, held, named
 from tests.router.model import CONFIG, NAMESPACE, PAGE, ROUTER, card
 
@@ -101,10 +101,10 @@ def test_workers_of_several_classes_of_numerics_join_a_mixed_cluster() -> None:
     for name, numerics in classes.items():
         lab.join("decode", name, model=msgspec.structs.replace(changed(numerics=msg.MIXED), numerics=numerics))
     assert not lab.sent(msg.Rejected)
-    shown = {view.peer.name: responses.process(view).numerics for view in lab.state.processes(lab.now)}
+    shown = {view.peer.name: operator_views.process(view).numerics for view in lab.state.processes(lab.now)}
     assert shown == classes
     assert lab.state.card is not None
-    assert responses.model_card(lab.state.card).numerics == msg.MIXED
+    assert lab.state.card.numerics == msg.MIXED
     lab.hello("decode", "decode-2", model=card())
     (rejected,) = lab.sent(msg.Rejected)
     assert "numerics is test and this cluster has mixed" in rejected.message
