@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 _MOST = 2**18  # bytes: more than the sockets hold
+_SPARE = 16  # bytes that stay: gRPC's reader fails at an event of a loop that was closed, and goes on with another byte
 _reading = threading.Lock()  # loops of one process share the sockets
 
 
@@ -31,9 +32,9 @@ class GrpcEventLoop(asyncio.SelectorEventLoop):
 
 
 def _handle_all(wakeups: socket.socket, handle_events: Callable[[], None]) -> None:
-    """Leave one byte for gRPC's reader. An event is in the queue before its byte is written, so none is missed."""
+    """Leave few bytes for gRPC's reader. An event is in the queue before its byte is written, so none is missed."""
     with _reading, contextlib.suppress(BlockingIOError):  # another loop of this process has handled them
         unread = len(wakeups.recv(_MOST, socket.MSG_PEEK))
-        if unread > 1:
-            wakeups.recv(unread - 1)
+        if unread > _SPARE:
+            wakeups.recv(unread - _SPARE)
         handle_events()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
 
 from baton.errors import ConfigError
-from baton.grpc_loop import GrpcEventLoop
 
 T = TypeVar("T")
 _PATIENCE = 5.0  # seconds that a loop gets to end
@@ -28,7 +27,7 @@ class LoopThread:
         self._gate = threading.Lock()  # nothing is scheduled once the loop is told to stop: it would never run
         self._ended = False
         self._process = os.getpid()
-        self._loop = GrpcEventLoop()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="baton-client", daemon=True)
         self._thread.start()
 

@@ -18,7 +18,7 @@ import pytest
 
 from baton.grpc_loop import GrpcEventLoop
 
-CALLS = 120
+CALLS = 200
 LINES = "/test.Lines/Line"
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from baton.client import Client
-from baton.v1 import cluster_pb2
+from baton.operator_api import Process
 from deploy.local import LocalCluster, launch
 from tests.support import cluster_keys, workload
 
@@ -29,12 +29,12 @@ def cluster(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         yield running
 
 
-def members(cluster: LocalCluster) -> dict[str, cluster_pb2.Process]:
+def members(cluster: LocalCluster) -> dict[str, Process]:
     with Client(cluster.address, cluster.operator) as client:
         return {each.name: each for each in client.status(timeout=PATIENCE).processes}
 
 
-def ports(process: cluster_pb2.Process) -> list[str]:
+def ports(process: Process) -> list[str]:
     """Every TCP endpoint where it listens, which /proc/net/tcp shows to every user."""
     connections = psutil.Process(process.pid).net_connections("tcp")
     return [f"tcp://127.0.0.1:{each.laddr.port}" for each in connections if each.status == psutil.CONN_LISTEN]

@@ -166,7 +166,7 @@ class Chaos:
         if name in self._stopped:
             return False
         with Client(self._cluster.address, self._cluster.operator) as client:
-            return any(p.name == name and p.state == 1 for p in client.status(timeout=60.0).processes)
+            return any(p.name == name and p.state == "live" for p in client.status(timeout=60.0).processes)
 
 
 def _ranks(vllm: psutil.Process) -> list[psutil.Process]:
