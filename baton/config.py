@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -242,6 +242,13 @@ class RouterConfig(_Section, frozen=True):
     explain_requests: Natural = 1_000  # the last so many can be explained; 0: none
 
 
+Repair: TypeAlias = Literal[
+    "role", "system", "turns", "system_in_user", "arguments", "placeholder", "limit", "telemetry", "surrogate"
+]
+REPAIRS: tuple[Repair, ...] = get_args(Repair)
+"""What the HTTP APIs may repair in a request."""
+
+
 class ApiConfig(_Section, frozen=True):
     """The doors of each router to clients: its HTTP APIs, and its public gRPC port."""
 
@@ -253,6 +260,8 @@ class ApiConfig(_Section, frozen=True):
     trust_request_chat_template: bool = False  # a request may bring its own template, which is a program
     allowed_origins: list[str] = []  # of web pages that may use the HTTP APIs: https://chat.example; *: all
     allowed_hosts: list[str] = []  # that clients may write in Host besides this machine's names; *: all
+    repairs: bool | list[Repair] = True  # of requests that a model can't take as they came: all, none, or these kinds
+    clamp_max_tokens: bool = False  # of completions and chats to what fits the context, as Messages and Responses are
 
 
 class TlsConfig(_Section, frozen=True):

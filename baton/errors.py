@@ -72,6 +72,17 @@ class ContextTooLong(InvalidRequest):
 
     reason = "context_too_long"
 
+    def __init__(self, message: str = "", *, prompt: int = 0, output: int = 0, context: int = 0) -> None:
+        """The counts are tokens, where they are known; without a message they make one, in vLLM's words."""
+        super().__init__(
+            message
+            or f"This model's maximum context length is {context} tokens. However, "
+            + (f"you requested {output} output tokens and " if output else "")
+            + f"your prompt contains {prompt} input tokens. Please reduce the length of the prompt"
+            + (" or the number of requested output tokens." if output else ".")
+        )
+        self.prompt, self.output, self.context = prompt, output, context
+
 
 class UnsupportedField(InvalidRequest):
     """A field that other servers know, and that would change the output if it were served here."""

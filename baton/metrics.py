@@ -62,6 +62,7 @@ TABLE: Mapping[str, MetricSpec] = {
     "placements": MetricSpec("counter", "Placements decided.", ("kind",)),
     "requests_waiting": MetricSpec("gauge", "Requests in the router's queue, by level of priority.", ("priority",)),
     "requests_rejected": MetricSpec("counter", "Requests turned away before a worker had begun them.", ("reason",)),
+    "request_repairs": MetricSpec("counter", "Requests that the HTTP APIs repaired.", ("kind",)),
     "tenant_tokens": MetricSpec(
         "counter", "Tokens of requests that ended; late tenants are other.", ("tenant", "kind")
     ),

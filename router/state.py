@@ -633,6 +633,11 @@ class RouterState:
         """The prefixes that are kept pinned for a tenant. None: for all tenants."""
         return self._pinner.pins(tenant, now)
 
+    @property
+    def most_tokens(self) -> int:
+        """The tokens of prompt and output together that a request may have at most."""
+        return min(known for known in self._manager.context() if known is not None)
+
     def explain(self, name: str, tenant: str | None) -> RequestRecord:
         """What is remembered of a tenant's request. None: of any tenant's. Raises RequestNotFound."""
         if (record := self._explanations.find(name, tenant)) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -17,7 +17,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from baton.clock import Clock
-from baton.config import Config
+from baton.config import REPAIRS, Config, Repair
 from baton.errors import RequestCancelled, RequestNotFound, Unavailable
 from baton.logs import RateLimit, RateLimitedLog, RequestLog
 from baton.messages import LoadReport, Message, ModelCard, Peer
@@ -118,6 +118,9 @@ class RouterDriver:
         self._load_due = float("-inf")
         self._heartbeat_age: Mapping[Labels, float] = {}
         self.vllm_metrics = VllmMetrics(metrics.registry, model, config.pages.page_size)
+        self.repairs: Counter[Repair] = Counter(
+            dict.fromkeys(REPAIRS, 0)
+        )  # requests that the HTTP APIs mended, by kind
         self._handoff_bytes = 0
         self._card: ModelCard | None = None  # of the workers that were live last
         self._numbered = 0
@@ -330,6 +333,7 @@ class RouterDriver:
                 "heartbeat_age_seconds": self._heartbeat_age,
                 "handoff_bytes": self._handoff_bytes,
                 "spans": {} if self.tracer is None else self.tracer.counts,
+                "request_repairs": {(kind,): float(count) for kind, count in self.repairs.items()},
                 "malformed_messages": malformed,
                 "connections_refused": refused,
             }

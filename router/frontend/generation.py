@@ -126,9 +126,10 @@ class GenerationService:
         who = caller.get()
         if who.max_prompt_tokens is not None and request.prompt > who.max_prompt_tokens:
             raise ContextTooLong(
-                f"a prompt of {request.prompt} tokens exceeds the {who.max_prompt_tokens} that the API key "
-                f"{who.name!r} may send"
-            )
+                f"The maximum context length is {who.max_prompt_tokens} tokens for the API key {who.name!r}. "
+                f"However, your prompt contains {request.prompt} input tokens; send fewer",
+                prompt=request.prompt, context=who.max_prompt_tokens,
+            )  # fmt: skip
         if request.length_penalty is not None:
             check_width(request.best_of, len(request.stop_token_ids))
         if (grammar := request.sampling.grammar) is not None:

@@ -19,6 +19,7 @@ from asyncio.subprocess import PIPE, Process
 
 import msgspec
 
+from baton.config import Repair
 from baton.errors import Overloaded, StartupError
 from baton.futures import looked_at
 from baton.logs import RateLimitedLog
@@ -62,6 +63,7 @@ class HelperAnswer(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
     error: str = ""
     reason: str = ""
+    repairs: tuple[Repair, ...] = ()  # what was repaired to get the text
 
 
 class HelperProcess:

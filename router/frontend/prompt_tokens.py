@@ -39,12 +39,18 @@ def _check_size(text: str, tokenizer: Tokenizer, most: int) -> None:
     bound = tokenizer.max_bytes(most)
     size = len(text.encode())
     if size > bound:
+        least = -(-size * most // bound)
         raise ContextTooLong(
-            f"a prompt of {size} bytes exceeds the model's context of {most} tokens, "
-            f"which are at most {bound} bytes; shorten it"
-        )
+            f"This model's maximum context length is {most} tokens, which are at most {bound} bytes. However, "
+            f"your prompt has {size} bytes; shorten it",
+            prompt=least, context=most,
+        )  # fmt: skip
     if size > most * _BYTES_PER_TOKEN and tokenizer.exceeds(text, most):
-        raise ContextTooLong(f"a prompt of {size} bytes has more tokens than the model's context of {most}; shorten it")
+        raise ContextTooLong(
+            f"This model's maximum context length is {most} tokens. However, your prompt of {size} bytes has more; "
+            "shorten it",
+            prompt=most + 1, context=most,
+        )  # fmt: skip
 
 
 def kept_tokens(asked: int | None, max_tokens: int | None, context: int) -> int | None:

@@ -152,7 +152,7 @@ def _prompt(given: Fields, model: ServedModel) -> Sequence[int]:
 def check_length(tokens: Sequence[int], model: ServedModel) -> None:
     """Raise ContextTooLong for a prompt that the model can't take."""
     if len(tokens) > (most := model.limits.max_context):
-        raise ContextTooLong(f"a prompt of {len(tokens)} tokens exceeds the model's context of {most}")
+        raise ContextTooLong(prompt=len(tokens), context=most)
 
 
 def _sampling(given: Fields, model: ServedModel, draw_seed: Callable[[], int]) -> SamplingParams:

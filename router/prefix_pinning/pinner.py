@@ -119,7 +119,7 @@ class PrefixPinner:
         card = self._members.card
         context = min(self._limits.max_context, card.max_context) if card else self._limits.max_context
         if tokens > context:
-            raise ContextTooLong(f"a prefix of {tokens} tokens exceeds the model's context of {context}")
+            raise ContextTooLong(prompt=tokens, context=context)
         if tokens < size:
             raise InvalidRequest(f"a prefix of {tokens} tokens has no full page of {size}; only full pages are kept")
         if any(prefix.owner == (order.tenant, order.pin) and prefix.awaited for prefix in self.prefixes.values()):

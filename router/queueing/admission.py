@@ -55,14 +55,14 @@ def settle_length(prompt: int, max_tokens: int | None, max_context: int, pool_to
         raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1")
     length = prompt + (max_tokens or 1)
     if length > max_context:
-        raise ContextTooLong(
-            f"a prompt of {prompt} tokens and {max_tokens or 1} to generate exceed the model's context of {max_context}"
-        )
+        raise ContextTooLong(prompt=prompt, output=max_tokens or 1, context=max_context)
     if pool_tokens is not None and length > pool_tokens:
         raise ContextTooLong(
-            f"a prompt of {prompt} tokens and {max_tokens or 1} to generate exceed the {pool_tokens} tokens that the "
-            "largest decode worker has pages for; ask for less, or raise decode.kv_cache_bytes"
-        )
+            f"The maximum context length is {pool_tokens} tokens here, for which the largest decode worker has pages. "
+            f"However, you requested {max_tokens or 1} output tokens and your prompt contains {prompt} input tokens; "
+            "ask for less, or raise decode.kv_cache_bytes",
+            prompt=prompt, output=max_tokens or 1, context=pool_tokens,
+        )  # fmt: skip
     if max_tokens is not None:
         return max_tokens
     return min(max_context, pool_tokens or max_context) - prompt

@@ -203,12 +203,17 @@ class RequestManager:
         while (surplus := self._admission.shed_excess(now)) is not None:
             self.end(surplus[0], Failed(surplus[1]), now)
 
-    def _settle_length(self, request: Request) -> None:
-        """Raises InvalidRequest or ContextTooLong. Without a worker, an open length stays open."""
+    def context(self) -> tuple[int, int | None]:
+        """The tokens of prompt and output together that the model takes, and that the largest decode worker has pages
+        for; none: no worker is known."""
         card, pool = self._members.card, self._members.longest_context
         context = min(self._limits.max_context, card.max_context) if card else self._limits.max_context
-        pool_tokens = None if pool is None else pool * self._config.pages.page_size
-        length = settle_length(request.prompt, request.max_tokens, context, pool_tokens)
+        return context, None if pool is None else pool * self._config.pages.page_size
+
+    def _settle_length(self, request: Request) -> None:
+        """Raises InvalidRequest or ContextTooLong. Without a worker, an open length stays open."""
+        context, pool = self.context()
+        length = settle_length(request.prompt, request.max_tokens, context, pool)
         if pool is not None:
             request.max_tokens = length
 

@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.errors import InvalidRequest, ModelError
 from router.frontend.chat import template as chat_template
+from router.frontend.chat.repairs import Repairs
 from router.frontend.chat.template import ChatTemplate, TemplateRenderer, cut_at_mark, mark_end, normalized, rendering
 
 pytestmark = pytest.mark.slow
@@ -241,7 +242,7 @@ def test_messages_that_are_none() -> None:
         with pytest.raises(InvalidRequest):
             normalized(messages)
     with pytest.raises(InvalidRequest, match="tool_calls"):
-        normalized([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}])
+        normalized([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "", Repairs(False))
     assert chat_template.normalized(CALLS)[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": [1, "ü"]}
 
 

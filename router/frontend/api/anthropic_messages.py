@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from baton.errors import BatonError, shown
+from baton.errors import BatonError, ContextTooLong, shown
 from router.frontend.api import errors
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.protocol import unsupported
@@ -20,6 +20,7 @@ from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import switch, wrong
 from router.frontend.chat.deltas import Content, Item, ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream, ToolCall
 from router.frontend.chat.json_calls import decoded
+from router.frontend.chat.repairs import Repairs, arguments_of, content_of
 from router.frontend.output_stream import Output
 
 
@@ -46,14 +47,16 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-def chat_of_messages(request: CountTokensRequest) -> ChatCompletionRequest:
+def chat_of_messages(request: CountTokensRequest, repairs: Repairs) -> ChatCompletionRequest:
     """The same request as a chat. Raises InvalidRequest."""
     if not isinstance(request, MessagesRequest):
         request = MessagesRequest(max_tokens=1, **asdict(request))
-    messages: list[Json] = [{"role": "system", "content": request.system}] if request.system else []
+    messages: list[Json] = []
+    if request.system:
+        messages.append({"role": "system", "content": content_of("system", request.system, "system", repairs)})
     called: dict[str, str] = {}
     for number, message in enumerate(request.messages):
-        messages += _messages(f"messages[{number}].content", message, called)
+        messages += _messages(f"messages[{number}]", message, called, repairs)
     continued = bool(request.messages) and request.messages[-1].get("role") == "assistant"
     choice, parallel = _choice(request.tool_choice)
     shows, variables = _thinking(request.thinking)
@@ -76,11 +79,14 @@ def chat_of_messages(request: CountTokensRequest) -> ChatCompletionRequest:
     )
 
 
-def _messages(at: str, message: Json, called: dict[str, str]) -> list[Json]:
+def _messages(at: str, message: Json, called: dict[str, str], repairs: Repairs) -> list[Json]:
     """The messages that one with blocks is as a chat. `called` has the names of calls by their ids."""
-    blocks: Any = message.get("content")
+    role, blocks = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise wrong(f"{at}.role", f"it is {shown(repr(role))}; it must be user, assistant or system")
+    at += ".content"
     if not isinstance(blocks, list):
-        return [message]
+        return [message | {"content": content_of(at, blocks, role, repairs)}]
     results: list[Json] = []
     rest: list[Any] = []
     calls: list[Json] = []
@@ -88,11 +94,13 @@ def _messages(at: str, message: Json, called: dict[str, str]) -> list[Json]:
     for number, block in enumerate(cast("list[Any]", blocks)):
         match block:
             case {"type": "tool_result", "tool_use_id": str(name)}:
-                result: Json = {"role": "tool", "tool_call_id": name, "content": block.get("content")}
+                content = content_of(f"{at}[{number}].content", block.get("content"), "tool", repairs)
+                result: Json = {"role": "tool", "tool_call_id": name, "content": content}
                 results.append(result | ({"name": called[name]} if name in called else {}))
-            case {"type": "tool_use", "id": str(id_), "name": str(name), "input": dict()}:
+            case {"type": "tool_use", "id": str(id_), "name": str(name)}:
                 called[id_] = name
-                function = {"name": name, "arguments": block["input"]}
+                arguments = arguments_of(f"{at}[{number}].input", block.get("input"), repairs)
+                function = {"name": name, "arguments": arguments}
                 calls.append({"id": id_, "type": "function", "function": function})
             case {"type": "thinking", "thinking": str(thought)}:
                 thoughts.append(thought)
@@ -101,7 +109,7 @@ def _messages(at: str, message: Json, called: dict[str, str]) -> list[Json]:
             case {"type": "tool_result" | "tool_use" | "thinking" as kind}:
                 raise wrong(f"{at}[{number}]", f"it is {shown(repr(block))}, which is no {kind}")
             case _:
-                rest.append(block)
+                rest += content_of(f"{at}[{number}]", [block], role, repairs)
     if results and not rest and message.get("role") == "user":
         return results
     made: Json = message | {"content": rest if rest or not (calls or thoughts) else ""}
@@ -323,7 +331,14 @@ class AnthropicError(Struct, tag_field="type", tag="error"):
 
 def anthropic_body(error: BatonError) -> AnthropicError:
     """Return an error as Anthropic's API has it."""
-    return anthropic_described(errors.status_of(error), str(error))
+    message = str(error)
+    if isinstance(error, ContextTooLong) and error.prompt:  # Anthropic's words for it, of which clients read the counts
+        if error.output and error.prompt <= error.context:
+            counts = f"{error.prompt} + {error.output} > {error.context}"
+            message = f"input length and `max_tokens` exceed context limit: {counts}, decrease either and try again"
+        else:
+            message = f"prompt is too long: {error.prompt} tokens > {error.context} maximum"
+    return anthropic_described(errors.status_of(error), message)
 
 
 def anthropic_described(status: int, message: str) -> AnthropicError:

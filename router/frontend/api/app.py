@@ -68,6 +68,7 @@ from router.frontend.api.streaming import (
 from router.frontend.api.structured_outputs import name_field
 from router.frontend.api.token_logprobs import TokenNames
 from router.frontend.api.tools import ToolPlan, checked, planned
+from router.frontend.chat.repairs import HEADER, Repairs
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.identity import Gatekeeper
 
@@ -108,6 +109,7 @@ class HttpApi:
         """`dashboard`: gives out the data of the page at /dashboard; none: there is no such page."""
         config = config or ApiConfig()
         self._service = service
+        self._config = config
         self._metrics_page = metrics_page
         self._linger = linger
         model = service.model
@@ -117,7 +119,7 @@ class HttpApi:
         self._cards = ModelCards(model, int(time.time()))
         get = partial(Route, methods=["GET"])
         post = partial(Route, methods=["POST"])
-        openai_chat = partial(self._chat, ChatCompletionRequest, lambda fields: fields, ChatBuilder)
+        openai_chat = partial(self._chat, ChatCompletionRequest, lambda fields, repairs: fields, ChatBuilder)
         messages = partial(self._chat, MessagesRequest, chat_of_messages, MessageBuilder)
         responses = partial(self._chat, ResponsesRequest, chat_of_response, ResponsesBuilder)
         routes = Starlette(
@@ -156,7 +158,8 @@ class HttpApi:
         scored = fields.prompt_logprobs
         if fields.echo and scored is None:
             scored = fields.logprobs
-        order = GenerationOrder(builder, fields, max(most, 1) if options.prompt_only else most, fields.logprobs, scored)
+        most = max(most, 1) if options.prompt_only else most
+        order = GenerationOrder(builder, fields, most, fields.logprobs, self._config.clamp_max_tokens, scored)
         return await self._answered(request, order, received)
 
     def _completion_of(
@@ -178,12 +181,16 @@ class HttpApi:
         return fields, most, prompts, echo
 
     async def _count_tokens(self, request: Request) -> Response:
-        _, chat = await self._bodies.read(request, CountTokensRequest, partial(self._chat_of, chat_of_messages))
-        return json_response(MessageTokensCount(len((await self._prompts.of_chat(chat.order)).tokens)))
+        repairs: Repairs = request.state.repairs
+        work = partial(self._chat_of, chat_of_messages, repairs)
+        _, chat = await self._bodies.read(request, CountTokensRequest, work)
+        return json_response(MessageTokensCount(len((await self._prompts.of_chat(chat.order, repairs)).tokens)))
 
-    def _chat_of(self, converted: Callable[[T], ChatCompletionRequest], asked: T) -> tuple[T, PlannedChat]:
+    def _chat_of(
+        self, converted: Callable[[T, Repairs], ChatCompletionRequest], repairs: Repairs, asked: T
+    ) -> tuple[T, PlannedChat]:
         """Check a chat of any API. Return the request as it came, and as a chat."""
-        fields = converted(asked)
+        fields = converted(asked, repairs)
         refuse_unserved(fields)
         model = self._service.model
         model.check(fields.model)
@@ -191,16 +198,17 @@ class HttpApi:
         if fields.top_logprobs and not fields.logprobs:
             raise InvalidRequest("top_logprobs is set and logprobs is not true; set both")
         _check_prompt_logprobs(fields)
-        return asked, PlannedChat(fields, plan, self._prompts.chat_order(fields, constrained=plan.constrained))
+        return asked, PlannedChat(fields, plan, self._prompts.chat_order(fields, repairs, constrained=plan.constrained))
 
     async def _chat(
-        self, kind: type[T], converted: Callable[[T], ChatCompletionRequest], builder: type[ResponseBuilder],
+        self, kind: type[T], converted: Callable[[T, Repairs], ChatCompletionRequest], builder: type[ResponseBuilder],
         request: Request,
     ) -> Response:  # fmt: skip
         received = self._service.clock.now()
-        asked, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted))
+        repairs: Repairs = request.state.repairs
+        asked, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted, repairs))
         fields, plan, model = chat.fields, chat.plan, self._service.model
-        prompt = await self._prompts.of_chat(chat.order)
+        prompt = await self._prompts.of_chat(chat.order, repairs)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         echo = _last_text(fields) if fields.echo else None
         options = self._options(builder, request, fields, logprobs=logprobs is not None, echo=echo, body=asked)
@@ -217,6 +225,7 @@ class HttpApi:
             fields,
             fields.output_tokens,
             logprobs,
+            kind is not ChatCompletionRequest or self._config.clamp_max_tokens,
             fields.prompt_logprobs,
             shown_tokens,
             forced,
@@ -257,7 +266,7 @@ class HttpApi:
                 f"more than {_MAX_RULES} in all; send fewer prompts"
             )
         read = partial(
-            request_fields, order.fields, max_tokens=order.max_tokens, logprobs=order.logprobs,
+            request_fields, order.fields, logprobs=order.logprobs,
             prompt_logprobs=order.prompt_logprobs, affinity=affinity_of(order.fields.session_id, request.headers),
             shown=order.shown_tokens,
         )  # fmt: skip
@@ -265,7 +274,9 @@ class HttpApi:
             for leader in leaders:
                 size = TOKEN_BYTES * (len(leader.prompt) + rules)
                 try:
-                    generations = await self._service.start(name, received, size, partial(read, leader.prompt))
+                    most = self._fitting(order, len(leader.prompt), request.state.repairs)
+                    fields = partial(read, leader.prompt, max_tokens=most)
+                    generations = await self._service.start(name, received, size, fields)
                 except InvalidGrammar as error:
                     error.field = error.field or order.grammar_of
                     raise name_field(error, order.fields) from None
@@ -275,11 +286,19 @@ class HttpApi:
             undo.pop_all()  # the answer closes them
         return answering(order, started, self._linger, name, self._service.apart)
 
+    def _fitting(self, order: GenerationOrder, prompt: int, repairs: Repairs) -> int | None:
+        """The tokens to generate: as many as were asked for, or where that may be lowered as many as fit."""
+        most, room = order.max_tokens, self._service.driver.state.most_tokens - prompt
+        if most is None or not 0 < room < most or not order.clamped or not repairs.make("limit"):
+            return most
+        return room
+
     # --- everything else ---------------------------------------------------------------------------------------------
 
     async def _tokenize(self, request: Request) -> Response:
-        fields, prompt = await self._bodies.read(request, TokenizeRequest, self._prompt_of)
-        tokens = (await self._prompts.of_chat(prompt)).tokens if isinstance(prompt, ChatOrder) else prompt
+        repairs: Repairs = request.state.repairs
+        fields, prompt = await self._bodies.read(request, TokenizeRequest, partial(self._prompt_of, repairs))
+        tokens = (await self._prompts.of_chat(prompt, repairs)).tokens if isinstance(prompt, ChatOrder) else prompt
         strings = None
         if fields.return_token_strs:
             spell = TokenNames(self._service.model.tokenizer).own
@@ -289,7 +308,9 @@ class HttpApi:
             openapi.Tokens(count=len(tokens), max_model_len=limit, tokens=list(tokens), token_strs=strings)
         )
 
-    def _prompt_of(self, fields: TokenizeRequest) -> tuple[TokenizeRequest, ChatOrder | Sequence[int]]:
+    def _prompt_of(
+        self, repairs: Repairs, fields: TokenizeRequest
+    ) -> tuple[TokenizeRequest, ChatOrder | Sequence[int]]:
         """Check what is to be tokenized. Return it with its tokens, or with the chat that is to be rendered."""
         self._service.model.check(fields.model)
         if (fields.prompt is None) == (fields.messages is None):
@@ -297,7 +318,7 @@ class HttpApi:
         if fields.prompt is not None:
             return fields, self._prompts.encode([fields.prompt], special=fields.add_special_tokens is not False)[0]
         fields.tools = list(checked(fields.tools or ()).values())  # as a chat has them
-        return fields, self._prompts.chat_order(fields)
+        return fields, self._prompts.chat_order(fields, repairs)
 
     async def _detokenize(self, request: Request) -> Response:
         return json_response(
@@ -348,6 +369,7 @@ class HttpApi:
 
         async def guarded(request: Request) -> Response:
             name = request_name(request.headers)
+            repairs = request.state.repairs = Repairs(self._config.repairs)
             try:
                 response = await endpoint(request)
             except BatonError as error:
@@ -360,6 +382,9 @@ class HttpApi:
                 RequestLog(log, name).exception("failed in the router")
                 response = error_response(BatonError("internal error; the router's log says more"), failed)
             response.headers.setdefault("x-request-id", name)
+            if repairs.made:
+                response.headers[HEADER] = ", ".join(repairs.made)
+                self._service.driver.repairs.update(repairs.made.keys())
             return response
 
         return guarded

@@ -10,8 +10,9 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from baton.errors import BodyTimeout, Overloaded, PayloadTooLarge
+from baton.errors import BodyTimeout, InvalidRequest, Overloaded, PayloadTooLarge
 from router.frontend.api.protocol import decode
+from router.frontend.chat.repairs import Repairs, with_whole_characters
 from router.frontend.generation import GenerationService
 from router.frontend.identity import caller
 
@@ -47,15 +48,21 @@ class BodyReader:
                     body = await self._body(request, count)
             except TimeoutError:
                 raise BodyTimeout(f"the request's body did not come within {_BODY_SECONDS:g} s") from None
-            return await self._apart(len(body), lambda: work(self._decoded(body, kind)))
+            repairs: Repairs = request.state.repairs
+            return await self._apart(len(body), lambda: work(self._decoded(body, kind, repairs)))
 
-    def _decoded(self, body: bytes, kind: type[T]) -> T:
+    def _decoded(self, body: bytes, kind: type[T], repairs: Repairs) -> T:
         # msgspec holds the GIL while it decodes, 0.2 µs for each object or list.
         if (count := body.count(b"{") + body.count(b"[")) > self._max_containers:
             raise PayloadTooLarge(
                 f"the request's body has {count} opening braces and brackets; send at most {self._max_containers}"
             )
-        return decode(body, kind)
+        try:
+            return decode(body, kind)
+        except InvalidRequest:
+            if (whole := with_whole_characters(body)) == body or not repairs.make("surrogate"):
+                raise
+            return decode(whole, kind)
 
     async def _body(self, request: Request, count: Callable[[int], None]) -> bytes:
         parts: list[bytes] = []

@@ -12,7 +12,16 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from baton.errors import BatonError, BodyTimeout, InvalidRequest, Overloaded, PayloadTooLarge, Unauthenticated, shown
+from baton.errors import (
+    BatonError,
+    BodyTimeout,
+    ContextTooLong,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    Unauthenticated,
+    shown,
+)
 
 ErrorBody: TypeAlias = Callable[[BatonError], Struct | dict[str, Any]]
 
@@ -71,8 +80,9 @@ def headers_of(error: BatonError) -> dict[str, str]:
 def body_of(error: BatonError) -> Error:
     """Return an error as the OpenAI APIs have it."""
     body = described(status_of(error), str(error), (error.field or None) if isinstance(error, InvalidRequest) else None)
-    if isinstance(error, Unauthenticated):
-        body.error.type, body.error.code = "invalid_request_error", error.reason  # OpenAI's words for it
+    if isinstance(error, Unauthenticated | ContextTooLong):  # OpenAI's words for it
+        code = error.reason if isinstance(error, Unauthenticated) else "context_length_exceeded"
+        body.error.type, body.error.code = "invalid_request_error", code
     return body
 
 

@@ -98,7 +98,7 @@ def refusal(scope: Scope, error: BatonError) -> Response:
 
 
 _PORTS = {"http": 80, "https": 443}
-_TOLD = ("x-request-id", "baton-reason", "retry-after", "retry-after-ms", "request-id")
+_TOLD = ("x-request-id", "baton-reason", "baton-repairs", "retry-after", "retry-after-ms", "request-id")
 
 
 class SiteGate:

@@ -38,6 +38,7 @@ from router.frontend.chat.deltas import (
     Text,
     ToolCall,
 )
+from router.frontend.chat.repairs import Repairs, arguments_of, content_of, placeholder
 from router.frontend.output_stream import Output
 
 
@@ -77,7 +78,14 @@ class ResponsesRequest(Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-def chat_of_response(request: ResponsesRequest) -> ChatCompletionRequest:
+_ROLES = ("user", "assistant", "system", "developer")
+_OF_SERVERS = (
+    *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "compaction", "compaction_summary"),
+    *("context_compaction", "tool_search_output", "ghost_snapshot"),
+)
+
+
+def chat_of_response(request: ResponsesRequest, repairs: Repairs) -> ChatCompletionRequest:
     """The same request as a chat. Raises InvalidRequest for what needs state or is no text."""
     for field in ("store", "previous_response_id", "conversation", "background"):
         if value := getattr(request, field):
@@ -85,7 +93,7 @@ def chat_of_response(request: ResponsesRequest) -> ChatCompletionRequest:
     if request.top_logprobs:
         raise unsupported("top_logprobs", request.top_logprobs)
     return ChatCompletionRequest(
-        messages=_messages(request),
+        messages=_messages(request, repairs),
         model=request.model,
         max_completion_tokens=request.max_output_tokens,
         temperature=request.temperature,
@@ -118,7 +126,7 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
             return form
 
 
-def _messages(request: ResponsesRequest) -> list[Json]:
+def _messages(request: ResponsesRequest, repairs: Repairs) -> list[Json]:
     messages: list[Json] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
@@ -127,9 +135,11 @@ def _messages(request: ResponsesRequest) -> list[Json]:
     called: dict[str, str] = {}
     turn: Json | None = None  # the assistant's, which several items make up
     for number, item in enumerate(request.input):
+        at = f"input[{number}]"
         match item:
-            case {"type": "function_call", "call_id": str(id_), "name": str(name), "arguments": str(arguments)}:
+            case {"type": "function_call", "call_id": str(id_), "name": str(name)}:
                 called[id_] = name
+                arguments = arguments_of(f"{at}.arguments", item.get("arguments"), repairs)
                 turn = turn or _turn(messages)
                 function = {"name": name, "arguments": arguments}
                 turn.setdefault("tool_calls", []).append({"id": id_, "type": "function", "function": function})
@@ -138,21 +148,35 @@ def _messages(request: ResponsesRequest) -> list[Json]:
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + _thought(item)
             case {"type": "function_call_output", "call_id": str(id_), "output": output}:
                 turn = None
-                result: Json = {"role": "tool", "tool_call_id": id_, "content": output}
+                content = content_of(f"{at}.output", output, "tool", repairs)
+                result: Json = {"role": "tool", "tool_call_id": id_, "content": content}
                 messages.append(result | ({"name": called[id_]} if id_ in called else {}))
             case {"type": "function_call" | "function_call_output" as kind}:
-                raise wrong(f"input[{number}]", f"it is {shown(repr(item))}, which is no {kind}")
+                raise wrong(at, f"it is {shown(repr(item))}, which is no {kind}")
             case {"role": "assistant"} if item.get("type", "message") == "message":
                 if turn is None or turn["content"] or "tool_calls" in turn:
                     turn = _turn(messages)
-                turn["content"] = item.get("content")
+                turn["content"] = content_of(f"{at}.content", item.get("content"), "assistant", repairs)
             case _ if item.get("type", "message") == "message":
-                turn = None
-                role = "system" if item.get("role") == "developer" else item.get("role")
-                messages.append({"role": role, "content": item.get("content")})
+                turn, role = None, item.get("role")
+                if role not in _ROLES:
+                    raise wrong(f"{at}.role", f"it is {shown(repr(role))}; it must be one of {', '.join(_ROLES)}")
+                messages.append(
+                    {"role": role, "content": content_of(f"{at}.content", item.get("content"), role, repairs)}
+                )
+            case {"type": str(kind)} if _is_hosted(kind) and repairs.make("placeholder"):
+                turn = turn or _turn(messages)
+                if "tool_calls" in turn:
+                    turn = _turn(messages)
+                turn["content"] = "\n".join(filter(None, [turn["content"], placeholder(kind)]))
             case _:
-                raise unsupported(f"input[{number}].type", item["type"], "send messages, reasoning and function calls")
+                raise unsupported(f"{at}.type", item["type"], "send messages, reasoning and function calls")
     return messages
+
+
+def _is_hosted(kind: str) -> bool:
+    """Whether an item of a history tells of a tool that OpenAI's servers run, or of what these keep."""
+    return kind.endswith(("_call", "_call_output")) or kind in _OF_SERVERS
 
 
 def _turn(messages: list[Json]) -> Json:

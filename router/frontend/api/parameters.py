@@ -70,7 +70,7 @@ def affinity_of(session: str | None, headers: Mapping[str, str]) -> str:
 def token_ids(given: Sequence[object], vocabulary: int, context: int) -> list[int]:
     """A prompt of token ids. Raises InvalidRequest, for one that is too long before it looks at every token."""
     if len(given) > context:
-        raise ContextTooLong(f"a prompt of {len(given)} tokens exceeds the model's context of {context}")
+        raise ContextTooLong(prompt=len(given), context=context)
     ids: list[int] = []
     for token in given:
         if not isinstance(token, int) or not 0 <= token < vocabulary:

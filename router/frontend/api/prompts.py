@@ -12,6 +12,7 @@ from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionRequest
 from router.frontend.api.parameters import token_ids
 from router.frontend.api.protocol import TokenizeRequest, samples
+from router.frontend.chat.repairs import Repairs
 from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, rendering, text_of
 from router.frontend.generation import GenerationService
 from router.frontend.identity import caller
@@ -79,7 +80,9 @@ class PromptBuilder:
         kept: list[list[Any]] = prompts if keep is None else [prompt[-keep:] for prompt in prompts]
         return [token_ids(prompt, vocabulary, context) for prompt in kept]
 
-    def chat_order(self, fields: ChatCompletionRequest | TokenizeRequest, *, constrained: bool = False) -> ChatOrder:
+    def chat_order(
+        self, fields: ChatCompletionRequest | TokenizeRequest, repairs: Repairs, *, constrained: bool = False
+    ) -> ChatOrder:
         """Check a chat that the checkpoint's template or the request's own is to render. Raises InvalidRequest."""
         model = self._model
         template = model.chat_template
@@ -93,7 +96,7 @@ class PromptBuilder:
             raise InvalidRequest(
                 f"{model.name} has no chat template; send chat_template, or use /v1/completions with the whole prompt"
             )
-        messages = normalized(fields.messages or ())
+        messages = normalized(fields.messages or (), source, repairs)
         continues = bool(fields.continue_final_message)
         generation = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
         if continues and generation:
@@ -115,11 +118,12 @@ class PromptBuilder:
         keep = None
         if isinstance(fields, ChatCompletionRequest):
             keep = kept_tokens(fields.truncate_prompt_tokens, fields.output_tokens, model.limits.max_context)
-        return ChatOrder(rendering(source, variables), continued, constrained, bool(fields.add_special_tokens), keep)
+        order = rendering(source, variables, repairs.allowed)
+        return ChatOrder(order, continued, constrained, bool(fields.add_special_tokens), keep)
 
-    async def of_chat(self, order: ChatOrder) -> ChatPrompt:
+    async def of_chat(self, order: ChatOrder, repairs: Repairs) -> ChatPrompt:
         """The prompt of a chat of this task's caller. Raises InvalidRequest and Overloaded."""
-        text = await self._templates.render(order.rendering, caller.get().tenant)
+        text = await self._templates.render(order.rendering, caller.get().tenant, repairs)
         return await self._service.apart(len(text), partial(self._chat_prompt, order, text))
 
     def _chat_prompt(self, order: ChatOrder, text: str) -> ChatPrompt:

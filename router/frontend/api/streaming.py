@@ -52,6 +52,7 @@ class GenerationOrder:
     fields: GenerationFields
     max_tokens: int | None
     logprobs: int | None
+    clamped: bool  # max_tokens may be lowered to what fits beside the prompt
     prompt_logprobs: int | None = None
     shown_tokens: Sequence[int] = ()  # special tokens that stay in the text
     grammar_of: str = ""  # the field that the output's grammar comes from, if it is not in the fields
@@ -190,7 +191,7 @@ class WholeResponse(_GeneratedResponse):
             response = Response(body, media_type=_JSON)
         except BatonError as error:
             response = error_response(error, self.builder.failed)
-        response.headers["x-request-id"] = self.headers["x-request-id"]
+        response.headers.update(self.headers)
         await response(scope, receive, send)
 
 
@@ -233,7 +234,7 @@ class EventStream(_GeneratedResponse):
         except BatonError as error:
             if not opened:
                 response = error_response(error, builder.failed)
-                response.headers["x-request-id"] = self.headers["x-request-id"]
+                response.headers.update(self.headers)
                 await response(scope, receive, send)
                 return
             await event(msgspec.to_builtins(builder.failed(error)))

@@ -5,7 +5,6 @@ A template that hangs or takes too much memory costs its own request and a resta
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -19,6 +18,7 @@ import msgspec
 from baton.checkpoint_files import read_optional
 from baton.errors import InvalidRequest, ModelError, shown
 from baton.logs import RateLimitedLog
+from router.frontend.chat.repairs import Repairs, arguments_of, content_of, refused, without_telemetry
 from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
@@ -27,6 +27,11 @@ MAX_MESSAGES = 100_000
 _DEADLINE = 2.0  # seconds for one prompt; templates take less than a millisecond
 _MARK = f"<end-{secrets.token_hex(8)}>"
 _FILE = "chat_template.jinja"
+_ROLES = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+    "function": "tool",
+}  # fmt: skip
+"""The roles of OpenAI's chats, each with the one that stands for it in a template that does not know it."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,11 @@ class ChatTemplate:
         return cls(source, {name: text for name, text in found.items() if text is not None})
 
 
-def rendering(template: str, variables: Mapping[str, Any]) -> bytes:
-    """Return the order to render a template, as JSON. Raises InvalidRequest for variables that JSON can't hold."""
+def rendering(template: str, variables: Mapping[str, Any], repairs: Sequence[str] = ()) -> bytes:
+    """Return the order to render a template, as JSON, with kinds of repairs that are allowed if the template can't take
+    the messages. Raises InvalidRequest for variables that JSON can't hold."""
     try:
-        return msgspec.json.encode({"template": template, "variables": variables})
+        return msgspec.json.encode({"template": template, "variables": variables, "repairs": repairs})
     except (OverflowError, RecursionError, UnicodeEncodeError, msgspec.MsgspecError) as error:
         raise InvalidRequest(f"the chat can't be handed to its template: {shown(str(error), 300)}") from None
 
@@ -71,9 +77,9 @@ class TemplateRenderer:
             "router.frontend.chat.template_process", str(max_characters), deadline=_DEADLINE, most=max_characters
         )
 
-    async def render(self, order: bytes, tenant: str = "") -> str:
-        """Return the prompt that `rendering` asks for. Raises InvalidRequest if the template fails, hangs or takes too
-        much, and Overloaded where too much of the tenant waits."""
+    async def render(self, order: bytes, tenant: str = "", repairs: Repairs | None = None) -> str:
+        """Return the prompt that `rendering` asks for, and note what was repaired. Raises InvalidRequest if the
+        template fails, hangs or takes too much, and Overloaded where too much of the tenant waits."""
         try:
             answer = await self._helper.ask(order, tenant)
         except HelperLate:
@@ -86,6 +92,9 @@ class TemplateRenderer:
             raise InvalidRequest("the chat template ended its process, perhaps by its use of memory") from None
         if answer.text is None:
             raise InvalidRequest(f"the chat template can't render these messages: {shown(answer.error, 300)}")
+        if repairs is not None:
+            for kind in answer.repairs:
+                repairs.make(kind)
         return answer.text
 
     async def close(self) -> None:
@@ -93,62 +102,57 @@ class TemplateRenderer:
         await self._helper.close()
 
 
-def normalized(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Check a chat's messages and bring them into the form that templates expect. Raises InvalidRequest."""
+def normalized(
+    messages: Sequence[Mapping[str, Any]], template: str = "", repairs: Repairs | None = None
+) -> list[dict[str, Any]]:
+    """Check a chat's messages and bring them into the form that a template expects. Raises InvalidRequest."""
     if not messages:
         raise InvalidRequest("messages is empty; send at least one message")
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"there are {len(messages)} messages; at most {MAX_MESSAGES} are allowed")
-    return [_message(number, message) for number, message in enumerate(messages)]
+    repairs = repairs or Repairs()
+    roles: dict[Any, str] = {}
+    made: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        at, role = f"messages[{number}]", message.get("role")
+        known = roles.get(role) if isinstance(role, str) else None
+        if known is None:
+            known = roles[role] = _role(f"{at}.role", role, template, repairs)
+        made.append(_message(at, message, known, repairs))
+    return without_telemetry(made, repairs)
 
 
-def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequest(f"messages[{number}].role is {shown(repr(role))}; it must be a text such as 'user'")
+def _message(at: str, message: Mapping[str, Any], role: str, repairs: Repairs) -> dict[str, Any]:
     made = dict(message)
-    made["content"] = _content_of(number, message.get("content"))
+    made["role"] = role
+    made["content"] = content_of(f"{at}.content", message.get("content"), role, repairs)
     # Clients have one name for it, templates the other.
     if isinstance(thought := message.get("reasoning"), str) and not message.get("reasoning_content"):
         made["reasoning_content"] = thought
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
-            raise InvalidRequest(f"messages[{number}].tool_calls is {shown(repr(calls))}; it must be a list")
-        made["tool_calls"] = [_call(number, call) for call in calls]
+            raise refused(f"{at}.tool_calls", f"is {shown(repr(calls))}; it must be a list")
+        made["tool_calls"] = [_call(f"{at}.tool_calls[{number}]", call, repairs) for number, call in enumerate(calls)]
     return made
 
 
-def _content_of(number: int, content: Any) -> str | list[dict[str, Any]]:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(
-            f"messages[{number}].content is {shown(repr(content))}; it must be a text or a list of parts"
-        )
-    parts: list[dict[str, Any]] = []
-    for part in content:
-        kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, dict) else None
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-            raise InvalidRequest(
-                f"messages[{number}].content has a part of type {shown(repr(kind))}; this server takes text alone"
-            )
-        parts.append({"type": "text", "text": text})
-    return parts
+def _role(at: str, role: Any, template: str, repairs: Repairs) -> str:
+    """A role that the template knows, or that the API has."""
+    if not isinstance(role, str) or not role:
+        raise refused(at, f"is {shown(repr(role))}; it must be a text such as 'user'")
+    if not template or f"'{role}'" in template or f'"{role}"' in template:
+        return role
+    if role not in _ROLES:
+        raise refused(at, f"is {shown(repr(role))}; it must be {', '.join(_ROLES)}, or a role of the chat template")
+    other = _ROLES[role]
+    return other if other != role and repairs.make("role") else role
 
 
-def _call(number: int, call: Any) -> Any:
+def _call(at: str, call: Any, repairs: Repairs) -> Any:
     """A tool call with its arguments as an object: templates print them as JSON themselves."""
     if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
-        raise InvalidRequest(f"messages[{number}].tool_calls has {shown(repr(call))}, which is no tool call")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments else {}
-        except (ValueError, RecursionError):
-            raise InvalidRequest(f"messages[{number}].tool_calls has arguments that are no JSON") from None
+        raise refused(at, f"is {shown(repr(call))}, which is no tool call")
+    arguments = arguments_of(f"{at}.function.arguments", function.get("arguments"), repairs)
     return call | {"function": function | {"arguments": arguments}}
 
 

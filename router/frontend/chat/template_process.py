@@ -10,6 +10,7 @@ the functions `raise_exception` and `strftime_now`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from datetime import datetime
@@ -22,6 +23,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.frontend.chat import repairs
 from router.frontend.helper_main import serve
 
 _MEMORY = 1 << 30  # bytes of address space
@@ -60,6 +62,10 @@ def _refuse_private(name: object) -> None:
 
 class _RaisedByTemplate(jinja2.TemplateError):
     """The template refuses the messages."""
+
+
+class _Refused(ValueError):
+    """The same, with the reason."""
 
 
 def _raise(message: object) -> None:
@@ -123,7 +129,7 @@ def render(template: str, variables: dict[str, Any], most: int) -> str:
             if size > most:
                 raise ValueError(f"it renders to more than {most} characters")
     except _RaisedByTemplate as error:
-        raise ValueError(f"it refuses the messages: {error}") from None
+        raise _Refused(f"it refuses the messages: {error}") from None
     except MemoryError:
         raise ValueError("it takes too much memory") from None
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -136,13 +142,38 @@ def _answer(order: dict[str, Any], most: int) -> dict[str, Any]:
     try:
         if not takes_parts(order["template"]):
             variables = variables | {"messages": [_plain(message) for message in variables["messages"]]}
-        text = render(order["template"], variables, most)
+        text, made = _repaired(order["template"], variables, order.get("repairs", ()), most)
         text.encode()  # a template may make half a surrogate pair, which is no text
-        return {"text": text}
+        return {"text": text, "repairs": made}
     except ValueError as error:
         return {"error": str(error)[:1_000]}
     except Exception as error:  # noqa: BLE001 a template is a program: whatever it raises, another one must go on
         return {"error": f"{type(error).__name__}: {error}"[:1_000]}
+
+
+def _repaired(template: str, variables: dict[str, Any], allowed: list[str], most: int) -> tuple[str, list[str]]:
+    """Render messages, and change them if the template refuses them or shows a part of the system's alone. Return the
+    kinds of changes, too. Raises ValueError."""
+    messages, text, error, made = variables["messages"], None, None, list[str]()
+    try:
+        text = render(template, variables, most)
+    except _Refused as refusal:
+        error = refusal
+    system = [one.strip() for one in repairs.system_texts(messages)]
+    if text is not None and all(one in text for one in system):
+        return text, []
+    for kind, change in repairs.FOR_STRICT_TEMPLATES.items():
+        if kind not in allowed or (text is not None and kind != "system") or (changed := change(messages)) == messages:
+            continue
+        messages, made = changed, [*made, kind]
+        with contextlib.suppress(_Refused):
+            other = render(template, variables | {"messages": messages}, most)
+            if text is None or all(one in other for one in system):
+                return other, made
+    if text is None:
+        assert error is not None
+        raise error
+    return text, []  # the template shows nothing of the system's, wherever it stands
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

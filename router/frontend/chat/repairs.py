@@ -1,0 +1,225 @@
+"""What a front may mend in a request that a model can't take as it came, and what it tells of it.
+
+Agents send whole conversations again and again. So one odd role, part or call would refuse every later turn. A
+repair changes as little as it can. `api.repairs` turns each kind off: then the request is refused by its field.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import msgspec
+
+from baton.config import REPAIRS, Repair
+from baton.errors import InvalidRequest, shown
+
+Json: TypeAlias = dict[str, Any]
+
+HEADER = "baton-repairs"
+"""Names the kinds of repairs in an answer."""
+
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|.)"
+    rb"|\xed[\xa0-\xbf][\x80-\xbf]",
+    re.DOTALL,
+)
+_TELEMETRY = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.IGNORECASE)
+_UNREADABLE = "INVALID_JSON"  # Anthropic's own name for arguments that were cut
+
+
+class Repairs:
+    """The repairs of one request: which kinds are allowed, and which were made."""
+
+    def __init__(self, setting: bool | Sequence[Repair] = True) -> None:
+        """`setting`: that of `api.repairs`."""
+        self.allowed: Sequence[Repair] = (REPAIRS if setting else ()) if isinstance(setting, bool) else setting
+        self.made: dict[Repair, None] = {}
+
+    def make(self, kind: Repair) -> bool:
+        """Note that a request is repaired. Return False if its kind is turned off."""
+        if kind in self.allowed:
+            self.made[kind] = None
+            return True
+        return False
+
+
+def refused(field: str, reason: str) -> InvalidRequest:
+    """Return the error for a field."""
+    error = InvalidRequest(f"{field} {reason}")
+    error.field = field
+    return error
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def with_whole_characters(body: bytes) -> bytes:
+    """Return JSON with U+FFFD for each half of a surrogate pair that stands alone."""
+    return _ESCAPE.sub(_whole, body)
+
+
+def _whole(found: re.Match[bytes]) -> bytes:
+    match len(found[0]):
+        case 3:
+            return b"\xef\xbf\xbd"
+        case 6:
+            return b"\\ufffd"
+        case _:  # a whole pair, or no surrogate
+            return found[0]
+
+
+def content_of(at: str, content: Any, role: Any, repairs: Repairs) -> str | list[Json]:
+    """Return a message's content as a text or as parts of text. In results of tools and in the model's own turns, a
+    part that is no text becomes a placeholder. Raises InvalidRequest."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise refused(at, f"is {shown(repr(content))}; it must be a text or a list of parts")
+    parts = cast("list[Any]", content)
+    return [_part(f"{at}[{number}]", part, role, repairs) for number, part in enumerate(parts)]
+
+
+def _part(at: str, part: Any, role: Any, repairs: Repairs) -> Json:
+    text = _text_of(part)
+    if text is None:
+        kind: object = cast("Json", part).get("type") if isinstance(part, dict) else part
+        if role in ("user", "system", "developer") or not repairs.make("placeholder"):
+            raise refused(at, f"is a part of type {shown(repr(kind))}; this server takes text alone")
+        text = placeholder(kind)
+    return {"type": "text", "text": text}
+
+
+def placeholder(kind: object) -> str:
+    """Return the text that stands for something that the model can't read."""
+    return f"[{shown(str(kind), 80)} left out: this model reads text alone]"
+
+
+def _text_of(part: Any) -> str | None:
+    match part:
+        case str():
+            return part
+        case {"type": "text" | "input_text" | "output_text" | "refusal", "text": str(text)}:
+            return text
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            return text
+        case {"type": "search_result", "content": [*inner]}:
+            texts = [_text_of(one) for one in inner]
+            return "\n".join(text for text in texts if text is not None)
+        case _:
+            return None
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def arguments_of(at: str, given: Any, repairs: Repairs) -> Json:
+    """Return a call's arguments as the object that templates expect. Raises InvalidRequest."""
+    if isinstance(given, dict):
+        return cast("Json", given)
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return {}
+    text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    value = _value_of(text)
+    if isinstance(value, dict):
+        return cast("Json", value)
+    if not repairs.make("arguments"):
+        raise refused(at, f"is {shown(repr(given))}, which is no JSON object")
+    twice: Any = _value_of(value) if isinstance(value, str) else {} if text.strip() == "null" else None
+    return cast("Json", twice) if isinstance(twice, dict) else {_UNREADABLE: text}
+
+
+def _value_of(text: str) -> Any:
+    """Return what a text is as JSON; None if it is none."""
+    try:
+        value = json.loads(with_whole_characters(text.encode(errors="replace")).decode())
+        msgspec.json.encode(value)  # not too deep for it
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def without_telemetry(messages: list[Json], repairs: Repairs) -> list[Json]:
+    """Return the messages without the line that Claude Code puts before its system prompt. It differs in each request,
+    so no prompt behind it would be found in a cache."""
+    for number, message in enumerate(messages):
+        if message["role"] not in ("system", "developer"):
+            break
+        parts: Any = message["content"]
+        first: str = parts if isinstance(parts, str) else parts[0]["text"] if parts else ""
+        if (found := _TELEMETRY.match(first)) is None or not repairs.make("telemetry"):
+            continue
+        rest = first[found.end() :]
+        if not isinstance(parts, str):
+            rest = [*([{"type": "text", "text": rest}] if rest.strip() else []), *parts[1:]]
+        more = [message | {"content": rest}] if rest else []
+        return [*messages[:number], *more, *messages[number + 1 :]]
+    return messages
+
+
+def with_one_system(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with all that are the system's as one, before all others."""
+    system = [message for message in messages if message["role"] in ("system", "developer")]
+    rest = [message for message in messages if message["role"] not in ("system", "developer")]
+    return [{"role": "system", "content": _joined([one["content"] for one in system])}, *rest] if system else rest
+
+
+def with_turns(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with neighbours of one role as one."""
+    turns: list[Json] = []
+    for message in messages:
+        last = turns[-1] if turns else None
+        if last is not None and last["role"] == message["role"] in ("user", "assistant") and not last.get("tool_calls"):
+            turns[-1] = last | message | {"content": _joined([last["content"], message["content"]])}
+        else:
+            turns.append(message)
+    return turns
+
+
+def with_system_in_user(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with a leading one of the system at the beginning of the first user's."""
+    for number, message in enumerate(messages):
+        if message["role"] == "user" and messages[0]["role"] == "system":
+            joined = _joined([messages[0]["content"], message["content"]])
+            return [*messages[1:number], message | {"content": joined}, *messages[number + 1 :]]
+    return [*messages]
+
+
+FOR_STRICT_TEMPLATES: Mapping[Repair, Callable[[Sequence[Json]], list[Json]]] = {
+    "system": with_one_system,
+    "turns": with_turns,
+    "system_in_user": with_system_in_user,
+}
+"""How messages are changed, one kind after the other, until a template takes them."""
+
+
+def system_texts(messages: Sequence[Json]) -> list[str]:
+    """Return what the system says, part by part."""
+    said: list[str] = []
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            content: Any = message["content"]
+            said += [content] if isinstance(content, str) else [part["text"] for part in content]
+    return said
+
+
+def _joined(contents: Sequence[Any]) -> str | list[Json]:
+    """Return several contents as one, with an empty line between them."""
+    some = [content for content in contents if content]
+    if all(isinstance(content, str) for content in some):
+        return "\n\n".join(some)
+    parts: list[Json] = []
+    for content in some:
+        if parts:
+            parts.append({"type": "text", "text": "\n\n"})
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts

@@ -1,0 +1,400 @@
+"""What agents send and a model can't take: repaired, told of and counted, or refused by its field."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.config import REPAIRS
+from router.frontend.api.prompts import PromptBuilder
+from router.frontend.chat.repairs import Repairs, arguments_of, with_whole_characters
+from tests.router.model import CONTEXT
+from tests.router.served import settings_for
+from tests.router.test_api import Door, door, run
+from tests.support.eventually import eventually_async
+
+pytestmark = pytest.mark.slow
+
+LENIENT = (  # as Qwen3's: it drops roles that it does not know
+    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.arguments | tojson }}{% endfor %}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+STRICT = (  # as Qwen3.5's
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}"
+    "{% elif m.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('Unexpected role.') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+)
+ALTERNATING = (  # as Mistral's
+    "{% set ns = namespace(rest=messages) %}{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}"
+    "{% set ns.rest = messages[1:] %}{% endif %}{% for m in ns.rest %}"
+    "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate.') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+WITHOUT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role.') }}{% endif %}" + LENIENT
+FIRST_ALONE = (  # as gpt-oss's: it knows developers, and shows the system's first message alone
+    "{% if messages[0].role in ['developer', 'system'] %}<developer>{{ messages[0].content }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% endif %}{% endfor %}"
+)
+USER: dict[str, Any] = {"role": "user", "content": "Hi"}
+TURN: dict[str, Any] = {"role": "assistant", "content": "Yes?"}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+LINE = "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch=0a1b2;"
+
+
+def system(text: Any, role: str = "system") -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+class Front:
+    """A client that learns the text of each prompt."""
+
+    def __init__(self, client: Door, prompts: list[str]) -> None:
+        self.client = client
+        self.prompts = prompts
+
+    async def send(self, path: str, body: Any) -> tuple[int, Any, str]:
+        """Return the status, the answer and the repairs that its header tells."""
+        status, answer, headers = await self.client.post(f"/v1/{path}", {"max_tokens": 4} | body)
+        return status, answer, headers.get("baton-repairs", "")
+
+    async def prompt(self, path: str, body: Any) -> tuple[str, str]:
+        """Return the prompt that a request becomes, and its repairs."""
+        status, answer, repairs = await self.send(path, body)
+        assert status == 200, answer
+        return self.prompts[-1], repairs
+
+    async def repaired(self, kind: str) -> float:
+        async with self.client.http.get(f"{self.client.url}/metrics") as page:
+            lines = (await page.text()).splitlines()
+        (line,) = [one for one in lines if one.startswith(f'baton_request_repairs_total{{kind="{kind}"}}')]
+        return float(line.split()[-1])
+
+
+@contextlib.asynccontextmanager
+async def front(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, template: str = LENIENT, **api: Any
+) -> AsyncIterator[Front]:
+    """A router with such settings of `api`."""
+    prompts: list[str] = []
+    encode: Callable[..., Any] = PromptBuilder.encode
+
+    def noted(self: PromptBuilder, texts: Sequence[str], **more: Any) -> Any:
+        prompts.extend(texts)
+        return encode(self, texts, **more)
+
+    def settings(folder: Path, **more: Any) -> Any:
+        config = settings_for(folder, **more)
+        return msgspec.structs.replace(config, api=msgspec.structs.replace(config.api, **api))
+
+    monkeypatch.setattr(PromptBuilder, "encode", noted)
+    monkeypatch.setattr("tests.router.test_api.settings_for", settings)
+    async with door(folder, template=template) as client:
+        yield Front(client, prompts)
+
+
+PROMPTS = {
+    LENIENT: [
+        ([system("A", "developer"), USER], "<system>A<user>Hi<assistant>", "role"),
+        ([system("A"), USER, system("B")], "<system>A<user>Hi<system>B<assistant>", ""),
+    ],
+    STRICT: [
+        ([system("A", "developer"), USER], "<system>A<user>Hi<assistant>", "role"),
+        ([system("A"), system("B"), USER], "<system>A\n\nB<user>Hi<assistant>", "system"),
+        (
+            [USER, TURN, system([{"type": "text", "text": "B"}]), USER],
+            "<system>B<user>Hi<assistant>Yes?<user>Hi<assistant>",
+            "system",
+        ),
+    ],
+    FIRST_ALONE: [
+        ([system("A", "developer"), USER], "<developer>A<user>Hi", ""),
+        ([system("A"), system("B", "developer"), USER], "<developer>A\n\nB<user>Hi", "system"),
+    ],
+    ALTERNATING: [
+        ([system("A"), USER, system("B"), USER], "<system>A\n\nB<user>Hi\n\nHi", "system, turns"),
+        ([USER, USER], "<user>Hi\n\nHi", "turns"),
+    ],
+    WITHOUT_SYSTEM: [
+        ([system("A"), system("B"), USER], "<user>A\n\nB\n\nHi<assistant>", "system, system_in_user"),
+    ],
+    "{{ messages[0].role }}": [([USER, system("B")], "user", "")],
+}
+
+
+@pytest.mark.parametrize("template", PROMPTS)
+def test_the_systems_messages_reach_every_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    async def test() -> None:
+        counts = dict.fromkeys(REPAIRS, 0)
+        async with front(tmp_path, monkeypatch, template) as it:
+            for messages, prompt, repairs in PROMPTS[template]:
+                assert await it.prompt("chat/completions", {"messages": messages}) == (prompt, repairs)
+                for kind in REPAIRS:
+                    counts[kind] += kind in repairs.split(", ")
+
+            async def counted() -> bool:
+                return [await it.repaired(kind) for kind in REPAIRS] == [*counts.values()]
+
+            await eventually_async(counted)
+
+    run(test)
+
+
+def test_the_systems_messages_of_the_other_doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with front(tmp_path, monkeypatch, STRICT) as it:
+            right = ("<system>A\n\nB<user>Hi<assistant>", "system")
+            assert await it.prompt("messages", {"system": "A", "messages": [USER, system("B")]}) == right
+            body = {"instructions": "A", "input": [system("B", "developer"), USER]}
+            assert await it.prompt("responses", body) == (right[0], "role, system")
+            streamed = await it.client.http.post(
+                f"{it.client.url}/v1/messages",
+                json={"system": "A", "messages": [USER, system("B")], "max_tokens": 4, "stream": True},
+            )
+            assert streamed.headers["baton-repairs"] == "system"
+            for path, body, at in (
+                ("chat/completions", {"messages": [USER, system("A", "wizard")]}, "messages[1].role"),
+                ("chat/completions", {"messages": [USER, system("A", "System")]}, "messages[1].role"),
+                ("messages", {"messages": [USER, system("A", "wizard")]}, "messages[1].role"),
+                ("responses", {"input": [USER, system("A", "wizard")]}, "input[1].role"),
+            ):
+                status, answer, _ = await it.send(path, body)
+                assert (status, at in answer["error"]["message"]) == (400, True), answer
+
+    run(test)
+
+
+CUT = '{"value": '
+ARGUMENTS = [
+    ('{"a": 1}', {"a": 1}, ""),
+    ({"a": 1}, {"a": 1}, ""),
+    ("", {}, ""),
+    (" ", {}, ""),
+    (None, {}, ""),
+    (CUT, {"INVALID_JSON": CUT}, "arguments"),
+    ("[]", {"INVALID_JSON": "[]"}, "arguments"),
+    ("null", {}, "arguments"),
+    ("5", {"INVALID_JSON": "5"}, "arguments"),
+    (5, {"INVALID_JSON": "5"}, "arguments"),
+    ('"{\\"a\\": 1}"', {"a": 1}, "arguments"),
+    ("[" * 2_000, {"INVALID_JSON": "[" * 2_000}, "arguments"),
+    ('{"a": "\\ud83d"}', {"a": "\ufffd"}, ""),
+]
+
+
+@pytest.mark.parametrize(("given", "right", "repairs"), ARGUMENTS)
+def test_arguments_are_always_an_object(given: Any, right: Any, repairs: str) -> None:
+    noted = Repairs()
+    assert arguments_of("x", given, noted) == right
+    assert ", ".join(noted.made) == repairs
+
+
+def test_arguments_of_every_door_reach_the_template_as_an_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with front(tmp_path, monkeypatch) as it:
+            for given, right, repairs in (case for case in ARGUMENTS if len(str(case[0])) < 100):
+                shown = f"<call>{json.dumps(right, ensure_ascii=False)}"
+                call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
+                history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+                item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": given}
+                block = {"type": "tool_use", "id": "c", "name": "f", "input": given}
+                for path, body in (
+                    ("chat/completions", {"messages": [*history, USER]}),
+                    ("responses", {"input": [USER, item, USER]}),
+                    ("messages", {"messages": [USER, {"role": "assistant", "content": [block]}, USER]}),
+                ):
+                    prompt, told = await it.prompt(path, body)
+                    assert (shown in prompt, told) == (True, repairs), (path, given, prompt)
+
+    run(test)
+
+
+def test_pictures_in_results_and_history_have_a_placeholder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = {"type": "image_url", "image_url": {"url": "data:,"}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    text = {"type": "text", "text": "seen"}
+    document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a page"}}
+
+    def left_out(kind: str) -> str:
+        return f"[{kind} left out: this model reads text alone]"
+
+    def result(*parts: Any) -> Any:
+        return {"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": list(parts)}
+        ]}]}  # fmt: skip
+
+    def hosted(kind: str, **more: Any) -> Any:
+        return {"input": [USER, {"type": kind, "id": "x", **more}, {"role": "assistant", "content": "Yes?"}, USER]}
+
+    async def test() -> None:
+        async with front(tmp_path, monkeypatch) as it:
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            output = {"type": "function_call_output", "call_id": "c"}
+            item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+            picture = {"type": "input_image", "image_url": "data:,"}
+            search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
+            found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+            for path, body, shown in (
+                ("messages", result(text, IMAGE), ["seen\n" + left_out("image")]),
+                ("messages", result({"type": "tool_reference", "tool_name": "f"}), [left_out("tool_reference")]),
+                ("messages", {"messages": [USER, {"role": "assistant", "content": [search, found, text]}, USER]},
+                 [left_out("server_tool_use"), left_out("web_search_tool_result"), "seen"]),
+                ("chat/completions", {"messages": [
+                    USER, turn, {"role": "tool", "tool_call_id": "c", "content": [text, url]}
+                ]}, ["seen\n" + left_out("image_url")]),
+                ("chat/completions", {"messages": [USER, {"role": "assistant", "content": [url]}, USER]},
+                 [left_out("image_url")]),
+                ("responses", {"input": [USER, item, output | {"output": [picture]}]}, [left_out("input_image")]),
+                *(("responses", hosted(kind), [left_out(kind), "Yes?"]) for kind in (
+                    "web_search_call", "image_generation_call", "computer_call_output", "mcp_list_tools", "compaction",
+                )),
+            ):  # fmt: skip
+                prompt, repairs = await it.prompt(path, body)
+                assert repairs == "placeholder", prompt
+                assert all(one in prompt for one in shown), prompt
+            assert await it.prompt("messages", result(document)) == ("<tool>a page<assistant>", "")
+            picture_of_user = {"role": "user", "content": [text, IMAGE]}
+            for path, body, at in (
+                ("messages", {"system": "A", "messages": [picture_of_user]}, "messages[0].content[1]"),
+                (
+                    "responses",
+                    {"instructions": "A", "input": [USER, {"role": "user", "content": [picture]}]},
+                    "input[1]",
+                ),
+                ("chat/completions", {"messages": [{"role": "user", "content": [url]}]}, "messages[0].content[0]"),
+                ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+                ("responses", {"input": [{"type": "wizardry", "id": "x"}]}, "input[0].type"),
+            ):
+                status, answer, _ = await it.send(path, body)
+                assert (status, at in answer["error"]["message"]) == (400, True), answer
+
+    run(test)
+
+
+def test_the_line_of_telemetry_leads_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def block(text: str) -> Any:
+        return {"type": "text", "text": text}
+
+    async def test() -> None:
+        async with front(tmp_path, monkeypatch) as it:
+            right = ("<system>Be brief.<user>Hi<assistant>", "telemetry")
+            for path, body in (
+                ("messages", {"system": [block(LINE), block("Be brief.")], "messages": [USER]}),
+                ("messages", {"system": f"{LINE}\nBe brief.", "messages": [USER]}),
+                ("chat/completions", {"messages": [system([block(LINE), block("Be brief.")]), USER]}),
+                ("chat/completions", {"messages": [system(f"{LINE}\nBe brief."), USER]}),
+                ("chat/completions", {"messages": [system(LINE), system("Be brief."), USER]}),
+                ("responses", {"instructions": f"{LINE}\nBe brief.", "input": [USER]}),
+            ):
+                assert await it.prompt(path, body) == right, body
+            for messages in ([system(f"A\n{LINE}"), USER], [USER | {"content": LINE}], [USER, system(LINE)]):
+                prompt, repairs = await it.prompt("chat/completions", {"messages": messages})
+                assert (LINE in prompt, repairs) == (True, "")
+
+    run(test)
+
+
+def test_a_limit_that_does_not_fit_is_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        many = {"max_tokens": 200_000, "max_output_tokens": 200_000}
+        async with front(tmp_path, monkeypatch) as it:
+            assert await it.prompt("messages", {"messages": [USER]} | many) == ("<user>Hi<assistant>", "limit")
+            assert await it.prompt("responses", {"input": "Hi"} | many) == ("<user>Hi<assistant>", "limit")
+            for path, body in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "Hi"})):
+                status, answer, _ = await it.send(path, body | many)
+                error = answer["error"]
+                assert (status, error["code"]) == (400, "context_length_exceeded")
+                assert "maximum context length is" in error["message"]
+        async with front(tmp_path, monkeypatch, clamp_max_tokens=True) as it:
+            for path, body in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "Hi"})):
+                assert (await it.prompt(path, body | many))[1] == "limit"
+
+    run(test)
+
+
+def test_a_prompt_beyond_the_context_is_told_in_words_that_clients_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with front(tmp_path, monkeypatch, repairs=False) as it:
+            for long in ("Hi, " * CONTEXT, "Hi, " * 40 * CONTEXT):
+                user = USER | {"content": long}
+                _, answer, _ = await it.send("messages", {"messages": [user]})
+                assert answer["error"]["type"] == "invalid_request_error"
+                words = answer["error"]["message"].split()
+                assert words[:4] + words[5:7] + words[8:] == ["prompt", "is", "too", "long:", "tokens", ">", "maximum"]
+                assert int(words[4]) > int(words[7]) == CONTEXT
+                for path, body in (
+                    ("chat/completions", {"messages": [user]}),
+                    ("completions", {"prompt": long}),
+                    ("responses", {"input": long}),
+                ):
+                    status, answer, _ = await it.send(path, body)
+                    error = answer["error"]
+                    told = (status, error["code"], error["type"])
+                    assert told == (400, "context_length_exceeded", "invalid_request_error")
+                    assert f"maximum context length is {CONTEXT} tokens" in error["message"]
+            _, answer, _ = await it.send("messages", {"messages": [USER], "max_tokens": 200_000})
+            told = "input length and `max_tokens` exceed context limit: "
+            assert answer["error"]["message"].startswith(told)
+            assert " + 200000 > " in answer["error"]["message"]
+
+    run(test)
+
+
+def test_half_a_surrogate_pair_is_a_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {
+        r"\ud83d": "\ufffd",
+        r"a\ude00b": "a\ufffdb",
+        r"\uD83D\u0041": "\ufffdA",
+        r"\ud83d\ude00 \\ud83d": "\N{GRINNING FACE} \\ud83d",
+    }
+
+    async def test() -> None:
+        async with front(tmp_path, monkeypatch) as it:
+            for said, right in texts.items():
+                body = b'{"messages": [{"role": "user", "content": "%b"}], "max_tokens": 4}' % said.encode()
+                for path in ("chat/completions", "messages"):
+                    async with it.client.http.post(f"{it.client.url}/v1/{path}", data=body) as answer:
+                        assert answer.status == 200, await answer.text()
+                        told = answer.headers.get("baton-repairs", "")
+                    assert (it.prompts[-1], told) == (
+                        f"<user>{right}<assistant>",
+                        "surrogate" if "\ufffd" in right else "",
+                    )
+
+    run(test)
+    assert with_whole_characters(b'"\xed\xa0\xbd"') == '"\ufffd"'.encode()
+
+
+def test_what_is_turned_off_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": CUT}
+    search = {"type": "web_search_call", "id": "x"}
+    requests: list[tuple[str, str, Any]] = [
+        ("system", "messages", {"system": "A", "messages": [USER, system("B")]}),
+        ("arguments", "responses", {"input": [USER, call]}),
+        ("placeholder", "responses", {"input": [USER, search]}),
+        ("limit", "messages", {"messages": [USER], "max_tokens": 200_000}),
+    ]
+
+    async def test() -> None:
+        for setting, allowed in ((False, ()), (["limit", "system"], ("limit", "system")), (True, REPAIRS)):
+            async with front(tmp_path, monkeypatch, STRICT, repairs=setting) as it:
+                for kind, path, body in requests:
+                    status, _, told = await it.send(path, body)
+                    assert (status, told) == ((200, kind) if kind in allowed else (400, "")), (setting, kind)
+                kept = await it.prompt("messages", {"system": f"{LINE}\nA", "messages": [USER]})
+                assert (LINE in kept[0]) == (setting is not True)
+
+    run(test)
