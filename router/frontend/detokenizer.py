@@ -286,8 +286,9 @@ class StopMatcher:
         self._stops = [_Stop(stop) for stop in stops]
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
+    def feed(self, text: str, *, ends: bool = True) -> tuple[str, str | None]:
         """Text that is safe to give out, and the stop string that was met, if any; then the text ends before it.
+        Without `ends`, a stop string that is complete in this text is none.
 
         The first is the one that is complete first, so that it does not depend on how the text was cut into pieces."""
         if not self._stops:
@@ -299,7 +300,7 @@ class StopMatcher:
             for stop in self._stops:
                 if stop.follow(text[at]) and len(stop.text) > len(found):
                     found = stop.text
-            if found:
+            if found and ends:
                 self._held = ""
                 return text[: at + 1 - len(found)], found
         safe = len(text) - max(stop.matched for stop in self._stops)
@@ -329,16 +330,14 @@ class _Stop:
             matched = falls[matched]
         if text[matched] == character:
             matched += 1
-        if matched == len(text):
-            self.matched = 0
-            return True
         while len(falls) <= matched:
             fall, last = falls[-1], text[len(falls) - 1]
             while fall and text[fall] != last:
                 fall = falls[fall]
             falls.append(fall + (text[fall] == last))
-        self.matched = matched
-        return False
+        whole = matched == len(text)
+        self.matched = falls[matched] if whole else matched
+        return whole
 
 
 @dataclass(frozen=True)
@@ -384,11 +383,8 @@ class TextStream:
         parts: list[str] = []
         for taken, token in enumerate(tokens, start=1):
             text = "" if token in self._silent else self._detokenizer.feed(token)
-            if self._unstoppable > 0:
-                self._unstoppable -= 1
-                parts.append(text)
-                continue
-            safe, stopped = self._match(text)
+            safe, stopped = self._match(text, ends=self._unstoppable <= 0)
+            self._unstoppable -= 1
             parts.append(safe)
             if stopped:
                 return Piece("".join(parts), taken, stopped=True)
@@ -401,8 +397,8 @@ class TextStream:
         safe, stopped = self._match(self._detokenizer.flush())
         return Piece(safe if stopped else safe + self._matcher.flush(), 0, stopped)
 
-    def _match(self, text: str) -> tuple[str, bool]:
-        safe, self.stop = self._matcher.feed(text)
+    def _match(self, text: str, *, ends: bool = True) -> tuple[str, bool]:
+        safe, self.stop = self._matcher.feed(text, ends=ends)
         if self.stop is not None and self._include_stop:
             safe += self.stop
         return safe, self.stop is not None
