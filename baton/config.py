@@ -243,7 +243,16 @@ class RouterConfig(_Section, frozen=True):
 
 
 Repair: TypeAlias = Literal[
-    "role", "system", "turns", "system_in_user", "arguments", "placeholder", "limit", "telemetry", "surrogate"
+    "role",
+    "system",
+    "turns",
+    "system_in_user",
+    "arguments",
+    "placeholder",
+    "limit",
+    "telemetry",
+    "surrogate",
+    "tool",
 ]
 REPAIRS: tuple[Repair, ...] = get_args(Repair)
 """What the HTTP APIs may repair in a request."""

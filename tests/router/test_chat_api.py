@@ -286,3 +286,153 @@ def test_markers_stay_and_other_special_tokens_go() -> None:
     ):
         stream = TextStream(made, [], (), frozenset(), options)
         assert "".join(stream.feed([token]).text for token in tokens) + stream.flush().text == text
+
+
+PATCH = '+ "é" \\ 😀\n'
+FIND = {"type": "function", "name": "find", "parameters": {}, "strict": False}
+AGENTS_TOOLS: Any = [
+    {"type": "web_search"},
+    {"type": "web_search_preview_2025_03_11"},
+    {"type": "custom", "name": "patch", "description": "Edits."},
+    {"type": "namespace", "name": "docs", "description": "Docs.", "tools": [FIND]},
+    {"type": "namespace", "name": "bugs", "description": "Bugs.", "tools": [FIND]},
+]
+
+
+def call_of(name: str, arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_codexs_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosted tools are left out, members of namespaces keep their names, and custom tools take a text."""
+    calls = [call_of("patch", {"input": PATCH}), call_of("docs__find", {"a": 1}), call_of("bugs__find", {})]
+
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, "".join(calls)) as client, client.openai() as door:
+            asked: Any = {"model": "", "input": "Go.", "tools": AGENTS_TOOLS, "max_output_tokens": 200}
+            response = await door.responses.create(**asked)
+            patch, docs, bugs = response.output
+            assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "patch", PATCH)
+            assert (docs.type, docs.namespace, docs.name) == ("function_call", "docs", "find")
+            assert json.loads(docs.arguments) == {"a": 1}
+            assert (bugs.namespace, bugs.name) == ("bugs", "find")
+            assert [tool.type for tool in response.tools] == [tool["type"] for tool in AGENTS_TOOLS]
+
+            events: Any = [event async for event in await door.responses.create(**asked, stream=True)]
+            for one, other in zip(response.output, events[-1].response.output, strict=True):
+                assert one.model_dump(exclude={"id", "call_id"}) == other.model_dump(exclude={"id", "call_id"})
+            inputs = [event for event in events if event.type.startswith("response.custom_tool_call_input")]
+            deltas = [event.delta for event in inputs if event.type.endswith("delta")]
+            assert "".join(deltas) == PATCH
+            assert len(deltas) > 3
+            assert [event.input for event in inputs if event.type.endswith("done")] == [PATCH]
+
+            client.say("Fine.")
+            outputs = [
+                {"type": f"{item.type}_output", "call_id": item.call_id, "output": "ok"} for item in response.output
+            ]
+            history = [*(item.model_dump(exclude_none=True) for item in response.output), *outputs]
+            later = asked | {"input": [*MESSAGES, *history], "max_output_tokens": 20}
+            assert (await door.responses.create(**later)).output_text == "Fine."
+            choice: Any = {"type": "custom", "name": "patch"}
+            client.say(json.dumps({"input": PATCH}))
+            (forced,) = (await door.responses.create(**asked, tool_choice=choice)).output
+            assert (forced.type, forced.input) == ("custom_tool_call", PATCH)
+            members = [{"type": "namespace", "name": "bugs"}, {"type": "web_search"}]
+            client.say(json.dumps([{"name": "bugs__find", "parameters": {}}]))
+            choice = {"type": "allowed_tools", "mode": "required", "tools": members}
+            (chosen,) = (await door.responses.create(**asked, tool_choice=choice)).output
+            assert (chosen.namespace, chosen.name) == ("bugs", "find")
+            # A text under a grammar in Lark is the whole output.
+            lark = {"type": "grammar", "syntax": "lark", "definition": "start: /(.|\\n)+/"}
+            bound = [{"type": "custom", "name": "patch", "format": lark}]
+            client.say(PATCH)
+            choice = {"type": "custom", "name": "patch"}
+            (forced,) = (await door.responses.create(**asked | {"tools": bound}, tool_choice=choice)).output
+            assert forced.input == PATCH
+            for tools, path in (
+                ([{"type": "wizard"}], "tools[0].type"),
+                (
+                    [{"type": "namespace", "name": "n", "tools": [FIND, {"type": "function"}]}],
+                    "tools[0].tools[1].name",
+                ),
+                ([{"type": "namespace", "name": "n"}], "tools[0]"),
+                ([{"type": "custom", "name": "n", "format": {"type": "odd"}}], "tools[0].format"),
+            ):
+                with pytest.raises(openai.BadRequestError) as error:
+                    await door.responses.create(**asked | {"tools": tools})
+                assert error.value.param == path
+
+    run(test)
+
+
+def test_custom_tools_of_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        said = call_of("apply_patch", {"input": PATCH}) + call_of("get_time", {})
+        async with saying(tmp_path, monkeypatch, said) as client, client.openai() as door:
+            custom = {"type": "custom", "custom": {"name": "apply_patch", "format": {"type": "text"}}}
+            asked: Any = {"model": "", "messages": MESSAGES, "tools": [*TOOLS, custom]}
+            message = (await door.chat.completions.create(**asked)).choices[0].message
+            assert message.tool_calls is not None
+            patch, time = message.tool_calls
+            assert (patch.type, time.type) == ("custom", "function")
+            assert (patch.custom.name, patch.custom.input) == ("apply_patch", PATCH)
+            texts = ""
+            async for chunk in await door.chat.completions.create(**asked, stream=True):
+                for call in chunk.choices[0].delta.tool_calls or ():
+                    texts += (call.model_extra or {}).get("custom", {}).get("input", "")
+            assert texts == PATCH
+            client.say("Fine.")
+            result = {"role": "tool", "tool_call_id": patch.id, "content": "ok"}
+            later = [*MESSAGES, message.model_dump(exclude_none=True), result, {**result, "tool_call_id": time.id}]
+            last = await door.chat.completions.create(**asked | {"messages": later})
+            assert last.choices[0].message.content == "Fine."
+
+    run(test)
+
+
+def test_anthropics_own_tools_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, SAID) as client, client.anthropic() as door:
+            kinds = (
+                "web_search_20250305",
+                "code_execution_20250825",
+                "bash_20250124",
+                "tool_search_tool_bm25_20251119",
+            )
+            hosted = [{"type": kind, "name": kind.rpartition("_")[0]} for kind in kinds]
+            tools: Any = [hosted[0], {"name": "get_weather", "input_schema": PARAMETERS}, *hosted[1:]]
+            asked: Any = {"model": "", "max_tokens": 500, "messages": MESSAGES, "tools": tools}
+            message = await door.messages.create(**asked)
+            assert next(block.name for block in message.content if block.type == "tool_use") == "get_weather"
+            alone = await door.messages.create(**asked | {"tools": hosted})
+            assert alone.stop_reason == "end_turn"
+            with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.type"):
+                await door.messages.create(**asked | {"tools": [{"type": "wizard", "name": "w"}]})
+
+    run(test)
+
+
+def test_a_stop_string_that_completes_after_min_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, "abcdefg") as client, client.openai() as door:
+            for least, text in ((0, "ab"), (3, "ab"), (4, "abcdefg")):
+                answer = await door.completions.create(
+                    model="", prompt="x", max_tokens=7, stop=["cd"], extra_body={"min_tokens": least}
+                )
+                assert answer.choices[0].text == text
+
+    run(test)
+
+
+def test_a_schema_of_anthropics_binds_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, "{}") as client, client.anthropic() as door:
+            asked: Any = {"model": "", "max_tokens": 50, "messages": MESSAGES}
+            form: Any = {"type": "json_schema", "schema": {"type": "no such"}}
+            with pytest.raises(anthropic.BadRequestError, match="no such"):
+                await door.messages.create(**asked, output_config={"format": form})
+            with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
+                await door.messages.create(**asked, extra_body={"mcp_servers": [{"type": "url", "url": "x"}]})
+
+    run(test)

@@ -13,6 +13,7 @@ from baton.errors import InvalidRequest
 from router.frontend.api.anthropic_messages import MessagesRequest, chat_of_messages
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.openai_responses import ResponsesRequest, chat_of_response
+from router.frontend.api.protocol import refuse_unserved
 from router.frontend.api.tools import planned
 from router.frontend.chat.families import REASONING, TOOL_PARSERS, Calls, ChatFormat, chosen
 
@@ -200,7 +201,7 @@ def test_a_turn_with_calls_of_anthropics() -> None:
     for wrong in (
         {"tool_choice": {"type": "x"}},
         {"tools": [{"name": "f"}]},
-        {"tools": [{"type": "bash_20250124"}]},
+        {"tools": [{"type": "wizard"}]},
         {"thinking": {}},
     ):
         with pytest.raises(InvalidRequest) as error:
@@ -260,3 +261,37 @@ def test_the_configuration_knows_every_parser() -> None:
     hints = get_type_hints(ModelConfig)
     assert set(get_args(hints["tool_call_parser"])) == {"auto", "none", *TOOL_PARSERS}
     assert set(get_args(hints["reasoning_parser"])) == {"auto", "none", *REASONING}
+
+
+def test_fields_that_are_not_served_are_refused_by_name() -> None:
+    for fields in (
+        {"functions": [{"name": "f"}]},
+        {"function_call": {"name": "f"}},
+        {"modalities": ["text", "audio"]},
+        {"audio": {"voice": "x"}},
+        {"web_search_options": {}},
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            refuse_unserved(chat(**fields))
+        assert error.value.field == next(iter(fields))
+    refuse_unserved(chat(functions=[], function_call="auto", modalities=["text"]))
+    for field in ("prompt", "context_management", "conversation"):
+        with pytest.raises(InvalidRequest) as error:
+            chat_of_response(ResponsesRequest(input="x", **{field: [{"id": "x"}]}))
+        assert error.value.field == field
+    for field in ("mcp_servers", "container"):
+        with pytest.raises(InvalidRequest) as error:
+            chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **{field: [{"url": "x"}]}))
+        assert error.value.field == field
+    assert chat_of_messages(MessagesRequest(messages=[], max_tokens=1, mcp_servers=[])).response_format is None
+
+
+def test_a_schema_of_anthropics() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    for fields in ({"output_config": {"format": form, "effort": "high"}}, {"output_format": form}):
+        asked = chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **fields))
+        assert asked.response_format == {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    for wrong in ({"type": "text"}, {"type": "json_schema"}, 5):
+        with pytest.raises(InvalidRequest) as error:
+            chat_of_messages(MessagesRequest(messages=[], max_tokens=1, output_config={"format": wrong}))
+        assert error.value.field == "output_config.format"

@@ -14,10 +14,10 @@ from msgspec.structs import asdict
 from baton.errors import BatonError, ContextTooLong, shown
 from router.frontend.api import errors
 from router.frontend.api.openai_chat import ChatCompletionRequest
-from router.frontend.api.protocol import unsupported
+from router.frontend.api.protocol import refuse_given, unsupported
 from router.frontend.api.response_builder import Choice, Count, ResponseBuilder, ResponseOptions
 from router.frontend.api.token_logprobs import Json
-from router.frontend.api.tools import switch, wrong
+from router.frontend.api.tools import checked_function, is_left_out, switch, wrong
 from router.frontend.chat.deltas import Content, Item, ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream, ToolCall
 from router.frontend.chat.json_calls import decoded
 from router.frontend.chat.repairs import Repairs, arguments_of, content_of
@@ -33,6 +33,10 @@ class CountTokensRequest(Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # its older name
+    mcp_servers: Any = None  # known, and not served
+    container: Any = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -51,6 +55,7 @@ def chat_of_messages(request: CountTokensRequest, repairs: Repairs) -> ChatCompl
     """The same request as a chat. Raises InvalidRequest."""
     if not isinstance(request, MessagesRequest):
         request = MessagesRequest(max_tokens=1, **asdict(request))
+    refuse_given(request, "mcp_servers", "container")
     messages: list[Json] = []
     if request.system:
         messages.append({"role": "system", "content": content_of("system", request.system, "system", repairs)})
@@ -69,14 +74,29 @@ def chat_of_messages(request: CountTokensRequest, repairs: Repairs) -> ChatCompl
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        tools=[_tool(number, tool) for number, tool in enumerate(request.tools or ())],
+        tools=list(_tools(request.tools or (), repairs)),
         tool_choice=choice,
         parallel_tool_calls=parallel,
         include_reasoning=shows,
         chat_template_kwargs=variables,
         continue_final_message=continued,
         add_generation_prompt=not continued,
+        response_format=_response_format(request),
     )
+
+
+def _response_format(request: CountTokensRequest) -> Json | None:
+    """The schema of the answer, as chats have it."""
+    at, form = "output_config.format", (request.output_config or {}).get("format")
+    if form is None:
+        at, form = "output_format", request.output_format
+    match form:
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict() as schema}:
+            return {"type": "json_schema", "json_schema": {"schema": schema}}
+        case _:
+            raise wrong(at, f"it is {shown(repr(form))}; send a JSON schema, as {{type: json_schema, schema: …}}")
 
 
 def _messages(at: str, message: Json, called: dict[str, str], repairs: Repairs) -> list[Json]:
@@ -120,15 +140,18 @@ def _messages(at: str, message: Json, called: dict[str, str], repairs: Repairs) 
     return [*results, made]
 
 
-def _tool(number: int, tool: Json) -> Json:
-    if tool.get("type") not in (None, "custom"):
-        raise unsupported(f"tools[{number}].type", tool["type"], "send tools with an input_schema alone")
-    if not isinstance(tool.get("input_schema"), dict):
-        raise wrong(
-            f"tools[{number}].input_schema", f"it is {shown(repr(tool.get('input_schema')))}; send a JSON schema"
-        )
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function}
+def _tools(given: Sequence[Json], repairs: Repairs) -> Iterator[Json]:
+    """The tools as chats have them, without those that Anthropic runs or that only its models know."""
+    for number, tool in enumerate(given):
+        at, kind = f"tools[{number}]", tool.get("type")
+        if is_left_out(kind, repairs):
+            continue
+        if kind not in (None, "custom"):
+            raise unsupported(f"{at}.type", kind, "send tools with an input_schema alone")
+        if not isinstance(tool.get("input_schema"), dict):
+            raise wrong(f"{at}.input_schema", f"it is {shown(repr(tool.get('input_schema')))}; send a JSON schema")
+        function = checked_function(at, tool, schema="input_schema")
+        yield {"type": "function", "function": function | {"strict": tool.get("strict")}}
 
 
 def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool]:

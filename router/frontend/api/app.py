@@ -215,7 +215,8 @@ class HttpApi:
         outputs = _choices_of([prompt.tokens], samples(fields))
         for output in outputs:
             output.parser = model.chat_format.parser(
-                plan.calls, plan.names, constrained=plan.constrained, prompt=prompt.end, continued=prompt.continued,
+                plan.calls, plan.names, constrained=plan.constrained, plain=plan.plain, prompt=prompt.end,
+                continued=prompt.continued, texts=plan.texts,
                 show_reasoning=fields.include_reasoning is not False, parallel_calls=plan.parallel,
             )  # fmt: skip
         shown_tokens = model.special_tokens(model.chat_format.markers(plan.calls, constrained=plan.constrained))

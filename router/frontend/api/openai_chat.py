@@ -20,7 +20,7 @@ from router.frontend.api.response_builder import (
     StopCause,
 )
 from router.frontend.api.token_logprobs import ChatLogprobs, Json, chat_logprobs
-from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Content, Reasoning
+from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Content, Reasoning, ToolCall
 from router.frontend.output_stream import Output
 
 
@@ -42,6 +42,12 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    # Known, and not served: see protocol._NEUTRAL.
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
 
     @property
     def output_tokens(self) -> int | None:
@@ -63,6 +69,20 @@ class ChatToolCall(Struct, tag_field="type", tag="function"):
     function: FunctionCall
 
 
+class CustomCall(Struct):
+    """A tool that takes a text, and its text."""
+
+    name: str
+    input: str
+
+
+class ChatCustomCall(Struct, tag_field="type", tag="custom"):
+    """A call of a tool that takes a text."""
+
+    id: str
+    custom: CustomCall
+
+
 class AssistantMessage(Struct, kw_only=True, tag_field="role", tag="assistant"):
     """What the model answers."""
 
@@ -70,7 +90,7 @@ class AssistantMessage(Struct, kw_only=True, tag_field="role", tag="assistant"):
     refusal: None
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    tool_calls: list[ChatToolCall | ChatCustomCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -107,7 +127,7 @@ class ChatBuilder(ResponseBuilder):
             yield chunk
 
     def _delta(self, choice: Choice, piece: Output) -> Json | None:
-        delta = _chat_delta(choice.chat.feed(piece.text))
+        delta = _chat_delta(choice.chat.feed(piece.text), choice.chat.output)
         if not delta and not self._shows_tokens(piece):
             return None
         logprobs = self._logprobs(piece.logprobs, choice.added(piece.logprobs))
@@ -115,7 +135,7 @@ class ChatBuilder(ResponseBuilder):
         return part | {"token_ids": piece.tokens} if self.options.token_ids else part
 
     def ending(self, choice: Choice) -> Iterator[Json]:
-        if delta := _chat_delta(choice.chat.finish()):
+        if delta := _chat_delta(choice.chat.finish(), choice.chat.output):
             yield self._chunk([_chunk_choice(choice.index, delta)])
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         yield self._chunk([_chunk_choice(choice.index, {}) | end])
@@ -147,7 +167,7 @@ class ChatBuilder(ResponseBuilder):
     def _message(self, output: ChatOutput) -> AssistantMessage:
         text = (self.options.echo or "") + output.content
         hidden = not text and (output.calls or output.reasoning)
-        calls = [ChatToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in output.calls]
+        calls = [_call(call) for call in output.calls]
         reasoning = output.reasoning or UNSET
         return AssistantMessage(
             content=None if hidden else text, refusal=None, reasoning=reasoning, reasoning_content=reasoning,
@@ -155,12 +175,18 @@ class ChatBuilder(ResponseBuilder):
         )  # fmt: skip
 
 
+def _call(call: ToolCall) -> ChatToolCall | ChatCustomCall:
+    if call.takes_text:
+        return ChatCustomCall(call.id, CustomCall(call.name, call.arguments))
+    return ChatToolCall(call.id, FunctionCall(call.name, call.arguments))
+
+
 def _chunk_choice(index: int, delta: Json, logprobs: ChatLogprobs | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
 
 
-def _chat_delta(deltas: Sequence[ChatDelta]) -> Json:
-    """All deltas of one piece as one; each call once."""
+def _chat_delta(deltas: Sequence[ChatDelta], output: ChatOutput) -> Json:
+    """All deltas of one piece as one; each call once. The output has them already."""
     made: Json = {}
     calls: dict[int, Json] = {}
     for delta in deltas:
@@ -169,10 +195,13 @@ def _chat_delta(deltas: Sequence[ChatDelta]) -> Json:
                 made["content"] = made.get("content", "") + text
             case Reasoning(text):
                 made["reasoning"] = made["reasoning_content"] = made.get("reasoning", "") + text
-            case CallBegin(index, id_, name):
-                function = {"name": name, "arguments": ""}
-                calls[index] = {"index": index, "id": id_, "type": "function", "function": function}
+            case CallBegin(index, id_, name, takes_text):
+                kind, member = ("custom", "input") if takes_text else ("function", "arguments")
+                # The published chunks know no other type; there a call's member tells what it is.
+                typed: Json = {} if takes_text else {"type": kind}
+                calls[index] = {"index": index, "id": id_, **typed, kind: {"name": name, member: ""}}
             case CallArguments(index, text):
-                calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                calls[index]["function"]["arguments"] += text
+                kind, member = ("custom", "input") if output.calls[index].takes_text else ("function", "arguments")
+                call = calls.setdefault(index, {"index": index, kind: {member: ""}})
+                call[kind][member] += text
     return made | {"tool_calls": list(calls.values())} if calls else made

@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct, UnsetType
 from baton.errors import BatonError, shown
 from router.frontend.api import errors
 from router.frontend.api.openai_chat import ChatCompletionRequest
-from router.frontend.api.protocol import unsupported
+from router.frontend.api.protocol import refuse_given, unsupported
 from router.frontend.api.response_builder import (
     Choice,
     Count,
@@ -24,6 +24,7 @@ from router.frontend.api.response_builder import (
     ResponseBuilder,
     ResponseOptions,
 )
+from router.frontend.api.response_tools import ResponseTools
 from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import wrong
 from router.frontend.chat.deltas import (
@@ -57,6 +58,8 @@ class ResponsesRequest(Struct, kw_only=True):
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
+    prompt: Any = None
+    context_management: Any = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -87,13 +90,13 @@ _OF_SERVERS = (
 
 def chat_of_response(request: ResponsesRequest, repairs: Repairs) -> ChatCompletionRequest:
     """The same request as a chat. Raises InvalidRequest for what needs state or is no text."""
-    for field in ("store", "previous_response_id", "conversation", "background"):
-        if value := getattr(request, field):
-            raise unsupported(field, value)
-    if request.top_logprobs:
-        raise unsupported("top_logprobs", request.top_logprobs)
+    refuse_given(
+        request, "store", "previous_response_id", "conversation", "background", "prompt", "context_management",
+        "top_logprobs",
+    )  # fmt: skip
+    tools = ResponseTools(request.tools or (), repairs)
     return ChatCompletionRequest(
-        messages=_messages(request, repairs),
+        messages=_messages(request, tools, repairs),
         model=request.model,
         max_completion_tokens=request.max_output_tokens,
         temperature=request.temperature,
@@ -108,8 +111,8 @@ def chat_of_response(request: ResponsesRequest, repairs: Repairs) -> ChatComplet
         tpot_ms=request.tpot_ms,
         cache_salt=request.cache_salt,
         stream=request.stream,
-        tools=[_tool(number, tool) for number, tool in enumerate(request.tools or ())],
-        tool_choice=_choice(request.tool_choice),
+        tools=tools.chat,
+        tool_choice=tools.choice_of(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         reasoning_effort=effort if isinstance(effort := (request.reasoning or {}).get("effort"), str) else None,
         response_format=_response_format(request),
@@ -126,7 +129,10 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
             return form
 
 
-def _messages(request: ResponsesRequest, repairs: Repairs) -> list[Json]:
+_CALL_ITEMS = ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
+
+
+def _messages(request: ResponsesRequest, tools: ResponseTools, repairs: Repairs) -> list[Json]:
     messages: list[Json] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
@@ -138,20 +144,27 @@ def _messages(request: ResponsesRequest, repairs: Repairs) -> list[Json]:
         at = f"input[{number}]"
         match item:
             case {"type": "function_call", "call_id": str(id_), "name": str(name)}:
-                called[id_] = name
+                called[id_] = name = tools.name_of(item.get("namespace"), name)
                 arguments = arguments_of(f"{at}.arguments", item.get("arguments"), repairs)
                 turn = turn or _turn(messages)
                 function = {"name": name, "arguments": arguments}
                 turn.setdefault("tool_calls", []).append({"id": id_, "type": "function", "function": function})
+            case {"type": "custom_tool_call", "call_id": str(id_), "name": str(name), "input": str(text)}:
+                called[id_] = name = tools.name_of(item.get("namespace"), name)
+                turn = turn or _turn(messages)
+                custom = {"name": name, "input": text}
+                turn.setdefault("tool_calls", []).append({"id": id_, "type": "custom", "custom": custom})
             case {"type": "reasoning"}:
                 turn = turn or _turn(messages)
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + _thought(item)
-            case {"type": "function_call_output", "call_id": str(id_), "output": output}:
+            case {
+                "type": "function_call_output" | "custom_tool_call_output", "call_id": str(id_), "output": output
+            }:  # fmt: skip
                 turn = None
                 content = content_of(f"{at}.output", output, "tool", repairs)
                 result: Json = {"role": "tool", "tool_call_id": id_, "content": content}
                 messages.append(result | ({"name": called[id_]} if id_ in called else {}))
-            case {"type": "function_call" | "function_call_output" as kind}:
+            case {"type": str(kind)} if kind in _CALL_ITEMS:
                 raise wrong(at, f"it is {shown(repr(item))}, which is no {kind}")
             case {"role": "assistant"} if item.get("type", "message") == "message":
                 if turn is None or turn["content"] or "tool_calls" in turn:
@@ -193,25 +206,9 @@ def _thought(item: Json) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _tool(number: int, tool: Json) -> Json:
-    if tool.get("type") != "function":
-        raise unsupported(f"tools[{number}].type", tool.get("type"), "send functions alone")
-    return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
-
-
-def _choice(given: Any) -> Any:
-    """The choice as chats have it."""
-    match given:
-        case {"type": "function", "name": name}:
-            return {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [_choice(one) for one in tools]}}
-        case _:
-            return given
-
-
 _NO_TEXT = Text(Content)
 _EVENTS = {Content: "output_text", Reasoning: "reasoning_text"}
+_CALLS = ("function_call_arguments", "custom_tool_call_input")
 
 
 Status: TypeAlias = Literal["completed", "incomplete", "in_progress"]
@@ -258,9 +255,19 @@ class OutputCall(_Item, kw_only=True, tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
-OutputItem: TypeAlias = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(_Item, kw_only=True, tag="custom_tool_call"):
+    """A call of a tool that takes a text."""
+
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem: TypeAlias = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class ResponseUsage(Struct, kw_only=True):
@@ -310,6 +317,7 @@ class ResponsesBuilder(ResponseBuilder):
         self._name = options.id.removeprefix("resp_")
         self._items = ItemStream()
         self._events = 0
+        self._tools = ResponseTools(options.request.tools or (), Repairs())
 
     def event(self, chunk: Json) -> bytes:
         chunk |= {"sequence_number": self._events}
@@ -343,7 +351,7 @@ class ResponsesBuilder(ResponseBuilder):
             number, item = step.number, step.item
             place: Json = {"item_id": self._id_of(number, item), "output_index": number}
             part = place | {"content_index": 0}
-            kind = "function_call_arguments" if isinstance(item, ToolCall) else _EVENTS[item.kind]
+            kind = _CALLS[item.takes_text] if isinstance(item, ToolCall) else _EVENTS[item.kind]
             extra: Json = {"logprobs": []} if kind == "output_text" else {}
             match step:
                 case ItemBegins():
@@ -355,8 +363,15 @@ class ResponsesBuilder(ResponseBuilder):
                     where = place if isinstance(item, ToolCall) else part
                     yield {"type": f"response.{kind}.delta", **where, "delta": text, **extra}
                 case ItemEnds():
-                    if isinstance(item, ToolCall):
-                        yield {"type": f"response.{kind}.done", **place, "name": item.name, "arguments": item.arguments}
+                    if isinstance(item, ToolCall) and item.takes_text:
+                        yield {"type": f"response.{kind}.done", **place, "input": item.arguments}
+                    elif isinstance(item, ToolCall):
+                        yield {
+                            "type": f"response.{kind}.done",
+                            **place,
+                            "name": self._tools.origin_of(item.name)[1],
+                            "arguments": item.arguments,
+                        }
                     else:
                         yield {"type": f"response.{kind}.done", **part, "text": item.text, **extra}
                         yield {"type": "response.content_part.done", **part, "part": _part(item, item.text)}
@@ -385,7 +400,13 @@ class ResponsesBuilder(ResponseBuilder):
         return whole
 
     def _id_of(self, number: int, item: Item) -> str:
-        prefix = "fc" if isinstance(item, ToolCall) else "msg" if item.kind is Content else "rs"
+        prefix = (
+            ("ctc" if item.takes_text else "fc")
+            if isinstance(item, ToolCall)
+            else "msg"
+            if item.kind is Content
+            else "rs"
+        )
         return f"{prefix}_{self._name}" + (f"_{number}" if number else "")
 
     def _output_item(self, number: int, item: Item, status: Status, *, begun: bool = False) -> OutputItem:
@@ -393,7 +414,12 @@ class ResponsesBuilder(ResponseBuilder):
         name = self._id_of(number, item)
         if isinstance(item, ToolCall):
             arguments = "" if begun else item.arguments
-            return OutputCall(id=name, status=status, call_id=item.id, name=item.name, arguments=arguments)
+            namespace, own = self._tools.origin_of(item.name)
+            known: Json = {"id": name, "status": status, "call_id": item.id, "name": own}
+            known |= {} if namespace is None else {"namespace": namespace}
+            if item.takes_text:
+                return OutputCustomCall(**known, input=arguments)
+            return OutputCall(**known, arguments=arguments)
         if item.kind is Content:
             texts = [] if begun else [OutputText(item.text)]
             return OutputMessage(id=name, status=status, content=texts)

@@ -106,6 +106,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "structural_tag": (),
     "truncation_side": ("left",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"], []),
+    "audio": (),
+    "web_search_options": (),
 }
 """Fields that change the output and can't be served, with the values that change nothing."""
 
@@ -143,6 +148,13 @@ def refuse_unserved(request: GenerationFields) -> None:
         raise InvalidRequest("stream is set with best_of or use_beam_search, whose outputs are known at the end alone")
     if not request.use_beam_search and request.length_penalty not in (None, 1):
         raise InvalidRequest("length_penalty is set without use_beam_search; set both")
+
+
+def refuse_given(request: Struct, *names: str) -> None:
+    """Raise UnsupportedField for one of these fields that is given and neither empty nor false."""
+    for name in names:
+        if value := getattr(request, name):
+            raise unsupported(name, value)
 
 
 def unsupported(field: str, value: Any, remedy: str = "") -> UnsupportedField:

@@ -19,10 +19,11 @@ from msgspec.structs import replace
 from baton.errors import InvalidRequest, shown
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.protocol import unsupported
+from router.frontend.chat import text_argument
 from router.frontend.chat.families import Calls, ChatFormat
+from router.frontend.chat.repairs import Repairs
 
 Json = dict[str, Any]
-
 MAX_TOOLS = 512
 _MAX_BYTES = 512 * 2**10  # of all tools as JSON
 _MAX_DEPTH = 100  # levels of a tool's parameters
@@ -30,6 +31,12 @@ _NAME = re.compile(r"[\w.\-:/]{1,128}")
 _CHOICES = ("none", "auto", "required")
 _THINKING = ("enable_thinking", "thinking")  # what templates call the switch
 _NO_PARAMETERS: Json = {"type": "object", "properties": {}}
+_HOSTED = re.compile(
+    r"(?:web_search|web_fetch|file_search|code_interpreter|code_execution|image_generation|mcp|mcp_toolset|computer"
+    r"|computer_use|local_shell|shell|apply_patch|tool_search|tool_search_tool_regex|tool_search_tool_bm25"
+    r"|programmatic_tool_calling)(?:_preview)?(?:_\d{4}_\d\d_\d\d)?|\w+_\d{8}"
+)
+"""Types of tools that a provider runs, or whose parameters only its models know."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class ToolPlan:
     names: tuple[str, ...] = ()
     parallel: bool = True
     constrained: bool = False  # the output is constrained, so it is neither reasoning nor in the model's own format
+    texts: frozenset[str] = frozenset()  # tools that take a text
+    plain: bool = False  # the output is such a text itself
 
     @property
     def forced(self) -> bool:
@@ -51,7 +60,8 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
     tools = checked(fields.tools or ())
     calls, names = _choice(fields.tool_choice, tuple(tools))
     parallel = fields.parallel_tool_calls is not False
-    plan = ToolPlan(calls, names, parallel, constrained=_is_constrained(fields))
+    texts = {one["custom"]["name"]: one["custom"].get("format") for one in fields.tools or () if _takes_text(one)}
+    plan = ToolPlan(calls, names, parallel, constrained=_is_constrained(fields), texts=frozenset(texts))
     if calls is Calls.AUTO and form.tool_parser is None:
         raise wrong(
             "tools",
@@ -63,8 +73,9 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
             raise wrong(
                 "tool_choice", "it insists on a call beside a response_format or structured_outputs; choose one"
             )
-        plan = ToolPlan(calls, names, parallel, constrained=True)
-        fields = replace(fields, structured_outputs=_constraint(plan, tools))
+        grammar = _lark_of(texts.get(names[0])) if calls is Calls.NAMED else None
+        plan = ToolPlan(calls, names, parallel, constrained=True, texts=frozenset(texts), plain=grammar is not None)
+        fields = replace(fields, structured_outputs=grammar or _constraint(plan, tools))
     if (plan.constrained and form.reasoning_parser) or fields.reasoning_effort == "none":
         fields = replace(fields, chat_template_kwargs=switch(fields.chat_template_kwargs, on=False))
     seen = [] if calls is Calls.NONE else [tool for name, tool in tools.items() if name in names or plan.forced]
@@ -98,31 +109,84 @@ def checked(tools: Sequence[Json]) -> dict[str, Json]:
     found: dict[str, Json] = {}
     for number, tool in enumerate(tools):
         at = f"tools[{number}]"
-        if tool.get("type", "function") != "function":
-            raise unsupported(f"{at}.type", tool["type"], "send functions alone")
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            raise wrong(f"{at}.function", f"it is {shown(repr(function))}; it must be an object with a name")
-        function = cast("Json", function)
-        name, description = function.get("name"), function.get("description")
-        parameters = function.get("parameters")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise wrong(
-                f"{at}.function.name", f"it is {shown(repr(name))}; it needs 1 to 128 letters, digits and any of _.-:/"
-            )
-        if name in found:
-            raise wrong(f"{at}.function.name", f"it is {name!r} again; each tool needs a name of its own")
-        if description is not None and not isinstance(description, str):
-            raise wrong(f"{at}.function.description", f"it is {shown(repr(description))}; it must be a text")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise wrong(f"{at}.function.parameters", f"it is {shown(repr(parameters))}; it must be a JSON schema")
-        if parameters is not None and not _is_shallow(parameters):
-            raise wrong(f"{at}.function.parameters", f"it is nested more than {_MAX_DEPTH} levels deep")
-        told: Json = {"name": name, "description": description or "", "parameters": parameters or _NO_PARAMETERS}
-        found[name] = {"type": "function", "function": told}
+        kind = "custom" if _takes_text(tool) else "function"
+        if tool.get("type", "function") != kind:
+            raise unsupported(f"{at}.type", tool["type"], "send functions and custom tools alone")
+        check = checked_custom if kind == "custom" else checked_function
+        told = check(f"{at}.{kind}", tool.get(kind))
+        if told["name"] in found:
+            raise wrong(f"{at}.{kind}.name", f"it is {told['name']!r} again; each tool needs a name of its own")
+        found[told["name"]] = {"type": "function", "function": told}
     if tools and (size := len(msgspec.json.encode(list(found.values())))) > _MAX_BYTES:
         raise wrong("tools", f"they have {size} bytes; at most {_MAX_BYTES} are allowed")
     return found
+
+
+def checked_function(at: str, function: Any, schema: str = "parameters") -> Json:
+    """A function as templates show it. `at` is its path, and `schema` the member with its parameters. Raises
+    InvalidRequest with the field's path."""
+    if not isinstance(function, dict):
+        raise wrong(at, f"it is {shown(repr(function))}; it must be an object with a name")
+    function = cast("Json", function)
+    name, description, parameters = function.get("name"), function.get("description"), function.get(schema)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise wrong(f"{at}.name", f"it is {shown(repr(name))}; it needs 1 to 128 letters, digits and any of _.-:/")
+    if description is not None and not isinstance(description, str):
+        raise wrong(f"{at}.description", f"it is {shown(repr(description))}; it must be a text")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise wrong(f"{at}.{schema}", f"it is {shown(repr(parameters))}; it must be a JSON schema")
+    if parameters is not None and not _is_shallow(parameters):
+        raise wrong(f"{at}.{schema}", f"it is nested more than {_MAX_DEPTH} levels deep")
+    return {"name": name, "description": description or "", "parameters": parameters or _NO_PARAMETERS}
+
+
+def checked_custom(at: str, custom: Any) -> Json:
+    """A tool that takes a text, as a function with one argument. Raises InvalidRequest with the field's path."""
+    told = checked_function(at, custom, schema="")
+    form: Any = custom.get("format")
+    argument: Json = {"type": "string"}
+    match form:
+        case None | {"type": "text"}:
+            pass
+        case {"type": "grammar"}:
+            match form.get("grammar", form):
+                case {"syntax": "lark" | "regex" as syntax, "definition": str(definition)}:
+                    if syntax == "regex":
+                        argument["pattern"] = f"^(?:{definition})$"
+                    else:
+                        argument["description"] = f"It must match this grammar in Lark:\n{definition}"
+                case _:
+                    raise wrong(f"{at}.format", f"it is {shown(repr(form))}; it needs a definition in lark or regex")
+        case _:
+            raise wrong(f"{at}.format", f"it is {shown(repr(form))}; its type must be text or grammar")
+    name = text_argument.NAME
+    members: Json = {"properties": {name: argument}, "required": [name], "additionalProperties": False}
+    return told | {"parameters": {"type": "object", **members}}
+
+
+def _takes_text(tool: Json) -> bool:
+    return tool.get("type") == "custom" and isinstance(tool.get("custom"), dict)
+
+
+def _lark_of(form: Any) -> Json | None:
+    """The constraint of a text whose grammar is in Lark."""
+    match form:
+        case {"type": "grammar", "grammar": {"syntax": "lark", "definition": definition}}:
+            return {"grammar": definition}
+        case {"type": "grammar", "syntax": "lark", "definition": definition}:
+            return {"grammar": definition}
+        case _:
+            return None
+
+
+def is_left_out(kind: Any, repairs: Repairs) -> bool:
+    """Whether the model does not see a tool of that type: its provider runs it, or only its models know it."""
+    return is_hosted(kind) and repairs.make("tool")
+
+
+def is_hosted(kind: Any) -> bool:
+    """Whether tools of a type are run by the provider of an API, or known to its models alone."""
+    return isinstance(kind, str) and bool(_HOSTED.fullmatch(kind))
 
 
 def _is_shallow(value: Any) -> bool:
@@ -148,7 +212,7 @@ def _choice(given: Any, names: tuple[str, ...]) -> tuple[Calls, tuple[str, ...]]
             return (Calls.AUTO if names else Calls.NONE), names
         case "none" | "auto" | "required":
             mode, allowed = given, names
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
             return Calls.NAMED, (_known(name, names, "tool_choice.function.name"),)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*chosen]}}:
             at = "tool_choice.allowed_tools.tools"
@@ -166,7 +230,7 @@ def _choice(given: Any, names: tuple[str, ...]) -> tuple[Calls, tuple[str, ...]]
 
 def _name_of(tool: Any) -> Any:
     match tool:
-        case {"type": "function", "function": {"name": name}}:
+        case {"type": "function", "function": {"name": name}} | {"type": "custom", "custom": {"name": name}}:
             return name
         case _:
             return tool

@@ -7,10 +7,12 @@ With `tool_choice` "required" it is a list of `{"name": …, "parameters": {…}
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
 from router.frontend.chat.json_calls import JsonValue, ObjectCalls, Verdict, skip_space
+from router.frontend.chat.text_argument import BEGIN, END
 from router.frontend.chat.text_parser import DeltaWriter, TextParser
 
 _SEPARATORS = re.compile(r"[\s,]*")
@@ -88,3 +90,27 @@ class NamedCall(TextParser):
         if self._value.verdict is not Verdict.READING:
             self._state = self._content
         return end
+
+
+class TextCall(TextParser):
+    """One call of one tool that takes a text: the output is the text."""
+
+    def __init__(self, out: DeltaWriter, tools: Sequence[str]) -> None:
+        super().__init__(out, tools)
+        (self._name,) = tools
+        self._state = self._before
+
+    def _before(self, text: str, at: int) -> int:
+        self._out.begin_call(self._name)
+        self._out.arguments(BEGIN)
+        self._state = self._text
+        return at
+
+    def _text(self, text: str, at: int) -> int:
+        self._out.arguments(json.dumps(text[at:], ensure_ascii=False)[1:-1])
+        return len(text)
+
+    def finish(self) -> None:
+        if self._state == self._text:
+            self._out.arguments(END)
+        super().finish()

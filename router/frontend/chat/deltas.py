@@ -30,11 +30,12 @@ class CallBegin:
     index: int
     id: str
     name: str
+    takes_text: bool = False  # its arguments are a text
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """More of a call's arguments, which are JSON when they are complete."""
+    """More of a call's arguments, which are JSON when they are complete, or a text."""
 
     index: int
     text: str
@@ -50,6 +51,7 @@ class ToolCall:
 
     id: str
     name: str
+    takes_text: bool = False
     parts: list[str] = field(default_factory=list[str])
 
     @property
@@ -89,8 +91,8 @@ class ChatOutput:
                     self.items.append(last)
                 last.parts.append(text)
                 return last
-            case CallBegin(_, id_, name):
-                self.calls.append(ToolCall(id_, name))
+            case CallBegin(_, id_, name, takes_text):
+                self.calls.append(ToolCall(id_, name, takes_text))
                 self.items.append(self.calls[-1])
             case CallArguments(index, text):
                 self.calls[index].parts.append(text)

@@ -7,16 +7,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from router.frontend.chat.call_list import NamedCall, RequiredCalls
+from router.frontend.chat.call_list import NamedCall, RequiredCalls, TextCall
 from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Reasoning
 from router.frontend.chat.harmony import HarmonyParser
 from router.frontend.chat.hermes import HermesParser
 from router.frontend.chat.llama3_json import Llama3JsonParser
 from router.frontend.chat.mistral import MistralParser
+from router.frontend.chat.text_argument import TextArgument
 from router.frontend.chat.text_parser import DeltaWriter, PlainText, Reads, TextParser
 from router.frontend.chat.thinking import ThinkMarkers, ThinkSplitter
 
@@ -25,13 +26,17 @@ class ChatParser:
     """Parses one output. `output` is everything so far."""
 
     def __init__(
-        self, out: DeltaWriter, reader: Reads, *, show_reasoning: bool = True, parallel_calls: bool = True
-    ) -> None:
-        """Without `parallel_calls` only the first call is given."""
+        self, out: DeltaWriter, reader: Reads, *, show_reasoning: bool = True, parallel_calls: bool = True,
+        texts: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """Without `parallel_calls` only the first call is given. `texts` are the tools that take a text."""
         self._out = out
         self._reader = reader
         self._show_reasoning = show_reasoning
         self._parallel_calls = parallel_calls
+        self._texts = texts
+        self._argument: TextArgument | None = None  # of the call that began last
+        self._index = 0  # of that call
         self.output = ChatOutput()
         self._tokens_until_end: int | None = None  # of the reasoning
 
@@ -57,10 +62,12 @@ class ChatParser:
         """Return what was held back: no more text comes."""
         self._reader.finish()
         self._out.finish()
-        return self._taken()
+        return self._taken(last=True)
 
-    def _taken(self) -> Sequence[ChatDelta]:
+    def _taken(self, *, last: bool = False) -> Sequence[ChatDelta]:
         deltas = list(self._shown())
+        if last:
+            deltas += self._rest_of_text()
         for delta in deltas:
             self.output.take(delta)
         return deltas
@@ -72,8 +79,21 @@ class ChatParser:
                     pass
                 case CallBegin(index=index) | CallArguments(index=index) if index and not self._parallel_calls:
                     pass
+                case CallBegin(index, id_, name):
+                    yield from self._rest_of_text()
+                    self._argument, self._index = TextArgument() if name in self._texts else None, index
+                    yield CallBegin(index, id_, name, takes_text=self._argument is not None)
+                case CallArguments(index, text):
+                    shown = self._argument.feed(text) if self._argument else text
+                    if shown:
+                        yield CallArguments(index, shown)
                 case _:
+                    yield from self._rest_of_text()
                     yield delta
+
+    def _rest_of_text(self) -> Iterator[ChatDelta]:
+        if self._argument is not None and (text := self._argument.finish()):
+            yield CallArguments(self._index, text)
 
 
 _THINK = ("<think>", "</think>")
@@ -136,19 +156,21 @@ class ChatFormat:
         tools: Sequence[str] = (),
         *,
         constrained: bool = False,
+        plain: bool = False,
         prompt: str = "",
         continued: str | None = None,
         show_reasoning: bool = True,
         parallel_calls: bool = True,
+        texts: Collection[str] = (),
     ) -> ChatParser:
         """A parser for one output. `tools` are the names that may be called; `prompt` is the end of the prompt. A
-        constrained output has no format but that of forced calls."""
+        constrained output has no format but that of forced calls. A `plain` one is the text that a named tool takes."""
         family = TOOL_PARSERS.get(self.tool_parser or "", TextParser)
         out = DeltaWriter(family.make_id)
         if calls is Calls.REQUIRED:
             reader = RequiredCalls(out, tools)
         elif calls is Calls.NAMED:
-            reader = NamedCall(out, tools)
+            reader = TextCall(out, tools) if plain else NamedCall(out, tools)
         elif constrained:
             reader = PlainText(out)
         elif self._harmony:
@@ -162,7 +184,7 @@ class ChatFormat:
             think = self._think
             inside = think is not None and think.inside(prompt, continued)
             reader = ThinkSplitter(out, think, answer, inside=inside) if think else answer
-        return ChatParser(out, reader, show_reasoning=show_reasoning, parallel_calls=parallel_calls)
+        return ChatParser(out, reader, show_reasoning=show_reasoning, parallel_calls=parallel_calls, texts=texts)
 
     @property
     def _harmony(self) -> bool:
