@@ -22,6 +22,7 @@ from router.frontend.api.openai_completions import CompletionRequest
 from router.frontend.api.openai_responses import ResponsesRequest, chat_of_response
 from router.frontend.api.protocol import refuse_unserved
 from router.frontend.api.structured_outputs import structured_output
+from router.frontend.chat.repairs import Repairs
 from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.grammar_parsing import grammar_of
 from router.frontend.request_parsing import generation_request, message_fields
@@ -133,10 +134,10 @@ def test_an_end_of_sequence_ends_every_grammar(model: ServedModel) -> None:
 
 def test_responses_have_a_format_of_their_own() -> None:
     form = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
-    chat = chat_of_response(ResponsesRequest(input="x", text={"format": form}))
+    chat = chat_of_response(ResponsesRequest(input="x", text={"format": form}), Repairs())
     assert structured_output(chat) == {"json_schema": TEXT}
     for other in ({"type": "json_object"}, {"type": "text"}, None):
-        assert chat_of_response(ResponsesRequest(input="x", text={"format": other})).response_format == other
+        assert chat_of_response(ResponsesRequest(input="x", text={"format": other}), Repairs()).response_format == other
 
 
 def checked(model: ServedModel, test: Callable[[GrammarChecker], Awaitable[None]]) -> None:

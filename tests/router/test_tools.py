@@ -16,6 +16,7 @@ from router.frontend.api.openai_responses import ResponsesRequest, chat_of_respo
 from router.frontend.api.protocol import refuse_unserved
 from router.frontend.api.tools import planned
 from router.frontend.chat.families import REASONING, TOOL_PARSERS, Calls, ChatFormat, chosen
+from router.frontend.chat.repairs import Repairs
 
 HERMES = ChatFormat("hermes", "qwen3")
 NONE = ChatFormat()
@@ -184,7 +185,9 @@ def test_a_turn_with_calls_of_anthropics() -> None:
         },
     ]
     tools = [{"name": "f", "description": "d", "input_schema": {"type": "object"}}]
-    asked = chat_of_messages(MessagesRequest(messages=messages, max_tokens=9, tools=tools, tool_choice={"type": "any"}))
+    asked = chat_of_messages(
+        MessagesRequest(messages=messages, max_tokens=9, tools=tools, tool_choice={"type": "any"}), Repairs()
+    )
     assert asked.messages == [
         {"role": "user", "content": "Weather?"},
         {
@@ -205,7 +208,7 @@ def test_a_turn_with_calls_of_anthropics() -> None:
         {"thinking": {}},
     ):
         with pytest.raises(InvalidRequest) as error:
-            chat_of_messages(MessagesRequest(messages=messages, max_tokens=9, **wrong))
+            chat_of_messages(MessagesRequest(messages=messages, max_tokens=9, **wrong), Repairs())
         assert error.value.field.startswith(next(iter(wrong)))
 
 
@@ -220,7 +223,7 @@ def test_a_turn_with_calls_of_responses() -> None:
         {"type": "function_call_output", "call_id": "c2", "output": "30"},
         {"type": "message", "role": "assistant", "content": "Fine."},
     ]
-    asked = chat_of_response(ResponsesRequest(input=items, reasoning={"effort": "none"}))
+    asked = chat_of_response(ResponsesRequest(input=items, reasoning={"effort": "none"}), Repairs())
     roles = [message["role"] for message in asked.messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant"]
     turn = asked.messages[1]
@@ -230,11 +233,11 @@ def test_a_turn_with_calls_of_responses() -> None:
     assert asked.reasoning_effort == "none"
     for item in (
         {"type": "function_call"},
-        {"type": "web_search_call"},
+        {"type": "wizard"},
         {"type": "function_call_output", "call_id": 5},
     ):
         with pytest.raises(InvalidRequest) as error:
-            chat_of_response(ResponsesRequest(input=[item]))
+            chat_of_response(ResponsesRequest(input=[item]), Repairs())
         assert error.value.field.startswith("input[0]")
 
 
@@ -277,21 +280,23 @@ def test_fields_that_are_not_served_are_refused_by_name() -> None:
     refuse_unserved(chat(functions=[], function_call="auto", modalities=["text"]))
     for field in ("prompt", "context_management", "conversation"):
         with pytest.raises(InvalidRequest) as error:
-            chat_of_response(ResponsesRequest(input="x", **{field: [{"id": "x"}]}))
+            chat_of_response(ResponsesRequest(input="x", **{field: [{"id": "x"}]}), Repairs())
         assert error.value.field == field
     for field in ("mcp_servers", "container"):
         with pytest.raises(InvalidRequest) as error:
-            chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **{field: [{"url": "x"}]}))
+            chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **{field: [{"url": "x"}]}), Repairs())
         assert error.value.field == field
-    assert chat_of_messages(MessagesRequest(messages=[], max_tokens=1, mcp_servers=[])).response_format is None
+    assert (
+        chat_of_messages(MessagesRequest(messages=[], max_tokens=1, mcp_servers=[]), Repairs()).response_format is None
+    )
 
 
 def test_a_schema_of_anthropics() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for fields in ({"output_config": {"format": form, "effort": "high"}}, {"output_format": form}):
-        asked = chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **fields))
+        asked = chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **fields), Repairs())
         assert asked.response_format == {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     for wrong in ({"type": "text"}, {"type": "json_schema"}, 5):
         with pytest.raises(InvalidRequest) as error:
-            chat_of_messages(MessagesRequest(messages=[], max_tokens=1, output_config={"format": wrong}))
+            chat_of_messages(MessagesRequest(messages=[], max_tokens=1, output_config={"format": wrong}), Repairs())
         assert error.value.field == "output_config.format"
