@@ -93,8 +93,8 @@ def _response_format(request: CountTokensRequest) -> Json | None:
     match form:
         case None:
             return None
-        case {"type": "json_schema", "schema": dict() as schema}:
-            return {"type": "json_schema", "json_schema": {"schema": schema}}
+        case {"type": "json_schema", "schema": dict()}:
+            return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
         case _:
             raise wrong(at, f"it is {shown(repr(form))}; send a JSON schema, as {{type: json_schema, schema: …}}")
 
