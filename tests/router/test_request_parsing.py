@@ -77,7 +77,7 @@ def ids(*tokens: int) -> pb.TokenIds:
         ({"request_id": "x" * 81}, InvalidRequest, "request_id"),
         ({"request_id": "line\nbreak"}, InvalidRequest, "request_id"),
         ({"request_id": "r\u00e9sum\u00e9"}, InvalidRequest, "ASCII"),  # it becomes a header of the answer
-        ({"token_ids": ids(*range(1_001))}, ContextTooLong, "1001 tokens"),
+        ({"token_ids": ids(*range(1_001))}, ContextTooLong, "1001 input tokens"),
         ({"stop_token_ids": [1] * 1_001}, InvalidRequest, "stop_token_ids has 1001"),
     ],
 )

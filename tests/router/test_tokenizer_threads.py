@@ -99,7 +99,7 @@ def test_a_long_token_does_not_have_much_more_tokenized_than_fits() -> None:
     context = 35_000
     prompt = PROSE * (3_000_000 // len(PROSE.encode()))
     assert len(prompt.encode()) < tokenizer.max_bytes(context)
-    with pytest.raises(ContextTooLong, match="35000 tokens. However, your prompt of .* has more"):
+    with pytest.raises(ContextTooLong, match=r"35000 tokens. However, your prompt of .* has more"):
         tokens_of(prompt, model(tokenizer, context))
     assert tokenizer.characters < 300_000
 
