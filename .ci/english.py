@@ -27,8 +27,6 @@ PARTICIPLE = re.compile(
 )
 NAMES_LATER = (
     "bench/",
-    "deploy/commands/",
-    "deploy/control_plane/preflight.py",
     "router/dashboard/",
     "router/frontend/",
     "tests/",

@@ -167,7 +167,7 @@ def test_the_doctor_does_not_take_a_broken_state_file_for_a_cluster(tmp_path: Pa
     findings = {finding.subject: finding for finding in examine(config)}
     assert findings["cluster"].level == "bad"
     assert "remove it" in findings["cluster"].advice
-    assert "this cluster is up" not in findings["ports"].found
+    assert "this cluster is up" not in findings["ports"].text
 
 
 def test_a_ray_that_does_not_answer(model: Path):
@@ -299,9 +299,9 @@ def test_other_machines_need_tls_and_keys(tmp_path: Path, model: Path):
         return next(finding for finding in examine(settings) if finding.subject == "clients")
 
     assert clients().level == "bad"
-    assert clients(**{"api.insecure": True}).found == "clients need no API key; TLS, at 0.0.0.0"
+    assert clients(**{"api.insecure": True}).text == "clients need no API key; TLS, at 0.0.0.0"
     assert call("keys", "add", "one", "--tenant", "acme").exit_code == 0
-    assert clients().found == "every client needs an API key; TLS, at 0.0.0.0"
+    assert clients().text == "every client needs an API key; TLS, at 0.0.0.0"
 
 
 def test_keys_that_others_can_read_are_refused_before_anything_starts(tmp_path: Path, model: Path):
@@ -325,7 +325,7 @@ def test_the_doctor_looks_at_keys(settings: list[str], level: str, found: str):
     findings = examine(load(None, dict(parse_override(text) for text in settings)))
     (keys,) = (finding for finding in findings if finding.subject == "keys")
     assert keys.level == level
-    assert found in keys.found
+    assert found in keys.text
 
 
 def test_up_without_a_model_serves_the_one_that_comes_with_baton(taken: int):
