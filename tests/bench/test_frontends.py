@@ -15,7 +15,7 @@ from bench import random_model
 from bench.peers import environments
 from bench.peers.adapter import PeerFailed
 from bench.peers.environments import VLLM
-from bench.peers.fake_engine import FakeEngine, Given
+from bench.peers.fake_engine import FakeEngine, NextToken
 from bench.router import frontends, fronts
 from bench.router.front_clients import Client, HttpClient, Order, StreamFailed
 from bench.router.fronts import Front
@@ -30,7 +30,7 @@ def _unread(*streams: str):
 
 
 def test_each_stream_gets_all_of_its_tokens_and_is_told_of_the_last() -> None:
-    async def run() -> list[Given[str]]:
+    async def run() -> list[NextToken[str]]:
         engine = FakeEngine[str]([7, 8])
         engine.add("a", 3)
         engine.add("b", 1)
