@@ -27,7 +27,20 @@ PARTICIPLE = re.compile(
 )
 NAMES_LATER = (
     "router/frontend/",
-    "tests/",
+    "tests/cluster/",
+    "tests/conftest.py",
+    "tests/decode_worker/",
+    "tests/engine/",
+    "tests/fuzz/",
+    "tests/interop/",
+    "tests/kvstore/",
+    "tests/prefill_worker/",
+    "tests/processes/",
+    "tests/router/",
+    "tests/simulator/",
+    "tests/soak/",
+    "tests/support/",
+    "tests/vllm_runner/",
 )
 """Where names are not read yet."""
 
