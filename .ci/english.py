@@ -30,7 +30,8 @@ NAMES_LATER = (
     "tests/cluster/",
     "tests/conftest.py",
     "tests/decode_worker/",
-    "tests/engine/",
+    "tests/engine/test_block_table.py",
+    "tests/engine/test_masked_steps.py",
     "tests/fuzz/",
     "tests/interop/",
     "tests/kvstore/",
@@ -40,7 +41,6 @@ NAMES_LATER = (
     "tests/simulator/",
     "tests/soak/",
     "tests/support/",
-    "tests/vllm_runner/",
 )
 """Where names are not read yet."""
 
