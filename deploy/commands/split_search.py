@@ -182,9 +182,7 @@ def _load(question: Question) -> list[Arrival]:
 def _evaluating(setting: Setting, jobs: int, say: Callable[[str], object]) -> Iterator[Evaluate]:
     """Run trials in `jobs` processes, or in this one if `jobs` is 1."""
 
-    def reported(
-        run: Callable[[Sequence[Trial]], Iterable[TrialResult]], trials: Sequence[Trial]
-    ) -> Iterator[TrialResult]:
+    def tell(run: Callable[[Sequence[Trial]], Iterable[TrialResult]], trials: Sequence[Trial]) -> Iterator[TrialResult]:
         for trial, served in zip(trials, run(trials), strict=True):
             say(
                 f"{name(trial.layout)} at {trial.speed:.2f} times the load's speed, {served.rate:.2f} requests a "
@@ -193,10 +191,10 @@ def _evaluating(setting: Setting, jobs: int, say: Callable[[str], object]) -> It
             yield served
 
     if jobs == 1:
-        yield partial(reported, partial(map, partial(serve, setting)))
+        yield partial(tell, partial(map, partial(serve, setting)))
         return
     with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (setting,)) as pool:
-        yield partial(reported, partial(pool.map, _serve))
+        yield partial(tell, partial(pool.map, _serve))
 
 
 _setting: Setting | None = None  # of a process of the pool
