@@ -68,14 +68,14 @@ def generate_batch(
     """
     running = sequences = _sequences(prompts, count, engine.layout.page_size)
     while running:
-        budget, chunks, taken = max_num_batched_tokens, [], []
+        budget, chunks, batch = max_num_batched_tokens, [], []
         for one in sorted(running, key=lambda each: each.pending > 1):
             share = min(one.pending, budget)
             if share:
                 budget -= share
                 chunks.append(one.chunk(share))
-                taken.append(one)
-        for one, chunk, drawn in zip(taken, chunks, engine.step(chunks), strict=True):
+                batch.append(one)
+        for one, chunk, drawn in zip(batch, chunks, engine.step(chunks), strict=True):
             one.computed = chunk.end
             if drawn is not None:
                 one.tokens.append(drawn.token)
@@ -106,13 +106,13 @@ class _Sequence:
 def _sequences(prompts: Sequence[Sequence[int]], count: int, page_size: int) -> list[_Sequence]:
     """Return a sequence for each prompt, with pages for `count` tokens more. They keep their block tables from step to
     step, as a worker's do."""
-    made: list[_Sequence] = []
+    sequences: list[_Sequence] = []
     first = 0
     for prompt in prompts:
         needed = -(-(len(prompt) + count) // page_size)
-        made.append(_Sequence(list(prompt), len(prompt) + count, BlockTable(range(first, first + needed))))
+        sequences.append(_Sequence(list(prompt), len(prompt) + count, BlockTable(range(first, first + needed))))
         first += needed
-    return made
+    return sequences
 
 
 class BareEngine(PeerProcess):

@@ -39,21 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--restarts", type=int, default=4)
-    asked = parser.parse_args(argv)
-    cases = asked.cases.split(",")
-    engine = [str(models.directory(asked.model)), asked.dtype, str(asked.threads)]
-    here, there = Path(__file__).parents[1], asked.other.resolve()
-    taken: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
-    for restart in range(asked.restarts):
+    arguments = parser.parse_args(argv)
+    cases = arguments.cases.split(",")
+    engine = [str(models.directory(arguments.model)), arguments.dtype, str(arguments.threads)]
+    here, there = Path(__file__).parents[1], arguments.other.resolve()
+    medians: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
+    for restart in range(arguments.restarts):
         order = (here, there) if restart % 2 else (there, here)
         engines = {checkout: _start(checkout, engine) for checkout in order}
         for case in cases:
             turns = {checkout: [_ask(engines[checkout], case) for _ in range(_TURNS)][1:] for checkout in order}
-            taken[case].append((statistics.median(turns[there]), statistics.median(turns[here])))
+            medians[case].append((statistics.median(turns[there]), statistics.median(turns[here])))
         for process in engines.values():
             process.communicate()
     report.say(report.machine())
-    for case, pairs in taken.items():
+    for case, pairs in medians.items():
         before, now = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.geometric_mean(one / other for one, other in pairs)
         report.say(f"{case:16} {before:9.2f} ms there {now:9.2f} ms here {ratio:7.3f}")

@@ -47,8 +47,8 @@ _VERSION = 1  # of what is written; a cache of another version is left alone
 def directory(name: str) -> Path:
     """`tiny` (1 M parameters, float32) and `100m` (100 M, bfloat16) are made once and kept in the user's cache; any
     other name is a directory already."""
-    made = {"tiny": random_model.write, "100m": partial(write_shape, config=LLAMA_100M)}.get(name)
-    if made is None:
+    writer = {"tiny": random_model.write, "100m": partial(write_shape, config=LLAMA_100M)}.get(name)
+    if writer is None:
         return Path(name)
     cached = cache() / f"{name}-{_VERSION}"
     if not cached.exists():
@@ -56,7 +56,7 @@ def directory(name: str) -> Path:
         # Made beside its place and moved there whole: two scripts may start at once, and one may be killed.
         building = Path(tempfile.mkdtemp(dir=cache()))
         try:
-            made(building)
+            writer(building)
             building.rename(cached)
         except OSError:
             if not cached.exists():
@@ -95,11 +95,11 @@ def _tokenizer(size: int) -> Tokenizer:
     for left, right in islice(_pairs(), size - len(vocab)):
         vocab[left + right] = len(vocab)
         merges.append((left, right))
-    made = Tokenizer(models.BPE(vocab, merges))
-    made.add_special_tokens(["<s>", "</s>"])
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _pairs() -> Iterator[tuple[str, str]]:

@@ -32,11 +32,11 @@ def pin_tree(pid: int, cores: Collection[int]) -> None:
 
 def cores_of(pid: int) -> set[frozenset[int]]:
     """The sets of cores that its threads may run on: a single one after `pin`."""
-    found: set[frozenset[int]] = set()
+    sets: set[frozenset[int]] = set()
     for thread in _threads(pid):
         with contextlib.suppress(ProcessLookupError):
-            found.add(frozenset(os.sched_getaffinity(thread)))
-    return found
+            sets.add(frozenset(os.sched_getaffinity(thread)))
+    return sets
 
 
 def _threads(pid: int) -> list[int]:

@@ -79,26 +79,26 @@ def text(sentences: int = 3_000) -> list[str]:
     """Return sentences about serving models and other things, the same ones every time."""
     draw = random.Random(SEED)
     columns = [column.split("|") for column in (_WHO, _DOES, _WHAT, _HOW)]
-    made: list[str] = []
+    lines: list[str] = []
     for _ in range(sentences):
         who, does, what, how = (draw.choice(column) for column in columns)
         ending = draw.choice([".", "!", "?", f"; {draw.choice(columns[0])} {draw.choice(columns[1])} it too."])
-        made.append(f"{who.capitalize()} {does} {what} {how}{ending}")
-    return made
+        lines.append(f"{who.capitalize()} {does} {what} {how}{ending}")
+    return lines
 
 
 def tokenizer(sentences: list[str]) -> Tokenizer:
     """Train a byte-level BPE tokenizer, which encodes and decodes any text without loss."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=_CONFIG["vocab_size"], special_tokens=[_BEGIN, _END], initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(sentences, trainer)
-    made.post_processor = processors.TemplateProcessing(single=f"{_BEGIN} $A", special_tokens=[(_BEGIN, 0)])
-    return made
+    bpe.train_from_iterator(sentences, trainer)
+    bpe.post_processor = processors.TemplateProcessing(single=f"{_BEGIN} $A", special_tokens=[(_BEGIN, 0)])
+    return bpe
 
 
 def weights() -> dict[str, np.ndarray]:

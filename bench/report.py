@@ -38,8 +38,8 @@ class Result:
     runs: tuple[float, ...] | None = None
 
     def line(self) -> str:
-        told = {key: _short(value) for key, value in asdict(self).items() if value is not None}
-        return json.dumps(told, allow_nan=False)
+        fields = {key: _short(value) for key, value in asdict(self).items() if value is not None}
+        return json.dumps(fields, allow_nan=False)
 
 
 def median_of(bench: str, case: str, unit: str, runs: Sequence[float]) -> Result:
@@ -81,12 +81,12 @@ def machine() -> str:
 def commit() -> str:
     """Return the commit that is measured, with "-dirty" where files differ from it."""
     try:
-        said = subprocess.run(
+        process = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return said.stdout.strip()
+    return process.stdout.strip()
 
 
 def _short(value: object) -> object:

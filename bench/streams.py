@@ -65,11 +65,11 @@ class Completions:
         self._model = model
 
     async def generate(self, prompt: Sequence[int], count: int) -> AsyncGenerator[int, None]:
-        asked: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model": self._model, "prompt": list(prompt), "max_tokens": count, "temperature": 0, "ignore_eos": True,
             "stream": True, "return_token_ids": True,
         }  # fmt: skip
-        async with self._session.post(self._url, json=asked) as response:
+        async with self._session.post(self._url, json=fields) as response:
             if response.status != 200:
                 raise Unavailable(f"{self._url} answers {response.status}: {(await response.text())[:500]}")
             async for line in response.content:

@@ -129,7 +129,7 @@ async def _rounds(bare: Bare, server: Router, prompts: Prompts, count: int) -> l
 
 
 async def _disturb(server: Router, prompts: Prompts, count: int) -> list[Disturbance]:
-    found: list[Disturbance] = []
+    disturbances: list[Disturbance] = []
     for number in range(count):
         # None of them ends, and none begins, while something is measured: their own prompts make gaps as well.
         async with Streams(server, prompts, interference.STREAMS, interference.PROMPT, _OUTPUT) as streams:
@@ -139,17 +139,17 @@ async def _disturb(server: Router, prompts: Prompts, count: int) -> list[Disturb
             await asyncio.sleep(_PAUSE)  # what it held up shows in gaps that end later
             end = time.perf_counter()
         one = Disturbance.of(streams.gaps, sent, end)
-        found.append(one)
+        disturbances.append(one)
         steps = one.largest / one.before
         report.say(f"prompt {number + 1} of {count}: largest gap {steps:.2f} steps of {one.before * 1_000:.1f} ms")
-    return found
+    return disturbances
 
 
 @contextmanager
-def _anywhere(made: LocalCluster, names: Sequence[str]) -> Iterator[None]:
+def _anywhere(cluster: LocalCluster, names: Sequence[str]) -> Iterator[None]:
     """Let these processes use every core of the cluster within this context."""
-    pids = [made.pids[name] for name in names]
-    every = frozenset().union(*(each for pid in made.pids.values() for each in processes.cores_of(pid)))
+    pids = [cluster.pids[name] for name in names]
+    every = frozenset().union(*(each for pid in cluster.pids.values() for each in processes.cores_of(pid)))
     before = os.sched_getaffinity(0)
     for pid in pids:
         processes.pin(pid, every)
@@ -158,28 +158,28 @@ def _anywhere(made: LocalCluster, names: Sequence[str]) -> Iterator[None]:
         processes.pin(pid, before)
 
 
-async def measure(model: Path, asked: argparse.Namespace) -> list[report.Result]:
+async def measure(model: Path, arguments: argparse.Namespace) -> list[report.Result]:
     """Raises BatonError."""
     with ExitStack() as stack:
         report.say("starting 1P+1D")
-        made = interference.start(stack, interference.SPLIT, model, asked.settings)
-        client = stack.enter_context(Client(operator=made.operator))
-        prompts = Prompts(client.status(timeout=10).model.vocab_size, asked.seed)  # pyright: ignore[reportOptionalMemberAccess]
-        async with grpc.aio.insecure_channel(made.address) as channel:
+        cluster = interference.start(stack, interference.SPLIT, model, arguments.settings)
+        client = stack.enter_context(Client(operator=cluster.operator))
+        prompts = Prompts(client.status(timeout=10).model.vocab_size, arguments.seed)  # pyright: ignore[reportOptionalMemberAccess]
+        async with grpc.aio.insecure_channel(cluster.address) as channel:
             server = Router(channel)
             bare = Bare(model)
-            with _anywhere(made, ("router", "store-0")):
-                rounds = await _rounds(bare, server, prompts, asked.rounds)
+            with _anywhere(cluster, ("router", "store-0")):
+                rounds = await _rounds(bare, server, prompts, arguments.rounds)
             counts = client.status().counts
-            seen = await _disturb(server, prompts, asked.rounds)
+            seen = await _disturb(server, prompts, arguments.rounds)
         return results(rounds, seen, counts.placed_split / (counts.placed_split + counts.placed_local))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = _parse(argv)
+    arguments = _parse(argv)
     report.say(report.machine())
     try:
-        lines = asyncio.run(measure(models.directory("100m"), asked))
+        lines = asyncio.run(measure(models.directory("100m"), arguments))
     except BatonError as error:
         report.say(f"hand_off_ttft: {error}")
         return 1
@@ -195,9 +195,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", dest="settings", action="append", metavar="SECTION.SETTING=VALUE",
                         default=["router.disaggregation=always"])  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args(argv)
-    asked.rounds = asked.rounds or (3 if asked.quick else 15)
-    return asked
+    arguments = parser.parse_args(argv)
+    arguments.rounds = arguments.rounds or (3 if arguments.quick else 15)
+    return arguments
 
 
 if __name__ == "__main__":

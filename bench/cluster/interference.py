@@ -118,68 +118,70 @@ def start(
     for role in ("prefill", "decode"):
         settings |= {f"{role}.threads": 1 if split else _THREADS, f"{role}.kv_cache_bytes": _POOL}
     settings |= dict(map(parse_override, overrides))
-    made = stack.enter_context(clusters.local(model, 1 if split else 0, 1, settings, patience))
+    cluster = stack.enter_context(clusters.local(model, 1 if split else 0, 1, settings, patience))
     if split and not on_gpu:
         first, *rest = sorted(os.sched_getaffinity(0))
-        for process, pid in made.pids.items():
+        for process, pid in cluster.pids.items():
             processes.pin_tree(pid, {first} if process == "decode-0" else rest)
         before = os.sched_getaffinity(0)
         processes.pin(os.getpid(), rest)
         stack.callback(processes.pin, os.getpid(), before)
-    return made
+    return cluster
 
 
-async def _measure(server: Server, name: str, vocab: int, asked: argparse.Namespace) -> list[Seen]:
+async def _measure(server: Server, name: str, vocab: int, arguments: argparse.Namespace) -> list[Seen]:
     """The first run only warms up."""
     runs: list[Seen] = []
-    for number in range(asked.runs + 1):
+    for number in range(arguments.runs + 1):
         others = Neighbours()
         # A seed of its own for each run: no prompt of one must be found in the cache by the next.
-        run = await interfere(server, Prompts(vocab, asked.seed + number), asked.longs if number else 1)
+        run = await interfere(server, Prompts(vocab, arguments.seed + number), arguments.longs if number else 1)
         run = replace(run, others=others.lap())
-        told = ", ".join(f"{value:.1f}" for value in run.itl)
+        figures = ", ".join(f"{value:.1f}" for value in run.itl)
         report.say(
-            f"{name}, run {number} of {asked.runs}: ITL {told} ms, {run.rate:.0f} tokens/s, "
+            f"{name}, run {number} of {arguments.runs}: ITL {figures} ms, {run.rate:.0f} tokens/s, "
             f"long TTFT {median(run.ttft):.0f} ms; others used {run.others:.2f} cores"
         )
         runs.append(run)
     return runs[1:]
 
 
-async def _ours(name: str, model: Path, asked: argparse.Namespace) -> list[Seen]:
+async def _ours(name: str, model: Path, arguments: argparse.Namespace) -> list[Seen]:
     with ExitStack() as stack:
         report.say(f"starting {name}")
-        made = start(stack, name, model, asked.settings, asked.patience, on_gpu=asked.vllm_python is not None)
-        with Client(operator=made.operator) as client:
+        cluster = start(
+            stack, name, model, arguments.settings, arguments.patience, on_gpu=arguments.vllm_python is not None
+        )
+        with Client(operator=cluster.operator) as client:
             vocab = client.status(timeout=10).model.vocab_size  # pyright: ignore[reportOptionalMemberAccess]
-        async with grpc.aio.insecure_channel(made.address) as channel:
-            runs = await _measure(Router(channel), name, vocab, asked)
-        peaks = {process: Memory.of(pid).peak for process, pid in sorted(made.pids.items())}
+        async with grpc.aio.insecure_channel(cluster.address) as channel:
+            runs = await _measure(Router(channel), name, vocab, arguments)
+        peaks = {process: Memory.of(pid).peak for process, pid in sorted(cluster.pids.items())}
         return [*runs[:-1], replace(runs[-1], memory=peaks)]
 
 
-async def _theirs(name: str, model: Path, asked: argparse.Namespace) -> list[Seen]:
+async def _theirs(name: str, model: Path, arguments: argparse.Namespace) -> list[Seen]:
     report.say(f"starting {name}")
-    peers = asked.peers or model.parent / "peers"
-    with vllm_server.serve(model, peers, _VLLM[name], _THREADS, asked.vllm_python) as url:
+    peers = arguments.peers or model.parent / "peers"
+    with vllm_server.serve(model, peers, _VLLM[name], _THREADS, arguments.vllm_python) as url:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
             server = Completions(session, url, str(model))
-            return await _measure(server, name, models.LLAMA_100M["vocab_size"], asked)
+            return await _measure(server, name, models.LLAMA_100M["vocab_size"], arguments)
 
 
-async def measure(model: Path, asked: argparse.Namespace) -> dict[str, list[Seen]]:
+async def measure(model: Path, arguments: argparse.Namespace) -> dict[str, list[Seen]]:
     """Every side that is asked for, one after the other. Raises BatonError."""
     # One event loop for all: channels of gRPC don't outlive theirs without complaint. Starting a side blocks it, while
     # there is nothing else to do.
-    seen = {name: await _ours(name, model, asked) for name in asked.ours}
-    return seen | {name: await _theirs(name, model, asked) for name in _VLLM if asked.vllm}
+    seen = {name: await _ours(name, model, arguments) for name in arguments.ours}
+    return seen | {name: await _theirs(name, model, arguments) for name in _VLLM if arguments.vllm}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = parse(argv)
+    arguments = parse(argv)
     report.say(report.machine())
     try:
-        seen = asyncio.run(measure(models.directory("100m"), asked))
+        seen = asyncio.run(measure(models.directory("100m"), arguments))
     except BatonError as error:
         report.say(f"interference: {error}")
         return 1
@@ -201,10 +203,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.SETTING=VALUE")
     parser.add_argument("--seed", type=int, default=1)
     parser.set_defaults(ours=(COLOCATED, SPLIT))
-    asked = parser.parse_args(argv)
-    asked.runs = asked.runs or (1 if asked.quick else 3)
-    asked.longs = asked.longs or (3 if asked.quick else 6)
-    return asked
+    arguments = parser.parse_args(argv)
+    arguments.runs = arguments.runs or (1 if arguments.quick else 3)
+    arguments.longs = arguments.longs or (3 if arguments.quick else 6)
+    return arguments
 
 
 if __name__ == "__main__":

@@ -84,9 +84,9 @@ class Round:
 class Through:
     """Generating through a cluster."""
 
-    def __init__(self, made: LocalCluster) -> None:
-        self._address = made.address
-        with Client(operator=made.operator) as client:
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._address = cluster.address
+        with Client(operator=cluster.operator) as client:
             processes = client.status().processes
         (worker,) = (process for process in processes if process.role == "decode")
         self._metrics = worker.metrics_address
@@ -108,10 +108,10 @@ class Through:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = _parse(argv)
+    arguments = _parse(argv)
     try:
         with ExitStack() as stack:
-            for result in results(measure(asked, stack), asked.threads):
+            for result in results(measure(arguments, stack), arguments.threads):
                 report.emit(result)
     except (BatonError, PeerFailed) as error:
         report.say(f"overhead: {error}")
@@ -119,20 +119,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(asked: argparse.Namespace, stack: ExitStack) -> list[Round]:
+def measure(arguments: argparse.Namespace, stack: ExitStack) -> list[Round]:
     """Start everything, warm it up, let it take turns."""
     model = models.directory("100m")
-    engine = stack.enter_context(BareEngine(model, "auto", asked.threads))
-    started = {name: _start(name, model, asked.threads, stack) for name in _SHAPES}
-    sides = {name: Through(made).generate for name, made in started.items()}
+    engine = stack.enter_context(BareEngine(model, "auto", arguments.threads))
+    started = {name: _start(name, model, arguments.threads, stack) for name in _SHAPES}
+    sides = {name: Through(cluster).generate for name, cluster in started.items()}
     report.say(report.machine())
-    workload = Workload(Lengths("fixed", _PROMPT), Lengths("fixed", asked.tokens), models.LLAMA_100M["vocab_size"])
+    workload = Workload(Lengths("fixed", _PROMPT), Lengths("fixed", arguments.tokens), models.LLAMA_100M["vocab_size"])
 
     def bare(request: Planned) -> Turn:
         steps = engine.generate([request.prompt], request.output)
         return Turn.of(steps.gaps, steps.cpu)
 
-    return alternate(bare, sides, workload, asked.rounds)
+    return alternate(bare, sides, workload, arguments.rounds)
 
 
 def alternate(bare: Side, sides: Mapping[str, Side], workload: Workload, count: int) -> list[Round]:
@@ -148,12 +148,12 @@ def alternate(bare: Side, sides: Mapping[str, Side], workload: Workload, count: 
     rounds: list[Round] = []
     before = turn(bare)
     for number in range(count + 1):
-        taken = {name: turn(side) for name, side in sides.items()}
+        turns = {name: turn(side) for name, side in sides.items()}
         after = turn(bare)
-        rounds.append(Round(before, taken, after))
+        rounds.append(Round(before, turns, after))
         before = after
-        told = ", ".join(f"{name} {one.median * 1_000:.2f} ms" for name, one in {"bare": after, **taken}.items())
-        report.say(f"round {number} of {count}: {told}; others used {rounds[-1].others:.2f} cores")
+        medians = ", ".join(f"{name} {one.median * 1_000:.2f} ms" for name, one in {"bare": after, **turns}.items())
+        report.say(f"round {number} of {count}: {medians}; others used {rounds[-1].others:.2f} cores")
     return rounds[1:]
 
 
@@ -167,7 +167,7 @@ def results(rounds: Sequence[Round], threads: int) -> list[report.Result]:
     """ITL of every side, on whose median the target is; and for 1P+1D its mean in two: engine step and all else."""
     quiet = quietest(rounds)
 
-    def told(case: str, runs: Sequence[float], bare: str = "") -> report.Result:
+    def line(case: str, runs: Sequence[float], bare: str = "") -> report.Result:
         case, milliseconds = f"{case}, threads={threads}", [run * 1_000 for run in runs]
         if not bare:
             return report.median_of("overhead", case, "ms", milliseconds)
@@ -176,12 +176,12 @@ def results(rounds: Sequence[Round], threads: int) -> list[report.Result]:
     lines: list[report.Result] = []
     for name in _SHAPES:
         turns = [one.sides[name] for one in quiet]
-        lines.append(report.judged(told(f"{name} ITL p50", [t.median for t in turns], "median"), TARGET, better="low"))
-        lines.append(told(f"{name} ITL mean", [t.mean for t in turns], "mean"))
+        lines.append(report.judged(line(f"{name} ITL p50", [t.median for t in turns], "median"), TARGET, better="low"))
+        lines.append(line(f"{name} ITL mean", [t.mean for t in turns], "mean"))
     split = [one.sides[_SPLIT] for one in quiet]
-    lines.append(told(f"{_SPLIT} engine step, mean", [t.step for t in split], "step"))
-    lines.append(told(f"{_SPLIT} ITL outside the step, mean", [t.mean - t.step for t in split]))
-    lines.append(told(f"{_SPLIT} CPU of the loop for a token", [t.cpu for t in split], "cpu"))
+    lines.append(line(f"{_SPLIT} engine step, mean", [t.step for t in split], "step"))
+    lines.append(line(f"{_SPLIT} ITL outside the step, mean", [t.mean - t.step for t in split]))
+    lines.append(line(f"{_SPLIT} CPU of the loop for a token", [t.cpu for t in split], "cpu"))
     lines.append(
         report.Result("overhead", f"{_SPLIT} prefilled apart", statistics.fmean(t.split for t in split), "share")
     )
@@ -205,10 +205,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="turns of each side")
     parser.add_argument("--tokens", type=int, help="tokens generated in each")
     parser.add_argument("--threads", type=int, default=1, help="of the tensor library, in every process (default 1)")
-    asked = parser.parse_args(argv)
-    asked.rounds = asked.rounds or (12 if asked.quick else 45)
-    asked.tokens = asked.tokens or (24 if asked.quick else 48)
-    return asked
+    arguments = parser.parse_args(argv)
+    arguments.rounds = arguments.rounds or (12 if arguments.quick else 45)
+    arguments.tokens = arguments.tokens or (24 if arguments.quick else 48)
+    return arguments
 
 
 if __name__ == "__main__":

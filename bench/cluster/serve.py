@@ -33,33 +33,33 @@ _QUICK = {"model": "tiny", "requests": 40, "concurrency": 4, "prompt": "uniform:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = parse(argv)
+    arguments = parse(argv)
     try:
         with ExitStack() as stack:
-            measure(*_addresses(asked, stack), asked)
+            measure(*_addresses(arguments, stack), arguments)
     except BatonError as error:
         report.say(f"serve: {error}")
         return 1
     return 0
 
 
-def measure(address: str, operator: str, asked: argparse.Namespace) -> None:
+def measure(address: str, operator: str, arguments: argparse.Namespace) -> None:
     """Run the load `asked.runs` times and print the median of every figure."""
     with Client(operator=operator) as client:
         status = client.status(timeout=10)
-    where = f"{status.model_name} {clusters.shape(status)}, {load_name(asked)}"
+    where = f"{status.model_name} {clusters.shape(status)}, {load_name(arguments)}"
     vocab = status.model.vocab_size  # pyright: ignore[reportOptionalMemberAccess]
-    objectives = Objectives(_seconds(asked.slo_ttft), _seconds(asked.slo_tpot))
+    objectives = Objectives(_seconds(arguments.slo_ttft), _seconds(arguments.slo_tpot))
     report.say(report.machine())
-    asyncio.run(_run(address, _warmup(asked, vocab), asked))
+    asyncio.run(_run(address, _warmup(arguments, vocab), arguments))
     runs: list[list[Figure]] = []
     failed: Counter[str] = Counter()
-    for run in range(asked.runs):
+    for run in range(arguments.runs):
         # A seed of its own for each run: the prompts of one must not be found in the cache by the next.
-        outcomes = asyncio.run(_run(address, plan(asked, vocab, asked.seed + run), asked))
+        outcomes = asyncio.run(_run(address, plan(arguments, vocab, arguments.seed + run), arguments))
         runs.append(figures(outcomes, objectives))
         failed += errors(outcomes)
-        report.say(f"run {run + 1} of {asked.runs}: {len(outcomes)} requests, {failed.total()} errors so far")
+        report.say(f"run {run + 1} of {arguments.runs}: {len(outcomes)} requests, {failed.total()} errors so far")
     for name, unit in dict.fromkeys((figure.name, figure.unit) for run in runs for figure in run):
         values = [figure.value for run in runs for figure in run if figure.name == name]
         report.emit(report.median_of("serve", f"{where}: {name}", unit, values))
@@ -67,48 +67,51 @@ def measure(address: str, operator: str, asked: argparse.Namespace) -> None:
         report.emit(report.Result("serve", f"{where}: errors, {reason}, all runs", count, "count"))
 
 
-def plan(asked: argparse.Namespace, vocab: int, seed: int) -> list[Planned]:
+def plan(arguments: argparse.Namespace, vocab: int, seed: int) -> list[Planned]:
     """The requests of one run. Raises ConfigError."""
-    if asked.trace is not None:
-        lines = mooncake.read(asked.trace, asked.requests)
-        return list(from_trace(lines, vocab, seed, asked.time_scale, asked.length_scale))
+    if arguments.trace is not None:
+        lines = mooncake.read(arguments.trace, arguments.requests)
+        return list(from_trace(lines, vocab, seed, arguments.time_scale, arguments.length_scale))
     workload = Workload(
-        Lengths.parse(asked.prompt), Lengths.parse(asked.output), vocab, asked.prefix_groups, asked.prefix_tokens,
-        poisson(asked.rate, asked.requests, seed) if asked.rate else (),
+        Lengths.parse(arguments.prompt), Lengths.parse(arguments.output), vocab,
+        arguments.prefix_groups, arguments.prefix_tokens,
+        poisson(arguments.rate, arguments.requests, seed) if arguments.rate else (),
     )  # fmt: skip
-    return workload.plan(asked.requests, seed)
+    return workload.plan(arguments.requests, seed)
 
 
-async def _run(address: str, planned: Sequence[Planned], asked: argparse.Namespace) -> list[Outcome]:
-    if asked.concurrency is not None:
-        return await sender.closed_loop(address, planned, asked.concurrency, asked.timeout)
-    return await sender.open_loop(address, planned, asked.timeout)
+async def _run(address: str, planned: Sequence[Planned], arguments: argparse.Namespace) -> list[Outcome]:
+    if arguments.concurrency is not None:
+        return await sender.closed_loop(address, planned, arguments.concurrency, arguments.timeout)
+    return await sender.open_loop(address, planned, arguments.timeout)
 
 
-def _warmup(asked: argparse.Namespace, vocab: int) -> list[Planned]:
+def _warmup(arguments: argparse.Namespace, vocab: int) -> list[Planned]:
     """First steps of each shape are slow: kernels are chosen and memory is mapped. All at once, so that every worker
     has its share."""
-    return Workload(Lengths.parse("128"), Lengths.parse("8"), vocab).plan(asked.warmup, seed=asked.seed + 1_000_000)
+    return Workload(Lengths.parse("128"), Lengths.parse("8"), vocab).plan(
+        arguments.warmup, seed=arguments.seed + 1_000_000
+    )
 
 
-def _addresses(asked: argparse.Namespace, stack: ExitStack) -> tuple[str, str]:
+def _addresses(arguments: argparse.Namespace, stack: ExitStack) -> tuple[str, str]:
     """The public port and the operator's, of the cluster that is named or of one started here."""
-    if asked.address:
-        return asked.address, asked.operator
-    model = models.directory(asked.model)
-    settings = dict(map(parse_override, asked.settings)) | {"model.served_model_name": Path(asked.model).name}
-    report.say(f"starting {asked.prefill} prefill and {asked.decode} decode workers on {model}")
-    made = stack.enter_context(clusters.local(model, asked.prefill, asked.decode, settings))
-    return made.address, made.operator
+    if arguments.address:
+        return arguments.address, arguments.operator
+    model = models.directory(arguments.model)
+    settings = dict(map(parse_override, arguments.settings)) | {"model.served_model_name": Path(arguments.model).name}
+    report.say(f"starting {arguments.prefill} prefill and {arguments.decode} decode workers on {model}")
+    cluster = stack.enter_context(clusters.local(model, arguments.prefill, arguments.decode, settings))
+    return cluster.address, cluster.operator
 
 
-def load_name(asked: argparse.Namespace) -> str:
-    if asked.trace is not None:
-        sent = f"x{asked.concurrency}" if asked.concurrency else f"time x{asked.time_scale:g}"
-        return f"{asked.trace.stem} {sent} length x{asked.length_scale:g}"
-    sent = f"{asked.rate:g}/s" if asked.rate else f"x{asked.concurrency}"
-    prefix = f"{asked.prefix_groups}({asked.prefix_tokens})+" if asked.prefix_groups else ""
-    return f"{sent} {prefix}{asked.prompt}->{asked.output}"
+def load_name(arguments: argparse.Namespace) -> str:
+    if arguments.trace is not None:
+        sent = f"x{arguments.concurrency}" if arguments.concurrency else f"time x{arguments.time_scale:g}"
+        return f"{arguments.trace.stem} {sent} length x{arguments.length_scale:g}"
+    sent = f"{arguments.rate:g}/s" if arguments.rate else f"x{arguments.concurrency}"
+    prefix = f"{arguments.prefix_groups}({arguments.prefix_tokens})+" if arguments.prefix_groups else ""
+    return f"{sent} {prefix}{arguments.prompt}->{arguments.output}"
 
 
 def _seconds(milliseconds: float | None) -> float | None:
@@ -149,16 +152,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     how.add_argument("--timeout", type=float, default=120.0, metavar="S", help="a request may take so long")
     how.add_argument("--seed", type=int, default=1)
     how.add_argument("--quick", action="store_true", help=f"changes the defaults to {_QUICK}")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
 
-    if bool(asked.address) != bool(asked.operator):
+    if bool(arguments.address) != bool(arguments.operator):
         parser.error("--address and --operator go together; `baton status --json` tells both")
-    if asked.rate and asked.trace:
+    if arguments.rate and arguments.trace:
         parser.error("a trace has its own times; --time-scale changes them")
-    for name, value in (_QUICK if asked.quick else _DEFAULTS).items():
-        if getattr(asked, name) is None and not (name == "concurrency" and (asked.rate or asked.trace)):
-            setattr(asked, name, value)
-    return asked
+    for name, value in (_QUICK if arguments.quick else _DEFAULTS).items():
+        if getattr(arguments, name) is None and not (name == "concurrency" and (arguments.rate or arguments.trace)):
+            setattr(arguments, name, value)
+    return arguments
 
 
 if __name__ == "__main__":

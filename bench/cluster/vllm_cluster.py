@@ -87,9 +87,9 @@ def alone(process: PeerProcess) -> Side:
     """A side in a process of its own."""
 
     def run(prompts: Tokens, count: int) -> Run:
-        said = process.ask({"prompts": prompts, "count": count})
-        decoding = Decoding.of(Course(said["tokens"], said["ends"], said["model"]), count)
-        return Run(said["seconds"], decoding.step, decoding.step - decoding.model, said["tokens"])
+        reply = process.ask({"prompts": prompts, "count": count})
+        decoding = Decoding.of(Course(reply["tokens"], reply["ends"], reply["model"]), count)
+        return Run(reply["seconds"], decoding.step, decoding.step - decoding.model, reply["tokens"])
 
     return run
 
@@ -97,9 +97,9 @@ def alone(process: PeerProcess) -> Side:
 class Worker:
     """The decode worker of a cluster."""
 
-    def __init__(self, made: LocalCluster) -> None:
-        self._address = made.address
-        with Client(operator=made.operator) as client:
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._address = cluster.address
+        with Client(operator=cluster.operator) as client:
             processes = client.status(timeout=10).processes
         (self._metrics,) = (each.metrics_address for each in processes if each.role == "decode")
 
@@ -114,8 +114,8 @@ class Worker:
             all_begun = asyncio.Event()
 
             async def one(prompt: Sequence[int], times: list[float]) -> None:
-                async for made in server.generate(prompt, count):
-                    times.extend([time.perf_counter()] * made)
+                async for tokens in server.generate(prompt, count):
+                    times.extend([time.perf_counter()] * tokens)
                     if all(arrived):
                         all_begun.set()
 
@@ -145,7 +145,7 @@ def take_turns(
 ) -> dict[Case, list[Round]]:
     """`rounds` rounds of each case after one to warm up, each begun by another side."""
     neighbours = Neighbours()
-    taken: dict[Case, list[Round]] = {case: [] for case in cases}
+    rounds_by_case: dict[Case, list[Round]] = {case: [] for case in cases}
     names = list(sides)
     for number in range(rounds + 1):
         first = number % len(names)
@@ -155,11 +155,11 @@ def take_turns(
             for name in [*names[first:], *names[:first]]:
                 neighbours.lap()
                 runs[name] = replace(sides[name](prompts, case.output), others=neighbours.lap())
-            taken[case].append(runs)
-            told = ", ".join(f"{name} {case.rate(runs[name].seconds):,.0f}" for name in names)
+            rounds_by_case[case].append(runs)
+            rates = ", ".join(f"{name} {case.rate(runs[name].seconds):,.0f}" for name in names)
             others = max(run.others for run in runs.values())
-            report.say(f"round {number} of {rounds}, {case.name}: {told} tokens/s; others used {others:.2f} cores")
-    return {case: own[1:] for case, own in taken.items()}
+            report.say(f"round {number} of {rounds}, {case.name}: {rates} tokens/s; others used {others:.2f} cores")
+    return {case: own[1:] for case, own in rounds_by_case.items()}
 
 
 def quietest(rounds: Sequence[Round]) -> list[Round]:
@@ -168,18 +168,18 @@ def quietest(rounds: Sequence[Round]) -> list[Round]:
     return ranked[: -(-len(ranked) // 2)]
 
 
-def decode_results(taken: Mapping[Case, Sequence[Round]]) -> Iterator[report.Result]:
+def decode_results(rounds_by_case: Mapping[Case, Sequence[Round]]) -> Iterator[report.Result]:
     """Each side's figures. Ours are judged by vLLM's of the same round: what disturbs a round disturbs both."""
-    for case, all_rounds in taken.items():
+    for case, all_rounds in rounds_by_case.items():
         rounds = quietest(all_rounds)
         for name in rounds[0]:
             runs = [one[name] for one in rounds]
             rates, theirs = ([case.rate(one[side].seconds) for one in rounds] for side in (name, THEIRS))
-            told = f"{case.name}, {name}: tokens/s"
+            case_name = f"{case.name}, {name}: tokens/s"
             if name == THEIRS:
-                yield report.median_of("vllm", told, "1/s", rates)
+                yield report.median_of("vllm", case_name, "1/s", rates)
             else:
-                rate = report.beside("vllm", told, "1/s", rates, theirs)
+                rate = report.beside("vllm", case_name, "1/s", rates, theirs)
                 yield report.judged(rate, GOAL, "high") if name == OURS else rate
             yield report.median_of("vllm", f"{case.name}, {name}: ITL", "ms", [run.gap * 1e3 for run in runs])
             if host := [run.host * 1e3 for run in runs if not isnan(run.host)]:
@@ -191,50 +191,52 @@ def decode_results(taken: Mapping[Case, Sequence[Round]]) -> Iterator[report.Res
         yield report.median_of("vllm", f"{case.name}: used by others meanwhile", "cores", others)
 
 
-def decode(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
+def decode(model: Path, arguments: argparse.Namespace) -> Iterator[report.Result]:
     """Measure part 1."""
     variables = environments.variables(
         {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": str(asked.threads),
+            "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": str(arguments.threads),
             "KMP_BLOCKTIME": _BLOCKTIME,
         }
     )  # fmt: skip
     with ExitStack() as stack:
         command = [sys.executable, "-m", "bench.peers.steps"]
         sides: dict[str, Side] = {}
-        told_by_name = {THEIRS: ["vllm", str(model), asked.device]}
-        told_by_name |= {BARE: ["baton", str(model), asked.device, str(asked.threads)]}
-        told_by_name |= {_EAGER: [*told_by_name[THEIRS], "eager"]} if asked.eager else {}
-        for name, told in told_by_name.items():
+        words_by_name = {THEIRS: ["vllm", str(model), arguments.device]}
+        words_by_name |= {BARE: ["baton", str(model), arguments.device, str(arguments.threads)]}
+        words_by_name |= {_EAGER: [*words_by_name[THEIRS], "eager"]} if arguments.eager else {}
+        for name, words in words_by_name.items():
             report.say(f"starting {name}")
-            sides[name] = alone(stack.enter_context(PeerProcess(name, [*command, *told], variables)))
+            sides[name] = alone(stack.enter_context(PeerProcess(name, [*command, *words], variables)))
         report.say(f"starting {OURS}")
         settings: dict[str, object] = {
-            **_settings(asked.device),
+            **_settings(arguments.device),
             "store.host_cache_bytes": _POOL,
-            "decode.threads": asked.threads,
+            "decode.threads": arguments.threads,
         }
         settings |= {"decode.gpu_memory_utilization": steps.GPU_SHARE}
         settings |= {"decode.kv_cache_bytes": _POOL, "decode.max_num_batched_tokens": steps.STEP_TOKENS}
-        made = clusters.local(model, 0, 1, settings | asked.settings, asked.patience)
-        sides[OURS] = Worker(stack.enter_context(made))
-        cases = _SHORT if asked.short else _DECODE
+        cluster = clusters.local(model, 0, 1, settings | arguments.settings, arguments.patience)
+        sides[OURS] = Worker(stack.enter_context(cluster))
+        cases = _SHORT if arguments.short else _DECODE
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        yield from decode_results(take_turns(sides, cases, asked.rounds, vocabulary))
+        yield from decode_results(take_turns(sides, cases, arguments.rounds, vocabulary))
 
 
 # --- 2. arrivals ------------------------------------------------------------------------------------------------------
 
 
-def arrivals(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
+def arrivals(model: Path, arguments: argparse.Namespace) -> Iterator[report.Result]:
     """Measure part 2: one prefill and one decode worker, and one that does both, beside vLLM's server."""
-    told = [f"{name}={value}" for name, value in (_settings(asked.device) | asked.settings).items()]
-    options = [word for setting in told for word in ("--set", setting)]
-    options += ["--runs", str(asked.rounds), "--longs", "3" if asked.short else "6"]
-    options += ["--peers", str(asked.peers)] if asked.peers else []
-    options += [] if asked.device == "cpu" else ["--vllm-python", sys.executable]
-    seen = asyncio.run(interference.measure(model, interference.parse([*options, "--patience", str(asked.patience)])))
+    overrides = [f"{name}={value}" for name, value in (_settings(arguments.device) | arguments.settings).items()]
+    options = [word for setting in overrides for word in ("--set", setting)]
+    options += ["--runs", str(arguments.rounds), "--longs", "3" if arguments.short else "6"]
+    options += ["--peers", str(arguments.peers)] if arguments.peers else []
+    options += [] if arguments.device == "cpu" else ["--vllm-python", sys.executable]
+    seen = asyncio.run(
+        interference.measure(model, interference.parse([*options, "--patience", str(arguments.patience)]))
+    )
     for result in interference.results(seen):
         yield replace(result, bench="vllm", case=f"arrivals, {result.case}")
 
@@ -242,28 +244,28 @@ def arrivals(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
 # --- 3. pages ---------------------------------------------------------------------------------------------------------
 
 
-def pages(model: Path, asked: argparse.Namespace) -> Iterator[report.Result]:
+def pages(model: Path, arguments: argparse.Namespace) -> Iterator[report.Result]:
     """Measure part 3: pages of two runners through a store's arena."""
     from engine.vllm_runner.runner import VllmRunner
 
     with ExitStack() as stack:
         runners: list[VllmRunner] = []
         for _ in range(2):
-            made = VllmRunner.load(
+            runner = VllmRunner.load(
                 model,
                 "auto",
                 hand_off.PAGES,
                 steps.PAGE_SIZE,
                 max_rows=8,
                 max_tokens=256,
-                threads=asked.threads,
-                device=asked.device,
+                threads=arguments.threads,
+                device=arguments.device,
                 memory_share=steps.GPU_SHARE,
             )
-            stack.callback(made.close)
-            runners.append(made)
+            stack.callback(runner.close)
+            runners.append(runner)
         size = runners[0].layout.page_bytes
-        measured = hand_off.between_runners(runners[0], runners[1], asked.rounds)
+        measured = hand_off.between_runners(runners[0], runners[1], arguments.rounds)
         yield from hand_off.results("vllm", measured, size)
 
 
@@ -273,14 +275,14 @@ PARTS: Mapping[str, Callable[[Path, argparse.Namespace], Iterator[report.Result]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = parse(argv)
-    model = models.directory(asked.model)
+    arguments = parse(argv)
+    model = models.directory(arguments.model)
     report.say(report.machine())
-    _preload(asked)
+    _preload(arguments)
     failed = False
-    for name in asked.parts:
+    for name in arguments.parts:
         try:
-            for result in PARTS[name](model, asked):
+            for result in PARTS[name](model, arguments):
                 report.emit(result)
         except (BatonError, PeerFailed, ExceptionGroup) as error:  # a group: streams that failed
             report.say(f"{name}: {error}")
@@ -288,11 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _preload(asked: argparse.Namespace) -> None:
+def _preload(arguments: argparse.Namespace) -> None:
     """Preload Intel's OpenMP runtime and tcmalloc into all that is started, as vLLM advises for CPUs."""
-    folder = asked.peers or models.directory(asked.model).parent / "peers"
+    folder = arguments.peers or models.directory(arguments.model).parent / "peers"
     try:
-        libraries = environments.found(child_environment.OPENMP), environments.tcmalloc(folder)
+        libraries = environments.existing(child_environment.OPENMP), environments.tcmalloc(folder)
     except environments.NotPrepared as error:
         report.say(f"without Intel's OpenMP and tcmalloc: {error}")
     else:
@@ -314,13 +316,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for a cluster to start")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.SETTING=VALUE")
-    asked = parser.parse_args(argv)
-    asked.settings = dict(map(parse_override, asked.settings))
-    asked.rounds = asked.rounds or (2 if asked.short else 8)
-    asked.parts = [part for part in asked.parts.split(",") if part]
-    if unknown := set(asked.parts) - set(PARTS):
+    arguments = parser.parse_args(argv)
+    arguments.settings = dict(map(parse_override, arguments.settings))
+    arguments.rounds = arguments.rounds or (2 if arguments.short else 8)
+    arguments.parts = [part for part in arguments.parts.split(",") if part]
+    if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return asked
+    return arguments
 
 
 if __name__ == "__main__":

@@ -96,25 +96,25 @@ def fit(steps: Sequence[Step], seconds: Sequence[float]) -> StepCoefficients:
     features = np.array([step.features for step in steps]) / measured[:, None]  # so that errors are relative
     scale = np.maximum(features.max(axis=0), 1e-300)
     weights = np.ones(len(steps))
-    found = np.zeros(features.shape[1])
+    solution = np.zeros(features.shape[1])
     for _ in range(_ROUNDS):
         root = np.sqrt(weights)
-        found = _nonnegative(features / scale * root[:, None], root)
-        errors = np.abs(features / scale @ found - 1.0)
+        solution = _nonnegative(features / scale * root[:, None], root)
+        errors = np.abs(features / scale @ solution - 1.0)
         limit = _HUBER * max(float(np.median(errors)), 1e-9)
         weights = np.minimum(1.0, limit / np.maximum(errors, 1e-300))
-    return StepCoefficients(*(found / scale).tolist())
+    return StepCoefficients(*(solution / scale).tolist())
 
 
 def _nonnegative(matrix: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Least squares over x ≥ 0, near enough: what comes out negative is held at 0 and the rest solved again."""
     free = np.ones(matrix.shape[1], dtype=np.bool_)
     while True:
-        found = np.zeros(matrix.shape[1])
-        found[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
-        if found.min() >= 0:
-            return found
-        free &= found > 0
+        solution = np.zeros(matrix.shape[1])
+        solution[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+        if solution.min() >= 0:
+            return solution
+        free &= solution > 0
 
 
 def errors(model: StepCoefficients, steps: Iterable[Step], seconds: Iterable[float]) -> list[float]:
@@ -123,25 +123,25 @@ def errors(model: StepCoefficients, steps: Iterable[Step], seconds: Iterable[flo
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepTimes:
     """One step's times."""
 
     seconds: float  # their median
     noise: float  # standard deviation of their logarithms
 
 
-def measure(engine: Engine, steps: Sequence[Step], repeats: int) -> list[Taken]:
+def measure(engine: Engine, steps: Sequence[Step], repeats: int) -> list[StepTimes]:
     """Each step, `repeats` times after one to warm up. In rounds over all steps, so that a slow moment hits many of
     them once and not one of them always."""
     times: list[list[float]] = [[] for _ in steps]
     for turn in range(repeats + 1):
-        for step, taken in zip(steps, times, strict=True):
+        for step, seconds in zip(steps, times, strict=True):
             chunks = list(step.chunks())
             began = time.perf_counter()
             engine.step(chunks)
             if turn:
-                taken.append(time.perf_counter() - began)
-    return [Taken(statistics.median(each), statistics.pstdev(map(math.log, each))) for each in times]
+                seconds.append(time.perf_counter() - began)
+    return [StepTimes(statistics.median(each), statistics.pstdev(map(math.log, each))) for each in times]
 
 
 _FILE = """\
@@ -171,38 +171,44 @@ noise: {noise:.2g}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = _parse(argv)
+    arguments = _parse(argv)
     report.say(report.machine())
     pages = _POOL_TOKENS // _PAGE_SIZE
     engine = Engine.load(
-        models.directory(asked.model), asked.dtype, "cpu", pages, _PAGE_SIZE, head=True, threads=asked.threads
+        models.directory(arguments.model),
+        arguments.dtype,
+        "cpu",
+        pages,
+        _PAGE_SIZE,
+        head=True,
+        threads=arguments.threads,
     )
-    fitted, checked = grid(asked.quick)
-    taken = measure(engine, [*fitted, *checked], asked.repeats)
-    seconds = [each.seconds for each in taken]
-    found = fit(fitted, seconds[: len(fitted)])
-    own = errors(found, fitted, seconds[: len(fitted)])
-    others = errors(found, checked, seconds[len(fitted) :])
-    for step, each, error in zip([*fitted, *checked], taken, [*own, *others], strict=True):
+    fitted, checked = grid(arguments.quick)
+    measured = measure(engine, [*fitted, *checked], arguments.repeats)
+    seconds = [each.seconds for each in measured]
+    coefficients = fit(fitted, seconds[: len(fitted)])
+    own = errors(coefficients, fitted, seconds[: len(fitted)])
+    others = errors(coefficients, checked, seconds[len(fitted) :])
+    for step, each, error in zip([*fitted, *checked], measured, [*own, *others], strict=True):
         report.say(f"{astuple(step)!s:>24}  {each.seconds * 1_000:9.2f} ms, spread {each.noise:.1%}, fit {error:+.1%}")
     print(
         _FILE.format(
-            machine=asked.machine,
-            model=asked.model,
-            dtype=asked.dtype,
-            threads=asked.threads,
+            machine=arguments.machine,
+            model=arguments.model,
+            dtype=arguments.dtype,
+            threads=arguments.threads,
             steps=len(fitted),
             largest=max(_PROMPTS),
             rows=max(_ROWS),
-            repeats=asked.repeats,
+            repeats=arguments.repeats,
             half=_quantile(own, 0.5),
             most=_quantile(own, 0.9),
             checked=len(checked),
             checked_half=_quantile(others, 0.5),
             token_bytes=engine.layout.page_bytes // _PAGE_SIZE,
             max_context=engine.config.max_positions,
-            noise=statistics.median(each.noise for each in taken),
-            **asdict(found),
+            noise=statistics.median(each.noise for each in measured),
+            **asdict(coefficients),
         ),
         end="",
     )

@@ -113,17 +113,17 @@ Rows = Iterator[Result]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = _parse(argv)
+    arguments = _parse(argv)
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as folder:
-        asked.out = asked.out or Path(folder)
-        asked.out.mkdir(parents=True, exist_ok=True)
-        return _run(asked)
+        arguments.out = arguments.out or Path(folder)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        return _run(arguments)
 
 
-def _run(asked: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     gpus = visible_gpus()
-    fake = asked.fake or not gpus.gpus
-    device = Device("cpu" if not gpus.gpus or asked.fake else "cuda:0", fake)
+    fake = arguments.fake or not gpus.gpus
+    device = Device("cpu" if not gpus.gpus or arguments.fake else "cuda:0", fake)
     report.say(f"{gpus}; commit {report.commit()}, torch {torch.__version__}{', small shapes on a CPU' * fake}")
     rows: list[Result] = []
     failed: list[str] = []
@@ -131,21 +131,21 @@ def _run(asked: argparse.Namespace) -> int:
     parts: dict[str, Callable[[], Rows]] = {
         "limits": lambda: _limits(device, measured),
         "imports": _imports,
-        "tests": lambda: _tests(device, asked.out),
-        "engine": lambda: _engine(device, measured[0] if measured else limits(device), asked.short),
-        "profile": lambda: _profile(device, asked.out),
+        "tests": lambda: _tests(device, arguments.out),
+        "engine": lambda: _engine(device, measured[0] if measured else limits(device), arguments.short),
+        "profile": lambda: _profile(device, arguments.out),
         "pages": lambda: _pages(device),
         "cluster": lambda: _cluster(device),
-        "runner": lambda: _runner(device, asked.short),
+        "runner": lambda: _runner(device, arguments.short),
         "vllm": lambda: _vllm(device),
     }
-    for name in asked.parts:
+    for name in arguments.parts:
         began = time.monotonic()
         try:
             for row in parts[name]():
                 rows.append(row)
                 report.emit(row)
-                with (asked.out / "rows.jsonl").open("a") as lines:
+                with (arguments.out / "rows.jsonl").open("a") as lines:
                     print(row.line(), file=lines)
         except Exception as error:  # noqa: BLE001 - the other parts still have something to tell
             traceback.print_exc()
@@ -180,12 +180,12 @@ def _limits(device: Device, measured: list[Limits]) -> Rows:
         _ = torch.randn(64, 64, device=device.name) @ torch.randn(64, 64, device=device.name)
         device.sync()
         if used is not None and (now := _used_mib()) is not None:
-            taken = now - used - torch.cuda.memory_reserved(device.name) / 2**20
-            yield Result("limits", "context with cuBLAS (engine.device.gpu_memory.CONTEXT_BYTES)", taken, "MiB")
-    found = limits(device)
-    measured.append(found)
-    yield Result("limits", "copy, bytes read and written", found.read / 1e9, "GB/s")
-    yield Result("limits", f"matrix product, {device.dtype}", found.compute / 1e12, "TFLOP/s")
+            mebibytes = now - used - torch.cuda.memory_reserved(device.name) / 2**20
+            yield Result("limits", "context with cuBLAS (engine.device.gpu_memory.CONTEXT_BYTES)", mebibytes, "MiB")
+    speeds = limits(device)
+    measured.append(speeds)
+    yield Result("limits", "copy, bytes read and written", speeds.read / 1e9, "GB/s")
+    yield Result("limits", f"matrix product, {device.dtype}", speeds.compute / 1e12, "TFLOP/s")
 
 
 def _used_mib() -> float | None:
@@ -193,8 +193,8 @@ def _used_mib() -> float | None:
     if not shutil.which("nvidia-smi"):
         return None
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return float(said) if said.isdigit() else None
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return float(output) if output.isdigit() else None
 
 
 def _imports() -> Rows:
@@ -210,11 +210,11 @@ def _tests(device: Device, out: Path) -> Rows:
     command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-m", "gpu", "-p", "no:cacheprovider"]
     command += ["--durations=0", "tests/engine/test_gpu.py"]
     log = out / "tests.txt"
-    with log.open("w") as said:  # what a run that is cut off has said lies there
+    with log.open("w") as output:  # what a run that is cut off has said lies there
         try:
-            subprocess.run(command, cwd=_ROOT, stdout=said, stderr=said, check=False, timeout=_TESTS_TIMEOUT)
+            subprocess.run(command, cwd=_ROOT, stdout=output, stderr=output, check=False, timeout=_TESTS_TIMEOUT)
         except subprocess.TimeoutExpired:
-            print(f"cut off after {_TESTS_TIMEOUT:.0f} s: 1 error", file=said)
+            print(f"cut off after {_TESTS_TIMEOUT:.0f} s: 1 error", file=output)
     lines = log.read_text().splitlines()
     report.say("\n".join(lines[-30:]))
     counts = {word.rstrip(","): int(count) for count, word in _pairs(lines[-1].split())}
@@ -228,13 +228,13 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     return ((count, word) for count, word in pairwise(words) if count.isdigit())
 
 
-def _engine(device: Device, found: Limits, short: bool) -> Rows:
+def _engine(device: Device, limits: Limits, short: bool) -> Rows:
     shapes = {"tiny": _TINY} if device.fake else {"0.6B": QWEN_600M, "8B": LLAMA_8B}
     for name, shape_config in shapes.items():
         pages = 512 if device.fake else _pages_for(shape_config, device)
         engine = random_engine(shape_config, device, pages, _PAGE)
         shape = Shape.of(shape_config, 2 if device.is_cuda else 4)
-        yield from _steps(name, engine, shape, device, found, 2 if device.fake else 4 if short else 20)
+        yield from _steps(name, engine, shape, device, limits, 2 if device.fake else 4 if short else 20)
         del engine
         if device.is_cuda:
             torch.cuda.empty_cache()
@@ -246,7 +246,7 @@ def _pages_for(shape_config: Mapping[str, Any], device: Device) -> int:
     return int((device.free_bytes() - weights) * _POOL / (shape.kv_bytes * _PAGE))
 
 
-def _steps(name: str, engine: Engine, shape: Shape, device: Device, found: Limits, runs: int) -> Rows:
+def _steps(name: str, engine: Engine, shape: Shape, device: Device, limits: Limits, runs: int) -> Rows:
     """Decoding and prompts. Sequences share pages where all of them don't fit, far enough apart for no cache."""
     context, prompts = (60, (32, 64)) if device.fake else (2_000, (2_048, 8_192))
     each, num_pages = -(-(context + 1) // _PAGE), len(engine.pool)
@@ -257,7 +257,7 @@ def _steps(name: str, engine: Engine, shape: Shape, device: Device, found: Limit
                 for row in range(rows)
             ]
             took, call = step_seconds(engine, chunks, device, runs)
-            best = roofline.decode_step(rows, context + 1, shape, found)
+            best = roofline.decode_step(rows, context + 1, shape, limits)
             how = "greedy" if not draw.temperature else "temperature 1"
             case = f"{name}, decode {rows} rows of {context}, {how}"
             yield Result("engine", case, took * 1e3, "ms", limit=best * 1e3, ratio=best / took)
@@ -267,7 +267,7 @@ def _steps(name: str, engine: Engine, shape: Shape, device: Device, found: Limit
             pages = [page % num_pages for page in range(-(-(before + tokens) // _PAGE))]
             took, call = step_seconds(engine, [Chunk([1] * tokens, before, pages)], device, max(2, runs // 4))
             work = tokens * (2 * shape.layers + shape.attention * (before + tokens / 2))
-            best = found.seconds(shape.layers * shape.width, work)
+            best = limits.seconds(shape.layers * shape.width, work)
             case = f"{name}, prompt of {tokens} behind {before}"
             yield Result("engine", case, took * 1e3, "ms", limit=best * 1e3, ratio=best / took)
             yield Result("engine", f"{case}: the host's part", call * 1e3, "ms")
@@ -286,12 +286,12 @@ def _profile(device: Device, out: Path) -> Rows:
     chunk = [Chunk([1] * prompt, 0, range(-(-prompt // _PAGE)))]
     for case, chunks in ((f"decode, {rows} rows of {context}", decode), (f"a prompt of {prompt}", chunk)):
         engine.step(chunks)
-        found = profiled(engine, chunks, device, 5)
+        profile = profiled(engine, chunks, device, 5)
         with (out / "profile.txt").open("a") as tables:
-            print(case, found.table, sep="\n", file=tables)
-        yield Result("profile", f"{case}: operations of the device", found.count, "a step")
-        yield Result("profile", f"{case}: time in them", found.busy * 1e3, "ms")
-        yield Result("profile", f"{case}: a step", found.step * 1e3, "ms")
+            print(case, profile.table, sep="\n", file=tables)
+        yield Result("profile", f"{case}: operations of the device", profile.count, "a step")
+        yield Result("profile", f"{case}: time in them", profile.busy * 1e3, "ms")
+        yield Result("profile", f"{case}: a step", profile.step * 1e3, "ms")
 
 
 def _pages(device: Device) -> Rows:
@@ -341,8 +341,8 @@ def _requests(client: Client, vocabulary: int, length: int, output: int, device:
     began = time.perf_counter()
     streams = [client.generate(prompt(number), max_tokens=output, ignore_eos=True, timeout=300) for number in numbers]
     tokens = sum(len(stream.result().token_ids) for stream in streams)
-    taken = time.perf_counter() - began
-    yield Result("cluster", f"{len(numbers)} requests at a time, tokens generated", tokens / taken, "1/s")
+    seconds = time.perf_counter() - began
+    yield Result("cluster", f"{len(numbers)} requests at a time, tokens generated", tokens / seconds, "1/s")
 
 
 def _hops(client: Client, last: int) -> Rows:
@@ -388,7 +388,7 @@ def _runner(device: Device, short: bool) -> Rows:
                 for rows in (1, 8, 32) if short or device.fake else (1, 8, 32, 64):
                     prompts = [random_prompt(row, prompt, vocabulary) for row in range(rows)]
                     runs = [peer.ask({"prompts": prompts, "count": output}) for _ in range(3)][1:]
-                    courses = [Course(said["tokens"], said["ends"], said["model"]) for said in runs]
+                    courses = [Course(reply["tokens"], reply["ends"], reply["model"]) for reply in runs]
                     steps = [Decoding.of(course, output) for course in courses]
                     case = f"{name}, {rows} rows of {prompt}: a decode step"
                     yield Result("runner", case, median(step.step for step in steps) * 1e3, "ms")
@@ -398,10 +398,10 @@ def _runner(device: Device, short: bool) -> Rows:
 
 
 def _vllm_is_here(part: str, device: Device) -> bool:
-    found = Installation.find()
-    if found is not None and not found.is_wrong:
+    installation = Installation.find()
+    if installation is not None and not installation.is_wrong:
         return True
-    report.say(f"{part}: left out; {problem(found, None, 0, device.name)}")
+    report.say(f"{part}: left out; {problem(installation, None, 0, device.name)}")
     return False
 
 
@@ -415,9 +415,9 @@ def _vllm(device: Device) -> Rows:
         options = ["--device", "cuda" if device.is_cuda else "cpu"]
         # `vllm serve` on a CPU is another environment: a fake run does without.
         options += ["--short", "--parts", "decode,pages"] if device.fake else []
-        asked = vllm_cluster.parse(options)
-        for part in asked.parts:
-            yield from vllm_cluster.PARTS[part](model, asked)
+        arguments = vllm_cluster.parse(options)
+        for part in arguments.parts:
+            yield from vllm_cluster.PARTS[part](model, arguments)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -428,11 +428,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", help="those to run, in this order")
     parser.add_argument("--short", action="store_true", help="fewer repeats")
     parser.add_argument("--out", type=Path, help="folder for rows.jsonl and logs (a temporary one, removed at the end)")
-    asked = parser.parse_args(argv)
-    asked.parts = [part for part in (asked.parts or ",".join(CALLS.get(asked.call, names))).split(",") if part]
-    if unknown := set(asked.parts) - set(names):
+    arguments = parser.parse_args(argv)
+    arguments.parts = [
+        part for part in (arguments.parts or ",".join(CALLS.get(arguments.call, names))).split(",") if part
+    ]
+    if unknown := set(arguments.parts) - set(names):
         parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    return asked
+    return arguments
 
 
 if __name__ == "__main__":

@@ -73,21 +73,21 @@ export VLLM_USE_FLASHINFER_SAMPLER=0  # FlashInfer does not travel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = _parse(argv)
-    asked.into.mkdir(parents=True, exist_ok=True)
-    for old in (*asked.into.glob("*.whl"), *asked.into.glob("*.xz"), *asked.into.glob("*.part")):
+    arguments = _parse(argv)
+    arguments.into.mkdir(parents=True, exist_ok=True)
+    for old in (*arguments.into.glob("*.whl"), *arguments.into.glob("*.xz"), *arguments.into.glob("*.part")):
         old.unlink()
     with tempfile.TemporaryDirectory() as folder:
-        if "wheels" in asked.parts:
-            _download(asked.into, _pinned())
-        if set(asked.parts) - {"wheels"}:
-            vllm = asked.wheel or _download(Path(folder), [f"vllm=={VLLM_VERSION}"])[0]
-            _lay_vllm(vllm, asked.into, asked.parts)
-    (asked.into / "install.sh").write_text(_INSTALL)
-    for file in sorted(asked.into.iterdir()):
+        if "wheels" in arguments.parts:
+            _download(arguments.into, _pinned())
+        if set(arguments.parts) - {"wheels"}:
+            vllm = arguments.wheel or _download(Path(folder), [f"vllm=={VLLM_VERSION}"])[0]
+            _lay_vllm(vllm, arguments.into, arguments.parts)
+    (arguments.into / "install.sh").write_text(_INSTALL)
+    for file in sorted(arguments.into.iterdir()):
         print(f"{file.stat().st_size / 2**20:7.2f} MiB  {file.name}")
-    print(f"{sum(file.stat().st_size for file in asked.into.iterdir()) / 2**20:7.2f} MiB in all")
-    if needs := _needs(asked.into):
+    print(f"{sum(file.stat().st_size for file in arguments.into.iterdir()) / 2**20:7.2f} MiB in all")
+    if needs := _needs(arguments.into):
         print(f"needs: {', '.join(needs)}")
     return 0
 
@@ -96,11 +96,11 @@ def _lay_vllm(wheel: Path, into: Path, parts: Sequence[str]) -> None:
     with zipfile.ZipFile(wheel) as held:
         if "vllm" in parts:
             _download(into, _of_vllm(held))
-            kept = [name for name in held.namelist() if not name.endswith(_LEFT_OUT)]
+            members = [name for name in held.namelist() if not name.endswith(_LEFT_OUT)]
             stub = Path(__file__).with_name("vllm_without_kernels.py").read_bytes()
             # vLLM refuses to start without any FlashAttention, whichever attention runs.
             stand_ins = {f"{_KERNELS.partition('.')[0]}.py": stub, "vllm/vllm_flash_attn/_vllm_fa2_C.py": b""}
-            (into / "vllm.tar.xz").write_bytes(_archive(held, kept, stand_ins))
+            (into / "vllm.tar.xz").write_bytes(_archive(held, members, stand_ins))
         if "fa3" in parts:
             (into / "fa3.tar.xz").write_bytes(_archive(held, [_FLASH]))
         if chosen := [number for number in (1, 2) if f"c{number}" in parts]:
@@ -141,14 +141,14 @@ def _requirements(wheel: zipfile.ZipFile) -> Iterator[Requirement]:
             yield needed
 
 
-def _download(into: Path, wanted: Sequence[str]) -> list[Path]:
+def _download(into: Path, requirements: Sequence[str]) -> list[Path]:
     """Return the wheels of these for the other machine, without what they need."""
     before = set(into.iterdir())
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", "3.12", "--implementation", "cp", "-d", str(into)]
     for platform in (*(f"manylinux_2_{minor}_x86_64" for minor in _GLIBC), "manylinux2014_x86_64", "manylinux1_x86_64"):
         command += ["--platform", platform]
-    subprocess.run([*command, *wanted], check=True)
+    subprocess.run([*command, *requirements], check=True)
     return sorted(set(into.iterdir()) - before)
 
 
@@ -172,11 +172,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--into", type=Path, default=_ROOT / ".bundle", help="the folder (.bundle)")
     parser.add_argument("--parts", default="wheels,vllm", help=f"of {', '.join(_PARTS)}")
     parser.add_argument("--wheel", type=Path, help="vLLM's wheel for CUDA, where it has been downloaded before")
-    asked = parser.parse_args(argv)
-    asked.parts = asked.parts.split(",")
-    if unknown := set(asked.parts) - set(_PARTS):
+    arguments = parser.parse_args(argv)
+    arguments.parts = arguments.parts.split(",")
+    if unknown := set(arguments.parts) - set(_PARTS):
         parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(_PARTS)}")
-    return asked
+    return arguments
 
 
 if __name__ == "__main__":

@@ -101,13 +101,13 @@ def beside_a_step(device: Device, work: Callable[[], object]) -> float:
             _ = left @ left
         began = time.perf_counter()
         work()
-        taken = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         device.sync()
-        return taken
+        return seconds
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(lambda: [left @ left for _ in range(20)])
         began = time.perf_counter()
         work()
-        taken = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         busy.result()
-    return taken
+    return seconds

@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             engines = start(args, stack)
             report.say(report.machine())
             turns = Turns(engines, models.LLAMA_100M["vocab_size"], args.threads, dtype)
-            taken = measure(turns, list(engines), args.cases, args.rounds)
+            turns_by_case = measure(turns, list(engines), args.cases, args.rounds)
     except (NotPrepared, PeerFailed) as error:
         report.say(f"speed: {error}")
         return 1
-    for result in results(taken, Shape.of(models.LLAMA_100M, dtype.itemsize)):
+    for result in results(turns_by_case, Shape.of(models.LLAMA_100M, dtype.itemsize)):
         report.emit(result)
     return 0
 
@@ -133,32 +133,32 @@ def _openvino(folder: Path, threads: int) -> tuple[list[str], dict[str, str]]:
 def measure(turns: Turns, names: Sequence[str], cases: Sequence[Case], count: int) -> dict[Case, list[Turn]]:
     """Take `count` turns at each case after one to warm up, each begun by another engine. Return those that were
     quiet."""
-    taken: dict[Case, list[Turn]] = {case: [] for case in cases}
+    turns_by_case: dict[Case, list[Turn]] = {case: [] for case in cases}
     for number in range(count + 1):
         first = number % len(names)
         for case in cases:
             turn = turns.take(case, [*names[first:], *names[:first]])
-            taken[case].append(turn)
+            turns_by_case[case].append(turn)
             rates = ", ".join(f"{name} {case.rate(turn.runs[name].seconds):,.0f}" for name in names)
             report.say(
                 f"round {number} of {count}, {case.name}: {rates} {case.unit}; {turn.runs[OWN].limits}; others used "
                 f"{turn.others:.2f} cores"
             )
-    return {case: quiet(own[1:]) for case, own in taken.items()}
+    return {case: quiet(own[1:]) for case, own in turns_by_case.items()}
 
 
-def results(taken: Mapping[Case, Sequence[Turn]], shape: Shape) -> list[report.Result]:
+def results(turns_by_case: Mapping[Case, Sequence[Turn]], shape: Shape) -> list[report.Result]:
     """Return every engine beside the roofline, ours beside the best peer, and the limits that rooflines are made of.
 
     A ratio is the median of the turns' own. With peers the table is printed to stderr, too.
     """
-    every = [turn for turns in taken.values() for turn in turns]
+    every = [turn for turns in turns_by_case.values() for turn in turns]
     names = sorted(every[0].runs)
     lines: list[report.Result] = []
     ratios: list[float] = []
     rates: dict[str, dict[str, float]] = {name: {} for name in names}
     bounds: dict[str, float] = {}
-    for case, turns in taken.items():
+    for case, turns in turns_by_case.items():
         beside = {name: _beside_roofline(name, case, [turn.runs[name] for turn in turns], shape) for name in names}
         lines += beside.values()
         for name, result in beside.items():

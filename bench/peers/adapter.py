@@ -115,8 +115,8 @@ class Peer(PeerProcess):
 
     def generate(self, prompts: Tokens, count: int) -> Answer:
         """Raises PeerFailed, also where an answer does not have exactly the tokens that were asked for."""
-        said = self.ask({"prompts": prompts, "count": count})
-        answer = Answer(said["seconds"], said["tokens"])
+        reply = self.ask({"prompts": prompts, "count": count})
+        answer = Answer(reply["seconds"], reply["tokens"])
         if [len(tokens) for tokens in answer.tokens] != [count] * len(prompts):
             raise PeerFailed(f"{self.name} did not generate {count} tokens for each of {len(prompts)} prompts")
         return answer

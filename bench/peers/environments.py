@@ -79,10 +79,12 @@ def prepare(environment: Environment, below: Path) -> None:
     _run([*pip, *environment.packages])
     if environment.partial is not None:
         _run([*pip, "--no-deps", environment.partial])
-        said = _run([python, "-c", _DEPENDENCIES, environment.partial.partition("==")[0]])
-        wanted = folder / "dependencies.txt"
-        wanted.write_text("\n".join(line for line in said.splitlines() if not _named(line, environment.without)))
-        _run([*pip, "-r", str(wanted)])
+        output = _run([python, "-c", _DEPENDENCIES, environment.partial.partition("==")[0]])
+        requirements = folder / "dependencies.txt"
+        requirements.write_text(
+            "\n".join(line for line in output.splitlines() if not _named(line, environment.without))
+        )
+        _run([*pip, "-r", str(requirements)])
     (folder / _READY).write_text(environment.contents)
 
 
@@ -96,7 +98,7 @@ def _named(requirement: str, names: tuple[str, ...]) -> bool:
 
 def openmp(environment: Environment, below: Path) -> Path:
     """Intel's OpenMP runtime, which the package intel-openmp has put into the environment. Raises NotPrepared."""
-    return found(environment.folder(below) / "lib" / "libiomp5.so")
+    return existing(environment.folder(below) / "lib" / "libiomp5.so")
 
 
 def tcmalloc(below: Path) -> Path:
@@ -111,7 +113,7 @@ def tcmalloc(below: Path) -> Path:
     (package,) = unpacked.glob("*.deb")
     _run(["dpkg-deb", "-x", str(package), str(unpacked)])
     package.unlink()
-    return found(next(iter(sorted(unpacked.rglob(pattern))), unpacked / pattern))
+    return existing(next(iter(sorted(unpacked.rglob(pattern))), unpacked / pattern))
 
 
 def preloading(*libraries: Path) -> dict[str, str]:
@@ -125,7 +127,7 @@ def variables(own: Mapping[str, str]) -> dict[str, str]:
     return inherited | {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"} | dict(own)
 
 
-def found(path: Path) -> Path:
+def existing(path: Path) -> Path:
     """Return the path. Raises NotPrepared if nothing is there."""
     if not path.exists():
         raise NotPrepared(f"{path} is not there")

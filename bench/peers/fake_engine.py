@@ -19,7 +19,7 @@ Stream = TypeVar("Stream", bound=Hashable)
 _UNREAD = 0.000_5  # seconds until readers are looked at again, of which none has read
 
 
-class Given(NamedTuple, Generic[Stream]):
+class NextToken(NamedTuple, Generic[Stream]):
     """The next token of a stream. `last`: the stream ends with it."""
 
     stream: Stream
@@ -65,7 +65,7 @@ class FakeEngine(Generic[Stream]):
         """Give this stream nothing more. It may have ended."""
         self._left.pop(stream, None)
 
-    async def step(self, unread: Callable[[Stream], int]) -> list[Given[Stream]]:
+    async def step(self, unread: Callable[[Stream], int]) -> list[NextToken[Stream]]:
         """Return the tokens of the next step, at least one. `unread`: how many tokens wait for the stream's reader."""
         ready = list(self._left)
         while True:
@@ -98,13 +98,13 @@ class FakeEngine(Generic[Stream]):
         self._due = True
         self._news.set()
 
-    def _give(self, stream: Stream) -> Given[Stream]:
+    def _give(self, stream: Stream) -> NextToken[Stream]:
         left = self._left[stream] - 1
         if left:
             self._left[stream] = left
         else:
             del self._left[stream]
-        return Given(stream, self._words[left % len(self._words)], last=not left)
+        return NextToken(stream, self._words[left % len(self._words)], last=not left)
 
 
 class _Timer(Thread):

@@ -36,12 +36,12 @@ def load() -> adapter.Generate:
     )
 
     def generate(prompts: adapter.Tokens, count: int) -> adapter.Tokens:
-        wanted = openvino_genai.GenerationConfig()
-        wanted.max_new_tokens = wanted.min_new_tokens = count
-        wanted.do_sample = False
-        wanted.ignore_eos = True
-        asked = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in prompts]
-        ended = pipeline.generate(asked, [wanted] * len(prompts))
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = count
+        config.do_sample = False
+        config.ignore_eos = True
+        inputs = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in prompts]
+        ended = pipeline.generate(inputs, [config] * len(prompts))
         return [list(one.m_generation_ids[0]) for one in ended]
 
     return generate

@@ -85,9 +85,9 @@ def vllm(model: str, device: str, how: str = "compiled") -> Run:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
-            made = call(*args, **kwargs)
+            result = call(*args, **kwargs)
             spent[0] += time.perf_counter() - began
-            return made
+            return result
 
         setattr(executor, name, wrapper)
 
@@ -97,21 +97,21 @@ def vllm(model: str, device: str, how: str = "compiled") -> Run:
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         spent[0] = 0.0
-        made = step(*args, **kwargs)
+        result = step(*args, **kwargs)
         ends.append(time.perf_counter())
         model_seconds.append(spent[0])
-        return made
+        return result
 
     engine.step = noted
 
     def run(prompts: adapter.Tokens, count: int) -> Course:
         ends.clear()
         model_seconds.clear()
-        wanted = library.SamplingParams(
+        sampling = library.SamplingParams(
             temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False
         )
-        made = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
-        return Course([list(one.outputs[0].token_ids) for one in made], list(ends), list(model_seconds))
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return Course([list(one.outputs[0].token_ids) for one in outputs], list(ends), list(model_seconds))
 
     return run
 

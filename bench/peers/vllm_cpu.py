@@ -25,11 +25,11 @@ def load() -> adapter.Generate:
     )
 
     def generate(prompts: adapter.Tokens, count: int) -> adapter.Tokens:
-        wanted = vllm.SamplingParams(
+        sampling = vllm.SamplingParams(
             temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False
         )
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        ended = engine.generate(asked, wanted, use_tqdm=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        ended = engine.generate(inputs, sampling, use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in ended]
 
     return generate

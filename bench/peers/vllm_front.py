@@ -50,8 +50,8 @@ class FakeCore:
     async def get_output_async(self) -> Any:
         length = self._messages.FinishReason.LENGTH
         outputs = [
-            self._messages.EngineCoreOutput(given.stream, [given.token], finish_reason=length if given.last else None)
-            for given in await self._engine.step(self._unread)
+            self._messages.EngineCoreOutput(each.stream, [each.token], finish_reason=length if each.last else None)
+            for each in await self._engine.step(self._unread)
         ]
         return self._messages.EngineCoreOutputs(outputs=outputs)
 

@@ -81,8 +81,8 @@ def _wait(process: subprocess.Popen[bytes], url: str, output: IO[bytes]) -> None
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
     output.seek(0)
-    said = output.read().decode(errors="replace").strip().splitlines()[-8:]
-    raise StartupError("\n".join(["vLLM does not serve:", *said]))
+    tail = output.read().decode(errors="replace").strip().splitlines()[-8:]
+    raise StartupError("\n".join(["vLLM does not serve:", *tail]))
 
 
 def _free_port() -> int:

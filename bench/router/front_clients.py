@@ -117,8 +117,8 @@ class HttpClient(asyncio.Protocol):
 
 
 def _completion_request(address: str, count: int) -> bytes:
-    asked = {"prompt": PROMPT, "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0}
-    body = json.dumps(asked).encode()
+    fields = {"prompt": PROMPT, "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0}
+    body = json.dumps(fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 

@@ -58,10 +58,10 @@ def against_grpc(client: Client, model: Path, rounds: int, streams: int, count: 
         for number in range(rounds + 1):
             for door in _DOORS:
                 address = running.addresses.api if door == "http" else running.addresses.grpc
-                found = client.round(Order(door, address, streams, count))
+                results = client.round(Order(door, address, streams, count))
                 if number:  # the first round warms up
-                    firsts[door].append(_first(found))
-                    gaps[door].append(statistics.median(_gaps(found)))
+                    firsts[door].append(_first(results))
+                    gaps[door].append(statistics.median(_gaps(results)))
     for case, values in (("TTFT", firsts), ("ITL", gaps)):
         _compare(f"HTTP {case}, {streams} streams", "ms", values["http"], values["grpc"], TARGET, "low", 1e3)
 
@@ -83,31 +83,31 @@ class Figures:
 
 def take_turns(client: Client, running: Sequence[Front], rounds: int, order: Order) -> dict[str, Figures]:
     """The same streams from each front, by name, round by round."""
-    taken = {front.name: Figures() for front in running}
+    figures_by_front = {front.name: Figures() for front in running}
     for number in range(rounds + 1):
         for front in running:
             before = front.cpu_seconds()
-            found = client.round(Order(front.door, front.address, order.streams, order.count))
+            results = client.round(Order(front.door, front.address, order.streams, order.count))
             used = front.cpu_seconds() - before
-            tokens = order.count * len(found)
-            seconds = max(stream.times[-1] for stream in found) - min(stream.began for stream in found)
+            tokens = order.count * len(results)
+            seconds = max(stream.times[-1] for stream in results) - min(stream.began for stream in results)
             if number:  # the first round warms up
-                figures = taken[front.name]
+                figures = figures_by_front[front.name]
                 figures.per_cpu_second.append(tokens / used)
                 figures.per_second.append(tokens / seconds)
                 figures.share.append(used / seconds)
-                figures.first.append(_first(found))
-                figures.gap.append(statistics.median(_gaps(found)))
-                figures.late_gap.append(percentile(_gaps(found), 99))
-    return taken
+                figures.first.append(_first(results))
+                figures.gap.append(statistics.median(_gaps(results)))
+                figures.late_gap.append(percentile(_gaps(results), 99))
+    return figures_by_front
 
 
 def at_full_speed(client: Client, running: Sequence[Front], rounds: int, count: int) -> None:
     """Every front as fast as it can."""
     for front in running:
         front.pace(None)
-    taken = take_turns(client, running, rounds, Order("", "", _MANY, count))
-    for name, figures in taken.items():
+    figures_by_front = take_turns(client, running, rounds, Order("", "", _MANY, count))
+    for name, figures in figures_by_front.items():
         case = f"{name} alone, {_MANY} streams"
         if name in _DOORS.values():
             rate = statistics.median(figures.per_cpu_second)
@@ -119,11 +119,11 @@ def at_full_speed(client: Client, running: Sequence[Front], rounds: int, count: 
         else:
             report.emit(report.median_of("frontends", case, "tokens/CPU-s", figures.per_cpu_second))
         report.emit(report.median_of("frontends", f"{case}, by the clock", "tokens/s", figures.per_second))
-    ours = taken["HTTP"]
-    for peer in (name for name in (_PEER, _PEER_LOGGING) if name in taken):
+    ours = figures_by_front["HTTP"]
+    for peer in (name for name in (_PEER, _PEER_LOGGING) if name in figures_by_front):
         case = f"HTTP over {peer}, {_MANY} streams"
-        _compare(case, "tokens/CPU-s", ours.per_cpu_second, taken[peer].per_cpu_second, 1.0, "high")
-        _compare(f"{case}, by the clock", "tokens/s", ours.per_second, taken[peer].per_second, 1.0, "high")
+        _compare(case, "tokens/CPU-s", ours.per_cpu_second, figures_by_front[peer].per_cpu_second, 1.0, "high")
+        _compare(f"{case}, by the clock", "tokens/s", ours.per_second, figures_by_front[peer].per_second, 1.0, "high")
 
 
 def at_one_rate(client: Client, running: Sequence[Front], rounds: int, count: int) -> None:
@@ -131,32 +131,32 @@ def at_one_rate(client: Client, running: Sequence[Front], rounds: int, count: in
     for front in running:
         front.pace(_INTERVAL)
     for streams in (8, _MANY):
-        taken = take_turns(client, running, rounds, Order("", "", streams, count))
-        told = f"{streams} streams, a token every {_INTERVAL * 1e3:g} ms"
-        for name, figures in taken.items():
+        figures_by_front = take_turns(client, running, rounds, Order("", "", streams, count))
+        load = f"{streams} streams, a token every {_INTERVAL * 1e3:g} ms"
+        for name, figures in figures_by_front.items():
             for case, values in (("TTFT", figures.first), ("ITL p50", figures.gap), ("ITL p99", figures.late_gap)):
                 milliseconds = [value * 1e3 for value in values]
-                report.emit(report.median_of("frontends", f"{name} alone {case}, {told}", "ms", milliseconds))
-            report.emit(report.median_of("frontends", f"{name} alone, {told}", "of a core", figures.share))
-        if _PEER in taken:
-            ours, theirs = taken["HTTP"], taken[_PEER]
-            _compare(f"HTTP over {_PEER} TTFT, {told}", "ms", ours.first, theirs.first, 1.0, "low", 1e3)
-            _compare(f"HTTP over {_PEER} ITL p99, {told}", "ms", ours.late_gap, theirs.late_gap, TARGET, "low", 1e3)
-            _compare(f"HTTP over {_PEER}, {told}", "of a core", ours.share, theirs.share, 1.0, "low")
+                report.emit(report.median_of("frontends", f"{name} alone {case}, {load}", "ms", milliseconds))
+            report.emit(report.median_of("frontends", f"{name} alone, {load}", "of a core", figures.share))
+        if _PEER in figures_by_front:
+            ours, theirs = figures_by_front["HTTP"], figures_by_front[_PEER]
+            _compare(f"HTTP over {_PEER} TTFT, {load}", "ms", ours.first, theirs.first, 1.0, "low", 1e3)
+            _compare(f"HTTP over {_PEER} ITL p99, {load}", "ms", ours.late_gap, theirs.late_gap, TARGET, "low", 1e3)
+            _compare(f"HTTP over {_PEER}, {load}", "of a core", ours.share, theirs.share, 1.0, "low")
 
 
 def alone(client: Client, model: Path, parts: Collection[str], rounds: int, count: int, peers: Path) -> None:
     """All fronts by themselves. Raises PeerFailed."""
     available = os.sched_getaffinity(0)
     processes.pin(client.pid, {min(available)})
-    given = fronts.words(model)
+    words = fronts.words(model)
     with ExitStack() as stack:
-        http, grpc = (fronts.baton(door, model, given, stack) for door in ("http", "grpc"))
+        http, grpc = (fronts.baton(door, model, words, stack) for door in ("http", "grpc"))
         running = [Front("HTTP", "http", http), Front("gRPC", "grpc", grpc)]
         if environments.prepared(VLLM, peers):
             report.say(f"starting {VLLM.partial}")
             for name, options in ((_PEER, ("--disable-log-stats",)), (_PEER_LOGGING, ())):
-                running.append(Front(name, "http", fronts.vllm(model, given, peers, stack, *options)))
+                running.append(Front(name, "http", fronts.vllm(model, words, peers, stack, *options)))
         else:
             report.say(f"not beside vLLM: it is not in {VLLM.folder(peers)}; --prepare installs it")
         for front in running:
@@ -167,12 +167,12 @@ def alone(client: Client, model: Path, parts: Collection[str], rounds: int, coun
             at_one_rate(client, [front for front in running if front.name in ("HTTP", _PEER)], rounds, count)
 
 
-def _first(found: Sequence[Stream]) -> float:
-    return statistics.median(stream.first for stream in found)
+def _first(results: Sequence[Stream]) -> float:
+    return statistics.median(stream.first for stream in results)
 
 
-def _gaps(found: Sequence[Stream]) -> list[float]:
-    return [gap for stream in found for gap in stream.gaps]
+def _gaps(results: Sequence[Stream]) -> list[float]:
+    return [gap for stream in results for gap in stream.gaps]
 
 
 def _compare(
@@ -194,21 +194,21 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=_PARTS, help="may be said several times")
     parser.add_argument("--peers", type=Path, default=models.cache() / "peers", help="of vLLM's environment")
     parser.add_argument("--prepare", action="store_true", help="make vLLM's environment, no more")
-    given = parser.parse_args()
-    rounds, count = (3, 50) if given.quick else (given.rounds, _OUTPUT)
-    parts = set(given.only or _PARTS)
+    arguments = parser.parse_args()
+    rounds, count = (3, 50) if arguments.quick else (arguments.rounds, _OUTPUT)
+    parts = set(arguments.only or _PARTS)
     try:
-        if given.prepare:
-            environments.prepare(VLLM, given.peers)
+        if arguments.prepare:
+            environments.prepare(VLLM, arguments.peers)
             return 0
         report.say(report.machine())
         if "cluster" in parts:
             with closing(Client()) as client:
-                model = models.directory(given.model)
-                against_grpc(client, model, rounds, given.streams, count)
+                model = models.directory(arguments.model)
+                against_grpc(client, model, rounds, arguments.streams, count)
         if parts - {"cluster"}:
             with closing(Client()) as client:
-                alone(client, models.directory("tiny"), parts, rounds, count, given.peers)
+                alone(client, models.directory("tiny"), parts, rounds, count, arguments.peers)
     except (NotPrepared, PeerFailed, StreamFailed) as error:
         report.say(f"frontends: {error}")
         return 1

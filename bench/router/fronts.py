@@ -70,19 +70,21 @@ def words(model: Path) -> list[int]:
     return [token for token in range(limits.vocab_size) if tokenizer.text_of(token).strip().isalpha()]
 
 
-def baton(door: str, model: Path, given: Sequence[int], stack: contextlib.ExitStack) -> PeerProcess:
+def baton(door: str, model: Path, token_ids: Sequence[int], stack: contextlib.ExitStack) -> PeerProcess:
     """Start the process of one of Baton's doors, http or grpc. Raises PeerFailed."""
-    command = [sys.executable, "-m", "bench.router.fronts", door, str(model), json.dumps(given)]
+    command = [sys.executable, "-m", "bench.router.fronts", door, str(model), json.dumps(token_ids)]
     return stack.enter_context(PeerProcess(f"Baton's {door} front", command, environments.variables({})))
 
 
-def vllm(model: Path, given: Sequence[int], folder: Path, stack: contextlib.ExitStack, *options: str) -> PeerProcess:
+def vllm(
+    model: Path, token_ids: Sequence[int], folder: Path, stack: contextlib.ExitStack, *options: str
+) -> PeerProcess:
     """Start vLLM's front, whose environment lies below the folder. Raises PeerFailed."""
     own = {
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
     }  # fmt: skip
-    command = [str(environments.VLLM.python(folder)), "-m", "bench.peers.vllm_front", str(model), json.dumps(given)]
+    command = [str(environments.VLLM.python(folder)), "-m", "bench.peers.vllm_front", str(model), json.dumps(token_ids)]
     command += ["--served-model-name", model.name, "--disable-uvicorn-access-log", *options]
     return stack.enter_context(PeerProcess("vLLM's front", command, environments.variables(own)))
 
@@ -115,11 +117,11 @@ class FakeDriver:
     async def run(self) -> None:
         """Pass the engine's tokens on."""
         while True:
-            for given in await self._engine.step(lambda stream: stream.unread):
-                if given.stream.emit((given.token,), ()) is StopVerdict.UNREAD:
-                    self.abandon(given.stream)
-                elif given.last:
-                    given.stream.end(RequestEnded("r", Finished("length"), _summary(given.stream.taken)))
+            for each in await self._engine.step(lambda stream: stream.unread):
+                if each.stream.emit((each.token,), ()) is StopVerdict.UNREAD:
+                    self.abandon(each.stream)
+                elif each.last:
+                    each.stream.end(RequestEnded("r", Finished("length"), _summary(each.stream.taken)))
 
 
 def _summary(completion: int) -> Summary:
@@ -128,8 +130,8 @@ def _summary(completion: int) -> Summary:
     return Summary(line, now, Usage(prompt=len(PROMPT), completion=completion))
 
 
-async def _serve(door: str, model: str, given: list[int], answers: TextIO) -> None:
-    engine = FakeEngine[OutputStream](given)
+async def _serve(door: str, model: str, token_ids: list[int], answers: TextIO) -> None:
+    engine = FakeEngine[OutputStream](token_ids)
     driver: Any = FakeDriver(load(ModelConfig(path=model)), engine)
     service = GenerationService(driver, MonotonicClock(), TokenizerThreads())
 

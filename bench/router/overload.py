@@ -127,26 +127,26 @@ def offer(setting: Setting, rate: float) -> Outcome:
     cost = table["prompt"] + _OUTPUT_COST * table["output"]
     cohort = came >= setting.filling
     served = {name: float(cost[cohort & finished & (tenants == name)].sum()) for name in weights}
-    asked = dict.fromkeys(weights, 0.0)
+    demand = dict.fromkeys(weights, 0.0)
     for arrival in arrivals:
         if arrival.at >= setting.filling:
-            asked[arrival.tenant] += arrival.prompt + _OUTPUT_COST * arrival.output
+            demand[arrival.tenant] += arrival.prompt + _OUTPUT_COST * arrival.output
     return Outcome(
         rate, len(arrivals), float((well & measured).sum()) / setting.seconds,
-        np.sort(table["seconds"][measured & ~finished]), served, fair_shares(sum(served.values()), asked, weights),
+        np.sort(table["seconds"][measured & ~finished]), served, fair_shares(sum(served.values()), demand, weights),
         measures.ends, len(measures.waiting),
     )  # fmt: skip
 
 
-def fair_shares(total: float, asked: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
+def fair_shares(total: float, demand: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
     """Return max-min fair shares of `total` by weight.
 
     A tenant that asked for less than its share gets its demand. The remaining tenants divide the rest.
     """
     shares: dict[str, float] = {}
     weight = sum(weights.values())
-    for name in sorted(asked, key=lambda name: asked[name] / weights[name]):
-        shares[name] = min(asked[name], total * weights[name] / weight)
+    for name in sorted(demand, key=lambda name: demand[name] / weights[name]):
+        shares[name] = min(demand[name], total * weights[name] / weight)
         total -= shares[name]
         weight -= weights[name]
     return shares
@@ -206,7 +206,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.clusters, args.weights, args.seconds = ["8P+8D"], ["equal"], 30.0
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in args.clusters:
         for weights in args.weights:
             began = time.perf_counter()
@@ -218,9 +218,9 @@ def main() -> None:
                 print(_line(outcome), flush=True)
             share = outcomes[-1].goodput / max(each.goodput for each in outcomes)
             print(f"\ngoodput at {_OVERLOAD:g}×: {share:.1%} of the most ({time.perf_counter() - began:.0f} s)")
-            found[f"{name}, {weights}"] = [each.as_json() for each in outcomes]
+            results[f"{name}, {weights}"] = [each.as_json() for each in outcomes]
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

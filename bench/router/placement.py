@@ -55,7 +55,7 @@ def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
         members.join(hello, 0.0).update_load(LoadReport(prefill_rate=8_000.0), 0, LoadReport(), 0.0)
     view, placer = ClusterView(Config(), members, _Costs()), LowestTtft()
     running: list[tuple[float, Placement, AttemptName]] = []
-    taken: list[float] = []
+    seconds: list[float] = []
     for number in range(decisions):
         now = number * 8.0 / workers
         while running and running[0][0] <= now:
@@ -69,7 +69,7 @@ def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
         begin = time.perf_counter()
         view.begin_scan(now)
         choice = placer.place(ask, view).choice
-        taken.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - begin)
         if isinstance(choice, Placement):
             view.mark_used(choice)
             name = AttemptName(ask.request, 1)
@@ -80,7 +80,7 @@ def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
                 name, AssignedAttempt(number, _PAGES, tokens + 150.0, new_pages=_PAGES, tpot=0.1)
             )
             running.append((now + 20.0, choice, name))
-    return taken[decisions // 10 :]
+    return seconds[decisions // 10 :]
 
 
 def _held(draw: random.Random, workers: int) -> dict[str, PrefixMatch]:
@@ -103,10 +103,10 @@ def main() -> None:
     for workers in SIZES:
         runs = [sorted(measure(workers, decisions, seed)) for seed in range(3)]
         middle, late = ([run[len(run) * share // 100] * 1e6 for run in runs] for share in (50, 99))
-        found = report.median_of("placement", f"{workers:,} workers", "µs", middle)
+        result = report.median_of("placement", f"{workers:,} workers", "µs", middle)
         if (goal := _GOALS.get(workers)) is not None:
-            found = report.judged(replace(found, limit=goal, ratio=found.value / goal), 1.0, "low")
-        report.emit(found)
+            result = report.judged(replace(result, limit=goal, ratio=result.value / goal), 1.0, "low")
+        report.emit(result)
         report.emit(report.median_of("placement", f"{workers:,} workers, p99", "µs", late))
 
 

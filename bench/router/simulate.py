@@ -48,14 +48,14 @@ class Slowest:
     @property
     def explained(self) -> list[Explanation]:
         """The slowest first."""
-        return [found for _, _, found in sorted(self._heap, key=lambda item: item[:2], reverse=True)]
+        return [entry for _, _, entry in sorted(self._heap, key=lambda item: item[:2], reverse=True)]
 
     def _ended(self, request: str, tenant: str, ttft: float) -> None:
         if math.isnan(ttft) or (len(self._heap) >= self._count and ttft <= self._heap[0][0]):
             return
         router = self._cluster.router_of(request)
-        found = explanation(router.state.explain(request, tenant), self._cluster.agenda.now)
-        heapq.heappush(self._heap, (ttft, request, found))
+        explained = explanation(router.state.explain(request, tenant), self._cluster.agenda.now)
+        heapq.heappush(self._heap, (ttft, request, explained))
         if len(self._heap) > self._count:
             heapq.heappop(self._heap)
 
@@ -67,8 +67,8 @@ def main() -> None:
     except BatonError as error:
         sys.exit(f"simulate.py: {error}")
     print(table(result))
-    for found in slowest:
-        explain.request(Console(), found)
+    for each in slowest:
+        explain.request(Console(), each)
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
@@ -90,7 +90,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[Explanation
     began = time.perf_counter()
     measures = cluster.run(_load(args), args.limit)
     took = time.perf_counter() - began
-    found = slowest.explained if slowest else []
+    explanations = slowest.explained if slowest else []
     result = {
         "arguments": {name: value for name, value in sorted(vars(args).items()) if name != "json"},
         **report(cluster, measures),
@@ -100,9 +100,9 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[Explanation
             "events": cluster.agenda.happened,
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1_024,
         },
-        "slowest": [msgspec.to_builtins(each) for each in found],
+        "slowest": [msgspec.to_builtins(each) for each in explanations],
     }
-    return result, found
+    return result, explanations
 
 
 def report(cluster: SimulatedCluster, measures: Measures) -> dict[str, Any]:

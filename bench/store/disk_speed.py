@@ -63,7 +63,7 @@ def measure(directory: Path, page_bytes: int, size: int, runs: int) -> tuple[Spe
         setting = DiskConfig(path=name, max_bytes=Bytes(4 * size + 2**30))
         memory = _Memory(page_bytes, size // footprint(page_bytes))
         direct = page_bytes % BLOCK == 0 and _takes_direct_io(folder)
-        found: dict[str, list[float]] = {"tier write": [], "raw write": [], "tier read": [], "raw read": []}
+        rates: dict[str, list[float]] = {"tier write": [], "raw write": [], "tier read": [], "raw read": []}
         for run in range(runs + 1):
             sides: list[tuple[str, _Raw | _Tier]] = [
                 ("tier", _Tier(setting, folder / "tier", memory)),
@@ -73,12 +73,12 @@ def measure(directory: Path, page_bytes: int, size: int, runs: int) -> tuple[Spe
                 for side, access in sides if run % 2 else sides[::-1]:
                     rate = len(memory.view) / (access.write() if direction == "write" else access.read())
                     if run:  # the first one warms up
-                        found[f"{side} {direction}"].append(rate)
+                        rates[f"{side} {direction}"].append(rate)
             for _, access in sides:
                 access.close()
     return (
-        Speed("write", page_bytes, direct, tuple(found["tier write"]), tuple(found["raw write"])),
-        Speed("read", page_bytes, direct, tuple(found["tier read"]), tuple(found["raw read"])),
+        Speed("write", page_bytes, direct, tuple(rates["tier write"]), tuple(rates["raw write"])),
+        Speed("read", page_bytes, direct, tuple(rates["tier read"]), tuple(rates["raw read"])),
     )
 
 
@@ -180,12 +180,12 @@ class _Tier:
 
     def read(self) -> float:
         self._ended.clear()
-        wanted = [(key, slot) for slot, key in enumerate(self._keys)]
+        slots = [(key, slot) for slot, key in enumerate(self._keys)]
         began = time.perf_counter()
-        for start in range(0, len(wanted), _READ):
+        for start in range(0, len(slots), _READ):
             self._until(lambda start=start: start - len(self._ended) <= (_READS - 1) * _READ)
-            self._carry_out(self._index.read(wanted[start : start + _READ]))
-        self._until(lambda: len(self._ended) == len(wanted))
+            self._carry_out(self._index.read(slots[start : start + _READ]))
+        self._until(lambda: len(self._ended) == len(slots))
         seconds = time.perf_counter() - began
         assert all(isinstance(ended, ReadEnded) and ended.ok for ended in self._ended)
         return seconds
@@ -232,12 +232,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=int, metavar="N", help="per run and side (default 128)")
     parser.add_argument("--runs", type=int, metavar="N", help="so many are compared (default 15)")
     parser.add_argument("--quick", action="store_true", help="64 MB and 5 runs")
-    asked = parser.parse_args(argv)
-    megabytes = asked.megabytes or (64 if asked.quick else 128)
-    runs = asked.runs or (5 if asked.quick else 15)
+    arguments = parser.parse_args(argv)
+    megabytes = arguments.megabytes or (64 if arguments.quick else 128)
+    runs = arguments.runs or (5 if arguments.quick else 15)
     report.say(report.machine())
     for page_bytes in PAGE_SIZES:
-        for speed in measure(asked.dir, page_bytes, megabytes * 2**20, runs):
+        for speed in measure(arguments.dir, page_bytes, megabytes * 2**20, runs):
             report.emit(result(speed))
     return 0
 

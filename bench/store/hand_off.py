@@ -163,8 +163,8 @@ def _workers(page_bytes: int, kv_heads: int = KV_HEADS) -> Iterator[tuple[Worker
 
 
 def _pools(page_bytes: int) -> tuple[PagePool, PagePool]:
-    made = torch.randint(0, 256, (PAGES, page_bytes), dtype=torch.uint8)
-    return PagePool(made, page_bytes, KV_HEADS), PagePool(torch.zeros_like(made), page_bytes, KV_HEADS)
+    memory = torch.randint(0, 256, (PAGES, page_bytes), dtype=torch.uint8)
+    return PagePool(memory, page_bytes, KV_HEADS), PagePool(torch.zeros_like(memory), page_bytes, KV_HEADS)
 
 
 def _measure(
@@ -265,8 +265,8 @@ def _call(worker: Worker, calls: Sequence[StoreCall | Copy]) -> None:
         worker.store.call(call)
 
 
-def _copies(asked: Sequence[StoreCall | Copy]) -> list[Copy]:
-    return [copy for copy in asked if isinstance(copy, CopyIn | CopyOut)]
+def _copies(commands: Sequence[StoreCall | Copy]) -> list[Copy]:
+    return [copy for copy in commands if isinstance(copy, CopyIn | CopyOut)]
 
 
 def _from_pool(writer: Worker, ours: PagePool) -> Out:

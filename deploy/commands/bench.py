@@ -74,7 +74,7 @@ def bench(
         _send(state.target, state.tls, load, status.model, (users, requests, duration), timeout, seed)
     )
     flat = [one for own in outcomes for one in own]
-    found = figures(flat, load.objectives)
+    values = figures(flat, load.objectives)
     facts = {
         "preset": f"{chosen.name}: {chosen.about}",
         "scale": f"lengths × {lengths:.3g}, pauses × {time_scale or lengths:.3g}, context {context} tokens",
@@ -84,12 +84,12 @@ def bench(
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     if report:
-        Path(report).write_text(render(f"baton bench {chosen.name}", facts, found, outcomes))
+        Path(report).write_text(render(f"baton bench {chosen.name}", facts, values, outcomes))
     if as_json:
-        shown = {figure.name: {"value": figure.value, "unit": figure.unit} for figure in found}
+        shown = {figure.name: {"value": figure.value, "unit": figure.unit} for figure in values}
         print_json({"load": facts, "objectives": asdict(load.objectives), "figures": shown, "errors": errors(flat)})
     else:
-        _show(facts, found, load)
+        _show(facts, values, load)
     if errors(flat):
         for reason, count in errors(flat).items():
             err.print(f"[red]{count} failed: {reason}[/]")
@@ -127,10 +127,10 @@ def _shape(processes: Sequence[Process]) -> str:
     return f"{roles.count('prefill')} prefill, {roles.count('decode')} decode"
 
 
-def _show(facts: dict[str, str], found: Sequence[Figure], load: Preset) -> None:
+def _show(facts: dict[str, str], measured: Sequence[Figure], load: Preset) -> None:
     for name, fact in facts.items():
         out.print(f"[dim]{name:<9}[/] {fact}", markup=True)
-    values = {figure.name: figure for figure in found}
+    values = {figure.name: figure for figure in measured}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("milliseconds")
     for quantile in ("p50", "p90", "p99"):
@@ -140,7 +140,7 @@ def _show(facts: dict[str, str], found: Sequence[Figure], load: Preset) -> None:
         if any(row):
             table.add_row(title, *(f"{each.value:,.1f}" if each else "" for each in row))
     out.print(table)
-    rest = [figure for figure in found if figure.name.split()[0] not in _TITLES]
+    rest = [figure for figure in measured if figure.name.split()[0] not in _TITLES]
     for figure in rest:
         out.print(f"{figure.name:<26} {figure}")
     objectives = load.objectives
@@ -149,14 +149,14 @@ def _show(facts: dict[str, str], found: Sequence[Figure], load: Preset) -> None:
         out.print(f"[dim]goodput counts requests within {objectives.ttft:g} s to the first token{tokens}[/]")
 
 
-def _list(found: Sequence[Preset], as_json: bool) -> None:
+def _list(loads: Sequence[Preset], as_json: bool) -> None:
     if as_json:
-        print_json({preset.name: asdict(preset) | {"longest": preset.longest} for preset in found})
+        print_json({preset.name: asdict(preset) | {"longest": preset.longest} for preset in loads})
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("preset")
     table.add_column("tokens of a long conversation", justify="right")
     table.add_column("what it is")
-    for preset in found:
+    for preset in loads:
         table.add_row(preset.name, f"{preset.longest:,}", preset.about)
     out.print(table)

@@ -22,11 +22,11 @@ class ChartLine:
     points: Sequence[tuple[float, float]]
 
 
-def text(lines: Sequence[ChartLine], wanted: float, x_name: str) -> str:
+def text(lines: Sequence[ChartLine], target: float, x_name: str) -> str:
     """Draw for a terminal. A row of dots marks the `wanted` share. Where lines meet, the first covers the others."""
     most = _most(lines)
     grid = [[" "] * (_COLUMNS + 1) for _ in range(_ROWS)]
-    grid[_row(wanted)] = ["·"] * (_COLUMNS + 1)
+    grid[_row(target)] = ["·"] * (_COLUMNS + 1)
     for number, line in reversed(list(enumerate(lines))):
         for x, share in line.points:
             grid[_row(share)][round(x / most * _COLUMNS)] = _MARKS[number % len(_MARKS)]
@@ -39,7 +39,7 @@ def text(lines: Sequence[ChartLine], wanted: float, x_name: str) -> str:
     return "\n".join([*rows, axis, scale, f"{'':8}{legend}"])
 
 
-def svg(lines: Sequence[ChartLine], wanted: float, x_name: str, y_name: str) -> str:
+def svg(lines: Sequence[ChartLine], target: float, x_name: str, y_name: str) -> str:
     """Draw a self-contained SVG: no script, no font, no style sheet."""
     most = _most(lines)
 
@@ -63,7 +63,7 @@ def svg(lines: Sequence[ChartLine], wanted: float, x_name: str, y_name: str) -> 
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
         f'font-size="12"><rect width="100%" height="100%" fill="white"/>',
         f'<path d="M{x(0)} {y(1)}V{y(0)}H{x(most)}" fill="none" stroke="black"/>',
-        f'<path d="M{x(0)} {y(wanted)}H{x(most)}" stroke="gray" stroke-dasharray="4"/>',
+        f'<path d="M{x(0)} {y(target)}H{x(most)}" stroke="gray" stroke-dasharray="4"/>',
     ]
     for tick in range(6):
         parts.append(words(x(most * tick / 5), y(0) + 18, f"{most * tick / 5:.3g}"))

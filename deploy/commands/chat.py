@@ -83,8 +83,8 @@ class Conversation:
 
     def answer(self, message: str, show: bool = True) -> ChatAnswer:
         """Send a message and stream its answer to stdout. Raises BatonError."""
-        asked = [*self.messages, {"role": "user", "content": message}]
-        with self._client.chat(asked, **self._options) as stream:
+        messages = [*self.messages, {"role": "user", "content": message}]
+        with self._client.chat(messages, **self._options) as stream:
             for delta in stream:
                 if show and delta.reasoning:
                     out.print(f"[dim]{escape(printable(delta.reasoning))}[/]", end="")
@@ -97,7 +97,7 @@ class Conversation:
                 out.print(f"[cyan]{escape(printable(f'{call.name}({call.arguments})'))}[/]")
             if self.timing:
                 err.print(f"[dim]{timing_of(answer)}[/]")
-        self.messages = [*asked, {"role": "assistant", "content": answer.content}]
+        self.messages = [*messages, {"role": "assistant", "content": answer.content}]
         return answer
 
 

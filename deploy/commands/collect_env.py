@@ -36,11 +36,11 @@ _PATIENCE = 10.0  # seconds, for each program that is asked
 @command("baton collect-env", "baton collect-env --json > environment.json")
 def collect_env(as_json: Json = False) -> None:
     """Show versions, processor, memory, GPUs and settings for a bug report. Secrets are left out."""
-    found = collect()
+    sections = collect()
     if as_json:
-        print_json(found)
+        print_json(sections)
         return
-    for section, values in found.items():
+    for section, values in sections.items():
         out.print(f"[bold]{section}[/]")
         for name, value in values.items():
             out.print(f"  {escape(name):<18} {escape(str(value))}")
@@ -49,17 +49,17 @@ def collect_env(as_json: Json = False) -> None:
 def collect() -> dict[str, dict[str, Any]]:
     """Return everything by section, as plain data. Nothing here raises: what can't be found is left out."""
     folder = Path(baton.__file__).parent.parent
-    rows = _found({"gpus": lambda: _output(*_GPU)}).get("gpus", "").splitlines()
+    rows = _available({"gpus": lambda: _output(*_GPU)}).get("gpus", "").splitlines()
     return {
-        "baton": _found(
+        "baton": _available(
             {
                 "version": lambda: baton.__version__,
                 "commit": lambda: _output("git", f"--git-dir={folder / '.git'}", "rev-parse", "HEAD"),
                 "installed in": lambda: str(folder),
             }
         ),
-        "system": _found(_SYSTEM),
-        "packages": _found({name: partial(version_of, name) for name in _PACKAGES}),
+        "system": _available(_SYSTEM),
+        "packages": _available({name: partial(version_of, name) for name in _PACKAGES}),
         "torch": _torch(),
         "gpus": {index: about for index, _, about in (row.partition(", ") for row in rows) if about},
         "environment": environment(os.environ),
@@ -68,18 +68,18 @@ def collect() -> dict[str, dict[str, Any]]:
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change how a cluster runs. A secret and the login of a URL are replaced."""
-    kept = {name: value for name, value in sorted(variables.items()) if _VARIABLES.fullmatch(name)}
-    return {name: "(left out)" if _SECRET.search(name) else _LOGIN.sub("//", value) for name, value in kept.items()}
+    ours = {name: value for name, value in sorted(variables.items()) if _VARIABLES.fullmatch(name)}
+    return {name: "(left out)" if _SECRET.search(name) else _LOGIN.sub("//", value) for name, value in ours.items()}
 
 
-def _found(facts: Mapping[str, Callable[[], str | None]]) -> dict[str, Any]:
+def _available(facts: Mapping[str, Callable[[], str | None]]) -> dict[str, Any]:
     """Look each fact up, and leave out what this machine does not tell."""
-    found: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     for name, look in facts.items():
         with suppress(OSError, subprocess.SubprocessError):
             if value := look():
-                found[name] = value
-    return found
+                known[name] = value
+    return known
 
 
 def _torch() -> dict[str, Any]:
@@ -87,16 +87,16 @@ def _torch() -> dict[str, Any]:
         import torch
     except Exception as error:  # noqa: BLE001 a broken torch is what the report is about
         return {"error": f"{type(error).__name__}: {error}"}
-    found = {"cpu capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
-    found |= {"cuda": torch.version.cuda or "none", "gpus for torch": str(visible_gpus())}
-    return found
+    facts = {"cpu capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    facts |= {"cuda": torch.version.cuda or "none", "gpus for torch": str(visible_gpus())}
+    return facts
 
 
 def _processor(field: str) -> str:
     """Return the first value of a field of /proc/cpuinfo, "" if there is none."""
     text = Path("/proc/cpuinfo").read_text(errors="replace")
-    found = re.search(rf"^{field}\s*:\s*(.*)$", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^{field}\s*:\s*(.*)$", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _memory() -> str:
@@ -106,8 +106,8 @@ def _memory() -> str:
 
 
 def _shared_memory() -> str:
-    found = os.statvfs("/dev/shm")  # noqa: S108 the file system is asked for its size
-    return f"{size(found.f_bavail * found.f_frsize)} of {size(found.f_blocks * found.f_frsize)} left"
+    usage = os.statvfs("/dev/shm")  # noqa: S108 the file system is asked for its size
+    return f"{size(usage.f_bavail * usage.f_frsize)} of {size(usage.f_blocks * usage.f_frsize)} left"
 
 
 def _output(*argv: str) -> str:

@@ -58,13 +58,13 @@ def config_show(
 
 def tree(config: Config, changed: bool, section: str) -> dict[str, Any]:
     """Return the configuration as plain data, section by section. Raises ConfigError for an unknown section."""
-    found, defaults = (yaml.safe_load(configuration.dump(each)) for each in (config, Config()))
-    if section and section not in found:
-        raise ConfigError(f"there is no section {section!r}; there are {', '.join(found)}")
+    sections, defaults = (yaml.safe_load(configuration.dump(each)) for each in (config, Config()))
+    if section and section not in sections:
+        raise ConfigError(f"there is no section {section!r}; there are {', '.join(sections)}")
     if changed:
-        found = {name: _different(values, defaults[name]) for name, values in found.items()}
-        found = {name: values for name, values in found.items() if values}
-    return {name: values for name, values in found.items() if not section or name == section}
+        sections = {name: _different(values, defaults[name]) for name, values in sections.items()}
+        sections = {name: values for name, values in sections.items() if values}
+    return {name: values for name, values in sections.items() if not section or name == section}
 
 
 def _different(values: Any, defaults: Any) -> Any:

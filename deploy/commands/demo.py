@@ -73,13 +73,13 @@ def _disturb(client: Client, show: Show, request: str) -> tuple[_Assassin, Gener
     """Stream a request whose decode worker is killed on the way."""
     assassin = _Assassin(client, request)
     console.print(show.tale_beginning, end="")
-    made = _generate(client, show, assassin, request)
+    generated = _generate(client, show, assassin, request)
     console.print()
-    return assassin, made
+    return assassin, generated
 
 
-def _successor(made: Generated, victim: str) -> str:
-    last = made.work.decode_workers[-1]
+def _successor(generated: Generated, victim: str) -> str:
+    last = generated.work.decode_workers[-1]
     return f"{last}, freshly restarted" if last == victim else last
 
 
@@ -90,7 +90,7 @@ class _Assassin:
         self._client = client
         self._request_id = request_id
         self._workers = {process.name: process for process in client.status().processes}
-        self._found: Process | None = None
+        self._worker: Process | None = None
         self.began = time.monotonic()
         self.seen = 0
         self.gap = 0.0
@@ -106,10 +106,10 @@ class _Assassin:
         if self.victim is not None:
             return
         self.seen += len(delta.token_ids)
-        if self._found is None:
-            self._found = self._workers[self._client.explain(self._request_id).request.decode_worker]
+        if self._worker is None:
+            self._worker = self._workers[self._client.explain(self._request_id).request.decode_worker]
         if self.seen >= _KILL_AFTER:
-            self.victim = self._found
+            self.victim = self._worker
             os.kill(self.victim.pid, signal.SIGKILL)
             console.print("[bold red] ✗ [/]", end="")
 
@@ -133,8 +133,8 @@ def _generate(
     return stream.result()
 
 
-def _workers(made: Generated) -> str:
-    return " then ".join(made.work.decode_workers)
+def _workers(generated: Generated) -> str:
+    return " then ".join(generated.work.decode_workers)
 
 
 def _wait_whole(client: Client, victim: Process) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.markup import escape
 
@@ -31,10 +31,10 @@ def doctor(
     report = examine_model(loaded, model) if model else None
     findings = report.findings if report is not None else preflight.examine(loaded)
     if as_json:
-        print_json(asdict(report) if report is not None else {"findings": [asdict(finding) for finding in findings]})
+        print_json(msgspec.to_builtins(report or {"findings": findings}))
     else:
         for finding in findings:
-            out.print(f"{coloured(finding.level):<16} [bold]{finding.subject}[/]  {escape(finding.found)}")
+            out.print(f"{coloured(finding.level):<16} [bold]{finding.subject}[/]  {escape(finding.text)}")
             if finding.advice:
                 out.print(f"      → {escape(finding.advice)}")
     if any(finding.level == "bad" for finding in findings):

@@ -104,8 +104,10 @@ def _checkpoint(raw: Mapping[str, Any], spec: ModelSpec | None) -> Iterator[Find
     named = ", ".join(map(str, raw.get("architectures") or ())) or f"model_type {raw.get('model_type')}"
     quantization: Any = raw.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    told = f"{named}, weights {method or 'not quantized'}, in {raw.get('dtype', raw.get('torch_dtype')) or 'no dtype'}"
-    yield Finding("ok", "checkpoint", told)
+    description = (
+        f"{named}, weights {method or 'not quantized'}, in {raw.get('dtype', raw.get('torch_dtype')) or 'no dtype'}"
+    )
+    yield Finding("ok", "checkpoint", description)
     text = raw.get("text_config") or raw
     try:
         config = ConfigFile(text)
@@ -159,10 +161,10 @@ def _if_needed(choice: EngineChoice) -> Level:
 
 def _page_size(config: Config, facts: EngineFacts, choice: EngineChoice, device: str) -> Finding:
     multiple = CPU_PAGE if device == "cpu" else CUDA_PAGE
-    told = f"{config.pages.page_size} tokens; our own engine takes any, vLLM's runner a multiple of {multiple}"
+    text = f"{config.pages.page_size} tokens; our own engine takes any, vLLM's runner a multiple of {multiple}"
     if config.pages.page_size % multiple and choice.engine != "native":
-        return Finding("bad", "page size", told, f"--set pages.page_size={multiple}")
-    return Finding("ok", "page size", told)
+        return Finding("bad", "page size", text, f"--set pages.page_size={multiple}")
+    return Finding("ok", "page size", text)
 
 
 def _memory(
@@ -193,13 +195,13 @@ def _memory(
         free = int(ranks * total * own.gpu_memory_utilization)
         bound = f"{own.gpu_memory_utilization:g} of {f'{ranks} × ' if ranks > 1 else ''}{gpus.gpus[0].name}"
         pages = int(own.kv_cache_bytes)
-    told = (
+    text = (
         f"weights {size(weights)}, pages {size(pages) if pages else 'what is left'}{per_page}; {size(free)} ({bound})"
     )
     if weights + pages > free:
-        yield Finding("bad", "memory", told, "lower kv_cache_bytes, or take a machine or a GPU with more memory")
+        yield Finding("bad", "memory", text, "lower kv_cache_bytes, or take a machine or a GPU with more memory")
     else:
-        yield Finding("ok", "memory", told)
+        yield Finding("ok", "memory", text)
 
 
 def _native_weights(config: Config, spec: ModelSpec, device: str) -> int:
@@ -214,8 +216,8 @@ def _page_bytes(config: Config, raw: Mapping[str, Any]) -> int | None:
     """Of one page of the model; None where the config does not say."""
     text: Mapping[str, Any] = raw.get("text_config") or raw
     text = {"quantization_config": raw.get("quantization_config"), **text}
-    asked = config.model
+    model = config.model
     try:
-        return largest_page(text, asked.dtype, config.pages.page_size, asked.kv_cache_dtype).page_bytes
+        return largest_page(text, model.dtype, config.pages.page_size, model.kv_cache_dtype).page_bytes
     except ModelError:
         return None

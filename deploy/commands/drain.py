@@ -29,17 +29,17 @@ def drain(
 ) -> None:
     """Place no new work on a worker; its requests go on. The exit status is 1 if it is not empty after --wait."""
     with operator_client(operator, name) as client:
-        found = client.drain(worker, now=now, undo=undo)
+        process = client.drain(worker, now=now, undo=undo)
         if wait and not undo:
-            found = until_empty(client, found, wait)
+            process = until_empty(client, process, wait)
     if as_json:
-        print_json({"worker": worker, "draining": not undo, "attempts": found.attempts})
+        print_json({"worker": worker, "draining": not undo, "attempts": process.attempts})
     elif undo:
         out.print(f"{escape(worker)} is given work again")
     else:
-        left = f"{found.attempts} attempts are left" if found.attempts else "it is empty"
+        left = f"{process.attempts} attempts are left" if process.attempts else "it is empty"
         out.print(f"{escape(worker)} is given nothing new; {left}")
-    if wait and found.attempts:
+    if wait and process.attempts:
         raise typer.Exit(1)
 
 
@@ -52,7 +52,7 @@ def until_empty(client: Client, worker: Process, patience: float) -> Process:
     while worker.attempts and time.monotonic() < end:
         time.sleep(_POLL)
         listed = (process for process in client.status().processes if process.incarnation == worker.incarnation)
-        if (found := next(listed, None)) is None:
+        if (current := next(listed, None)) is None:
             raise ProcessNotFound(f"{worker.name} has gone")
-        worker = found
+        worker = current
     return worker

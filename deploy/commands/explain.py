@@ -41,11 +41,11 @@ def explain(
         raise InvalidRequest("give a REQUEST_ID, or --last N")
     with operator_client(operator, name) as client:
         if last:
-            found = client.requests(last)
+            summaries = client.requests(last)
             if as_json:
-                print_json({"requests": msgspec.to_builtins(found)})
+                print_json({"requests": msgspec.to_builtins(summaries)})
             else:
-                requests(out, found)
+                requests(out, summaries)
             return
         explained = client.explain(request_id)
     if as_json:
@@ -54,7 +54,7 @@ def explain(
         request(out, explained)
 
 
-def requests(console: Console, found: Sequence[RequestSummary]) -> None:
+def requests(console: Console, summaries: Sequence[RequestSummary]) -> None:
     """Print a line for each request."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("request")
@@ -62,7 +62,7 @@ def requests(console: Console, found: Sequence[RequestSummary]) -> None:
     for column in ("age", "prompt", "cached", "output", "TTFT, ms", "TPOT, ms", "attempts"):
         table.add_column(column, justify="right")
     table.add_column("on")
-    for one in found:
+    for one in summaries:
         table.add_row(
             escape(one.request_id),
             _state(one),
@@ -75,15 +75,15 @@ def requests(console: Console, found: Sequence[RequestSummary]) -> None:
             str(one.attempts),
             _who(one),
         )
-    if found:
+    if summaries:
         _print(console, table)
     else:
         console.print("no request is remembered")
 
 
-def request(console: Console, found: Explanation) -> None:
+def request(console: Console, explanation: Explanation) -> None:
     """Print one request: its candidates, predicted and actual times, and the time of each hop, per attempt."""
-    one = found.request
+    one = explanation.request
     ended = f": {escape(one.outcome)}" if one.outcome else ""
     console.print(f"[bold]{escape(one.request_id)}[/] {_state(one)}{ended}   [dim]in logs {escape(one.name)}[/]")
     cached = f" ({one.cached_tokens} cached)" if one.cached_tokens is not None else ""
@@ -93,10 +93,10 @@ def request(console: Console, found: Explanation) -> None:
     )
     if one.waits_because:
         console.print(f"waits: {escape(one.waits_because)}")
-    _candidates(console, found)
-    if found.attempts_omitted:
-        console.print(f"[dim]{found.attempts_omitted} earlier attempts are not kept[/]")
-    for attempt in found.attempts:
+    _candidates(console, explanation)
+    if explanation.attempts_omitted:
+        console.print(f"[dim]{explanation.attempts_omitted} earlier attempts are not kept[/]")
+    for attempt in explanation.attempts:
         console.print()
         _attempt(console, attempt)
 
@@ -114,18 +114,18 @@ def _attempt(console: Console, attempt: ExplainedAttempt) -> None:
         console.print(f"[yellow]ended because {escape(attempt.ended_because)}[/]")
 
 
-def _candidates(console: Console, found: ExplainedAttempt | Explanation) -> None:
+def _candidates(console: Console, attempt: ExplainedAttempt | Explanation) -> None:
     """Print the candidates' costs, without terms that are zero for all of them."""
-    if not found.candidates:
+    if not attempt.candidates:
         return
-    terms = [term for term in _TERMS if any(getattr(one.cost, term) for one in found.candidates)]
+    terms = [term for term in _TERMS if any(getattr(one.cost, term) for one in attempt.candidates)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("candidate")
     for column in ("cached", *(term.removesuffix("_ms").replace("_", " ") for term in terms), "total, ms"):
         table.add_column(column, justify="right")
     table.add_column("")
-    for one in found.candidates:
+    for one in attempt.candidates:
         costs = [f"{getattr(one.cost, term):.1f}" for term in (*terms, "total_ms")]
         table.add_row(
             "→" if one.chosen else "",
@@ -136,8 +136,8 @@ def _candidates(console: Console, found: ExplainedAttempt | Explanation) -> None
             style="bold" if one.chosen else "dim" if one.infeasible else None,
         )
     _print(console, table)
-    if found.candidates_omitted:
-        console.print(f"[dim]and {found.candidates_omitted} more[/]")
+    if attempt.candidates_omitted:
+        console.print(f"[dim]and {attempt.candidates_omitted} more[/]")
 
 
 def _outlook(console: Console, attempt: ExplainedAttempt) -> None:

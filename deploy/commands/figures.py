@@ -51,8 +51,8 @@ def of_store(page: Page, workers: Sequence[Page]) -> dict[str, Any]:
             figures["pages"] = page["kv_pages", ("sealed", tier)]
         figures["regret_seconds"] = sum(worker.get(("load_regret_seconds_total", (tier,)), 0.0) for worker in workers)
         tiers[tier] = figures
-    found: dict[str, Any] = {"tiers": tiers, "disk_up": bool(page.get(("disk_up", ()), 0.0))}
-    return found | {name: page[name, ()] for name in _OF_STORE if (name, ()) in page}
+    columns: dict[str, Any] = {"tiers": tiers, "disk_up": bool(page.get(("disk_up", ()), 0.0))}
+    return columns | {name: page[name, ()] for name in _OF_STORE if (name, ()) in page}
 
 
 def parse(text: str) -> Page:

@@ -62,15 +62,15 @@ def generate(
         for delta in stream:
             if not as_json:
                 out_text(delta.text)
-        made = stream.result()
+        generated = stream.result()
     if as_json:
-        print_json(generated_as_json(made))
+        print_json(generated_as_json(generated))
         return
     out_text("\n")
-    usage = made.usage
+    usage = generated.usage
     err.print(
         f"[dim]{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} generated"
-        f", ended by {made.finish_reason}[/]"
+        f", ended by {generated.finish_reason}[/]"
     )
 
 
@@ -86,16 +86,16 @@ def parse_token_ids(text: str) -> list[int]:
     return ids
 
 
-def generated_as_json(made: Generated) -> dict[str, Any]:
+def generated_as_json(generated: Generated) -> dict[str, Any]:
     """Return the result as plain data, without times that were not reached."""
-    timing = {name: round(value, 3) for name, value in asdict(made.timing).items() if value is not None}
+    timing = {name: round(value, 3) for name, value in asdict(generated.timing).items() if value is not None}
     return {
-        "text": made.text,
-        "token_ids": made.token_ids,
-        "finish_reason": made.finish_reason,
-        "usage": asdict(made.usage),
+        "text": generated.text,
+        "token_ids": generated.token_ids,
+        "finish_reason": generated.finish_reason,
+        "usage": asdict(generated.usage),
         "timing": timing,
-        "work": asdict(made.work) | {"decode_workers": list(made.work.decode_workers)},
-        "seed": made.seed,
-        "request_id": made.request_id,
+        "work": asdict(generated.work) | {"decode_workers": list(generated.work.decode_workers)},
+        "seed": generated.seed,
+        "request_id": generated.request_id,
     }

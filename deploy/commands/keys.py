@@ -69,11 +69,11 @@ def keys_add(
 def keys_list(file: KeysFile = None, name: Name = "baton", as_json: Json = False) -> None:
     """Show the names, tenants and limits of all API keys."""
     path = file_of(file, name)
-    found = listed(path)
+    rows = listed(path)
     if as_json:
-        print_json({"file": str(path), "keys": found})
+        print_json({"file": str(path), "keys": rows})
     else:
-        show(out, path, found)
+        show(out, path, rows)
 
 
 @app.command("remove", epilog=as_examples(["baton keys remove alice"]), context_settings=HELP)
@@ -112,10 +112,10 @@ def keys_cluster(
 keys = get_command(app)
 
 
-def file_of(given: Path | None, cluster: str) -> Path:
+def file_of(chosen: Path | None, cluster: str) -> Path:
     """Return the file with the keys of a cluster: the one given, that of the running cluster, or the default one."""
-    if given is not None:
-        return given.expanduser().resolve()
+    if chosen is not None:
+        return chosen.expanduser().resolve()
     config = configuration.load(overrides={"cluster.name": cluster})
     state = state_file.read(config.cluster.state_dir)
     if state is not None and state.api_keys_file:
@@ -125,9 +125,9 @@ def file_of(given: Path | None, cluster: str) -> Path:
     return path
 
 
-def add(path: Path, asked: Identity) -> str:
+def add(path: Path, identity: Identity) -> str:
     """Add a key and return it. Raises InvalidRequest and KeysUnusable."""
-    return api_keys.add(path, asked, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    return api_keys.add(path, identity, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
 
 def listed(path: Path) -> list[dict[str, Any]]:
@@ -138,16 +138,16 @@ def listed(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def show(console: Console, path: Path, found: list[dict[str, Any]]) -> None:
+def show(console: Console, path: Path, rows: list[dict[str, Any]]) -> None:
     """Print a line for each key."""
-    if not found:
+    if not rows:
         refused = "every client is refused" if path.exists() else "clients need no key"
         console.print(f"there are no keys in {escape(str(path))}; {refused}")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("name", "tenant", "operator", "limits", "made"):
         table.add_column(column)
-    for key in found:
+    for key in rows:
         limits = ", ".join(f"{key[limit]} {unit}" for limit, unit in _LIMITS.items() if key[limit] is not None)
         operator = "yes" if key["operator"] else ""
         table.add_row(escape(key["name"]), escape(key["tenant"]), operator, limits, escape(key["created"]))

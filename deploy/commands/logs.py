@@ -50,15 +50,15 @@ def logs(
     Logs stay after `baton down`. The processes of other nodes log there."""
     if level.upper() not in Level.__members__:
         raise InvalidRequest(f"{level!r} is no level; there are {', '.join(Level.__members__)}")
-    wanted = Filter(request, Level[level.upper()])
+    matching = Filter(request, Level[level.upper()])
     with ExitStack() as opened:
         files = [opened.enter_context(LogFile(path)) for path in _paths(_folder(name), processes or ())]
-        for record in last(files, lines, wanted):
+        for record in last(files, lines, matching):
             out_line(record.text)
         while follow:
             time.sleep(_POLL)
             for record in heapq.merge(*(file.new() for file in files)):
-                if wanted.matches(record):
+                if matching.matches(record):
                     out_line(record.text)
 
 
@@ -138,8 +138,8 @@ class LogFile:
         """Join the lines of each record."""
         records: list[Record] = []
         for line in lines:
-            if found := _RECORD.match(line):
-                date, clock, fraction, level = found.groups()
+            if match := _RECORD.match(line):
+                date, clock, fraction, level = match.groups()
                 self._time = f"{date}T{clock}.{fraction}"
                 records.append(Record(self._time, line, Level[level] if level else Level.INFO))
             elif records:
@@ -153,10 +153,10 @@ def _inode(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_ino
 
 
-def last(files: Sequence[LogFile], most: int, wanted: Filter) -> list[Record]:
+def last(files: Sequence[LogFile], most: int, matching: Filter) -> list[Record]:
     """Return the last `most` records of all files in order of time."""
-    kept = [deque(filter(wanted.matches, file.new()), maxlen=most) for file in files]
-    return list(heapq.merge(*kept))[-most:] if most else []
+    records = [deque(filter(matching.matches, file.new()), maxlen=most) for file in files]
+    return list(heapq.merge(*records))[-most:] if most else []
 
 
 def _folder(name: str) -> Path:

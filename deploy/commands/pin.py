@@ -86,8 +86,8 @@ class PinOutcome:
         if self.pinned is None:
             assert self.error is not None
             return {"line": self.line, "error": {"reason": self.error.reason, "message": str(self.error)}}
-        found = msgspec.to_builtins(self.pinned)
-        return {"line": self.line, **found.pop("pin"), **found}
+        fields = msgspec.to_builtins(self.pinned)
+        return {"line": self.line, **fields.pop("pin"), **fields}
 
 
 def parse_duration_ms(text: str) -> int:
@@ -124,26 +124,26 @@ def parse(line: str, ttl_ms: int | None, tenant: str = "") -> tuple[str | list[i
     `ttl_ms` applies if the line has no "ttl"; None: the router's default. `tenant` applies if the line has no "tenant".
     """
     try:
-        given: object = json.loads(line)
+        prefix: object = json.loads(line)
     except ValueError as error:
         raise InvalidRequest(f"not JSON: {error}") from None
-    if not isinstance(given, Mapping):
-        raise InvalidRequest(f'{type(given).__name__} is no prefix; write an object, such as {{"text": "…"}}')
-    if unknown := sorted(set(given) - _FIELDS):
+    if not isinstance(prefix, Mapping):
+        raise InvalidRequest(f'{type(prefix).__name__} is no prefix; write an object, such as {{"text": "…"}}')
+    if unknown := sorted(set(prefix) - _FIELDS):
         raise InvalidRequest(
             f"unknown field {unknown[0]!r}; a prefix has text or token_ids, id, ttl, tenant, cache_salt"
         )
-    if ("text" in given) == ("token_ids" in given):
+    if ("text" in prefix) == ("token_ids" in prefix):
         raise InvalidRequest("give either text or token_ids")
-    field, kind = ("text", str) if "text" in given else ("token_ids", list)
-    prompt: Any = given[field]
+    field, kind = ("text", str) if "text" in prefix else ("token_ids", list)
+    prompt: Any = prefix[field]
     if not isinstance(prompt, kind):
         raise InvalidRequest(f"{field} can't be sent: it is a {type(prompt).__name__}")
     return prompt, {
-        "ttl_ms": parse_duration_ms(str(given["ttl"])) if "ttl" in given else ttl_ms,
-        "id": given.get("id", ""),
-        "tenant": given.get("tenant", tenant),
-        "cache_salt": given.get("cache_salt", ""),
+        "ttl_ms": parse_duration_ms(str(prefix["ttl"])) if "ttl" in prefix else ttl_ms,
+        "id": prefix.get("id", ""),
+        "tenant": prefix.get("tenant", tenant),
+        "cache_salt": prefix.get("cache_salt", ""),
     }
 
 
@@ -185,7 +185,7 @@ def _show_pinned_all(outcomes: Sequence[PinOutcome]) -> None:
     )
 
 
-def _show_pins(found: Sequence[Pin]) -> None:
+def _show_pins(pins: Sequence[Pin]) -> None:
     """Print a line for each pin."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("pin")
@@ -193,11 +193,11 @@ def _show_pins(found: Sequence[Pin]) -> None:
     for column in ("tokens", "pages", "size", "for another"):
         table.add_column(column, justify="right")
     table.add_column("node")
-    for pin in found:
+    for pin in pins:
         node = escape(pin.node) or "[yellow]being made anew[/]"
         left = _span(pin.expires_in_ms)
         table.add_row(escape(pin.id), escape(pin.tenant), str(pin.tokens), str(pin.pages), size(pin.bytes), left, node)
-    out.print(table if found else "nothing is pinned")
+    out.print(table if pins else "nothing is pinned")
 
 
 def _span(milliseconds: int) -> str:

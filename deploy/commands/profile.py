@@ -24,10 +24,10 @@ def profile(
 
     A cluster writes one trace at a time."""
     with operator_client(operator, name) as client:
-        asked = client.stop_profile(process) if stop else client.profile(process, steps)
+        trace = client.stop_profile(process) if stop else client.profile(process, steps)
     if as_json:
-        print_json({"process": process, "steps": asked.steps, "path": asked.path, "node": asked.node})
+        print_json({"process": process, "steps": trace.steps, "path": trace.path, "node": trace.node})
         return
-    does = "ends its trace" if stop else f"traces its next {asked.steps} steps"
-    out.print(f"{escape(process)} {does}; once it is written, on {escape(asked.node)}:")
-    out.print(escape(asked.path))
+    does = "ends its trace" if stop else f"traces its next {trace.steps} steps"
+    out.print(f"{escape(process)} {does}; once it is written, on {escape(trace.node)}:")
+    out.print(escape(trace.path))

@@ -27,7 +27,7 @@ class Progress:
         self._tell = tell_first
         self._status = console.status("…")
         self._begin = time.monotonic()
-        self._told: dict[str, str] = {}
+        self._conditions: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         with contextlib.suppress(OSError):
@@ -50,13 +50,13 @@ class Progress:
     def watch(self, overview: ClusterOverview) -> None:
         """Print the changes since the last overview."""
         for view in overview.processes:
-            if self._told.get(view.name) != view.condition:
-                self._told[view.name] = view.condition
+            if self._conditions.get(view.name) != view.condition:
+                self._conditions[view.name] = view.condition
                 if self._tell and view.condition in _HAPPENED:
                     pid = f", pid {view.identity.pid}" if view.identity else ""
                     self.say(f"{view.name} {_HAPPENED[view.condition]}{pid}")
-        for name in set(self._told) - {view.name for view in overview.processes}:
-            del self._told[name]
+        for name in set(self._conditions) - {view.name for view in overview.processes}:
+            del self._conditions[name]
             self.say(f"{name} has ended")
         self._tell = True
         waiting = [view.name for view in overview.processes if view.condition != "live"]

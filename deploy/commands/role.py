@@ -29,7 +29,7 @@ class WorkerKind(StrEnum):
 @command("baton role prefill-1 decode")
 def role(
     worker: Annotated[str, typer.Argument(help="A worker, such as decode-0; baton status lists them.")],
-    wanted: Annotated[WorkerKind, typer.Argument(metavar="prefill|decode", help="Its new role.")],
+    new_role: Annotated[WorkerKind, typer.Argument(metavar="prefill|decode", help="Its new role.")],
     patience: Annotated[float, typer.Option(help="Seconds until its remaining requests are moved.")] = 30.0,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the new role.")] = 60.0,
     operator: Operator = "",
@@ -39,16 +39,16 @@ def role(
     """Change a worker's role from decode to prefill, or back, without a restart.
 
     The exit status is 1 if the worker does not have the role after --wait."""
-    kind: WorkerRole = "prefill" if wanted is WorkerKind.PREFILL else "decode"
+    kind: WorkerRole = "prefill" if new_role is WorkerKind.PREFILL else "decode"
     with operator_client(operator, name) as client:
         client.set_role(worker, kind, patience=patience)
-        found, done = until_changed(client, worker, kind, wait)
+        process, done = until_changed(client, worker, kind, wait)
     if as_json:
-        print_json({"worker": worker, "role": kind, "done": done, "attempts": found.attempts})
+        print_json({"worker": worker, "role": kind, "done": done, "attempts": process.attempts})
     elif done:
         out.print(f"{escape(worker)} is a {kind} worker now")
     else:
-        out.print(f"{escape(worker)} is no {kind} worker yet; {found.attempts} attempts are left")
+        out.print(f"{escape(worker)} is no {kind} worker yet; {process.attempts} attempts are left")
     if wait and not done:
         raise typer.Exit(1)
 
@@ -61,9 +61,9 @@ def until_changed(client: Client, worker: str, role: WorkerRole, patience: float
     """
     end = time.monotonic() + patience
     while True:
-        found = next((process for process in client.status().processes if process.name == worker), None)
-        if found is None or not is_up(found):
+        process = next((each for each in client.status().processes if each.name == worker), None)
+        if process is None or not is_up(process):
             raise ProcessNotFound(f"{worker} has gone; its successor has the role that it is configured with")
-        if found.role == role or not found.becoming or time.monotonic() >= end:
-            return found, found.role == role
+        if process.role == role or not process.becoming or time.monotonic() >= end:
+            return process, process.role == role
         time.sleep(_POLL)

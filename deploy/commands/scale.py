@@ -55,16 +55,16 @@ def rescale(state: State, prefill: int | None, decode: int | None, patience: flo
     cluster.connect(state.ray, namespace_of(state.name))
     before = ask_overview(state.name, _PATIENCE)
     watch(before)
-    wanted = ClusterScale(
+    target = ClusterScale(
         before.scale.prefill if prefill is None else prefill, before.scale.decode if decode is None else decode
     )
-    _tell(state.name, wanted)
+    _tell(state.name, target)
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         overview = ask_overview(state.name, _PATIENCE)
         watch(overview)
-        if overview.scale == wanted and overview.settled and not _mourned(state, overview):
-            return wanted
+        if overview.scale == target and overview.settled and not _mourned(state, overview):
+            return target
         if (failure := why_failed(overview, before)) is not None:
             raise failure
         time.sleep(_POLL)
@@ -82,10 +82,10 @@ def _mourned(state: State, overview: ClusterOverview) -> set[str]:
     return live - {view.name for view in overview.processes}
 
 
-def _tell(name: str, wanted: ClusterScale) -> None:
+def _tell(name: str, target: ClusterScale) -> None:
     import ray
 
     from deploy.control_plane.actor_registry import SUPERVISOR
 
     supervisor: Any = ray.get_actor(SUPERVISOR, namespace=namespace_of(name))
-    ray.get(supervisor.scale.remote(wanted.prefill, wanted.decode), timeout=_PATIENCE)
+    ray.get(supervisor.scale.remote(target.prefill, target.decode), timeout=_PATIENCE)

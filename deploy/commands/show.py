@@ -14,29 +14,29 @@ from baton.messages import MIXED
 from deploy.commands.terminal import coloured, size
 
 
-def cluster(console: Console, found: dict[str, Any]) -> None:
+def cluster(console: Console, page: dict[str, Any]) -> None:
     """Print the cluster on one screen."""
-    serving = "[bold green]serves[/]" if found["serving"] else "[bold red]does not serve[/]"
-    console.print(f"[bold]{found['cluster']}[/] {serving} {escape(found['model'])}")
-    ray = found["ray"]
+    serving = "[bold green]serves[/]" if page["serving"] else "[bold red]does not serve[/]"
+    console.print(f"[bold]{page['cluster']}[/] {serving} {escape(page['model'])}")
+    ray = page["ray"]
     owner = "started by baton" if ray["started_by_baton"] else "yours"
-    for number, router in enumerate(found["routers"].values()):
+    for number, router in enumerate(page["routers"].values()):
         metrics = f"metrics http://{router['http'].removeprefix('http://')}/metrics"
         console.print(escape(metrics if number else f"gRPC {router['grpc']}   {metrics}"))  # they share the first one
     token = "token" if ray["mode"] == "token" else "[yellow]no token[/]"
     console.print(f"Ray {escape(ray['address'])} ({owner}, {token})")
-    console.print(f"logs {escape(found['log_dir'])}")
-    if found["key_file"]:
-        console.print(f"keys {escape(found['key_file'])}")
-    nodes = sorted({row["node"] for row in found["processes"]})
+    console.print(f"logs {escape(page['log_dir'])}")
+    if page["key_file"]:
+        console.print(f"keys {escape(page['key_file'])}")
+    nodes = sorted({row["node"] for row in page["processes"]})
     if len(nodes) == 1:
         console.print(f"node {escape(nodes[0])}")
-    if found["numerics"]:
-        console.print(f"numerics {_numerics(found)}")
-    on_gpus = any(row.get("gpu") for row in found["processes"])
+    if page["numerics"]:
+        console.print(f"numerics {_numerics(page)}")
+    on_gpus = any(row.get("gpu") for row in page["processes"])
     more = ["gpu"] * on_gpus + ["node"] * (len(nodes) > 1)
     table = _table("process", "state", "pid", "run", "wait", "pages used", "restarts", *more)
-    for row in found["processes"]:
+    for row in page["processes"]:
         load = row.get("load", {})
         total = load.get("pages_total", 0)
         cells = [
@@ -50,14 +50,14 @@ def cluster(console: Console, found: dict[str, Any]) -> None:
         ]
         table.add_row(*cells, *(row.get(name, "") for name in more))
     console.print(table)
-    for row in found["processes"]:
+    for row in page["processes"]:
         if notes := _notes(row):
             console.print(f"[yellow]{row['name']}:[/] {notes}")
-    _tiers(console, [row for row in found["processes"] if "tiers" in row])
-    for row in found["processes"]:
+    _tiers(console, [row for row in page["processes"] if "tiers" in row])
+    for row in page["processes"]:
         if row["last_failure"]:
             console.print(f"[yellow]{row['name']} last failed:[/] {escape(row['last_failure'])}")
-    if counts := found["counts"]:
+    if counts := page["counts"]:
         console.print(
             f"requests: {counts['running']} running, {counts['queued']} queued, {counts['finished']} finished, "
             f"{counts['failed']} failed, {counts['cancelled']} cancelled"
@@ -66,22 +66,22 @@ def cluster(console: Console, found: dict[str, Any]) -> None:
             f"tokens: {counts['prompt_tokens']} of prompts ({counts['cached_tokens']} cached), "
             f"{counts['generated_tokens']} generated"
         )
-    if busy := found["bottleneck"]:
+    if busy := page["bottleneck"]:
         console.print(f"predicted utilisation: prefill {busy['prefill']:.0%}, decode {busy['decode']:.0%}")
         if busy["advised"]:
             console.print(
                 f"  with one {busy['advised']} worker more: {busy['prefill_then']:.0%} and {busy['decode_then']:.0%} "
                 "(baton role)"
             )
-    if found["problem"]:
-        console.print(f"[red]{escape(found['problem'])}[/]")
+    if page["problem"]:
+        console.print(f"[red]{escape(page['problem'])}[/]")
 
 
-def _numerics(found: dict[str, Any]) -> str:
+def _numerics(page: dict[str, Any]) -> str:
     """Return the class of the workers' arithmetic, or all classes where several may serve."""
-    if found["numerics"] != MIXED:
-        return escape(found["numerics"])
-    classes = sorted({row["numerics"] for row in found["processes"] if row.get("numerics")})
+    if page["numerics"] != MIXED:
+        return escape(page["numerics"])
+    classes = sorted({row["numerics"] for row in page["processes"] if row.get("numerics")})
     return f"[yellow]mixed[/] ({escape(', '.join(classes))}): tokens may depend on the workers"
 
 
@@ -102,30 +102,30 @@ def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:
         return
     table = _table("store", "tier", "pages", "size", "hits", "loads", "ms each", "evicted", "regret")
     for row in stores:
-        for tier, found in row["tiers"].items():
-            loads = found.get("loads", 0)
+        for tier, tier_row in row["tiers"].items():
+            loads = tier_row.get("loads", 0)
             table.add_row(
                 row["name"] if tier == "host" else "",
                 tier if tier != "disk" or row["disk_up"] else "[dim]disk, off[/]",
-                _count(found.get("pages")),
-                size(found.get("bytes")),
-                _count(found.get("hits")),
-                _count(found.get("loads")),
-                f"{found['load_seconds'] / loads * 1_000:.4g}" if loads else "",
-                _count(found.get("evictions")),
-                _seconds(found["regret_seconds"]),
+                _count(tier_row.get("pages")),
+                size(tier_row.get("bytes")),
+                _count(tier_row.get("hits")),
+                _count(tier_row.get("loads")),
+                f"{tier_row['load_seconds'] / loads * 1_000:.4g}" if loads else "",
+                _count(tier_row.get("evictions")),
+                _seconds(tier_row["regret_seconds"]),
             )
     console.print(table)
     for row in stores:
-        said = [f"oldest lease {row['oldest_lease_seconds']:.0f} s"] if row.get("oldest_lease_seconds", 0) >= 1 else []
+        notes = [f"oldest lease {row['oldest_lease_seconds']:.0f} s"] if row.get("oldest_lease_seconds", 0) >= 1 else []
         for tier, figures in row["tiers"].items():
             if damaged := figures.get("checksum_failures"):
-                said.append(f"[red]{damaged:.0f} pages found damaged on {tier}[/]")
+                notes.append(f"[red]{damaged:.0f} pages found damaged on {tier}[/]")
         if pinned := row.get("pinned_bytes"):
-            said.append(f"{size(pinned)} pinned")
+            notes.append(f"{size(pinned)} pinned")
         if unproven := row.get("unproven_reservations"):
-            said.append(f"[yellow]{unproven:.0f} slots reserved by writers that may still write[/]")
-        for each in said:
+            notes.append(f"[yellow]{unproven:.0f} slots reserved by writers that may still write[/]")
+        for each in notes:
             console.print(f"{row['name']}: {each}")
 
 

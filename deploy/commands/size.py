@@ -161,12 +161,12 @@ def _free(on_cpu: bool, ranks: int) -> tuple[GpuMemory, str]:
         return GpuMemory(part, part), room.bound
     import torch
 
-    if not (found := visible_gpus()).gpus:
+    if not (gpus := visible_gpus()).gpus:
         raise InvalidRequest(
-            f"there is no GPU here ({found.problem}): say how much memory one has, such as --memory 80GiB"
+            f"there is no GPU here ({gpus.problem}): say how much memory one has, such as --memory 80GiB"
         )
     free, total = torch.cuda.mem_get_info(0)
-    return GpuMemory(total, free), found.gpus[0].name
+    return GpuMemory(total, free), gpus.gpus[0].name
 
 
 def _parameters(spec: ModelSpec) -> int:
@@ -184,33 +184,33 @@ def _spec(model: str) -> ModelSpec:
     return load_spec(hub.resolve(model, ["config.json"], err.print))
 
 
-def _show(model: str, found: Sizes, settings: list[str]) -> None:
+def _show(model: str, sizes: Sizes, settings: list[str]) -> None:
     """`settings` are those that a cluster of these sizes has otherwise than by default."""
     out.print(
-        f"[bold]{escape(model)}[/]: {found.parameters / 1e6:,.1f} M parameters in {found.dtype} on {found.device}; KV "
-        f"in {found.kv_dtype}, {shown(found.kv_bytes_per_token)} a token, {shown(found.page_bytes)} a page"
+        f"[bold]{escape(model)}[/]: {sizes.parameters / 1e6:,.1f} M parameters in {sizes.dtype} on {sizes.device}; KV "
+        f"in {sizes.kv_dtype}, {shown(sizes.kv_bytes_per_token)} a token, {shown(sizes.page_bytes)} a page"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("one worker" if found.ranks == 1 else f"one of {found.ranks} ranks")
+    table.add_column("one worker" if sizes.ranks == 1 else f"one of {sizes.ranks} ranks")
     for column in ("decode", "prefill"):
         table.add_column(column, justify="right")
     for row in ("weights", "pages", "activations", "process", "total"):
-        name = f"KV of {found.concurrency} × {found.context} tokens" if row == "pages" else row
-        table.add_row(name, *(shown(getattr(each, row)) for each in (found.decode, found.prefill)))
+        name = f"KV of {sizes.concurrency} × {sizes.context} tokens" if row == "pages" else row
+        table.add_row(name, *(shown(getattr(each, row)) for each in (sizes.decode, sizes.prefill)))
     out.print(table)
-    out.print(f"{shown(found.room)} are free ({escape(found.bound)}). A decode worker has room there for:")
-    out.print(f"  {found.fits:>9,} sequences of {found.context} tokens at a time")
-    out.print(f"  {found.longest:>9,} tokens in one sequence")
-    if found.fits < found.concurrency:
+    out.print(f"{shown(sizes.room)} are free ({escape(sizes.bound)}). A decode worker has room there for:")
+    out.print(f"  {sizes.fits:>9,} sequences of {sizes.context} tokens at a time")
+    out.print(f"  {sizes.longest:>9,} tokens in one sequence")
+    if sizes.fits < sizes.concurrency:
         out.print(
-            f"[yellow]{found.concurrency} sequences don't fit[/]: lower --context or --concurrency, or a smaller dtype"
+            f"[yellow]{sizes.concurrency} sequences don't fit[/]: lower --context or --concurrency, or a smaller dtype"
         )
     else:
-        pool = -(-found.decode.pages * found.ranks // 2**20)
+        pool = -(-sizes.decode.pages * sizes.ranks // 2**20)
         room = "all of it"
-        if found.device == "cpu":
-            room = f"{found.concurrency} sequences of {found.context} tokens"
+        if sizes.device == "cpu":
+            room = f"{sizes.concurrency} sequences of {sizes.context} tokens"
             settings = [*settings, f"decode.kv_cache_bytes={pool}MiB"]
-        engine = " --engine vllm" if found.ranks > 1 or found.kv_dtype in FP8.values() else ""
-        given = "".join(f" --set {setting}" for setting in settings)
-        out.print(f"for {room}: baton up --model {escape(model)}{engine}{given}")
+        engine = " --engine vllm" if sizes.ranks > 1 or sizes.kv_dtype in FP8.values() else ""
+        flags = "".join(f" --set {setting}" for setting in settings)
+        out.print(f"for {room}: baton up --model {escape(model)}{engine}{flags}")

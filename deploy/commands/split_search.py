@@ -115,16 +115,16 @@ def advise(question: Question, say: Callable[[str], object]) -> AdviceResult:
             f"--gpus {question.gpus} is no number of workers: one of {question.model} has {model.gpus} GPUs"
         )
     setting = Setting(_load(question), model, model.configuration(_PAGE_SIZE, {}), objectives, question.seed)
-    wanted = demand(setting)
-    if wanted.within < objectives.attainment:
+    offered = demand(setting)
+    if offered.within < objectives.attainment:
         raise InvalidRequest(
-            f"only {wanted.within:.0%} of these requests would meet both objectives on a cluster that serves nobody "
+            f"only {offered.within:.0%} of these requests would meet both objectives on a cluster that serves nobody "
             f"else; relax --slo-ttft, --slo-tpot or --attainment"
         )
     with _evaluating(setting, question.jobs, say) as evaluate:
-        search = Search(workers, wanted.speed, objectives.attainment, evaluate)
+        search = Search(workers, offered.speed, objectives.attainment, evaluate)
         colocated, splits = search.run()
-    return AdviceResult(workers, model.gpus, objectives, wanted, colocated, splits, list(search.served.items()))
+    return AdviceResult(workers, model.gpus, objectives, offered, colocated, splits, list(search.served.items()))
 
 
 def show(console: Console, advice: AdviceResult) -> None:
@@ -182,7 +182,7 @@ def _load(question: Question) -> list[Arrival]:
 def _evaluating(setting: Setting, jobs: int, say: Callable[[str], object]) -> Iterator[Evaluate]:
     """Run trials in `jobs` processes, or in this one if `jobs` is 1."""
 
-    def told(run: Callable[[Sequence[Trial]], Iterable[TrialResult]], trials: Sequence[Trial]) -> Iterator[TrialResult]:
+    def tell(run: Callable[[Sequence[Trial]], Iterable[TrialResult]], trials: Sequence[Trial]) -> Iterator[TrialResult]:
         for trial, served in zip(trials, run(trials), strict=True):
             say(
                 f"{name(trial.layout)} at {trial.speed:.2f} times the load's speed, {served.rate:.2f} requests a "
@@ -191,10 +191,10 @@ def _evaluating(setting: Setting, jobs: int, say: Callable[[str], object]) -> It
             yield served
 
     if jobs == 1:
-        yield partial(told, partial(map, partial(serve, setting)))
+        yield partial(tell, partial(map, partial(serve, setting)))
         return
     with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (setting,)) as pool:
-        yield partial(told, partial(pool.map, _serve))
+        yield partial(tell, partial(pool.map, _serve))
 
 
 _setting: Setting | None = None  # of a process of the pool

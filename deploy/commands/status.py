@@ -22,12 +22,12 @@ _LOAD = ("running", "waiting", "pages_free", "pages_total", "tokens_queued")
 @command("baton status", "baton status --json")
 def status(name: Name = "baton", as_json: Json = False) -> None:
     """Show the cluster's processes, their load, and its log folder."""
-    found = collect(state_folder(name))
+    page = collect(state_folder(name))
     if as_json:
-        print_json(found)
+        print_json(page)
     else:
-        show.cluster(out, found)
-    if not found["serving"]:
+        show.cluster(out, page)
+    if not page["serving"]:
         raise typer.Exit(1)
 
 
@@ -99,12 +99,12 @@ def _processes(status: Status | None, overview: ClusterOverview | None) -> list[
 def _with_tiers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the same rows, with tier figures from their metrics pages for stores."""
     # Only the router knows the metrics addresses: without it, rows have none.
-    asked = {
+    addresses = {
         row["name"]: row.get("metrics")
         for row in rows
         if row["role"] != "router" and row["state"] in ("live", "draining")
     }
-    pages = figures.scrape({name: address for name, address in asked.items() if address})
+    pages = figures.scrape({name: address for name, address in addresses.items() if address})
     for row in rows:
         if row["role"] == "store" and row["name"] in pages:
             mates = [r["name"] for r in rows if r["node"] == row["node"] and r["role"] in ("prefill", "decode")]
@@ -123,5 +123,5 @@ def _bottleneck(status: Status | None) -> dict[str, Any]:
     """Return the predicted utilisation of prefill and decode workers; empty if the router has none."""
     if status is None or status.bottleneck is None:
         return {}
-    found = msgspec.structs.asdict(status.bottleneck)
-    return found if found["advised"] else {name: found[name] for name in ("prefill", "decode", "advised")}
+    fields = msgspec.structs.asdict(status.bottleneck)
+    return fields if fields["advised"] else {name: fields[name] for name in ("prefill", "decode", "advised")}

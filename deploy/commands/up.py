@@ -105,8 +105,8 @@ def up(
 
 def _as_json(state: State) -> dict[str, Any]:
     doors = {router: msgspec.structs.asdict(addresses) for router, addresses in state.routers.items()}
-    found = {"name": state.name, "model": state.model, "grpc": state.first.grpc, "http": state.first.http}
-    return found | {"api": state.first.api, "routers": doors, "log_dir": state.log_dir}
+    fields = {"name": state.name, "model": state.model, "grpc": state.first.grpc, "http": state.first.http}
+    return fields | {"api": state.first.api, "routers": doors, "log_dir": state.log_dir}
 
 
 def _shown(state: State, overview: ClusterOverview | None) -> Iterator[str]:

@@ -10,9 +10,10 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+import msgspec
 
 from baton import doors
 from baton.api_keys import KeyRing
@@ -46,13 +47,12 @@ _LITTLE_MEMORY = 4 * 2**30
 _FEW_FILES = 4_096
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True, rename={"text": "found"}):
     """The result of one check. `advice` is empty if there is no problem."""
 
     level: Level
     subject: str
-    found: str
+    text: str
     advice: str = ""
 
 
@@ -89,12 +89,12 @@ def examine(config: Config) -> list[Finding]:
 def _findings(subject: str, failed: str, look: Callable[[], Finding | str | None]) -> Iterator[Finding]:
     """Turn what a check returns or raises into findings. `failed` is what an error means."""
     try:
-        found = look()
+        outcome = look()
     except BatonError as error:
         yield Finding("bad", subject, failed, str(error))
     else:
-        if found is not None:
-            yield found if isinstance(found, Finding) else Finding("ok", subject, found)
+        if outcome is not None:
+            yield outcome if isinstance(outcome, Finding) else Finding("ok", subject, outcome)
 
 
 def check_ray() -> Finding:
@@ -202,10 +202,10 @@ def _listed(ports: Sequence[int]) -> str:
 
 
 def _memory(room: AvailableMemory) -> Finding:
-    found = f"{room.available / 2**30:.1f} GiB left, bounded by {room.bound}"
+    text = f"{room.available / 2**30:.1f} GiB left, bounded by {room.bound}"
     if room.available < _LITTLE_MEMORY:
-        return Finding("warn", "memory", found, "end something, or raise the limit")
-    return Finding("ok", "memory", found)
+        return Finding("warn", "memory", text, "end something, or raise the limit")
+    return Finding("ok", "memory", text)
 
 
 def check_memory(config: Config, room: AvailableMemory) -> None:
@@ -223,8 +223,8 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     ]
     on_cpu = [(own, count) for role, own, count in roles if count and runs_on_cpu(config, role)]
     pools = sum(count * own.kv_cache_bytes.on_cpu for own, count in on_cpu)
-    found = hub.cached(config.model.path) if on_cpu else None
-    weights = weight_bytes(found) if found else 0
+    checkpoint = hub.cached(config.model.path) if on_cpu else None
+    weights = weight_bytes(checkpoint) if checkpoint else 0
     copies = sum(count for _, count in on_cpu)  # of the weights
     processes = sum(count * _process_bytes(config, role) for role, _, count in roles)
     needed = config.store.host_cache_bytes + pools + processes + copies * weights
@@ -291,13 +291,13 @@ def _torch() -> Finding:
         return Finding("bad", "torch", "not installed", "pip install torch")
     import torch
 
-    found = visible_gpus()
-    if found.gpus:
-        return Finding("ok", "torch", f"{version}; {found}")
-    if found.wasted:
-        return Finding("warn", "torch", f"{version}, CPU only, though this machine has an NVIDIA driver", found.problem)
+    gpus = visible_gpus()
+    if gpus.gpus:
+        return Finding("ok", "torch", f"{version}; {gpus}")
+    if gpus.wasted:
+        return Finding("warn", "torch", f"{version}, CPU only, though this machine has an NVIDIA driver", gpus.problem)
     capability = torch.backends.cpu.get_cpu_capability()
-    return Finding("ok", "torch", f"{version}, CPU only ({capability}): {found.problem}")
+    return Finding("ok", "torch", f"{version}, CPU only ({capability}): {gpus.problem}")
 
 
 def cores(config: Config) -> Finding:
@@ -306,10 +306,10 @@ def cores(config: Config) -> Finding:
     counts: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
     workers = sum(count for _, count in counts)
     ranks = sum(count * config.ranks_of(role) for role, count in counts)
-    found = f"{here} for {workers} workers" + (f" of {ranks} ranks in all" if ranks > workers else "")
+    text = f"{here} for {workers} workers" + (f" of {ranks} ranks in all" if ranks > workers else "")
     if here < ranks and any(count and runs_on_cpu(config, role) for role, count in counts):
-        return Finding("warn", "cores", found, "they will take turns; fine for trying out, not for speed")
-    return Finding("ok", "cores", found)
+        return Finding("warn", "cores", text, "they will take turns; fine for trying out, not for speed")
+    return Finding("ok", "cores", text)
 
 
 def _files() -> Finding:
@@ -376,9 +376,9 @@ def _clusters(folder: Path) -> Iterator[Finding]:
         try:
             check_name_free(path.parent)
         except BatonError as error:
-            found, _, advice = str(error).partition(";")
+            text, _, advice = str(error).partition(";")
             up = _is_up(path.parent)
-            yield Finding("ok" if up else "bad", "cluster", f"{name}: {found}", "" if up else advice.strip())
+            yield Finding("ok" if up else "bad", "cluster", f"{name}: {text}", "" if up else advice.strip())
         else:
             yield Finding("warn", "cluster", f"{name} has died", f"baton down --name {name} clears away what is left")
 

@@ -80,8 +80,8 @@ class DashboardMonitor:
 
     def snapshot(self, now: float, at_ms: int, unready: str | None) -> Snapshot:
         """The cluster as it is now. `unready`: why no request can be served; none: one can."""
-        stats, processes, kept = self._state.stats(), self._state.processes(now), self._prefixes
-        cards = views.process_cards(processes, stats, kept.pages if kept else None)
+        stats, processes, prefixes = self._state.stats(), self._state.processes(now), self._prefixes
+        cards = views.process_cards(processes, stats, prefixes.pages if prefixes else None)
         card = self._state.card
         return Snapshot(
             sequence=self._samples.sequence,
@@ -106,12 +106,12 @@ class DashboardMonitor:
             bottleneck=bottleneck(stats),
             totals=views.totals_of(stats),
             columns=COLUMNS,
-            samples=views.samples_of(self._samples.kept),
+            samples=views.samples_of(self._samples.newest),
             requests=views.request_rows(self._state.recent(views.RECORDS, None), now),
             notices=views.notice_rows(self._notices.last(views.RECORDS), now),
-            prefixes=kept.view if kept else None,
+            prefixes=prefixes.view if prefixes else None,
         )
 
     def history(self) -> History:
         """All samples."""
-        return History(COLUMNS, [*self._samples.kept])
+        return History(COLUMNS, [*self._samples.newest])

@@ -13,7 +13,7 @@ from router.dashboard.latency_sketch import LatencySketch
 from router.events import Finished, RequestEnded
 from router.state import RouterStats
 
-KEPT = 300
+CAPACITY = 300
 """Samples; a sample is of about a second."""
 
 
@@ -50,7 +50,7 @@ class Samples:
     """The samples of the last minutes."""
 
     def __init__(self) -> None:
-        self.kept = deque[Sample](maxlen=KEPT)
+        self.newest = deque[Sample](maxlen=CAPACITY)
         self._ttft, self._itl = LatencySketch(), LatencySketch()
         self._before: tuple[float, tuple[int, ...]] | None = None  # time, totals
         self._count = 0
@@ -78,11 +78,11 @@ class Samples:
         elapsed = max(now - then, 1e-3)
         self._before = (now, totals)
         self._count += 1
-        finished, failed, cancelled, generated, prompt, cached, stored, fetched, found, on_device = (
+        finished, failed, cancelled, generated, prompt, cached, stored, fetched, in_cache, on_device = (
             max(0.0, round((new - old) / elapsed, 2)) for new, old in zip(totals, before, strict=True)
         )
         ttft, itl = (list(map(_ms, sketch.quantiles(0.5, 0.95, 0.99))) for sketch in (self._ttft, self._itl))
-        self.kept.append(
+        self.newest.append(
             Sample(
                 sequence=self._count,
                 at_ms=at_ms,
@@ -102,7 +102,7 @@ class Samples:
                 itl_p99=itl[2],
                 pages_stored=stored,
                 pages_fetched=fetched,
-                pages_found=found,
+                pages_found=in_cache,
                 pages_on_device=on_device,
             )
         )

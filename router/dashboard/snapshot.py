@@ -124,9 +124,9 @@ class History(Struct, frozen=True):
     samples: Sequence[Sample]
 
 
-def samples_of(kept: Sequence[Sample]) -> list[Sample]:
+def samples_of(samples: Sequence[Sample]) -> list[Sample]:
     """The samples that a snapshot repeats."""
-    return [*kept][-_SAMPLES:]
+    return [*samples][-_SAMPLES:]
 
 
 def process_cards(

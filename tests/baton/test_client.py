@@ -68,8 +68,8 @@ def test_results_have_every_field_of_their_messages(kind: Any, message: Any):
 
 
 def test_a_request_holds_what_was_given_and_leaves_the_rest_open():
-    made = generate_request([1, 2], {"temperature": 0.0, "top_p": None, "logit_bias": {3: -1.0}, "stop": ["a"]})
-    assert made == pb.GenerateRequest(
+    request = generate_request([1, 2], {"temperature": 0.0, "top_p": None, "logit_bias": {3: -1.0}, "stop": ["a"]})
+    assert request == pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[1, 2]), temperature=0.0, logit_bias={3: -1.0}, stop=["a"]
     )
     choice = generate_request([1], {"structured_output": {"choice": {"texts": ["a", "b"]}}}).structured_output
@@ -101,10 +101,10 @@ def test_a_stream_becomes_its_result():
     end.timing.first_token = 1.5
     end.work.decode_workers.append("decode-0")
     assert collector.take(pb.GenerateResponse(finished=end)) is None
-    (made,) = collector.finished
+    (result,) = collector.finished
     work = Work(decode_workers=("decode-0",))
     timing = Timing(first_token=1.5)
-    assert made == Generated("ab", [4, 5, 6], [*one.logprobs], "stop", TokenUsage(3), timing, work, "x", 7)
+    assert result == Generated("ab", [4, 5, 6], [*one.logprobs], "stop", TokenUsage(3), timing, work, "x", 7)
 
 
 def test_events_are_found_however_they_are_cut():
@@ -268,8 +268,8 @@ def test_deltas_come_and_the_result_is_whole():
 
 
 def test_an_error_is_the_one_that_the_router_raised():
-    told = (("baton-reason", "objective"), ("retry-after-ms", "750"))
-    error = (grpc.StatusCode.RESOURCE_EXHAUSTED, "too late", told)
+    trailers = (("baton-reason", "objective"), ("retry-after-ms", "750"))
+    error = (grpc.StatusCode.RESOURCE_EXHAUSTED, "too late", trailers)
     with scripted(error=error) as (_, client), pytest.raises(errors.Overloaded, match="too late") as caught:
         client.generate("hello").result()
     assert (caught.value.reason, caught.value.retry_after_ms) == ("objective", 750)

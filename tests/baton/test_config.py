@@ -86,8 +86,8 @@ def test_an_override_without_a_section() -> None:
 
 
 def test_a_model_has_one_name_or_several() -> None:
-    def names(*given: object) -> tuple[str, ...]:
-        settings = {"model.path": "/models/llama"} | ({"model.served_model_name": given[0]} if given else {})
+    def names(*values: object) -> tuple[str, ...]:
+        settings = {"model.path": "/models/llama"} | ({"model.served_model_name": values[0]} if values else {})
         return config.load(None, settings).model.served_names
 
     assert names() == names("") == names([]) == ("llama",)

@@ -65,10 +65,10 @@ def fields_of(file: Path) -> dict[str, Any]:
 
 def theirs(file: Path) -> PreTrainedTokenizerFast:
     """transformers' tokenizer, with what it leaves out: llama.cpp's rule "smollm" takes each digit for a word first."""
-    made: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    backend = made.backend_tokenizer
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
-    return made
+    return tokenizer
 
 
 @given(st.lists(texts | pieces, max_size=8).map("".join))

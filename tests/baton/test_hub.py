@@ -47,15 +47,15 @@ def test_what_is_neither_path_nor_id(model: str):
 
 @pytest.mark.usefixtures("answers")
 def test_an_id_is_fetched_without_code_or_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: dict[str, Any] = {}
+    patterns: dict[str, Any] = {}
 
     def snapshot(repo: str, allow_patterns: list[str]) -> str:
-        asked[repo] = allow_patterns
+        patterns[repo] = allow_patterns
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert hub.resolve("owner/model") == tmp_path
-    assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in asked["owner/model"])
+    assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in patterns["owner/model"])
 
 
 @pytest.mark.usefixtures("answers")

@@ -47,9 +47,9 @@ def sockets() -> Iterator[Callable[[int], Any]]:
     with contextlib.ExitStack() as cleanup:
 
         def make(kind: int) -> Any:
-            made = configure(zmq.Context.instance().socket(kind))
-            cleanup.callback(made.close, 0)
-            return made
+            socket = configure(zmq.Context.instance().socket(kind))
+            cleanup.callback(socket.close, 0)
+            return socket
 
         yield make
 
@@ -220,18 +220,18 @@ def stranger(kind: str, server: int, client: int, endpoint: str) -> tuple[Any, A
     """Return a context of its own, as in another process, and a socket that must neither receive nor deliver
     anything."""
     context: Any = zmq.Context()
-    made = configure(context.socket(client))
+    socket = configure(context.socket(client))
     if kind == "its own keys for the right server":
         public, secret = zmq.curve_keypair()
-        made.curve_serverkey, made.curve_publickey, made.curve_secretkey = OURS.public, public, secret
+        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = OURS.public, public, secret
     elif kind == "another cluster's keys":
-        made.curve_serverkey = made.curve_publickey = THEIRS.public
-        made.curve_secretkey = THEIRS.secret.encode()
-    made.reconnect_ivl = 10
+        socket.curve_serverkey = socket.curve_publickey = THEIRS.public
+        socket.curve_secretkey = THEIRS.secret.encode()
+    socket.reconnect_ivl = 10
     if client == zmq.SUB:
-        made.subscribe(b"")
-    made.connect(endpoint)
-    return context, made
+        socket.subscribe(b"")
+    socket.connect(endpoint)
+    return context, socket
 
 
 @pytest.mark.parametrize("kind", ["nothing", "its own keys for the right server", "another cluster's keys"])
@@ -328,9 +328,9 @@ def test_sockets_come_and_go(sockets: Callable[[int], Any]) -> None:
     time.sleep(0.1)
     before = threading.active_count(), descriptors()
     for _ in range(100):
-        made = configure(zmq.Context.instance().socket(zmq.PULL))
-        bind(made, "tcp://127.0.0.1:0")
-        made.close(0)
+        socket = configure(zmq.Context.instance().socket(zmq.PULL))
+        bind(socket, "tcp://127.0.0.1:0")
+        socket.close(0)
     eventually(lambda: descriptors() <= before[1] + 2)
     assert threading.active_count() == before[0]
 

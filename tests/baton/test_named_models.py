@@ -43,12 +43,12 @@ def tiny(index: Path, monkeypatch: pytest.MonkeyPatch) -> named.NamedModel:
     """A small named model, whose wheel the index has."""
     wheel = write_wheel(index)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    made = replace(
+    model = replace(
         named.MODELS["smollm2"], name=NAME, title="Tiny", package="tiny-gguf", version="1.0", sha256=digest,
         megabytes=1, member="tiny_gguf/tiny.gguf",
     )  # fmt: skip
-    monkeypatch.setitem(named.MODELS, NAME, made)
-    return made
+    monkeypatch.setitem(named.MODELS, NAME, model)
+    return model
 
 
 def write_wheel(folder: Path, name: str = "tiny_gguf-1.0") -> Path:
@@ -105,11 +105,11 @@ def bytes_of_gpt2() -> list[str]:
 
 
 def test_it_is_fetched_once_and_then_found_without_an_index(tiny: named.NamedModel, index: Path):
-    told: list[str] = []
+    texts: list[str] = []
     assert hub.cached(NAME) is None
-    folder = hub.resolve(NAME, say=told.append)
+    folder = hub.resolve(NAME, say=texts.append)
     assert folder == tiny.folder == hub.cached(NAME)
-    assert any("Tiny, 1 MB" in text for text in told)
+    assert any("Tiny, 1 MB" in text for text in texts)
     names = {"chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert {file.name for file in folder.iterdir()} == names | {"tokenizer_config.json"}
     assert left(tiny) == []
@@ -220,13 +220,13 @@ def test_a_second_process_waits_for_the_first(tiny: named.NamedModel):
         with pytest.raises(StartupError, match="another process"):
             tiny.fetch(patience=0.5)
         begun = time.monotonic()
-        found: list[Path] = []
-        waiter = threading.Thread(target=lambda: found.append(tiny.fetch()))
+        folders: list[Path] = []
+        waiter = threading.Thread(target=lambda: folders.append(tiny.fetch()))
         waiter.start()
         first.stdin.close()
         assert first.stdout.read().strip() == str(tiny.folder)
         waiter.join(60)
-        assert found == [tiny.folder], time.monotonic() - begun
+        assert folders == [tiny.folder], time.monotonic() - begun
     assert left(tiny) == []
 
 

@@ -26,9 +26,9 @@ def _thaw():
 
 
 def test_what_is_there_by_then_is_never_looked_at_again() -> None:
-    kept = [_Ring()]
+    rings = [_Ring()]
     settle()
-    assert not any(each is kept[0] for each in gc.get_objects())  # the collector's list of what it looks through
+    assert not any(each is rings[0] for each in gc.get_objects())  # the collector's list of what it looks through
     assert gc.get_freeze_count() > 0
 
 
@@ -67,11 +67,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_first_process_of_a_cluster_makes_its_keys(tmp_path: Path, home: Path) -> None:
     started(tmp_path, name="one")
     path = home / ".local" / "state" / "baton" / "one" / "cluster.key"
-    kept = ClusterKeys.read(path)
+    keys = ClusterKeys.read(path)
     started(tmp_path, name="one")
-    assert ClusterKeys.read(path) == kept
+    assert ClusterKeys.read(path) == keys
     started(tmp_path, name="two")
-    assert ClusterKeys.read(path.parents[1] / "two" / "cluster.key") != kept
+    assert ClusterKeys.read(path.parents[1] / "two" / "cluster.key") != keys
 
 
 def test_a_key_file_that_is_named_is_read_and_never_made(tmp_path: Path, home: Path) -> None:

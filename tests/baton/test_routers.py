@@ -26,11 +26,11 @@ async def hears(listener: Listener, kind: type[msg.Message]) -> msg.Message:
 
 
 async def heard(routers: RouterLinks, now: float, count: int) -> list[RouterMessage | RouterLost]:
-    found: list[RouterMessage | RouterLost] = []
-    while len(found) < count:
-        found += routers.receive(now, 0.0)
+    received: list[RouterMessage | RouterLost] = []
+    while len(received) < count:
+        received += routers.receive(now, 0.0)
         await asyncio.sleep(0.005)
-    return found
+    return received
 
 
 def test_two_routers_are_told_apart() -> None:
@@ -45,8 +45,8 @@ def test_two_routers_are_told_apart() -> None:
                 await hears(listener, msg.Hello)
                 listener.send(ME.incarnation, msg.Welcome(peer, heartbeat_ms, int(SILENCE * 1_000)))
                 listener.send(ME.incarnation, msg.Cancel(peer.name, 1))
-            said = await heard(routers, 1.0, 2)
-            assert {(s.router, s.message.request) for s in said if isinstance(s, RouterMessage)} == {
+            received = await heard(routers, 1.0, 2)
+            assert {(s.router, s.message.request) for s in received if isinstance(s, RouterMessage)} == {
                 ("one.1", "one"),
                 ("two.1", "two"),
             }

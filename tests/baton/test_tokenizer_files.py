@@ -35,9 +35,9 @@ def settings(folder: Path, kind: str, **more: Any) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 500}))
     added = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
     added |= {"single_word": False}
-    told = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
-    told |= {"added_tokens_decoder": {"450": added}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | more))
+    fields = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    fields |= {"added_tokens_decoder": {"450": added}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | more))
 
 
 def vocabulary_and_merges(folder: Path) -> None:
@@ -79,13 +79,13 @@ def tekken(folder: Path) -> None:
 @pytest.mark.parametrize("make", [vocabulary_and_merges, sentencepiece_model, tekken])
 def test_older_files_are_read_as_transformers_reads_them(make: Callable[[Path], None], tmp_path: Path, cache: Path):
     make(tmp_path)
-    made = tokenizer_folder(tmp_path)
-    assert made.parent == cache
-    ours, theirs = Tokenizer.from_file(str(made / "tokenizer.json")), AutoTokenizer.from_pretrained(tmp_path)
+    folder = tokenizer_folder(tmp_path)
+    assert folder.parent == cache
+    ours, theirs = Tokenizer.from_file(str(folder / "tokenizer.json")), AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:
         assert ours.encode(text).ids == theirs(text)["input_ids"]
         assert ours.decode(ours.encode(text).ids) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
-    assert json.loads((made / "tokenizer_config.json").read_text()).get("eos_token") == theirs.eos_token
+    assert json.loads((folder / "tokenizer_config.json").read_text()).get("eos_token") == theirs.eos_token
 
 
 def test_a_conversion_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -168,12 +168,12 @@ def test_a_folder_keeps_the_newest_traces(tmp_path: Path) -> None:
     for number, path in enumerate(others):
         path.touch()
         os.utime(path, (number, number))
-    made: list[Path] = []
+    paths: list[Path] = []
     for number in range(6):
         path = trace(tmp_path, f"{number:08x}", TraceLimits(files=3))
         os.utime(path, (100 + number, 100 + number))
-        made.append(path)
-    assert [path.exists() for path in made] == [False, False, False, True, True, True]
+        paths.append(path)
+    assert [path.exists() for path in paths] == [False, False, False, True, True, True]
     assert all(path.exists() for path in others)
 
 

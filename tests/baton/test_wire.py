@@ -123,11 +123,11 @@ def test_the_heart_beats_while_the_loop_is_busy() -> None:
     run(main)
 
 
-async def until(listener: Listener, wanted: Callable[[Heartbeat], bool]) -> Heartbeat:
+async def until(listener: Listener, condition: Callable[[Heartbeat], bool]) -> Heartbeat:
     while True:
         beat = (await listener.receive()).message
         assert isinstance(beat, Heartbeat)
-        if wanted(beat):
+        if condition(beat):
             return beat
 
 

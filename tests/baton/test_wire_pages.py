@@ -29,7 +29,7 @@ def both() -> Iterator[tuple[PageSockets, PageSockets]]:
     b.close()
 
 
-def asked(sockets: PageSockets, count: int) -> list[tuple[str, peers.PageRequest]]:
+def requests_of(sockets: PageSockets, count: int) -> list[tuple[str, peers.PageRequest]]:
     heard: list[tuple[str, peers.PageRequest]] = []
     end = time.monotonic() + DEADLINE
     while len(heard) < count:
@@ -54,7 +54,7 @@ def test_requests_go_one_way_and_pages_the_other(both: tuple[PageSockets, PageSo
     assert a.link("b", b.server.endpoint) is link
     link.send(peers.FetchHeartbeat(1))
     link.send(peers.FetchHeartbeat(2))
-    assert asked(b, 2) == [("a", peers.FetchHeartbeat(1)), ("a", peers.FetchHeartbeat(2))]
+    assert requests_of(b, 2) == [("a", peers.FetchHeartbeat(1)), ("a", peers.FetchHeartbeat(2))]
     memory = memoryview(bytearray(b"x" * 100_000 + b"y" * 100_000))
     sending = Sending()
     pages = peers.FetchedPages(7, (peers.SentPage(0, 11), peers.SentPage(1, 12)))
@@ -83,7 +83,7 @@ def test_pages_are_busy_until_their_connection_is_gone(both: tuple[PageSockets, 
     a, b = both
     link = a.link("b", b.server.endpoint)
     link.send(peers.FetchHeartbeat(1))
-    asked(b, 1)
+    requests_of(b, 1)
     memory = memoryview(bytearray(2**20))
     sending = Sending()
     for index in range(64):  # which `a` does not read

@@ -58,11 +58,11 @@ def test_a_ratio_is_the_median_of_each_run_with_its_own_limits() -> None:
         for limit, share in zip(limits, shares, strict=True)
     ]
     turns = [Turn({speed.OWN: run}, {}) for run in runs]
-    told = {result.case: result for result in speed.results({case: turns}, shape)}
-    assert told["decode-1, baton"].ratio == pytest.approx(0.8)
-    assert told["decode-1, baton"].ok
-    assert told["limit: memory read"].value == 80e9
-    assert told["limit: large product"].value == 1e12
+    results = {result.case: result for result in speed.results({case: turns}, shape)}
+    assert results["decode-1, baton"].ratio == pytest.approx(0.8)
+    assert results["decode-1, baton"].ok
+    assert results["limit: memory read"].value == 80e9
+    assert results["limit: large product"].value == 1e12
 
 
 def test_turns_that_others_disturbed_do_not_count_unless_most_were() -> None:

@@ -26,8 +26,8 @@ def test_steps_in_numbers() -> None:
 
 def test_exact_times_give_exact_coefficients() -> None:
     steps, _ = grid()
-    found = fit(steps, [_TRUE.of(*step.amounts) for step in steps])
-    assert astuple(found) == pytest.approx(astuple(_TRUE), rel=1e-6)
+    coefficients = fit(steps, [_TRUE.of(*step.amounts) for step in steps])
+    assert astuple(coefficients) == pytest.approx(astuple(_TRUE), rel=1e-6)
 
 
 def test_outliers_and_noise_move_little() -> None:
@@ -36,5 +36,5 @@ def test_outliers_and_noise_move_little() -> None:
     seconds = [_TRUE.of(*step.amounts) * random.uniform(0.98, 1.02) for step in steps]
     seconds[5] *= 4
     seconds[-3] *= 3
-    found = fit(steps, seconds)
-    assert max(map(abs, errors(found, checked, [_TRUE.of(*step.amounts) for step in checked]))) < 0.03
+    coefficients = fit(steps, seconds)
+    assert max(map(abs, errors(coefficients, checked, [_TRUE.of(*step.amounts) for step in checked]))) < 0.03

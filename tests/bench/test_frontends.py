@@ -15,7 +15,7 @@ from bench import random_model
 from bench.peers import environments
 from bench.peers.adapter import PeerFailed
 from bench.peers.environments import VLLM
-from bench.peers.fake_engine import FakeEngine, Given
+from bench.peers.fake_engine import FakeEngine, NextToken
 from bench.router import frontends, fronts
 from bench.router.front_clients import Client, HttpClient, Order, StreamFailed
 from bench.router.fronts import Front
@@ -30,15 +30,15 @@ def _unread(*streams: str):
 
 
 def test_each_stream_gets_all_of_its_tokens_and_is_told_of_the_last() -> None:
-    async def run() -> list[Given[str]]:
+    async def run() -> list[NextToken[str]]:
         engine = FakeEngine[str]([7, 8])
         engine.add("a", 3)
         engine.add("b", 1)
-        return [given for _ in range(3) for given in await engine.step(_unread())]
+        return [each for _ in range(3) for each in await engine.step(_unread())]
 
-    given = asyncio.run(asyncio.wait_for(run(), _SECONDS))
-    assert [(one.stream, one.last) for one in given] == [("a", False), ("b", True), ("a", False), ("a", True)]
-    assert {one.token for one in given} == {7, 8}
+    tokens = asyncio.run(asyncio.wait_for(run(), _SECONDS))
+    assert [(one.stream, one.last) for one in tokens] == [("a", False), ("b", True), ("a", False), ("a", True)]
+    assert {one.token for one in tokens} == {7, 8}
 
 
 def test_at_an_interval_tokens_come_whether_they_are_read_or_not_and_the_first_at_once() -> None:
@@ -46,12 +46,12 @@ def test_at_an_interval_tokens_come_whether_they_are_read_or_not_and_the_first_a
         engine = FakeEngine[str]([7])
         engine.pace(0.001)
         engine.add("slow", 5)
-        assert [given.stream for given in await engine.step(_unread("slow"))] == ["slow"]
+        assert [each.stream for each in await engine.step(_unread("slow"))] == ["slow"]
         engine.pace(_SECONDS)  # no step is due before the test has failed
         engine.add("new", 5)
-        assert "new" in [given.stream for given in await engine.step(_unread("slow"))]
+        assert "new" in [each.stream for each in await engine.step(_unread("slow"))]
         engine.pace(0.001)
-        assert [given.stream for given in await engine.step(_unread("slow"))] == ["slow", "new"]
+        assert [each.stream for each in await engine.step(_unread("slow"))] == ["slow", "new"]
         engine.pace(None)
 
     asyncio.run(asyncio.wait_for(run(), 2 * _SECONDS))
@@ -105,16 +105,16 @@ def test_the_doors_serve_all_tokens_of_the_fake_engine(tmp_path: Path) -> None:
                 counts = {len(stream.times) for stream in streams}
                 assert counts == {5} if interval is None else max(counts) <= 5
             assert front.cpu_seconds() > before
-        taken = frontends.take_turns(client, [Front("HTTP", "http", http)], 1, Order("", "", 2, 5))
-        assert [len(values) for values in vars(taken["HTTP"]).values()] == [1] * 6, "the first round is not counted"
+        figures = frontends.take_turns(client, [Front("HTTP", "http", http)], 1, Order("", "", 2, 5))
+        assert [len(values) for values in vars(figures["HTTP"]).values()] == [1] * 6, "the first round is not counted"
 
 
 @pytest.mark.slow
 def test_a_front_that_is_not_there_fails_the_round() -> None:
-    with socket.socket() as taken, closing(Client()) as client:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+    with socket.socket() as silent, closing(Client()) as client:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
         with pytest.raises(StreamFailed, match="failed"):
-            client.round(Order("http", f"127.0.0.1:{taken.getsockname()[1]}", 1, 1))
+            client.round(Order("http", f"127.0.0.1:{silent.getsockname()[1]}", 1, 1))
 
 
 def test_vllm_is_left_out_where_it_is_not_installed(tmp_path: Path) -> None:

@@ -37,10 +37,10 @@ def test_a_part_that_fails_is_told_and_the_next_one_runs(
 
     monkeypatch.setattr(gpu, "_pages", broken)
     assert gpu.main(["--fake", "--parts", "pages,limits"]) == 1
-    said = capsys.readouterr().out
-    assert "| pages | the first row | 1 GB/s |" in said
-    assert "| limits | copy, bytes read and written |" in said
-    assert "pages failed: RuntimeError: an illegal memory access" in said
+    output = capsys.readouterr().out
+    assert "| pages | the first row | 1 GB/s |" in output
+    assert "| limits | copy, bytes read and written |" in output
+    assert "pages failed: RuntimeError: an illegal memory access" in output
 
 
 def test_a_wrong_result_is_a_failure() -> None:

@@ -22,10 +22,10 @@ class Fake:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
-        self.asked: list[tuple[int, int]] = []
+        self.requests: list[tuple[int, int]] = []
 
     async def generate(self, prompt: Sequence[int], count: int) -> AsyncGenerator[int, None]:
-        self.asked.append((len(prompt), count))
+        self.requests.append((len(prompt), count))
         for size in self._sizes:
             await asyncio.sleep(0)
             yield size
@@ -35,21 +35,22 @@ def streams(server: Fake) -> Streams:
     return Streams(server, Prompts(100, seed=1), number=2, prompt=64, output=5)
 
 
-async def run_for(made: Streams, turns: int) -> None:
-    async with made:
+async def run_for(running: Streams, turns: int) -> None:
+    async with running:
         for _ in range(turns):
             await asyncio.sleep(0)
 
 
 def test_streams_ask_again_and_again_and_gaps_are_within_a_request() -> None:
-    made = streams(server := Fake([1, 3, 1]))
-    asyncio.run(run_for(made, 100))
-    assert len(server.asked) > 4
-    assert set(server.asked) == {(64, 5)}
-    first_tokens = len(server.asked)
-    tokens = sum(count for _, count in made.arrived)
-    assert tokens - first_tokens <= len(made.gaps) <= tokens - first_tokens + 2
-    assert sum(gap.seconds == 0 for gap in made.gaps) >= 2 * len(made.gaps) // 5  # of a message with three tokens, two
+    running = streams(server := Fake([1, 3, 1]))
+    asyncio.run(run_for(running, 100))
+    assert len(server.requests) > 4
+    assert set(server.requests) == {(64, 5)}
+    first_tokens = len(server.requests)
+    tokens = sum(count for _, count in running.arrived)
+    assert tokens - first_tokens <= len(running.gaps) <= tokens - first_tokens + 2
+    # Of a message with three tokens, two.
+    assert sum(gap.seconds == 0 for gap in running.gaps) >= 2 * len(running.gaps) // 5
 
 
 def test_a_stream_that_fails_is_told() -> None:

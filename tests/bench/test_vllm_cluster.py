@@ -52,15 +52,15 @@ def rounds(*seconds: tuple[float, float, float]) -> list[vllm_cluster.Round]:
 
 
 def test_ours_are_judged_by_the_same_round_and_disturbed_rounds_are_left_out() -> None:
-    taken = {CASE: rounds((1.0, 1.0, 0.0), (2.0, 2.5, 0.1), (1.0, 9.0, 1.7), (1.0, 9.0, 1.9))}
-    found = {result.case: result for result in vllm_cluster.decode_results(taken)}
-    ours = found[f"decode-2, {OURS}: tokens/s"]
+    rounds_by_case = {CASE: rounds((1.0, 1.0, 0.0), (2.0, 2.5, 0.1), (1.0, 9.0, 1.7), (1.0, 9.0, 1.9))}
+    results = {result.case: result for result in vllm_cluster.decode_results(rounds_by_case)}
+    ours = results[f"decode-2, {OURS}: tokens/s"]
     assert ours.ratio == pytest.approx((1.0 + 0.8) / 2)
     assert ours.ok is False
-    assert found[f"decode-2, {BARE}: tokens/s"].ok is None
-    assert found[f"decode-2, {THEIRS}: tokens/s"].ratio is None
-    assert found[f"decode-2, {OURS}: a step outside the model"].value == pytest.approx(3.0)
-    assert found["decode-2: first tokens of both as one"].value == 0.5
+    assert results[f"decode-2, {BARE}: tokens/s"].ok is None
+    assert results[f"decode-2, {THEIRS}: tokens/s"].ratio is None
+    assert results[f"decode-2, {OURS}: a step outside the model"].value == pytest.approx(3.0)
+    assert results["decode-2: first tokens of both as one"].value == 0.5
 
 
 def test_each_round_is_begun_by_another_side_and_the_first_only_warms_up() -> None:
@@ -73,6 +73,6 @@ def test_each_round_is_begun_by_another_side_and_the_first_only_warms_up() -> No
 
         return run
 
-    taken = vllm_cluster.take_turns({"a": side("a"), "b": side("b")}, [CASE], 2, 100)
+    rounds_by_case = vllm_cluster.take_turns({"a": side("a"), "b": side("b")}, [CASE], 2, 100)
     assert order == ["a", "b", "b", "a", "a", "b"]
-    assert len(taken[CASE]) == 2
+    assert len(rounds_by_case[CASE]) == 2

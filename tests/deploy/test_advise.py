@@ -43,8 +43,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def call(model: Path | str, *arguments: str | Path | float) -> Result:
-    told = ["advise", "--model", model, "--jobs", 1, "--requests", 30, "--poisson", 5, *arguments]
-    return CliRunner().invoke(app, [str(each) for each in told])
+    words = ["advise", "--model", model, "--jobs", 1, "--requests", 30, "--poisson", 5, *arguments]
+    return CliRunner().invoke(app, [str(each) for each in words])
 
 
 def answer(model: Path, *arguments: str | Path | float) -> dict[str, Any]:

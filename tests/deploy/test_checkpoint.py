@@ -238,8 +238,10 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def settings_of(odd: Odd) -> list[str]:
-    told = [f"{name}={json.dumps(value) if isinstance(value, bool) else value}" for name, value in _SETTINGS.items()]
-    return [part for one in (*told, odd.settings) if one for part in ("--set", one)]
+    overrides = [
+        f"{name}={json.dumps(value) if isinstance(value, bool) else value}" for name, value in _SETTINGS.items()
+    ]
+    return [part for one in (*overrides, odd.settings) if one for part in ("--set", one)]
 
 
 def of_doctor(folder: Path, odd: Odd) -> Verdict:
@@ -247,8 +249,8 @@ def of_doctor(folder: Path, odd: Odd) -> Verdict:
     report = json.loads(result.stdout)
     if "error" in report:
         return Verdict(result.exit_code == 1, [report["error"]["message"]])
-    told = [report["why"], *(part for one in report["findings"] for part in (one["found"], one["advice"]))]
-    return Verdict(result.exit_code == 1, told)
+    texts = [report["why"], *(part for one in report["findings"] for part in (one["found"], one["advice"]))]
+    return Verdict(result.exit_code == 1, texts)
 
 
 def of_up(folder: Path, odd: Odd) -> Verdict:

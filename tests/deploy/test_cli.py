@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
+def busy_port() -> Iterator[int]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -59,9 +59,9 @@ def error(*arguments: str | Path | int) -> tuple[str, str]:
     """The reason and the message with which the command fails."""
     result = call(*arguments, "--json")
     assert result.exit_code == 1, result.output
-    told = json.loads(result.stdout)["error"]
+    fields = json.loads(result.stdout)["error"]
     assert "Traceback" not in result.output
-    return told["reason"], told["message"]
+    return fields["reason"], fields["message"]
 
 
 def test_version():
@@ -102,10 +102,10 @@ def test_an_empty_directory_is_no_model(tmp_path: Path):
     )
 
 
-def test_a_port_in_use(model: Path, taken: int):
-    reason, message = error("up", "--model", model, *ANY_PORT, "--set", f"router.http_port={taken}")
+def test_a_port_in_use(model: Path, busy_port: int):
+    reason, message = error("up", "--model", model, *ANY_PORT, "--set", f"router.http_port={busy_port}")
     assert reason == "port_in_use"
-    assert str(taken) in message
+    assert str(busy_port) in message
     assert "router.http_port=0" in message
 
 
@@ -147,8 +147,8 @@ def test_memory_of_other_nodes_and_of_gpus_is_not_counted(model: Path):
 
 
 def test_paths_of_the_user_are_absolute_wherever_they_are_used(model: Path, tmp_path: Path):
-    given = {"model.path": str(model), "disk.path": "~/kv", "cluster.trace_dir": "traces"}
-    config = _settle(load(overrides=given), lambda _: None)
+    overrides = {"model.path": str(model), "disk.path": "~/kv", "cluster.trace_dir": "traces"}
+    config = _settle(load(overrides=overrides), lambda _: None)
     assert config.disk.path == str(tmp_path / "kv")
     assert config.cluster.trace_dir == str(Path("traces").resolve())
 
@@ -167,7 +167,7 @@ def test_the_doctor_does_not_take_a_broken_state_file_for_a_cluster(tmp_path: Pa
     findings = {finding.subject: finding for finding in examine(config)}
     assert findings["cluster"].level == "bad"
     assert "remove it" in findings["cluster"].advice
-    assert "this cluster is up" not in findings["ports"].found
+    assert "this cluster is up" not in findings["ports"].text
 
 
 def test_a_ray_that_does_not_answer(model: Path):
@@ -262,13 +262,13 @@ def test_api_keys_are_added_listed_and_removed(tmp_path: Path):
     key = added.stdout.strip()
     path = tmp_path / ".local/state/baton/baton/api-keys.json"
     assert KeyRing(path).find(key) is not None
-    told = json.loads(call("keys", "add", "ops", "--operator", "--json").stdout)
-    assert (told["name"], told["file"]) == ("ops", str(path))
+    reply = json.loads(call("keys", "add", "ops", "--operator", "--json").stdout)
+    assert (reply["name"], reply["file"]) == ("ops", str(path))
     assert error("keys", "add", "one", "--tenant", "acme")[0] == "invalid_request"
     assert error("keys", "add", "two")[0] == "invalid_request"
     listed = call("keys", "list").stdout
     assert "4 requests at a time" in listed
-    for secret in (key, told["key"], hash_of(key)):
+    for secret in (key, reply["key"], hash_of(key)):
         assert secret not in listed
         assert secret not in call("keys", "list", "--json").stdout
     assert call("keys", "remove", "one").exit_code == 0
@@ -299,9 +299,9 @@ def test_other_machines_need_tls_and_keys(tmp_path: Path, model: Path):
         return next(finding for finding in examine(settings) if finding.subject == "clients")
 
     assert clients().level == "bad"
-    assert clients(**{"api.insecure": True}).found == "clients need no API key; TLS, at 0.0.0.0"
+    assert clients(**{"api.insecure": True}).text == "clients need no API key; TLS, at 0.0.0.0"
     assert call("keys", "add", "one", "--tenant", "acme").exit_code == 0
-    assert clients().found == "every client needs an API key; TLS, at 0.0.0.0"
+    assert clients().text == "every client needs an API key; TLS, at 0.0.0.0"
 
 
 def test_keys_that_others_can_read_are_refused_before_anything_starts(tmp_path: Path, model: Path):
@@ -314,26 +314,26 @@ def test_keys_that_others_can_read_are_refused_before_anything_starts(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "level", "found"),
+    ("settings", "level", "excerpt"),
     [
         ([], "ok", "the cluster's first process makes"),
         (["router.host=192.0.2.1"], "ok", "`baton up` makes"),
         (["cluster.key_file=/no/such.key"], "bad", "can't be used"),
     ],
 )
-def test_the_doctor_looks_at_keys(settings: list[str], level: str, found: str):
+def test_the_doctor_looks_at_keys(settings: list[str], level: str, excerpt: str):
     findings = examine(load(None, dict(parse_override(text) for text in settings)))
     (keys,) = (finding for finding in findings if finding.subject == "keys")
     assert keys.level == level
-    assert found in keys.found
+    assert excerpt in keys.text
 
 
-def test_up_without_a_model_serves_the_one_that_comes_with_baton(taken: int):
+def test_up_without_a_model_serves_the_one_that_comes_with_baton(busy_port: int):
     """It is found and named before the start fails at a port in use."""
-    result = call("up", *ANY_PORT, "--set", f"router.http_port={taken}")
+    result = call("up", *ANY_PORT, "--set", f"router.http_port={busy_port}")
     assert result.exit_code == 1
     assert "serving the demo model that comes with Baton" in result.stderr
-    assert str(taken) in result.stderr
+    assert str(busy_port) in result.stderr
 
 
 def test_the_demo_model_is_a_checkpoint_with_a_chat_template():
@@ -349,6 +349,8 @@ def test_a_gpu_that_is_not_here_is_refused_before_anything_starts(model: Path):
     reason, message = error("up", "--model", model, *ANY_PORT, "--set", "model.device=cuda")
     assert reason == "startup"
     assert f"there is no GPU: {visible_gpus().problem}" in message
-    (found,) = [finding for finding in examine(load(overrides={"model.device": "cuda"})) if finding.subject == "device"]
-    assert (found.level, found.advice) == ("bad", message)
+    (finding,) = [
+        finding for finding in examine(load(overrides={"model.device": "cuda"})) if finding.subject == "device"
+    ]
+    assert (finding.level, finding.advice) == ("bad", message)
     assert not [finding for finding in examine(load()) if finding.subject == "device"]

@@ -39,9 +39,9 @@ def test_only_what_was_changed():
 
 
 def test_one_section():
-    found = json.loads(shown("config", "show", "pages", "--json"))
-    assert found["pages"]["page_size"] == Config().pages.page_size
-    assert list(found) == ["pages"]
+    sections = json.loads(shown("config", "show", "pages", "--json"))
+    assert sections["pages"]["page_size"] == Config().pages.page_size
+    assert list(sections) == ["pages"]
     result = CliRunner().invoke(app, ["config", "show", "nothing"])
     assert result.exit_code == 1
     assert "there is no section 'nothing'" in result.output
@@ -49,11 +49,13 @@ def test_one_section():
 
 def test_an_environment_without_secrets(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("BATON_API_KEY", "sk-very-secret")
-    found = json.loads(shown("collect-env", "--json"))
-    assert found["packages"]["ray"]
-    assert "sk-very-secret" not in json.dumps(found)
-    kept = environment({"HF_TOKEN": "t", "OMP_NUM_THREADS": "2", "MY_NAME": "x", "OTEL_EXPORTER_OTLP_HEADERS": "h"})
-    assert kept == {"HF_TOKEN": "(left out)", "OMP_NUM_THREADS": "2", "OTEL_EXPORTER_OTLP_HEADERS": "(left out)"}
+    sections = json.loads(shown("collect-env", "--json"))
+    assert sections["packages"]["ray"]
+    assert "sk-very-secret" not in json.dumps(sections)
+    variables = environment(
+        {"HF_TOKEN": "t", "OMP_NUM_THREADS": "2", "MY_NAME": "x", "OTEL_EXPORTER_OTLP_HEADERS": "h"}
+    )
+    assert variables == {"HF_TOKEN": "(left out)", "OMP_NUM_THREADS": "2", "OTEL_EXPORTER_OTLP_HEADERS": "(left out)"}
 
 
 def line(second: int, text: str, level: str = "INFO") -> str:
@@ -100,9 +102,9 @@ def test_a_rotated_log_loses_no_line(tmp_path: Path):
         assert words(file) == ["emptied"]
 
 
-@pytest.mark.parametrize("kept", [1, 4])
-def test_what_the_handler_of_our_processes_rotates_is_followed_to_the_last_line(tmp_path: Path, kept: int):
-    handler = RotatingFileHandler(tmp_path / "a.log", maxBytes=200, backupCount=kept)
+@pytest.mark.parametrize("backups", [1, 4])
+def test_what_the_handler_of_our_processes_rotates_is_followed_to_the_last_line(tmp_path: Path, backups: int):
+    handler = RotatingFileHandler(tmp_path / "a.log", maxBytes=200, backupCount=backups)
     seen: list[str] = []
     with LogFile(tmp_path / "a.log") as file, closing(handler):
         for number in range(60):

@@ -38,8 +38,8 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def manifest(kind: str) -> dict[str, Any]:
-    (found,) = [each for each in manifests() if each["kind"] == kind]
-    return found
+    (match,) = [each for each in manifests() if each["kind"] == kind]
+    return match
 
 
 def pods() -> list[dict[str, Any]]:

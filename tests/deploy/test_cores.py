@@ -33,6 +33,6 @@ def test_only_workers_of_the_node_count() -> None:
 def test_doctor_counts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     config = load(None, {"cluster.prefill": 1, "cluster.decode": 1, "model.device": "cpu"})
-    assert (preflight.cores(config).level, preflight.cores(config).found) == ("ok", "3 for 2 workers")
+    assert (preflight.cores(config).level, preflight.cores(config).text) == ("ok", "3 for 2 workers")
     ranks = load(None, {"decode.tensor_parallel_size": 3, "prefill.device": "cpu", "decode.device": "cpu"})
-    assert (preflight.cores(ranks).level, preflight.cores(ranks).found) == ("warn", "3 for 2 workers of 4 ranks in all")
+    assert (preflight.cores(ranks).level, preflight.cores(ranks).text) == ("warn", "3 for 2 workers of 4 ranks in all")

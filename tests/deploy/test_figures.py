@@ -33,14 +33,14 @@ def worker_metrics(regret: float) -> Metrics:
 
 def test_every_figure_that_is_shown_is_one_that_stores_publish():
     page = figures.parse(store_metrics().text().decode())
-    found = figures.of_store(page, [])
-    assert set(found["tiers"]) == {"host", "disk", "remote"}
-    wanted = {"pages", "bytes", "hits", "evictions", "checksum_failures", "regret_seconds"}
-    assert wanted <= set(found["tiers"]["host"])
-    assert wanted | {"loads", "load_seconds"} <= set(found["tiers"]["disk"])
-    assert {"hits", "loads", "load_seconds", "checksum_failures"} <= set(found["tiers"]["remote"])
-    assert found["oldest_lease_seconds"] == found["unproven_reservations"] == found["pinned_bytes"] == 0
-    assert found["disk_up"] is False
+    columns = figures.of_store(page, [])
+    assert set(columns["tiers"]) == {"host", "disk", "remote"}
+    names = {"pages", "bytes", "hits", "evictions", "checksum_failures", "regret_seconds"}
+    assert names <= set(columns["tiers"]["host"])
+    assert names | {"loads", "load_seconds"} <= set(columns["tiers"]["disk"])
+    assert {"hits", "loads", "load_seconds", "checksum_failures"} <= set(columns["tiers"]["remote"])
+    assert columns["oldest_lease_seconds"] == columns["unproven_reservations"] == columns["pinned_bytes"] == 0
+    assert columns["disk_up"] is False
 
 
 def test_what_stores_publish_stands_in_the_table_with_its_labels():
@@ -71,11 +71,11 @@ def test_pages_are_read_at_once_and_without_those_that_do_not_answer():
                 connection.sendall(b"HTTP/1.0 200 OK\r\n\r\nbaton_x{ 1 2 3\n")
 
         threading.Thread(target=babble, daemon=True).start()
-        asked = {"good": good, "refuses": "127.0.0.1:1"}
-        asked |= {name: f"127.0.0.1:{s.getsockname()[1]}" for name, s in (("mad", mad),)}
-        asked |= {f"silent-{number}": f"127.0.0.1:{silent.getsockname()[1]}" for number in range(6)}
+        addresses = {"good": good, "refuses": "127.0.0.1:1"}
+        addresses |= {name: f"127.0.0.1:{s.getsockname()[1]}" for name, s in (("mad", mad),)}
+        addresses |= {f"silent-{number}": f"127.0.0.1:{silent.getsockname()[1]}" for number in range(6)}
         began = time.monotonic()
-        pages = figures.scrape(asked)
+        pages = figures.scrape(addresses)
         assert time.monotonic() - began < 3 * figures.PATIENCE
     metrics.close()
     assert set(pages) == {"good"}

@@ -23,8 +23,8 @@ DEAD = ProcessIdentity(ME.pid, ME.started - 1)
 
 def state(**more: object) -> State:
     own = OwnRay(DEAD, "/tmp/baton-ray-x")
-    given = {"name": "baton", "ray": RayLink("127.0.0.1:1", "token", "/t", own), "log_dir": "/l", "routers": ROUTERS}
-    return State(**(given | more))  # pyright: ignore[reportArgumentType]
+    fields = {"name": "baton", "ray": RayLink("127.0.0.1:1", "token", "/t", own), "log_dir": "/l", "routers": ROUTERS}
+    return State(**(fields | more))  # pyright: ignore[reportArgumentType]
 
 
 def test_it_comes_back_as_it_was_and_is_private(tmp_path: Path):

@@ -56,26 +56,26 @@ def fits(shares: dict[str, GpuShare], gpus: int) -> bool:
     [(1, 1, 1.0), (2, 1, 0.5), (3, 1, 0.3333), (2, 2, 1.0), (3, 2, 0.5), (8, 8, 1.0), (9, 8, 0.5), (2, 8, 1.0)],
 )
 def test_equal_shares(workers: int, gpus: int, share: float) -> None:
-    found = share_gpus(dict.fromkeys(map(str, range(workers))), gpus)
-    assert {each.share for each in found.values()} == {share}
-    assert len(found) == workers
-    assert fits(found, gpus)
+    shares = share_gpus(dict.fromkeys(map(str, range(workers))), gpus)
+    assert {each.share for each in shares.values()} == {share}
+    assert len(shares) == workers
+    assert fits(shares, gpus)
 
 
 def test_a_share_that_was_asked_for_leaves_the_rest_to_the_others() -> None:
-    found = share_gpus({"small": 0.25, "other": None}, 1)
-    assert (found["small"].share, found["other"].share) == (0.25, 0.5)
+    shares = share_gpus({"small": 0.25, "other": None}, 1)
+    assert (shares["small"].share, shares["other"].share) == (0.25, 0.5)
 
 
 @given(workers, st.integers(1, 4))
-def test_no_gpu_is_lent_twice_and_nothing_changes_when_asked_again(wanted: dict[str, float | None], gpus: int) -> None:
-    found = share_gpus(wanted, gpus)
-    assert fits(found, gpus)
-    assert set(found) <= set(wanted)
-    assert share_gpus(wanted, gpus, found) == found
-    if all(share is None for share in wanted.values()):
-        assert set(found) == set(wanted)
-        assert len({share.share for share in found.values()}) <= 1
+def test_no_gpu_is_lent_twice_and_nothing_changes_when_asked_again(demand: dict[str, float | None], gpus: int) -> None:
+    shares = share_gpus(demand, gpus)
+    assert fits(shares, gpus)
+    assert set(shares) <= set(demand)
+    assert share_gpus(demand, gpus, shares) == shares
+    if all(share is None for share in demand.values()):
+        assert set(shares) == set(demand)
+        assert len({share.share for share in shares.values()}) <= 1
 
 
 @given(workers, workers, st.integers(1, 4), st.booleans())
@@ -85,10 +85,10 @@ def test_running_workers_keep_what_they_have(
     held = share_gpus(before, gpus)
     if not known:  # as Ray, which chooses the GPU itself
         held = {name: GpuShare(share.share) for name, share in held.items()}
-    found = share_gpus(before | after, gpus, held)
-    assert held.items() <= found.items()
+    shares = share_gpus(before | after, gpus, held)
+    assert held.items() <= shares.items()
     if known:
-        assert fits(found, gpus)
+        assert fits(shares, gpus)
 
 
 def test_a_newcomer_gets_what_is_left_or_nothing() -> None:
@@ -110,8 +110,8 @@ def test_each_role_goes_to_its_kind_of_gpu() -> None:
     """As Splitwise has it: prompts on one kind, decoding on another."""
     hardware = {"head": NodeHardware(), "p": NodeHardware(2, H100), "d": NodeHardware(2, H200)}
     selectors = {"prefill.node_selector": H100, "decode.node_selector": H200}
-    found = placed(selectors, hardware, ClusterScale(2, 2))
-    assert {name: (spec.node, spec.gpu and spec.gpu.share) for name, spec in found.items()} == {
+    workers = placed(selectors, hardware, ClusterScale(2, 2))
+    assert {name: (spec.node, spec.gpu and spec.gpu.share) for name, spec in workers.items()} == {
         "prefill-0": ("p", 1.0),
         "prefill-1": ("p", 1.0),
         "decode-0": ("d", 1.0),
@@ -120,27 +120,29 @@ def test_each_role_goes_to_its_kind_of_gpu() -> None:
 
 
 def test_a_selector_that_no_node_meets_is_told() -> None:
-    found = placed({"decode.node_selector": H200}, {"a": NodeHardware(1, H100)}, ClusterScale(1, 1))
-    assert found["decode-0"].node == ""
-    assert found["decode-0"].blocked == ("no node has the labels of decode.node_selector: ray.io/accelerator-type=H200")
-    assert found["prefill-0"].blocked == ""
+    workers = placed({"decode.node_selector": H200}, {"a": NodeHardware(1, H100)}, ClusterScale(1, 1))
+    assert workers["decode-0"].node == ""
+    assert workers["decode-0"].blocked == (
+        "no node has the labels of decode.node_selector: ray.io/accelerator-type=H200"
+    )
+    assert workers["prefill-0"].blocked == ""
     specs = plan(load(None, {"decode.node_selector": H200}), ClusterScale(0, 1), ["a"])
     assert [spec.name for spec in specs] == ["router", "decode-0"], "no store for a worker that is nowhere"
 
 
 def test_workers_go_where_the_fewest_share_a_gpu() -> None:
     hardware = {"cpu": NodeHardware(), "small": NodeHardware(1), "large": NodeHardware(4)}
-    found = placed({}, hardware, ClusterScale(2, 3))
-    assert sorted(spec.node for spec in found.values()) == ["large"] * 4 + ["small"]
-    assert {spec.gpu.share for spec in found.values() if spec.gpu} == {1.0}
+    workers = placed({}, hardware, ClusterScale(2, 3))
+    assert sorted(spec.node for spec in workers.values()) == ["large"] * 4 + ["small"]
+    assert {spec.gpu.share for spec in workers.values() if spec.gpu} == {1.0}
 
 
 def test_roles_may_compute_on_different_devices() -> None:
     hardware = {"cpu": NodeHardware(), "gpu": NodeHardware(1)}
-    found = placed({"prefill.device": "cuda", "decode.device": "cpu"}, hardware, ClusterScale(1, 2))
-    assert (found["prefill-0"].node, found["prefill-0"].gpu) == ("gpu", GpuShare(1.0, 0))
-    assert {found["decode-0"].node, found["decode-1"].node} == {"cpu", "gpu"}
-    assert found["decode-1"].gpu is None
+    workers = placed({"prefill.device": "cuda", "decode.device": "cpu"}, hardware, ClusterScale(1, 2))
+    assert (workers["prefill-0"].node, workers["prefill-0"].gpu) == ("gpu", GpuShare(1.0, 0))
+    assert {workers["decode-0"].node, workers["decode-1"].node} == {"cpu", "gpu"}
+    assert workers["decode-1"].gpu is None
     missing = placed({"decode.device": "cuda"}, {"cpu": NodeHardware()}, ClusterScale(0, 1))
     assert missing["decode-0"].blocked == "the device of decode workers is cuda, and Ray knows no GPU on cpu"
 
@@ -149,9 +151,9 @@ def test_one_worker_too_many_is_told() -> None:
     hardware = {"a": NodeHardware(1)}
     running = {"decode-0": GpuShare(1.0)}
     specs = plan(Config(), ClusterScale(0, 2), ["a"], {"decode-0": "a"}, hardware=hardware, held=running)
-    found = {spec.name: spec for spec in specs}
-    assert (found["decode-0"].gpu, found["decode-0"].blocked) == (GpuShare(1.0), "")
-    assert "other workers hold the 1 GPUs of a" in found["decode-1"].blocked
+    workers = {spec.name: spec for spec in specs}
+    assert (workers["decode-0"].gpu, workers["decode-0"].blocked) == (GpuShare(1.0), "")
+    assert "other workers hold the 1 GPUs of a" in workers["decode-1"].blocked
 
 
 @given(
@@ -242,8 +244,8 @@ def test_a_cluster_without_ray_shares_the_gpus_of_its_machine(tmp_path: Path, mo
 
 
 def test_a_worker_with_ranks_has_as_many_whole_gpus_side_by_side() -> None:
-    found = share_gpus({"a": 2.0, "b": None, "c": None}, 4)
-    assert found == {"a": GpuShare(2.0, 0), "b": GpuShare(1.0, 2), "c": GpuShare(1.0, 3)}
+    shares = share_gpus({"a": 2.0, "b": None, "c": None}, 4)
+    assert shares == {"a": GpuShare(2.0, 0), "b": GpuShare(1.0, 2), "c": GpuShare(1.0, 3)}
     assert share_gpus({"a": 2.0, "b": 2.0, "c": None}, 4, {"c": GpuShare(0.5, 1)}) == {
         "a": GpuShare(2.0, 2),
         "c": GpuShare(0.5, 1),
@@ -265,13 +267,17 @@ RANKS = {"model.engine": "vllm", "decode.tensor_parallel_size": 2}
 def test_no_node_has_a_gpu_for_each_rank() -> None:
     """There are enough of them in all, but a worker is on one node."""
     hardware = {"a": NodeHardware(1), "b": NodeHardware(1), "c": NodeHardware()}
-    found = placed(RANKS, hardware, ClusterScale(1, 1))
-    assert found["decode-0"].node == ""
-    assert found["decode-0"].blocked == (
+    workers = placed(RANKS, hardware, ClusterScale(1, 1))
+    assert workers["decode-0"].node == ""
+    assert workers["decode-0"].blocked == (
         "the 2 ranks of a decode worker need 2 GPUs of one node, and there are 1 on a, 1 on b; lower "
         "decode.tensor_parallel_size, or add a node with 2 GPUs"
     )
-    assert (found["prefill-0"].node, found["prefill-0"].gpu, found["prefill-0"].blocked) == ("a", GpuShare(1.0, 0), "")
+    assert (workers["prefill-0"].node, workers["prefill-0"].gpu, workers["prefill-0"].blocked) == (
+        "a",
+        GpuShare(1.0, 0),
+        "",
+    )
     on_cpus = placed(RANKS | {"decode.device": "cpu"}, hardware, ClusterScale(1, 1))
     assert (on_cpus["decode-0"].node, on_cpus["decode-0"].gpu, on_cpus["decode-0"].blocked) == ("a", None, "")
 
@@ -279,8 +285,8 @@ def test_no_node_has_a_gpu_for_each_rank() -> None:
 def test_ranks_find_the_node_that_is_large_enough_however_small_workers_are_placed() -> None:
     hardware = {"large": NodeHardware(4), "small": NodeHardware(1)}
     settings = RANKS | {"decode.tensor_parallel_size": 1, "prefill.tensor_parallel_size": 4}
-    found = placed(settings, hardware, ClusterScale(1, 1))
-    assert {name: (spec.node, spec.gpu) for name, spec in found.items()} == {
+    workers = placed(settings, hardware, ClusterScale(1, 1))
+    assert {name: (spec.node, spec.gpu) for name, spec in workers.items()} == {
         "prefill-0": ("large", GpuShare(4.0, 0)),
         "decode-0": ("small", GpuShare(1.0, 0)),
     }
@@ -293,9 +299,9 @@ def test_ranks_find_the_node_that_is_large_enough_however_small_workers_are_plac
 
 
 def test_one_worker_with_ranks_too_many_is_told() -> None:
-    found = placed(RANKS, {"a": NodeHardware(3), "b": NodeHardware(2)}, ClusterScale(0, 3))
-    assert [found[name].blocked for name in ("decode-0", "decode-1")] == ["", ""]
-    assert found["decode-2"].blocked == (
+    workers = placed(RANKS, {"a": NodeHardware(3), "b": NodeHardware(2)}, ClusterScale(0, 3))
+    assert [workers[name].blocked for name in ("decode-0", "decode-1")] == ["", ""]
+    assert workers["decode-2"].blocked == (
         "its ranks need 2 GPUs of one node, and other workers hold too many of the GPUs (3 of a, 2 of b); lower "
         "decode.tensor_parallel_size or the number of workers, or add a node"
     )
@@ -308,9 +314,13 @@ def test_a_worker_with_ranks_is_replaced_where_there_is_room() -> None:
         load(None, OPEN | RANKS), ClusterScale(0, 2), list(hardware), {"decode-0": "gone", "decode-1": "lent"},
         hardware=hardware, held={"decode-1": GpuShare(2.0)},
     )  # fmt: skip
-    found = {spec.name: spec for spec in specs}
-    assert (found["decode-1"].node, found["decode-1"].gpu) == ("lent", GpuShare(2.0))
-    assert (found["decode-0"].node, found["decode-0"].gpu, found["decode-0"].blocked) == ("free", GpuShare(2.0, 0), "")
+    workers = {spec.name: spec for spec in specs}
+    assert (workers["decode-1"].node, workers["decode-1"].gpu) == ("lent", GpuShare(2.0))
+    assert (workers["decode-0"].node, workers["decode-0"].gpu, workers["decode-0"].blocked) == (
+        "free",
+        GpuShare(2.0, 0),
+        "",
+    )
 
 
 @given(

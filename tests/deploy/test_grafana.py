@@ -95,13 +95,13 @@ def test_every_metric_and_label_of_every_query_exists() -> None:
     """Also those that its legend, or an alert's text, shows."""
     for place, expression, shown in expressions():
         text = filled(expression, VARIABLES)
-        found = selectors(text)
-        assert found, place
-        for selector in found:
+        queries = selectors(text)
+        assert queries, place
+        for selector in queries:
             assert selector.metric in LABELS, f"{place}: {selector.metric}"
             strange = {label for _, label, _ in selector.matchers} - LABELS[selector.metric]
             assert not strange, f"{place}: {selector.text} has {strange}"
-        known = set().union(*(LABELS[selector.metric] for selector in found))
+        known = set().union(*(LABELS[selector.metric] for selector in queries))
         assert grouping(text) | shown <= known, place
 
 
@@ -113,15 +113,15 @@ def test_a_label_that_a_legend_shows_outlives_the_aggregation() -> None:
 
 @boards
 def test_every_panel_is_explained_and_has_a_unit_and_a_place_of_its_own(board: Board) -> None:
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
         cells = set(
             itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
         )
-        assert not cells & taken, f"{panel['title']} overlaps"
-        taken |= cells
+        assert not cells & occupied, f"{panel['title']} overlaps"
+        occupied |= cells
     for panel in panels(board):
         assert panel["description"].endswith("."), panel["title"]
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
@@ -169,8 +169,8 @@ def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
 
 def test_an_alert_is_about_baton_alone_and_tells_of_which_cluster() -> None:
     for rule in alerts():
-        found = selectors(rule["expr"])
-        assert all(("=~", "job", "baton.*") in selector.matchers for selector in found), rule["alert"]
+        queries = selectors(rule["expr"])
+        assert all(("=~", "job", "baton.*") in selector.matchers for selector in queries), rule["alert"]
         assert not (by := grouping(rule["expr"])) or "job" in by, rule["alert"]
 
 

@@ -56,12 +56,12 @@ def test_goodput_counts_requests_that_meet_every_objective() -> None:
 
 
 def test_rates_and_shares() -> None:
-    told = by_name([outcome(0.0, 0.5, 1.0, cached=5), outcome(1.0, 1.5, 4.0), outcome(2.0, failed="overloaded")])
-    assert told["requests"] == pytest.approx(2 / 4)
-    assert told["output tokens"] == pytest.approx(4 / 4)
-    assert told["cached prompt tokens"] == pytest.approx(5 / 20)
-    assert told["errors"] == 1
-    assert told["ttft p50"] == pytest.approx(500)
+    values = by_name([outcome(0.0, 0.5, 1.0, cached=5), outcome(1.0, 1.5, 4.0), outcome(2.0, failed="overloaded")])
+    assert values["requests"] == pytest.approx(2 / 4)
+    assert values["output tokens"] == pytest.approx(4 / 4)
+    assert values["cached prompt tokens"] == pytest.approx(5 / 20)
+    assert values["errors"] == 1
+    assert values["ttft p50"] == pytest.approx(500)
 
 
 def test_figures_are_shown_with_units_that_a_person_reads() -> None:
@@ -78,8 +78,8 @@ def test_figures_are_shown_with_units_that_a_person_reads() -> None:
 
 def test_what_can_not_be_computed_is_left_out() -> None:
     assert by_name([]) == {"errors": 0}
-    told = by_name([outcome(0.0, failed="unavailable"), outcome(0.0, failed="unavailable")])
-    assert not any(name.startswith(("ttft", "itl", "tpot", "e2e", "cached")) for name in told)
+    values = by_name([outcome(0.0, failed="unavailable"), outcome(0.0, failed="unavailable")])
+    assert not any(name.startswith(("ttft", "itl", "tpot", "e2e", "cached")) for name in values)
     assert errors([outcome(0.0, failed="unavailable"), outcome(0.0, 1.0)]) == {"unavailable": 1}
 
 
@@ -103,8 +103,8 @@ def test_a_machine_that_slows_down_does_not_change_the_overhead() -> None:
     bare = [turn(seconds) for seconds in (0.010, 0.020, 0.040, 0.080)]
     between = [turn(1.2 * (a.median + b.median) / 2) for a, b in pairwise(bare)]
     rounds = [Round(a, {"1P+1D": t, "1D": t}, b) for (a, b), t in zip(pairwise(bare), between, strict=True)]
-    told = {result.case: result for result in overhead.results(rounds, threads=1)}
-    median = told["1P+1D ITL p50, threads=1"]
+    results = {result.case: result for result in overhead.results(rounds, threads=1)}
+    median = results["1P+1D ITL p50, threads=1"]
     assert median.ratio == pytest.approx(1.2)
     assert median.ok is False
 
@@ -115,18 +115,18 @@ def test_only_the_quietest_rounds_count() -> None:
 
     rounds = [one(0.030, 1.5), one(0.011, 0.1), one(0.030, 0.9), one(0.010, 0.2), one(0.030, 2.0), one(0.030, 0.5)]
     assert [one.others for one in overhead.quietest(rounds)] == [0.1, 0.2]
-    told = {result.case: result for result in overhead.results(rounds, threads=1)}
-    median = told["1P+1D ITL p50, threads=1"]
+    results = {result.case: result for result in overhead.results(rounds, threads=1)}
+    median = results["1P+1D ITL p50, threads=1"]
     assert (median.value, median.limit, median.ok) == (pytest.approx(10.5), pytest.approx(10.0), True)
 
 
 def test_the_mean_gap_is_the_step_and_the_rest_of_the_turn() -> None:
-    made = Turn.of([0.010, 0.010, 0.040], cpu=0.012, step=0.018)
-    assert (made.median, made.mean) == (0.010, pytest.approx(0.020))
-    told = {r.case: r for r in overhead.results([Round(turn(0.015), {"1P+1D": made, "1D": made}, turn(0.015))], 1)}
-    assert told["1P+1D engine step, mean, threads=1"].ratio == pytest.approx(18 / 15)
-    assert told["1P+1D CPU of the loop for a token, threads=1"].ratio == pytest.approx(12 / 15)
-    assert told["1P+1D ITL outside the step, mean, threads=1"].value == pytest.approx(2.0)
+    gaps = Turn.of([0.010, 0.010, 0.040], cpu=0.012, step=0.018)
+    assert (gaps.median, gaps.mean) == (0.010, pytest.approx(0.020))
+    results = {r.case: r for r in overhead.results([Round(turn(0.015), {"1P+1D": gaps, "1D": gaps}, turn(0.015))], 1)}
+    assert results["1P+1D engine step, mean, threads=1"].ratio == pytest.approx(18 / 15)
+    assert results["1P+1D CPU of the loop for a token, threads=1"].ratio == pytest.approx(12 / 15)
+    assert results["1P+1D ITL outside the step, mean, threads=1"].value == pytest.approx(2.0)
 
 
 def test_sides_take_turns_and_the_bare_engine_frames_them() -> None:

@@ -60,8 +60,8 @@ def test_a_preset_that_fits_is_not_scaled():
 
 def test_the_report_needs_nothing_else_and_escapes_names():
     users = [[Outcome(0, 0, 2, (1.0, 1.5, 2.0), "", 10, 5)], [Outcome(0, 0, 1, (), failed="unavailable")], []]
-    found = figures([one for own in users for one in own], Objectives(ttft=1.0))
-    page = render("<b>title</b>", {"cluster": "<script>"}, found, users)
+    values = figures([one for own in users for one in own], Objectives(ttft=1.0))
+    page = render("<b>title</b>", {"cluster": "<script>"}, values, users)
     assert "<script" not in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "TTFT" in page

@@ -32,18 +32,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("host", "name_stays"), [("127.0.0.1", False), ("10.0.0.1", True)])
 def test_other_nodes_are_passed_the_name(host: str, name_stays: bool, here: Path):
     """A node that joins has its own home: there the folder of this one says nothing."""
-    told: list[str] = []
-    made = _settle(load(None, {"model.path": "smollm2", "router.host": host}), told.append)
-    assert made.model.path == ("smollm2" if name_stays else str(here))
-    assert made.model.served_name == "smollm2"
-    assert told == []
+    texts: list[str] = []
+    config = _settle(load(None, {"model.path": "smollm2", "router.host": host}), texts.append)
+    assert config.model.path == ("smollm2" if name_stays else str(here))
+    assert config.model.served_name == "smollm2"
+    assert texts == []
 
 
 def test_a_directory_of_that_name_is_passed_by_its_path(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
-    made = _settle(load(None, {"model.path": "smollm2", "router.host": "10.0.0.1"}), pytest.fail)
-    assert made.model.path == str(tmp_path / "smollm2")
+    config = _settle(load(None, {"model.path": "smollm2", "router.host": "10.0.0.1"}), pytest.fail)
+    assert config.model.path == str(tmp_path / "smollm2")
 
 
 def baton(*arguments: str) -> Any:

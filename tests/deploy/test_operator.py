@@ -32,8 +32,8 @@ TCP = ServiceAddresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4
 def test_a_router_comes_back_at_a_port_of_the_operators_and_at_a_path_that_was_given():
     anywhere = load(overrides={"router.operator": "127.0.0.1:0"})
     assert TCP.pin(anywhere).router.operator == "127.0.0.1:4"
-    given = load(overrides={"router.operator": "/run/me/router.sock"})
-    assert parse_operator(UNIX.pin(given).router.operator) == Path("/run/me/router.sock")
+    config = load(overrides={"router.operator": "/run/me/router.sock"})
+    assert parse_operator(UNIX.pin(config).router.operator) == Path("/run/me/router.sock")
 
 
 def test_a_default_path_is_found_anew_at_every_start():
@@ -60,8 +60,8 @@ def test_the_state_file_names_it_and_the_supervisor_knows_better(tmp_path: Path)
 
 
 def test_a_port_that_is_taken_is_found_before_anything_starts():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        number = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number = listener.getsockname()[1]
         ports = {"router.grpc_port": 0, "router.internal_port": 0, "router.http_port": 0, "api.port": 0}
         config = load(overrides={**ports, "router.operator": f"127.0.0.1:{number}"})
         with pytest.raises(PortInUse, match=f"127.0.0.1:{number}.*--set router.operator=127.0.0.1:0 takes any"):
@@ -69,19 +69,19 @@ def test_a_port_that_is_taken_is_found_before_anything_starts():
 
 
 def test_a_local_cluster_keeps_it_below_its_own_folder_where_the_path_fits(tmp_path: Path):
-    made = LocalCluster(load(), tmp_path)
-    assert made.config.router.operator == str(tmp_path / "run" / "router.sock")
-    made.close()
+    cluster = LocalCluster(load(), tmp_path)
+    assert cluster.config.router.operator == str(tmp_path / "run" / "router.sock")
+    cluster.close()
     long = tmp_path / ("x" * 100)
-    made = LocalCluster(load(), long)
-    path = Path(made.config.router.operator)
+    cluster = LocalCluster(load(), long)
+    path = Path(cluster.config.router.operator)
     assert path.parent.is_dir()
     assert not path.is_relative_to(long)
     assert len(str(path)) <= operator_port.MAX_PATH_BYTES
-    made.close()
+    cluster.close()
     assert not path.parent.exists()
     with pytest.raises(StartupError, match="call up"):
-        _ = made.operator
+        _ = cluster.operator
 
 
 def test_a_router_counts_as_alive_while_its_metrics_port_answers():

@@ -20,17 +20,17 @@ class Router:
     """Pins whatever has at least three tokens, and remembers it."""
 
     def __init__(self) -> None:
-        self.asked: list[PinPrefix] = []
+        self.calls: list[PinPrefix] = []
         self.pins: dict[str, Pin] = {}
 
     def answer(self, call: OperatorCall[Any]) -> Any:
         match call:
             case PinPrefix():
-                self.asked.append(call)
+                self.calls.append(call)
                 tokens = len(call.token_ids or call.text or "")
                 if tokens < 3:
                     raise InvalidRequest(f"{tokens} tokens are no page")
-                name = call.id or f"made-{len(self.asked)}"
+                name = call.id or f"made-{len(self.calls)}"
                 pin = self.pins[name] = Pin(name, "", "a", tokens, 1, 2**20, call.ttl_ms or 3_600_000)
                 return NewPin(pin, tokens, 0)
             case Unpin():
@@ -72,7 +72,7 @@ def test_a_file_of_prefixes(router: Router, address: str, tmp_path: Path) -> Non
     )
     result = call(address, file, "--ttl", "2h")
     assert result.exit_code == 0, result.output
-    assert [(r.text, r.token_ids, r.id, r.ttl_ms) for r in router.asked] == [
+    assert [(r.text, r.token_ids, r.id, r.ttl_ms) for r in router.calls] == [
         ("You are a\u2028helper", None, "helper", 7_200_000),
         (None, [1, 2, 3], "", 900_000),
     ]
@@ -91,15 +91,15 @@ def test_a_bad_line_is_named_and_the_others_go_on(router: Router, address: str, 
         )
     result = call(address, file)
     assert result.exit_code == 1
-    said = result.stderr.splitlines()
-    assert [line.partition(" ")[0] for line in said] == [f"{file}:{number}" for number in range(2, 11)]
+    problems = result.stderr.splitlines()
+    assert [line.partition(" ")[0] for line in problems] == [f"{file}:{number}" for number in range(2, 11)]
     for line, problem in zip(
-        said,
+        problems,
         ["not JSON", "no prefix", "either", "'txt'", "either", "can't be sent", "can't be sent", "'soon'", "no page"],
         strict=True,
     ):
         assert problem in line
-    assert sorted(call.text or "" for call in router.asked) == ["first", "last", "y"]
+    assert sorted(call.text or "" for call in router.calls) == ["first", "last", "y"]
     assert result.stdout.splitlines()[-1] == "2 prefixes are pinned, 2 pages, 2.0 MiB; 9 failed"
 
 
@@ -107,7 +107,7 @@ def test_a_text_file_is_one_prefix(router: Router, address: str, tmp_path: Path)
     file = tmp_path / "system.txt"
     file.write_text("Line one.\nLine two.\n")
     assert call(address, file).exit_code == 0
-    (request,) = router.asked
+    (request,) = router.calls
     assert request.text == "Line one.\nLine two.\n"
     assert request.ttl_ms is None
 

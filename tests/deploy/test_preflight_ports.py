@@ -17,14 +17,14 @@ def at(port: int) -> Config:
 
 def test_it_says_what_it_waits_for_and_goes_on() -> None:
     with outgoing() as connection:
-        said = list[str]()
+        texts = list[str]()
 
         def say(text: str) -> None:
-            said.append(text)
+            texts.append(text)
             connection.reset()
 
         preflight.check_ports(at(connection.port), say)
-        assert said == [f"waiting for 127.0.0.1:{connection.port}: a connection holds it"]
+        assert texts == [f"waiting for 127.0.0.1:{connection.port}: a connection holds it"]
 
 
 def test_a_connection_that_stays_is_named() -> None:

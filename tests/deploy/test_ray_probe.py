@@ -61,17 +61,17 @@ def test_a_ray_with_a_token_of_ours(environment: dict[str, str], tmp_path: Path)
     file.write_text("secret\n")
     environment["RAY_AUTH_TOKEN_PATH"] = str(file)
     with head("secret") as address:
-        found = link(address, environment)
-    assert (found.mode, found.token_path) == ("token", str(file))
+        ray = link(address, environment)
+    assert (ray.mode, ray.token_path) == ("token", str(file))
 
 
 def test_the_default_token_file(environment: dict[str, str], tmp_path: Path):
     assert token(environment) is None
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("one")
-    found = token(environment)
-    assert found is not None
-    assert found.text == "one"
+    secret = token(environment)
+    assert secret is not None
+    assert secret.text == "one"
     both = token(environment | {"RAY_AUTH_TOKEN": "two"})
     assert both is not None
     assert both.text == "two"

@@ -164,9 +164,9 @@ def test_proof_outweighs_everything():
 
 
 @given(st.lists(st.sampled_from(["live", "silent", "stuck", "absent", "unknown"]), min_size=1))
-def test_since_changes_exactly_with_the_condition(found: list):
+def test_since_changes_exactly_with_the_condition(conditions: list):
     before = seen("decode-0", Condition.JOINING)
-    for now, word in enumerate(found, 1):
+    for now, word in enumerate(conditions, 1):
         after = observe(before, Facts(listed=word), float(now))
         assert (after.since == before.since) == (after.condition is before.condition)
         assert word != "unknown" or after.condition is before.condition
@@ -177,13 +177,13 @@ def test_a_pause_of_the_supervisor_ends_no_process():
     ledger = ProcessLedger()
     ledger.started("router", "a", 0.0)
     ledger.started("decode-0", "a", 0.0)
-    wanted = [ROUTER, DECODE]
+    specs = [ROUTER, DECODE]
     live = {"router": Facts(answers=True), "decode-0": Facts(listed="live")}
-    assert ledger.decide(wanted, live, 1.0) == []
+    assert ledger.decide(specs, live, 1.0) == []
     lost = {"router": Facts(answers=True), "decode-0": Facts(listed="absent")}
-    assert ledger.decide(wanted, lost, 2.0) == []
-    assert ledger.decide(wanted, lost, 500.0, held_up=498.0) == []
-    assert isinstance(ledger.decide(wanted, lost, 503.0 + REJOIN_PATIENCE)[0], KillProcess)
+    assert ledger.decide(specs, lost, 2.0) == []
+    assert ledger.decide(specs, lost, 500.0, held_up=498.0) == []
+    assert isinstance(ledger.decide(specs, lost, 503.0 + REJOIN_PATIENCE)[0], KillProcess)
 
 
 def test_the_ledger_tells_restarts_and_the_last_failure():
@@ -197,7 +197,7 @@ def test_the_ledger_tells_restarts_and_the_last_failure():
 
 def test_of_each_process_the_first_reason_counts_and_of_its_name_the_last_process():
     ledger = ProcessLedger()
-    told = []
+    reasons = []
     for facts in (
         Facts(failure=Failure("port_in_use", "taken")),
         Facts(gone=True),
@@ -207,12 +207,12 @@ def test_of_each_process_the_first_reason_counts_and_of_its_name_the_last_proces
         if facts is None:
             ledger.started("router", "a", 100.0)
             continue
-        if not told:
+        if not reasons:
             ledger.started("router", "a", 0.0)
-        ledger.decide([ROUTER], {"router": facts}, 100.0 + len(told))
+        ledger.decide([ROUTER], {"router": facts}, 100.0 + len(reasons))
         (view,) = ledger.views([ROUTER], 200.0)
-        told.append(view.failure.message if view.failure else "")
-    assert told == ["taken", "taken", "killed"]
+        reasons.append(view.failure.message if view.failure else "")
+    assert reasons == ["taken", "taken", "killed"]
 
 
 def test_a_process_may_take_as_long_to_join_as_the_user_waits():
@@ -244,8 +244,8 @@ class SupervisorMachine(RuleBasedStateMachine):
         somebody_asks = any(self.world.running.get(router.name) == "well" for router in (ROUTER, OTHER))
         word = {"well": "live", "stopped": "silent"}.get(state, "unknown") if somebody_asks else "unknown"
         failure = Failure("internal", "broken") if state == "failed" else None
-        given = {"gone": state == "gone", "ending": state == "ending", "answers": state == "well"}
-        return Facts(failure=failure, listed=word, **given)  # pyright: ignore[reportArgumentType]
+        flags = {"gone": state == "gone", "ending": state == "ending", "answers": state == "well"}
+        return Facts(failure=failure, listed=word, **flags)  # pyright: ignore[reportArgumentType]
 
     def carry_out(self, action: SupervisorAction) -> None:
         match action:

@@ -42,9 +42,9 @@ def test_routers_share_the_ports_for_clients_and_have_the_others_to_themselves()
     other = ServiceAddresses("127.0.0.1:1", "tcp://127.0.0.1:12", "127.0.0.1:13", "unix:/x", "127.0.0.1:5")
 
     def ports(router: str, *known: ServiceAddresses) -> tuple[int, int, int, int, str]:
-        made = listening(config, router, dict(zip(("router", "router-1"), known, strict=False)))
-        own = made.router
-        return own.grpc_port, made.api.port, own.internal_port, own.http_port, own.operator
+        settled = listening(config, router, dict(zip(("router", "router-1"), known, strict=False)))
+        own = settled.router
+        return own.grpc_port, settled.api.port, own.internal_port, own.http_port, own.operator
 
     assert ports("router") == (0, 0, config.router.internal_port, config.router.http_port, "127.0.0.1:0")
     assert ports("router", first) == (1, 5, 2, 3, "127.0.0.1:4")
@@ -63,9 +63,9 @@ def test_every_interface_means_nothing_elsewhere():
 
 
 def test_a_reason_ends_the_start_and_a_mere_death_does_not():
-    told = why_failed(overview(decode("waiting", Failure("corrupt_weights", "cut short", "/l/decode-0.log"), 1)))
-    assert isinstance(told, CorruptWeights)
-    assert str(told) == "decode-0: cut short (log: /l/decode-0.log)"
+    error = why_failed(overview(decode("waiting", Failure("corrupt_weights", "cut short", "/l/decode-0.log"), 1)))
+    assert isinstance(error, CorruptWeights)
+    assert str(error) == "decode-0: cut short (log: /l/decode-0.log)"
     died = Failure("unavailable", "its process has gone")
     assert why_failed(overview(decode("joining", died, 1))) is None
     assert isinstance(why_failed(overview(decode("joining", died, 3))), Unavailable)
@@ -93,7 +93,7 @@ def test_settled_means_everything_is_live():
 def shown(**changes: Any) -> str:
     """What `baton status` prints of a cluster that is in trouble, but for the `changes`."""
     process = {"name": "decode-0", "role": "prefill", "state": "waiting", "node": "here", "pid": None, "restarts": 3}
-    found = {
+    page = {
         "cluster": "baton",
         "model": "m[odel]",
         "serving": False,
@@ -108,7 +108,7 @@ def shown(**changes: Any) -> str:
         "bottleneck": {"prefill": 0.9, "decode": 0.4, "advised": "prefill", "prefill_then": 0.45, "decode_then": 0.6},
     }
     console = Console(file=io.StringIO(), width=300, soft_wrap=True)
-    show.cluster(console, found | changes)
+    show.cluster(console, page | changes)
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -54,13 +54,13 @@ def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
     match rng.randrange(6):
         case 0 | 1 | 2:
             names = rng.sample(_WORDS, rng.randint(1, 4))
-            made = {"type": "object", "properties": {name: _schema(rng, depth - 1) for name in names}}
+            schema = {"type": "object", "properties": {name: _schema(rng, depth - 1) for name in names}}
             extra: Any = rng.choice([False] * 4 + [{"type": "boolean"}])
-            return made | {"required": names[: rng.randint(0, len(names))], "additionalProperties": extra}
+            return schema | {"required": names[: rng.randint(0, len(names))], "additionalProperties": extra}
         case 3:
             low = rng.randint(0, 2)
-            made = {"type": "array", "items": _schema(rng, depth - 1)}
-            return made | {"minItems": low, "maxItems": low + rng.randint(0, 3)}
+            schema = {"type": "array", "items": _schema(rng, depth - 1)}
+            return schema | {"minItems": low, "maxItems": low + rng.randint(0, 3)}
         case 4:
             return {"anyOf": [_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
         case _:

@@ -27,8 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digest(model: Path, path: Path) -> str:
-    (found,) = load_adapters(model, {"one": str(path)}, 16)
-    return found.card.digest
+    (adapter,) = load_adapters(model, {"one": str(path)}, 16)
+    return adapter.card.digest
 
 
 def test_the_digest_is_that_of_what_is_computed(model: Path, tmp_path: Path):
@@ -43,8 +43,8 @@ def test_the_digest_is_that_of_what_is_computed(model: Path, tmp_path: Path):
     ]
     assert digest(model, first) == digest(model, copy)
     assert len({digest(model, path) for path in (first, *others)}) == 4
-    found = load_adapters(model, {"b": str(first), "a": str(copy)}, 16)
-    assert [(one.card.name, one.rank) for one in found] == [("a", 8), ("b", 8)]
+    loaded = load_adapters(model, {"b": str(first), "a": str(copy)}, 16)
+    assert [(one.card.name, one.rank) for one in loaded] == [("a", 8), ("b", 8)]
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def test_a_change_of_the_sources_makes_another_library(tmp_path: Path):
     sources.mkdir()
     (sources / "answer.cpp").write_text(SOURCE % 41)
     assert build.load(sources, root).answer() == 41
-    (made,) = root.glob("*/library.so")
-    before = made.stat()
+    (library,) = root.glob("*/library.so")
+    before = library.stat()
     assert build.load(sources, root).answer() == 41
-    assert made.stat().st_mtime_ns == before.st_mtime_ns, "made once"
+    assert library.stat().st_mtime_ns == before.st_mtime_ns, "made once"
     (sources / "answer.cpp").write_text(SOURCE % 42)
     assert build.load(sources, root).answer() == 42
     (sources / "answer.h").write_text("// headers count too")
@@ -49,20 +49,20 @@ def test_what_one_that_was_killed_left_half_made_is_removed(tmp_path: Path):
     (tmp_path / "answer.cpp").write_text(SOURCE % 41)
     root = tmp_path / "cache"
     build.load(tmp_path, root)
-    (made,) = root.glob("*/library.so")
-    made.unlink()
-    left = made.with_name("making-killed")
+    (library,) = root.glob("*/library.so")
+    library.unlink()
+    left = library.with_name("making-killed")
     left.mkdir()
     (left / "answer.o").touch()
     build.load(tmp_path, root)
-    assert made.exists()
+    assert library.exists()
     assert not left.exists()
 
 
 @compiled
 def test_of_two_processes_that_start_together_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    compiler, told = tmp_path / "compiler", tmp_path / "told"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {told}\nexec {" ".join(build.find_compiler())} "$@"\n')
+    compiler, log = tmp_path / "compiler", tmp_path / "told"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {" ".join(build.find_compiler())} "$@"\n')
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
     sources = tmp_path / "sources"
@@ -75,7 +75,7 @@ def test_of_two_processes_that_start_together_one_compiles(tmp_path: Path, monke
     command = [sys.executable, "-c", code, str(sources), str(tmp_path / "cache")]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [one.communicate(timeout=120)[0].strip() for one in both] == ["43", "43"]
-    assert told.read_text().count(" -c ") == 1
+    assert log.read_text().count(" -c ") == 1
 
 
 @compiled
@@ -84,11 +84,11 @@ def test_what_others_can_write_to_is_not_loaded(tmp_path: Path):
     sources.mkdir()
     (sources / "answer.cpp").write_text(SOURCE % 44)
     build.load(sources, root)
-    (made,) = root.glob("*/library.so")
-    made.chmod(0o722)
+    (library,) = root.glob("*/library.so")
+    library.chmod(0o722)
     with pytest.raises(FolderUntrusted, match=r"library\.so belongs to user \d+ with mode 722"):
         build.load(sources, root)
-    made.chmod(0o700)
+    library.chmod(0o700)
     root.chmod(0o775)  # a user with write access here can replace the files below
     with pytest.raises(FolderUntrusted, match="cache belongs to user"):
         build.load(sources, root)
@@ -122,8 +122,8 @@ def test_folders_are_made_for_this_user_alone(tmp_path: Path):
         assert build.load(tmp_path, tmp_path / "a" / "b").answer() == 46
     finally:
         os.umask(before)
-    (made,) = tmp_path.glob("a/b/*/library.so")
-    assert {stat.S_IMODE(path.stat().st_mode) for path in list(made.parents)[:3]} == {0o700}
+    (library,) = tmp_path.glob("a/b/*/library.so")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in list(library.parents)[:3]} == {0o700}
 
 
 @compiled
@@ -178,7 +178,7 @@ def test_a_cpu_without_the_instructions_is_told_by_name(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("files", "expected"),
     [
         ({"level": "1\n", "type": "Data\n", "size": "48K\n"}, 48 * 1024),
         ({"level": "1\n", "type": "Instruction\n", "size": "32K\n"}, 0),
@@ -187,8 +187,8 @@ def test_a_cpu_without_the_instructions_is_told_by_name(monkeypatch: pytest.Monk
         ({"level": "1\n", "type": "Data\n"}, 0),
     ],
 )
-def test_the_size_of_the_first_cache_is_what_the_kernel_tells(told: dict[str, str], expected: int, tmp_path: Path):
-    for name, content in told.items():
+def test_the_size_of_the_first_cache_is_what_the_kernel_tells(files: dict[str, str], expected: int, tmp_path: Path):
+    for name, content in files.items():
         (tmp_path / name).write_text(content)
     assert build.first_level_cache(tmp_path) == expected
 

@@ -51,8 +51,8 @@ def test_sizes_that_do_not_fit_are_left_out_and_a_slow_machine_gets_no_further_t
     small = calibration.calibrate(clocked.step, lambda: clocked.now, PAGE, 32, 300, decodes=True)
     assert {(sample.rows, sample.tokens) for sample in small} == {(1, 0), (8, 0), (0, 16), (0, 64), (0, 128), (0, 256)}
     clocked = Clocked(slower=50.0)
-    found = calibration.calibrate(clocked.step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=True)
-    assert 2 <= len(found) <= 3
+    samples = calibration.calibrate(clocked.step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=True)
+    assert 2 <= len(samples) <= 3
 
 
 @pytest.mark.parametrize(("pages", "context"), [(64, 8_192), (10_000, 1_024)])
@@ -77,8 +77,8 @@ def test_it_ends_with_the_first_size_that_does_not_fit_into_memory() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return clocked.step(chunks)
 
-    found = calibration.calibrate(step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=False)
-    assert [sample.tokens for sample in found] == [16, 64, 32]
+    samples = calibration.calibrate(step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=False)
+    assert [sample.tokens for sample in samples] == [16, 64, 32]
 
 
 def test_samples_are_of_the_device_s_clock_not_of_the_host_s() -> None:
@@ -89,9 +89,9 @@ def test_samples_are_of_the_device_s_clock_not_of_the_host_s() -> None:
         host[0] += 0.001
         return clocked.step(chunks)
 
-    found = calibration.calibrate(step, lambda: host[0], PAGE, 10_000, 8_192, decodes=True)
-    assert [each.seconds for each in found] == pytest.approx(
-        [MACHINE.of(each.tokens, each.pairs, each.rows, each.context) for each in found]
+    samples = calibration.calibrate(step, lambda: host[0], PAGE, 10_000, 8_192, decodes=True)
+    assert [each.seconds for each in samples] == pytest.approx(
+        [MACHINE.of(each.tokens, each.pairs, each.rows, each.context) for each in samples]
     )
 
 
@@ -99,22 +99,22 @@ def test_samples_are_of_the_device_s_clock_not_of_the_host_s() -> None:
 def test_the_first_steps_of_a_process_are_not_measured(decodes: bool) -> None:
     """On a GPU they load kernels, for longer than the whole calibration may take."""
     quick, warmed = (Clocked(first=seconds) for seconds in (0.0, 1.0))
-    expected, found = (
+    expected, samples = (
         calibration.calibrate(each.step, lambda each=each: each.now, PAGE, 10_000, 8_192, decodes=decodes)
         for each in (quick, warmed)
     )
-    assert [each.seconds for each in found] == pytest.approx([each.seconds for each in expected])
-    assert len(found) == len(expected)
+    assert [each.seconds for each in samples] == pytest.approx([each.seconds for each in expected])
+    assert len(samples) == len(expected)
 
 
 def test_an_engine_runs_them(engine: Callable[..., Engine]) -> None:
     for head in (True, False):
         loaded = engine("llama", head=head)
         pages, context = len(loaded.pool), loaded.config.max_positions
-        found = calibration.calibrate(
+        samples = calibration.calibrate(
             lambda chunks, loaded=loaded: loaded.launch(chunks).wait().seconds,
             *(time.perf_counter, PAGE, pages, context),
             decodes=head,
         )
-        assert {sample.rows > 0 for sample in found} == {head, False}
-        assert all(sample.seconds > 0 for sample in found)
+        assert {sample.rows > 0 for sample in samples} == {head, False}
+        assert all(sample.seconds > 0 for sample in samples)

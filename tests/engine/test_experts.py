@@ -27,7 +27,7 @@ from tests.support.thorough import examples
 ways = pytest.mark.parametrize("kernel", [False, True], ids=["blocks", "groups"])
 
 
-def made(
+def expert_layer(
     experts: ExpertsSpec, hidden: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[ExpertsWeights, ExpertsWeights]:
     """Random weights, as a host has them and as a device has them."""
@@ -48,7 +48,7 @@ def test_a_device_computes_what_a_host_computes(kernel: bool, data: st.DataObjec
     count = data.draw(st.integers(1, 9), "experts")
     spec = ExpertsSpec(count, data.draw(st.integers(1, count), "top_k"), 8, data.draw(st.booleans(), "renormalise"))
     torch.manual_seed(data.draw(st.integers(0, 2**32), "seed"))
-    host, device = made(spec, 16)
+    host, device = expert_layer(spec, 16)
     x = torch.randn(rows, 16)
     match data.draw(st.sampled_from(["random", "ties", "one likes all", "in turns"]), "choice"):
         case "ties":
@@ -67,13 +67,13 @@ def test_a_device_computes_what_a_host_computes(kernel: bool, data: st.DataObjec
         patch.setattr(mlp, "_has_kernel", lambda device, dtype: kernel)
         patch.setattr(mlp, "_BLOCK", (1, 4) if data.draw(st.booleans(), "small blocks") else mlp._BLOCK)
         patch.setattr(mlp, "_GATHERED_BYTES", data.draw(st.sampled_from([1, 3_000, 2**28]), "gathered"))
-        found = mlp.mixed(device, spec, activation, x)
+        output = mlp.mixed(device, spec, activation, x)
         if rows > 1:  # a row that is not finite touches no other
             x[0] = float("nan")
             beside = mlp.mixed(device, spec, activation, x)
             assert beside[0].isnan().all()
-            torch.testing.assert_close(beside[1:], found[1:], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found, mlp.mixed(host, spec, activation, before), atol=1e-3, rtol=1e-4)
+            torch.testing.assert_close(beside[1:], output[1:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(output, mlp.mixed(host, spec, activation, before), atol=1e-3, rtol=1e-4)
 
 
 @ways
@@ -83,17 +83,17 @@ def test_nothing_of_a_device_is_read(kernel: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mlp, "_has_kernel", lambda device, dtype: kernel)
     spec = ExpertsSpec(128, 8, 48, renormalise=True)
     with FakeTensorMode():
-        _, device = made(spec, 32, torch.bfloat16, "cuda")
+        _, device = expert_layer(spec, 32, torch.bfloat16, "cuda")
         for rows in (1, 7, 2_000):
-            found = mlp.mixed(device, spec, "silu", torch.empty(rows, 32, dtype=torch.bfloat16, device="cuda"))
-            assert (found.shape, found.dtype, found.device.type) == ((rows, 32), torch.bfloat16, "cuda")
+            output = mlp.mixed(device, spec, "silu", torch.empty(rows, 32, dtype=torch.bfloat16, device="cuda"))
+            assert (output.shape, output.dtype, output.device.type) == ((rows, 32), torch.bfloat16, "cuda")
 
 
 @ways
 def test_nothing_waits_for_a_device(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlp, "_has_kernel", lambda device, dtype: kernel)
     spec = ExpertsSpec(8, 2, 16, renormalise=False)
-    host, device = made(spec, 16)
+    host, device = expert_layer(spec, 16)
     x = torch.randn(40, 16)
     with counted() as copied:
         mlp.mixed(device, spec, "silu", x)
@@ -126,7 +126,7 @@ def test_only_the_kernel_that_takes_its_groups_from_the_device_is_used(monkeypat
 
     def multiplies(hidden: int = 32, inner: int = 48, count: int = 8, dtype: torch.dtype = torch.bfloat16) -> bool:
         with FakeTensorMode():
-            _, device = made(ExpertsSpec(count, 2, inner, renormalise=False), hidden, dtype, "cuda")
+            _, device = expert_layer(ExpertsSpec(count, 2, inner, renormalise=False), hidden, dtype, "cuda")
         assert isinstance(device.experts, StackedExperts)
         return mlp._multiplies_groups(device.experts)
 
@@ -143,7 +143,7 @@ def test_only_the_kernel_that_takes_its_groups_from_the_device_is_used(monkeypat
     on(10, 3)
     assert multiplies()
     mlp._has_kernel.cache_clear()
-    _, here = made(ExpertsSpec(4, 2, 16, renormalise=False), 16, torch.bfloat16)
+    _, here = expert_layer(ExpertsSpec(4, 2, 16, renormalise=False), 16, torch.bfloat16)
     assert isinstance(here.experts, StackedExperts)
     assert not mlp._multiplies_groups(here.experts)
 

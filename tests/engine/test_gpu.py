@@ -189,10 +189,10 @@ def test_nothing_waits_for_the_device_before_the_draws_are_collected() -> None:
 
 
 def test_the_device_is_where_both_ways_to_ask_find_it() -> None:
-    found = visible_gpus()
-    assert len(found.gpus) == torch.cuda.device_count()
-    assert [gpu.name for gpu in found.gpus] == [torch.cuda.get_device_name(i) for i in range(len(found.gpus))]
-    assert found.gpus[0].memory_bytes == torch.cuda.get_device_properties(0).total_memory
+    visible = visible_gpus()
+    assert len(visible.gpus) == torch.cuda.device_count()
+    assert [gpu.name for gpu in visible.gpus] == [torch.cuda.get_device_name(i) for i in range(len(visible.gpus))]
+    assert visible.gpus[0].memory_bytes == torch.cuda.get_device_properties(0).total_memory
     assert resolve_device("auto") == "cuda"
 
 
@@ -213,8 +213,8 @@ def test_pages_fill_what_a_worker_may_use_and_no_more(checkpoint: Callable[[str]
     engine = load(config.load(None, settings), "decode")
     assert isinstance(engine, Engine)
     memory = CudaMemory("cuda").read()
-    taken = before.free - memory.free
-    assert 0.8 < taken / worker_bytes(memory.total, 0.2, 0.5) < 1.05
+    used = before.free - memory.free
+    assert 0.8 < used / worker_bytes(memory.total, 0.2, 0.5) < 1.05
     (drawn,) = engine.step([Chunk(list(range(3, 35)), 0, [len(engine.pool) - 1, 0], TokenDraw(temperature=0.0))])
     assert drawn is not None
 
@@ -227,24 +227,24 @@ def test_an_engine_goes_on_after_a_step_that_ran_out_of_memory(checkpoint: Calla
     torch.cuda.set_per_process_memory_fraction(
         torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
     )
-    taken = _all_that_is_reserved()
+    tensors = _all_that_is_reserved()
     try:
         with pytest.raises(torch.OutOfMemoryError):
             engine.step([chunk])
     finally:
-        taken.clear()
+        tensors.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert engine.step([chunk]) == expected
 
 
 def _all_that_is_reserved() -> list[torch.Tensor]:
     """Tensors in all the room of torch's segments, so that the next allocation needs a new one."""
-    taken: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for size in (2**20, 2**16, 512):
         with contextlib.suppress(torch.OutOfMemoryError):
             while True:
-                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-    return taken
+                tensors.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return tensors
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

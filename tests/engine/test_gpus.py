@@ -37,9 +37,9 @@ class Driver:
 
 
 def test_a_machine_with_gpus() -> None:
-    found = find_gpus(CUDA, Driver(H100, H100, Gpu("NVIDIA T4", 16 * 2**30)), {}, True)
-    assert found.gpus[0] == H100
-    assert str(found) == "2 × NVIDIA H100, 1 × NVIDIA T4"
+    visible = find_gpus(CUDA, Driver(H100, H100, Gpu("NVIDIA T4", 16 * 2**30)), {}, True)
+    assert visible.gpus[0] == H100
+    assert str(visible) == "2 × NVIDIA H100, 1 × NVIDIA T4"
 
 
 class Library:
@@ -75,13 +75,13 @@ def test_a_gpu_has_the_uuid_that_nvidias_tools_show() -> None:
 def test_no_gpu_and_why(
     build: TorchBuild | None, driver: Driver | None, environ: dict[str, str], file: bool, why: str
 ) -> None:
-    found = find_gpus(build, driver, environ, file)
-    assert (found.gpus, found.wasted) == ((), file)
-    assert why in found.problem
-    assert str(found) == found.problem
-    assert resolve_device("auto", found) == resolve_device("cpu", found) == "cpu"
+    visible = find_gpus(build, driver, environ, file)
+    assert (visible.gpus, visible.wasted) == ((), file)
+    assert why in visible.problem
+    assert str(visible) == visible.problem
+    assert resolve_device("auto", visible) == resolve_device("cpu", visible) == "cpu"
     with pytest.raises(StartupError, match="there is no GPU"):
-        resolve_device("cuda", found)
+        resolve_device("cuda", visible)
 
 
 def test_a_newer_driver_of_the_same_toolkit_serves() -> None:
@@ -104,8 +104,8 @@ def test_torch_agrees() -> None:
     build = gpus.installed_torch()
     assert build is not None
     assert (build.version, build.cuda) == (torch.__version__, torch.version.cuda)
-    found = gpus.visible_gpus()
-    assert len(found.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    visible = gpus.visible_gpus()
+    assert len(visible.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     script = "import sys; from engine.device import gpus; gpus.visible_gpus(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 

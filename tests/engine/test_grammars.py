@@ -55,9 +55,9 @@ def folder(checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def compiler(folder: Path) -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(folder, VOCAB, lambda: None)
-    yield made
-    made.close()
+    result = GrammarCompiler(folder, VOCAB, lambda: None)
+    yield result
+    result.close()
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,9 @@ def ids(folder: Path) -> Callable[[str], int]:
 def followed(
     compiler: GrammarCompiler, grammar: Grammar, output: Sequence[int] = (), ends: Collection[int] = (EOS,)
 ) -> FollowedGrammar:
-    made = compiler.follow(grammar, ends, [*PROMPT, *output], len(PROMPT))
-    eventually(lambda: made.ready, "the grammar is compiled")
-    return made
+    state = compiler.follow(grammar, ends, [*PROMPT, *output], len(PROMPT))
+    eventually(lambda: state.ready, "the grammar is compiled")
+    return state
 
 
 def allowed(grammar: FollowedGrammar, output: Sequence[int]) -> list[int]:
@@ -102,8 +102,8 @@ def draw(
     if mask.begin():
         mask.compute()
     edits = None if editor is None else editor.edits([*PROMPT, *output])
-    wanted = TokenDraw(temperature=temperature, seed=seed, edits=edits, mask=mask)
-    return HostSampler().sample(some_logits(seed * 1_000 + len(output)), [wanted], [len(PROMPT) + len(output)])[0]
+    token_draw = TokenDraw(temperature=temperature, seed=seed, edits=edits, mask=mask)
+    return HostSampler().sample(some_logits(seed * 1_000 + len(output)), [token_draw], [len(PROMPT) + len(output)])[0]
 
 
 def generated(
@@ -202,7 +202,7 @@ def test_other_rules_hold_beside_a_grammar(
     assert run(logit_bias=((y, 100.0),), min_tokens=3)[:3] == [y] * 3
 
 
-class Given:
+class FixedMask:
     """A mask that a test gives."""
 
     ready, may_end, failure, ends, slow = True, False, "", (), False
@@ -232,10 +232,10 @@ def test_a_masked_draw_is_one_among_the_tokens_that_are_left(
     if ties:
         logits = logits.round()
     draw = TokenDraw(temperature=temperature, seed=seed, **filters)
-    kept = torch.full_like(logits, -math.inf)
-    kept[0, sorted(allowed)] = logits[0, sorted(allowed)]
-    right = HostSampler().sample(kept, [draw], [7])
-    masked = TokenDraw(temperature=temperature, seed=seed, mask=Given(allowed), **filters)
+    left = torch.full_like(logits, -math.inf)
+    left[0, sorted(allowed)] = logits[0, sorted(allowed)]
+    right = HostSampler().sample(left, [draw], [7])
+    masked = TokenDraw(temperature=temperature, seed=seed, mask=FixedMask(allowed), **filters)
     assert HostSampler().sample(logits, [masked], [7]) == right
 
 

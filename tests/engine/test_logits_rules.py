@@ -60,8 +60,8 @@ def test_repetition_is_transformers(prompt: list[int], output: list[int], seed: 
 def test_bias_is_transformers(prompt: list[int], output: list[int], seed: int, bias: dict[int, float]) -> None:
     logits = some_logits(seed)
     right = processed(SequenceBiasLogitsProcessor({(one,): value for one, value in bias.items()}), prompt, logits)
-    made = changed(LogitsRules(logit_bias=tuple(bias.items())), logits, prompt, output)
-    torch.testing.assert_close(made, right, rtol=0, atol=1e-5)
+    ours = changed(LogitsRules(logit_bias=tuple(bias.items())), logits, prompt, output)
+    torch.testing.assert_close(ours, right, rtol=0, atol=1e-5)
 
 
 @examples(150)
@@ -72,8 +72,8 @@ def test_bias_is_transformers(prompt: list[int], output: list[int], seed: int, b
 def test_bad_words_are_transformers(output: list[int], words: list[list[int]]) -> None:
     logits = some_logits(1)
     right = processed(NoBadWordsLogitsProcessor(words), output, logits)
-    made = changed(LogitsRules(bad_words=tuple(map(tuple, words))), logits, [VOCAB - 1], output)
-    torch.testing.assert_close(made, right)
+    ours = changed(LogitsRules(bad_words=tuple(map(tuple, words))), logits, [VOCAB - 1], output)
+    torch.testing.assert_close(ours, right)
 
 
 @pytest.mark.parametrize("count", [0, 4, 5, 6])
@@ -93,11 +93,11 @@ def test_min_tokens_are_transformers(count: int) -> None:
 def test_frequency_and_presence_count_the_output_alone(output: list[int], frequency: float, presence: float) -> None:
     """As OpenAI's API defines them: logit - count · frequency - (count > 0) · presence."""
     logits = some_logits(3)
-    made = changed(
+    ours = changed(
         LogitsRules(frequency_penalty=frequency, presence_penalty=presence), logits, list(range(VOCAB)), output
     )
     counts = torch.tensor([output.count(one) for one in range(VOCAB)], dtype=torch.float32)
-    torch.testing.assert_close(made, logits - counts * frequency - (counts > 0) * presence, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours, logits - counts * frequency - (counts > 0) * presence, rtol=0, atol=1e-5)
 
 
 def test_only_allowed_tokens_are_left_and_the_order_is_vllms() -> None:
@@ -106,13 +106,13 @@ def test_only_allowed_tokens_are_left_and_the_order_is_vllms() -> None:
         presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=2.0, logit_bias=((5, 3.0), (6, -1.0)),
         min_tokens=9, bad_words=((7,),), allowed_token_ids=(2, 5, 6, 7),
     )  # fmt: skip
-    made = changed(rules, logits, [6], [5, 5])
+    ours = changed(rules, logits, [6], [5, 5])
     biased = {5: float(logits[5]) + 3, 6: float(logits[6]) - 1}
     shrunk = {one: value / 2 if value > 0 else value * 2 for one, value in biased.items()}
     right = {5: shrunk[5] - 1 - 2 * 0.5, 6: shrunk[6]}
-    assert {one for one in range(VOCAB) if made[one] > -math.inf} == {5, 6}
-    assert float(made[5]) == pytest.approx(right[5], abs=1e-5)
-    assert float(made[6]) == pytest.approx(right[6], abs=1e-5)
+    assert {one for one in range(VOCAB) if ours[one] > -math.inf} == {5, 6}
+    assert float(ours[5]) == pytest.approx(right[5], abs=1e-5)
+    assert float(ours[6]) == pytest.approx(right[6], abs=1e-5)
 
 
 @given(prompt=tokens, output=tokens, cut=st.integers(0, 30))
@@ -122,12 +122,12 @@ def test_a_fail_over_changes_nothing(prompt: list[int], output: list[int], cut: 
     logits = some_logits(5)
     one, other = LogitsEditor(rules, prompt, STOPS), LogitsEditor(rules, prompt, STOPS)
     for known in range(len(output) + 1):
-        made = logits.clone()
-        apply(one.edits(prompt + output[:known]), made)
+        ours = logits.clone()
+        apply(one.edits(prompt + output[:known]), ours)
         if known >= min(cut, len(output)):
             again = logits.clone()
             apply(other.edits(prompt + output[:known]), again)
-            assert torch.equal(made, again)
+            assert torch.equal(ours, again)
 
 
 def test_rows_without_rules_stay_and_logprobs_are_the_models_own() -> None:

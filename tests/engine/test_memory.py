@@ -26,7 +26,7 @@ from engine.models.linear import Dense, PlainLinears
 from engine.models.memory import activation_bytes, weight_bytes
 from engine.models.weights import MlpWeights, expected_tensors
 from engine.spec import ExpertsSpec, ModelSpec
-from tests.engine.test_experts import made
+from tests.engine.test_experts import expert_layer
 
 BASE: dict[str, Any] = {
     "vocab_size": 4_000, "hidden_size": 512, "intermediate_size": 1_400, "num_attention_heads": 8,
@@ -68,10 +68,10 @@ def test_the_size_of_weights_is_what_a_process_takes_for_them(
     small = write(tmp_path / "small", architecture, tied, 2)
     large = write(tmp_path / "large", architecture, tied, 30)  # other memory varies by 1 MB
     argv = [sys.executable, "-c", LOADS, dtype, *(str(tmp_path / name) for name in ("small", "small", "large"))]
-    taken = int(subprocess.run(argv, capture_output=True, text=True, timeout=250, check=True).stdout)
+    measured = int(subprocess.run(argv, capture_output=True, text=True, timeout=250, check=True).stdout)
     kind = getattr(torch, dtype)
     computed = weight_bytes(large, kind, PackedLinears()) - weight_bytes(small, kind, PackedLinears())
-    assert taken == pytest.approx(computed, rel=0.02)
+    assert measured == pytest.approx(computed, rel=0.02)
 
 
 def test_on_a_gpu_nothing_is_padded_and_a_tied_head_is_shared():
@@ -103,16 +103,16 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(made):
+        result = func(*args, **(kwargs or {}))
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
             key, size = storage._cdata, storage.nbytes()
-            if key not in given and key not in self._sizes:
+            if key not in inputs and key not in self._sizes:
                 self._sizes[key] = size
                 self.now += size
                 self.most = max(self.most, self.now)
                 weakref.finalize(storage, self._gone, key)
-        return made
+        return result
 
     def _gone(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
@@ -138,7 +138,7 @@ def test_experts_take_what_is_computed(
     monkeypatch.setattr(mlp, "_has_kernel", lambda device, dtype: way == "groups")
     kind = torch.bfloat16
     with FakeTensorMode(), torch.inference_mode():
-        _, device = made(experts, hidden, kind)
+        _, device = expert_layer(experts, hidden, kind)
         x = torch.empty(rows, hidden, dtype=kind)
         with Live() as live:
             mlp.mixed(device, experts, "silu", x)
@@ -147,7 +147,7 @@ def test_experts_take_what_is_computed(
 
 def test_experts_on_a_host_take_what_is_computed() -> None:
     experts = ExpertsSpec(4, 2, 700, renormalise=True)
-    host, _ = made(experts, 128)
+    host, _ = expert_layer(experts, 128)
     host.router.zero_()  # so that two experts have all rows
     with torch.inference_mode(), Live() as live:
         mlp.mixed(host, experts, "silu", torch.randn(300, 128))
@@ -185,14 +185,14 @@ def test_a_prefill_worker_without_a_head_is_smaller():
 def test_what_fits(tmp_path: Path) -> None:
     write(tmp_path / "model", "LlamaForCausalLM", False, 2)
     argv = ["size", str(tmp_path / "model"), "--context", "1024", "--concurrency", "4", "--device", "cpu", "--json"]
-    found = json.loads(CliRunner().invoke(app, [*argv, "--memory", "1GiB"]).stdout)
-    assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4
-    assert found["decode"]["pages"] == 4 * 1_024 * found["kv_bytes_per_token"]
-    assert found["decode"]["total"] == sum(
-        found["decode"][part] for part in ("weights", "pages", "activations", "process")
+    sizes = json.loads(CliRunner().invoke(app, [*argv, "--memory", "1GiB"]).stdout)
+    assert sizes["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4
+    assert sizes["decode"]["pages"] == 4 * 1_024 * sizes["kv_bytes_per_token"]
+    assert sizes["decode"]["total"] == sum(
+        sizes["decode"][part] for part in ("weights", "pages", "activations", "process")
     )
-    room = 2**30 - (found["decode"]["total"] - found["decode"]["pages"])
-    assert found["fits"] == room // found["page_bytes"] // 64
+    room = 2**30 - (sizes["decode"]["total"] - sizes["decode"]["pages"])
+    assert sizes["fits"] == room // sizes["page_bytes"] // 64
     result = CliRunner().invoke(app, ["size", str(tmp_path / "model"), "--context", "5000"])
     assert result.exit_code == 1
     assert "more than the model's 4096" in result.output
@@ -225,9 +225,9 @@ def test_what_fits_with_pages_in_fp8(tmp_path: Path) -> None:
     assert fp8["decode"]["pages"] * 2 == plain["decode"]["pages"]
     assert fp8["decode"]["weights"] == plain["decode"]["weights"]
     assert fp8["fits"] == pytest.approx(2 * plain["fits"], abs=1)
-    told = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp8", "--page-size", "32"]).output
+    output = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp8", "--page-size", "32"]).output
     settings = "--set model.dtype=bfloat16 --set model.kv_cache_dtype=fp8 --set pages.page_size=32"
-    assert f"--engine vllm {settings} --set decode.kv_cache_bytes=" in " ".join(told.split())
+    assert f"--engine vllm {settings} --set decode.kv_cache_bytes=" in " ".join(output.split())
     result = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp4"])
     assert result.exit_code == 1
     assert "'fp4'" in result.output

@@ -62,9 +62,9 @@ def test_pages_go_out_with_their_checksums(rig: Rig) -> None:
     copies = [CopyOut(3, index, index, SLOTS - 1 - index) for index in range(PAGES)]
     moving = rig.mover.start(copies)
     assert rig.rung.wait(5)
-    made = moving.wait()
+    result = moving.wait()
     assert moving.done()
-    assert made == CopiedOut(3, 0, tuple(page_checksum(rig.arena.slot(copy.slot), HEADS) for copy in copies))
+    assert result == CopiedOut(3, 0, tuple(page_checksum(rig.arena.slot(copy.slot), HEADS) for copy in copies))
     assert [bytes(rig.arena.slot(copy.slot)) for copy in copies] == [rig.page(copy.page) for copy in copies]
 
 
@@ -72,8 +72,8 @@ def test_pages_come_in_and_a_damaged_one_is_told(rig: Rig) -> None:
     sums = [page_checksum(rig.arena.slot(slot), HEADS) for slot in range(PAGES)]
     sums[5] += 1
     copies = [CopyIn(4, index, index, PAGES - 1 - index, sums[index]) for index in range(PAGES)]
-    made = rig.mover.start(copies).wait()
-    assert made == CopiedIn(4, tuple(index for index in range(PAGES) if index != 5), (5,))
+    result = rig.mover.start(copies).wait()
+    assert result == CopiedIn(4, tuple(index for index in range(PAGES) if index != 5), (5,))
     assert [rig.page(copy.page) for copy in copies] == [bytes(rig.arena.slot(copy.slot)) for copy in copies]
 
 

@@ -28,13 +28,13 @@ def test_a_prefill_worker_has_the_class_of_a_decode_worker(checkpoint: Callable[
 
 @pytest.mark.parametrize(("dtype", "native"), [("float32", False), ("float16", True)])
 def test_where_torch_computes_the_class_is_torchs(dtype: str, native: bool, checkpoint: Callable[[str], Path]) -> None:
-    found = class_of(checkpoint("llama"), native=native, dtype=dtype)
-    assert found == class_of(checkpoint("llama"), native=native, dtype=dtype, head=False)
-    assert found.startswith("torch-")
+    name = class_of(checkpoint("llama"), native=native, dtype=dtype)
+    assert name == class_of(checkpoint("llama"), native=native, dtype=dtype, head=False)
+    assert name.startswith("torch-")
 
 
 def test_another_release_or_processor_is_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {numerics.torch_digest("cpu")}
+    digests = {numerics.torch_digest("cpu")}
     for target, name, value in (
         (torch, "__version__", "0.0.1"),
         (torch.backends.cpu, "get_cpu_capability", lambda: "other"),
@@ -43,9 +43,9 @@ def test_another_release_or_processor_is_another_class(monkeypatch: pytest.Monke
     ):
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value)
-            found.add(numerics.torch_digest("cpu"))
-    assert len(found) == 5
-    assert numerics.torch_digest("cpu") in found
+            digests.add(numerics.torch_digest("cpu"))
+    assert len(digests) == 5
+    assert numerics.torch_digest("cpu") in digests
 
 
 def test_parts_of_a_digest_do_not_run_together() -> None:

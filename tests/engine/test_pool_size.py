@@ -81,8 +81,8 @@ def test_a_worker_never_takes_more_than_it_may_nor_than_is_free(
 def test_two_workers_on_one_gpu_have_room_side_by_side() -> None:
     use = GpuUse(16 * GIB, GIB)
     first = pool_bytes(GpuMemory(80 * GIB, 64 * GIB), use, 0.9, 0.5)
-    taken = first + use.weights + use.step + CONTEXT_BYTES
-    second = pool_bytes(GpuMemory(80 * GIB, 80 * GIB - taken - use.weights - CONTEXT_BYTES), use, 0.9, 0.5)
+    used = first + use.weights + use.step + CONTEXT_BYTES
+    second = pool_bytes(GpuMemory(80 * GIB, 80 * GIB - used - use.weights - CONTEXT_BYTES), use, 0.9, 0.5)
     assert first == second
     assert first > 17 * GIB
 
@@ -101,19 +101,19 @@ class Memory:
         self.pools.append(pages)
         pool = SimpleNamespace(nbytes=pages * LAYOUT.page_bytes)
         spec = SimpleNamespace(max_positions=8_192)
-        made: Any = SimpleNamespace(
+        engine: Any = SimpleNamespace(
             pool=pool, layout=LAYOUT, config=spec, vocab_size=100, has_lm_head=True, launch=self._launch
         )
-        return made
+        return engine
 
     def _launch(self, chunks: Sequence[Chunk]) -> SimpleNamespace:
         if not self.steps or self.steps[-1] is not chunks:  # each is launched twice
             self.steps.append(chunks)
         count = sum(len(chunk.tokens) for chunk in chunks)
-        taken = count * self._each + sum(len(c.tokens) * c.start * self._pair for c in chunks if len(c.tokens) > 1)
-        if self.allocated() + taken > self.total:
+        needed = count * self._each + sum(len(c.tokens) * c.start * self._pair for c in chunks if len(c.tokens) > 1)
+        if self.allocated() + needed > self.total:
             raise torch.OutOfMemoryError("tried to allocate")
-        self._peak = max(self._peak, taken)
+        self._peak = max(self._peak, needed)
         return SimpleNamespace(wait=lambda: None)
 
     def read(self) -> GpuMemory:

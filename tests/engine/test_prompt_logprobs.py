@@ -24,7 +24,7 @@ def scoring(prompt: list[int], start: int, end: int, first: int = 0, top: int = 
 def test_scores_are_those_of_transformers(name: str, engine: Engines, reference: References):
     ours, prompt = engine(name), prompt_of(90, seed=3)
     expected = reference(name).logits(prompt).log_softmax(-1)
-    found = []
+    scores = []
     for start, end in ((0, 30), (30, 31), (31, 90)):
         draw = GREEDY if end == 90 else None
         # A sequence that decodes, and a chunk that scores nothing, stand before and behind it.
@@ -37,9 +37,9 @@ def test_scores_are_those_of_transformers(name: str, engine: Engines, reference:
         assert output.sampled[0].token == alone.token
         assert (output.sampled[1] is not None) == (draw is not None)
         assert output.scores.keys() == {1}
-        found += output.scores[1]
-    assert [one.token for one in found] == prompt[1:]
-    for row, one in enumerate(found):
+        scores += output.scores[1]
+    assert [one.token for one in scores] == prompt[1:]
+    for row, one in enumerate(scores):
         values = expected[row]
         assert one.logprob == pytest.approx(float(values[one.token]), abs=3e-3)
         ours_at = values[one.token]

@@ -147,7 +147,7 @@ def test_a_step_is_one_page_over_its_cached_prefix(noted: tuple[DeviceBlockManag
         assert isinstance(compare, ComparePages)
         assert compare.scratch == chunk.pages[-1] != compare.page
         assert [*chunk.pages[:-1], compare.page] == [
-            found.page for name in keys("abc")[: number + 1] if (found := cache.find(name)) is not None
+            page.page for name in keys("abc")[: number + 1] if (page := cache.find(name)) is not None
         ]
         assert again.compared(PagesCompared(True)) == []
     assert again.plan() == {}
@@ -158,9 +158,9 @@ def test_what_was_evicted_is_skipped_and_a_failed_step_lets_go(
     noted: tuple[DeviceBlockManager, Recomputation],
 ) -> None:
     cache, again = noted
-    taken = cache.allocate(5)  # "abc" and "ab" go
-    assert taken is not None
-    cache.free(taken)
+    pages = cache.allocate(5)  # "abc" and "ab" go
+    assert pages is not None
+    cache.free(pages)
     plan = again.plan()
     assert plan[NAME].start == 0
     assert again.step_ended(StepFailed(plan, "it broke")) == []

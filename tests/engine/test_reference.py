@@ -25,14 +25,16 @@ def test_a_near_tie_of_experts_is_seen(name: str, tmp_path: Path):
     routers: list[Any] = [each for each in reference.model.modules() if type(each).__name__.endswith("Router")]
     assert routers
     assert 1e-5 < reference.expert_gap(tokens) < math.inf
-    last, said = routers[-1], []
-    last.register_forward_hook(lambda _, given, told: said.append((given[0].reshape(-1, last.hidden_dim), told[0])))
+    last, records = routers[-1], []
+    last.register_forward_hook(
+        lambda _, inputs, output: records.append((inputs[0].reshape(-1, last.hidden_dim), output[0]))
+    )
     reference.expert_gap(tokens)
-    states, logits = said[0]
+    states, logits = records[0]
     order = logits[7].argsort(descending=True)
-    taken, left = order[last.top_k - 1], order[last.top_k]
+    chosen, left = order[last.top_k - 1], order[last.top_k]
     with torch.no_grad():  # the expert that is left comes within 1e-4 of the one that is taken
-        lack = logits[7, taken] - logits[7, left] - 1e-4
+        lack = logits[7, chosen] - logits[7, left] - 1e-4
         last.weight[left] += lack * states[7] / states[7].square().sum()
     assert reference.expert_gap(tokens) <= 1.5e-4
 
@@ -50,6 +52,6 @@ def test_the_soak_leaves_out_prompts_in_which_experts_nearly_tie(monkeypatch: py
     stub = SimpleNamespace(generate=lambda _, count: ([5] * count, [1.0] * count), expert_gap=gap)
     monkeypatch.setattr(checkpoints, "reference", lambda _: stub)
     monkeypatch.setattr(build, "can_compile", lambda: False)  # so that torch computes
-    kept = deaths.expected_of(Path("nowhere"), 1, Path("nowhere"))
-    assert kept
-    assert all((len(stream.prompt) + deaths.OUTPUT) % 2 == 0 for stream in kept)
+    streams = deaths.expected_of(Path("nowhere"), 1, Path("nowhere"))
+    assert streams
+    assert all((len(stream.prompt) + deaths.OUTPUT) % 2 == 0 for stream in streams)

@@ -60,13 +60,13 @@ def begun(number: int) -> BlockTable:
 
 def expected(engine: Engine, prompt: Sequence[int], draw: TokenDraw, count: int) -> list[Sampled]:
     """Each token drawn by a step of its own over all before it."""
-    tokens, found = list(prompt), list[Sampled]()
+    tokens, draws = list(prompt), list[Sampled]()
     for _ in range(count):
         (one,) = engine.step([Chunk(tokens, 0, begun(7), draw)])
         assert one is not None
-        found.append(one)
+        draws.append(one)
         tokens.append(one.token)
-    return found
+    return draws
 
 
 def test_each_step_is_launched_before_the_one_before_is_collected(
@@ -89,10 +89,10 @@ def test_each_step_is_launched_before_the_one_before_is_collected(
             assert one is not None
             drawn[sequence].append(one)
         running = ahead
-    for prompt, draw, found in zip(known, DRAWS, drawn, strict=True):
-        wanted = expected(engine, prompt, draw, 12)
-        assert [one.token for one in found] == [one.token for one in wanted]
-        for one, other in zip(found, wanted, strict=True):
+    for prompt, draw, own in zip(known, DRAWS, drawn, strict=True):
+        reference = expected(engine, prompt, draw, 12)
+        assert [one.token for one in own] == [one.token for one in reference]
+        for one, other in zip(own, reference, strict=True):
             assert one.logprob == (None if other.logprob is None else pytest.approx(other.logprob, abs=1e-4))
 
 
@@ -112,10 +112,10 @@ def test_a_launch_reads_nothing_from_the_device(launch: Callable[..., LaunchedSt
 def test_scores_are_those_of_a_step_that_waits(engine: Engine, launch: Callable[..., LaunchedStep]) -> None:
     prompt = prompts()[3]
     chunk = Chunk(prompt, 0, begun(1), DRAWS[0], PromptScoring(2, prompt[3:], 2))
-    wanted, found = engine.run([chunk]), launch(Chunk(prompts()[1], 0, begun(0)), chunk).wait()
-    assert found.sampled == [None, wanted.sampled[0]]
-    assert list(found.scores) == [1]
-    for one, other in zip(found.scores[1], wanted.scores[0], strict=True):
+    reference, output = engine.run([chunk]), launch(Chunk(prompts()[1], 0, begun(0)), chunk).wait()
+    assert output.sampled == [None, reference.sampled[0]]
+    assert list(output.scores) == [1]
+    for one, other in zip(output.scores[1], reference.scores[0], strict=True):
         assert (one.token, one.rank) == (other.token, other.rank)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
@@ -124,7 +124,7 @@ def test_what_follows_a_token_that_the_host_corrects_draws_none_and_is_computed_
     """Filters that look at two tokens first have to look again, and the device has gone on from another token."""
     launch, draw = launcher(engine, prefix=2), TokenDraw(temperature=3.0, top_p=0.99, seed=5)
     prompt = prompts()[2]
-    wanted = [one.token for one in expected(engine, prompt, draw, 12)]
+    reference = [one.token for one in expected(engine, prompt, draw, 12)]
     tokens, table, computed, void = list(prompt), begun(0), 0, 0
     while len(tokens) < len(prompt) + 12:
         first = launch(Chunk(tokens[computed:], computed, table, draw))
@@ -137,15 +137,15 @@ def test_what_follows_a_token_that_the_host_corrects_draws_none_and_is_computed_
         tokens += [one.token for one in drawn if one is not None]
         computed = len(tokens) - 1
     assert void == 1, "later rows of an output are sorted whole at once"
-    assert tokens[len(prompt) :][:12] == wanted
+    assert tokens[len(prompt) :][:12] == reference
 
 
 def test_a_step_may_follow_one_that_was_collected(engine: Engine, launch: Callable[..., LaunchedStep]) -> None:
     prompt, table = prompts()[2], begun(0)
     first = launch(Chunk(prompt, 0, table, DRAWS[1])).wait().sampled[0]
     second = launch(Chunk([0], len(prompt), table, DRAWS[1], follows=0)).wait().sampled[0]
-    wanted = expected(engine, prompt, DRAWS[1], 2)
-    assert [one and one.token for one in (first, second)] == [one.token for one in wanted]
+    reference = expected(engine, prompt, DRAWS[1], 2)
+    assert [one and one.token for one in (first, second)] == [one.token for one in reference]
 
 
 def test_what_follows_a_chunk_without_a_token_draws_none(engine: Engine, launch: Callable[..., LaunchedStep]) -> None:

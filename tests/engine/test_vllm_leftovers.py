@@ -30,12 +30,12 @@ ENDED = 2**22 + 1  # above every process id
 @pytest.fixture(autouse=True)
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for /dev/shm; temporary files are kept below another folder."""
-    made = tmp_path / "shm"
-    made.mkdir()
+    folder = tmp_path / "shm"
+    folder.mkdir()
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(leftovers, "SHARED_MEMORY", made)
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", folder)
     monkeypatch.setattr(leftovers, "parent", lambda: tmp_path / "tmp")
-    return made
+    return folder
 
 
 def test_a_folder_goes_with_the_memory_that_its_ranks_shared(shared: Path):
@@ -69,14 +69,14 @@ def test_the_next_worker_removes_what_a_killed_one_left(tmp_path: Path):
 
 
 def test_links_and_files_in_its_place_are_left_alone(tmp_path: Path):
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (kept / "file").touch()
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    (folder / "file").touch()
     link = tmp_path / "tmp" / "baton-vllm-link"
-    link.symlink_to(kept)
+    link.symlink_to(folder)
     (tmp_path / "tmp" / "baton-vllm-file").touch()
     remove_abandoned()
-    assert (kept / "file").exists()
+    assert (folder / "file").exists()
     assert link.is_symlink()
     assert (tmp_path / "tmp" / "baton-vllm-file").exists()
 

@@ -23,18 +23,18 @@ def test_a_draw_arrives_with_its_edits_and_its_mask(allowed: Bits | None) -> Non
     sent = TokenDraw(temperature=0.5, top_k=3, seed=2**63, logprobs=2, edits=EDITS, mask=mask)
     order = decode_order(encode(Step([Row(1, False, [1, 2], 0, [0], None, sent)], [4])))
     assert isinstance(order, Step)
-    found = order.rows[0].draw
-    assert found is not None
-    assert found.mask is not None
-    assert found.edits is not None
-    assert (found.temperature, found.top_k, found.seed, found.logprobs) == (0.5, 3, 2**63, 2)
-    np.testing.assert_equal([*_arrays(found.edits)], [*_arrays(EDITS)])
-    assert found.edits.repetition == 1.25
-    assert found.mask.ready
-    assert not found.mask.begin()
-    assert found.mask.may_end
-    assert (found.mask.failure, found.mask.ends) == (mask.failure, (7, 8))
-    np.testing.assert_equal(found.mask.allowed, allowed)
+    draw = order.rows[0].draw
+    assert draw is not None
+    assert draw.mask is not None
+    assert draw.edits is not None
+    assert (draw.temperature, draw.top_k, draw.seed, draw.logprobs) == (0.5, 3, 2**63, 2)
+    np.testing.assert_equal([*_arrays(draw.edits)], [*_arrays(EDITS)])
+    assert draw.edits.repetition == 1.25
+    assert draw.mask.ready
+    assert not draw.mask.begin()
+    assert draw.mask.may_end
+    assert (draw.mask.failure, draw.mask.ends) == (mask.failure, (7, 8))
+    np.testing.assert_equal(draw.mask.allowed, allowed)
 
 
 def test_an_answer_arrives() -> None:

@@ -24,18 +24,18 @@ GPU = Load("m", "auto", None, 16, 8, 64, 2, "cuda", 0.45)
 
 
 def test_on_a_cpu_pages_are_counted_here():
-    made = engine_arguments(CPU)
-    assert made["num_gpu_blocks_override"] == 100 + NULL_BLOCKS
-    assert "max_model_len" not in made
+    arguments = engine_arguments(CPU)
+    assert arguments["num_gpu_blocks_override"] == 100 + NULL_BLOCKS
+    assert "max_model_len" not in arguments
 
 
 def test_compiled_models_lie_in_a_folder_of_this_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "/bin/true")
     folder = tmp_path / "baton" / "vllm"
-    kept = {"VLLM_CACHE_ROOT": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    assert compiling.environment("cpu") == kept | {"CXX": "/bin/true", "VLLM_USE_AOT_COMPILE": "0"}
-    assert compiling.environment("cuda") == kept
+    variables = {"VLLM_CACHE_ROOT": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    assert compiling.environment("cpu") == variables | {"CXX": "/bin/true", "VLLM_USE_AOT_COMPILE": "0"}
+    assert compiling.environment("cuda") == variables
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
     with pytest.raises(FolderUntrusted, match=r"vllm belongs to user \d+ with mode 777"):
@@ -55,11 +55,11 @@ def test_without_a_compiler_or_headers_nothing_is_compiled_on_a_cpu(monkeypatch:
 
 
 def test_on_a_gpu_vllm_finds_out_how_many_pages_and_positions_fit():
-    made = engine_arguments(GPU)
-    assert "num_gpu_blocks_override" not in made
-    assert made["max_model_len"] == -1
-    assert made["gpu_memory_utilization"] == 0.45
-    assert not made["enforce_eager"]
+    arguments = engine_arguments(GPU)
+    assert "num_gpu_blocks_override" not in arguments
+    assert arguments["max_model_len"] == -1
+    assert arguments["gpu_memory_utilization"] == 0.45
+    assert not arguments["enforce_eager"]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_on_a_gpu_vllm_finds_out_how_many_pages_and_positions_fit():
 )
 def test_a_child_sees_one_gpu(device: str, visible: str | None, seen: str):
     environ = {"PATH": "/bin"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    made = child_environment(environ, device, 3)
-    assert made["CUDA_VISIBLE_DEVICES"] == seen
-    assert (made["OMP_NUM_THREADS"], made["PATH"]) == ("3", "/bin")
+    variables = child_environment(environ, device, 3)
+    assert variables["CUDA_VISIBLE_DEVICES"] == seen
+    assert (variables["OMP_NUM_THREADS"], variables["PATH"]) == ("3", "/bin")
     assert "CUDA_VISIBLE_DEVICES" not in child_environment({}, "cpu", 1)
 
 
@@ -104,9 +104,9 @@ def test_on_a_cpu_intels_openmp_is_loaded_first(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(environment, "OPENMP", tmp_path / "libiomp5.so")
     assert "LD_PRELOAD" not in child_environment({}, "cpu", 1)
     (tmp_path / "libiomp5.so").touch()
-    made = child_environment({"LD_PRELOAD": "/lib/libtcmalloc.so"}, "cpu", 1)
-    assert made["LD_PRELOAD"] == f"/lib/libtcmalloc.so:{tmp_path}/libiomp5.so"
-    assert made["KMP_BLOCKTIME"] == "1"
+    variables = child_environment({"LD_PRELOAD": "/lib/libtcmalloc.so"}, "cpu", 1)
+    assert variables["LD_PRELOAD"] == f"/lib/libtcmalloc.so:{tmp_path}/libiomp5.so"
+    assert variables["KMP_BLOCKTIME"] == "1"
     assert child_environment({"KMP_BLOCKTIME": "5"}, "cpu", 1)["KMP_BLOCKTIME"] == "5"
     chosen = {"LD_PRELOAD": "/opt/libiomp5.so"}
     assert child_environment(chosen, "cpu", 1)["LD_PRELOAD"] == chosen["LD_PRELOAD"]
@@ -133,13 +133,15 @@ def test_a_workers_settings_reach_its_runner(
 ):  # fmt: skip
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"torch_dtype": "float16"}))
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(load_runner.VllmRunner, "load", lambda *given, **named: asked.update(named, num_pages=given[2]))
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(
+        load_runner.VllmRunner, "load", lambda *values, **named: options.update(named, num_pages=values[2])
+    )
     config = config_of(overrides={"model.path": str(tmp_path), "pages.page_size": 32} | settings)
     load_runner._vllm(config, "decode", device)
-    assert (asked["num_pages"], asked["device"]) == (pages, device)
-    assert asked["memory_share"] == pytest.approx(share)
-    assert asked["max_rows"] == 256
+    assert (options["num_pages"], options["device"]) == (pages, device)
+    assert options["memory_share"] == pytest.approx(share)
+    assert options["max_rows"] == 256
     more = config_of(overrides={"model.path": str(tmp_path), "pages.page_size": 32, "prefill.max_num_seqs": 300})
     load_runner._vllm(more, "decode", device)
-    assert asked["max_rows"] == 300, "it may become a prefill worker"
+    assert options["max_rows"] == 300, "it may become a prefill worker"

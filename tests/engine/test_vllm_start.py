@@ -152,10 +152,10 @@ def test_two_that_start_on_one_gpu_at_once_have_their_pages(
     memory.write_text(json.dumps([0, 0]))
     child(ON_ONE_GPU, memory)
     with ThreadPoolExecutor(2) as pool:
-        made = list(pool.map(load, [model, model]))
-    for each in made:
+        runners = list(pool.map(load, [model, model]))
+    for each in runners:
         each.close()
-    assert [each.num_pages for each in made] == [350, 350]
+    assert [each.num_pages for each in runners] == [350, 350]
     assert json.loads(memory.read_text())[0] == 900
 
 
@@ -174,8 +174,8 @@ def test_too_little_memory_is_told_as_such_after_another_try_on_a_gpu(
 
 
 def test_what_vllm_says_of_memory_is_no_lack_of_the_model() -> None:
-    said = "No available memory for the cache blocks. Try increasing", "Error in memory profiling. Initial free memory"
-    for error in (ValueError(said[0]), AssertionError(said[1])):
+    texts = "No available memory for the cache blocks. Try increasing", "Error in memory profiling. Initial free memory"
+    for error in (ValueError(texts[0]), AssertionError(texts[1])):
         with pytest.raises(NotEnoughMemory), lacks_of_memory():
             raise error
     with pytest.raises(ValueError, match="rope"), lacks_of_memory():
@@ -183,7 +183,7 @@ def test_what_vllm_says_of_memory_is_no_lack_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "error_type"),
     [
         ("full", torch.OutOfMemoryError),
         ("full_later", torch.OutOfMemoryError),
@@ -192,15 +192,15 @@ def test_what_vllm_says_of_memory_is_no_lack_of_the_model() -> None:
     ],
 )
 def test_what_a_step_on_a_gpu_ends_with(
-    error: str, told: type[Exception], model: Path, child: Callable[..., None]
+    error: str, error_type: type[Exception], model: Path, child: Callable[..., None]
 ) -> None:
     """Out of memory has the worker run smaller steps. A dead context ends the process: all later steps would fail."""
     child(FAILS, error)
     loaded = load(model)
-    with pytest.raises(told) as raised:
+    with pytest.raises(error_type) as raised:
         loaded.launch([Chunk([1], 0, [0])]).wait()
-    assert type(raised.value) is told
-    if told is DeviceLost:
+    assert type(raised.value) is error_type
+    if error_type is DeviceLost:
         with pytest.raises(DeviceLost):
             loaded.check_device()
     else:

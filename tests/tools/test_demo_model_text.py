@@ -70,19 +70,19 @@ def test_every_answer_is_told_by_a_statement_before(seed: int) -> None:
 def test_no_two_facts_of_a_conversation_answer_one_question(seed: int) -> None:
     drawn = facts(random.Random(seed), 40)
     assert len({fact.key for fact in drawn}) == 40
-    asked = [question for fact in drawn for question in set(fact.questions)]
-    assert len(asked) == len(set(asked))
+    questions = [question for fact in drawn for question in set(fact.questions)]
+    assert len(questions) == len(set(questions))
 
 
 @pytest.mark.parametrize("kind", range(len(PERSONAL) + len(OTHER)))
 def test_facts_vary(kind: int) -> None:
     """Drawn 200 times for one subject, a fact has several values, so that none can be learned by heart."""
     draw = random.Random(3)
-    made = [
+    samples = [
         PERSONAL[kind](draw, "Mara") if kind < len(PERSONAL) else OTHER[kind - len(PERSONAL)](draw) for _ in range(200)
     ]
-    assert len({fact.values for fact in made}) >= 7
-    for fact in made:
+    assert len({fact.values for fact in samples}) >= 7
+    for fact in samples:
         assert all(value in fact.answer for value in fact.values)
         assert all(any(value in statement for statement in fact.statements) for value in fact.values)
 
@@ -92,9 +92,9 @@ def test_weights_cover_exactly_the_values(seed: int) -> None:
     rendered = world.text(random.Random(seed), 300)
     ids, kinds = weighed(TOKENIZER, rendered)
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == rendered.text
-    told = "".join(TOKENIZER.decode([i]) for i, kind in zip(ids, kinds, strict=True) if kind == VALUE)
+    weighted = "".join(TOKENIZER.decode([i]) for i, kind in zip(ids, kinds, strict=True) if kind == VALUE)
     expected = "".join(rendered.text[begin:end] for begin, end, weight in rendered.parts if weight == VALUE)
-    assert told.replace(" ", "") == expected.replace(" ", "")
+    assert weighted.replace(" ", "") == expected.replace(" ", "")
     assert PROSE in kinds or rendered.text.endswith("<|endoftext|>")
 
 

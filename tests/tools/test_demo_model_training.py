@@ -115,21 +115,21 @@ def test_transformers_tokenizes_and_renders_a_chat_as_training_does(tmp_path: Pa
 def test_prompts_ask_for_a_fact_told_as_far_back_as_said(distance: int) -> None:
     for one in evaluate.prompts(TOKENIZER, distance, 10):
         text = TOKENIZER.decode(list(one.tokens), skip_special_tokens=False)
-        told = [statement for statement in one.fact.statements if statement in text]
-        assert len(told) == 1
-        after = text[text.index(told[0]) + len(told[0]) :]
+        statements = [statement for statement in one.fact.statements if statement in text]
+        assert len(statements) == 1
+        after = text[text.index(statements[0]) + len(statements[0]) :]
         assert len(TOKENIZER.encode(after).ids) == one.distance
         assert distance <= one.distance <= distance + 20
         assert any(question in text for question in one.fact.questions)
 
 
 @pytest.mark.parametrize(
-    ("said", "right"),
+    ("ending", "right"),
     [("", True), (".", True), (" near the mill.", True), ("4.", False), (None, False)],
 )
-def test_an_answer_must_have_the_value(said: str | None, right: bool) -> None:
+def test_an_answer_must_have_the_value(ending: str | None, right: bool) -> None:
     one = evaluate.prompts(TOKENIZER, 50, 1)[0]
-    text = "I do not know that." if said is None else one.fact.answer.removesuffix(".") + said
+    text = "I do not know that." if ending is None else one.fact.answer.removesuffix(".") + ending
     assert evaluate.right(TOKENIZER, one, TOKENIZER.encode(text).ids) == right
 
 
@@ -138,12 +138,12 @@ def test_a_model_agrees_with_itself_and_not_with_another(tmp_path: Path) -> None
     start(network, TOKENIZER, 1)
     folders = (DEMO_MODEL, checkpoint.write(tmp_path, network, TOKENIZER))
     models: list[Any] = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
-    asked = agreement.prompts(TOKENIZER, 3)
-    assert asked == agreement.prompts(TOKENIZER, 3)
-    assert all(TOKENIZER.decode(one, skip_special_tokens=False).endswith(f"{BEGIN}assistant\n") for one in asked)
+    prompts = agreement.prompts(TOKENIZER, 3)
+    assert prompts == agreement.prompts(TOKENIZER, 3)
+    assert all(TOKENIZER.decode(one, skip_special_tokens=False).endswith(f"{BEGIN}assistant\n") for one in prompts)
     with torch.inference_mode():
-        answered = agreement.answers(models[0], asked)
-        own, other = (agreement.agreements(model, asked, answered) for model in models)
+        answered = agreement.answers(models[0], prompts)
+        own, other = (agreement.agreements(model, prompts, answered) for model in models)
     assert [len(answer) for answer in own] == [len(answer) for answer in answered]
     assert all(map(all, own))
     assert sum(map(sum, other)) < sum(map(len, other)) / 2
@@ -157,9 +157,9 @@ def test_the_bundled_draft_agrees_with_the_bundled_model() -> None:
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (DEMO_MODEL, DRAFT_MODEL)
     ]
     assert models[1].num_parameters() <= 300_000
-    asked = agreement.prompts(Tokenizer.from_buffer(tokenizer), 20)
+    prompts = agreement.prompts(Tokenizer.from_buffer(tokenizer), 20)
     with torch.inference_mode():
-        agreed = agreement.agreements(models[1], asked, agreement.answers(models[0], asked))
+        agreed = agreement.agreements(models[1], prompts, agreement.answers(models[0], prompts))
     assert sum(map(sum, agreed)) >= 0.9 * sum(map(len, agreed))
 
 

@@ -59,15 +59,15 @@ def modules(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 @pytest.fixture(scope="module")
 def runner(model: Path, modules: dict[str, str]) -> Iterator[Callable[[int], VllmRunner]]:
     """`runner(ranks)`: the model with its adapters on so many ranks."""
-    made: list[VllmRunner] = []
+    runners: list[VllmRunner] = []
 
     @cache
     def loaded(ranks: int) -> VllmRunner:
-        made.append(load(model, ranks=ranks, lora_modules=modules, max_lora_rank=8))
-        return made[-1]
+        runners.append(load(model, ranks=ranks, lora_modules=modules, max_lora_rank=8))
+        return runners[-1]
 
     yield loaded
-    for one in made:
+    for one in runners:
         one.close()
 
 
@@ -121,11 +121,11 @@ def test_an_unknown_adapter_is_refused_and_touches_nothing(model: Path, runner: 
 PROMPTS = [prompt_of(length, length) for length in (20, 33, 70, 150, 151, 300)]
 OUTPUT = 12
 
-Asked = tuple[str, tuple[int, ...]]
+AdapterPrompt = tuple[str, tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, modules: dict[str, str]) -> dict[Asked, list[int]]:
+def expected(model: Path, modules: dict[str, str]) -> dict[AdapterPrompt, list[int]]:
     references = {"": checkpoints.reference(model)}
     references |= {name: adapters.merged(model, Path(path)) for name, path in modules.items()}
     return {
@@ -141,17 +141,22 @@ def cluster(
     return LocalCluster(workload.settings(model, prefill, decode, **SETTINGS | own | more), folder, patience=200.0)
 
 
-def ask(address: str, asked: Asked) -> list[int]:
+def ask(address: str, prompt: AdapterPrompt) -> list[int]:
     with Client(address) as client:
         generation = client.generate(
-            asked[1], model=asked[0], max_tokens=OUTPUT, temperature=0.0, ignore_eos=True, timeout=200
+            prompt[1], model=prompt[0], max_tokens=OUTPUT, temperature=0.0, ignore_eos=True, timeout=200
         )
         return list(generation.result().token_ids)
 
 
 @pytest.mark.parametrize(("makers", "takers"), [(1, 1), (1, 2), (2, 1)])
 def test_a_prompt_has_other_pages_with_each_adapter(
-    makers: int, takers: int, model: Path, modules: dict[str, str], expected: dict[Asked, list[int]], tmp_path: Path
+    makers: int,
+    takers: int,
+    model: Path,
+    modules: dict[str, str],
+    expected: dict[AdapterPrompt, list[int]],
+    tmp_path: Path,
 ):
     """Each prompt comes with each adapter and with none, all at once and then again, when it is cached. A page of
     another adapter would change tokens. The two workers have so many ranks."""
@@ -159,7 +164,7 @@ def test_a_prompt_has_other_pages_with_each_adapter(
     ranks |= {"model.numerics": "exact" if makers == takers else "mixed"}
     with cluster(model, modules, 1, 1, tmp_path, **ranks) as running, ThreadPoolExecutor(len(expected)) as pool:
         for _ in range(2):
-            answers = pool.map(lambda asked: ask(running.address, asked), expected)
+            answers = pool.map(lambda prompt: ask(running.address, prompt), expected)
             assert dict(zip(expected, answers, strict=True)) == expected
         models = f"http://{running.api_of('router')}/v1/models"
         with urllib.request.urlopen(models) as page:
@@ -171,13 +176,13 @@ def test_a_prompt_has_other_pages_with_each_adapter(
 
 
 def test_an_adapter_stays_with_its_request_when_a_worker_dies(
-    model: Path, modules: dict[str, str], expected: dict[Asked, list[int]], tmp_path: Path
+    model: Path, modules: dict[str, str], expected: dict[AdapterPrompt, list[int]], tmp_path: Path
 ):
     with cluster(model, modules, 2, 2, tmp_path) as running, ThreadPoolExecutor(len(expected)) as pool:
-        answers = [pool.submit(ask, running.address, asked) for asked in expected]
+        answers = [pool.submit(ask, running.address, prompt) for prompt in expected]
         answers[0].result()
         os.kill(running.pids["decode-0"], signal.SIGKILL)
-        assert {asked: one.result() for asked, one in zip(expected, answers, strict=True)} == expected
+        assert {prompt: one.result() for prompt, one in zip(expected, answers, strict=True)} == expected
 
 
 LONG = 120  # tokens of output
@@ -191,17 +196,17 @@ def test_a_preempted_sequence_keeps_its_adapter(ranks: int, model: Path, modules
     references = {"": checkpoints.reference(model)}
     references |= {name: adapters.merged(model, Path(path)) for name, path in modules.items()}
     names = list(references)
-    asked = [(names[i % 3], prompt_of(40 + 7 * i, i), i // 3 % 3 - 1) for i in range(18)]
-    expected = [references[name].generate(prompt, LONG) for name, prompt, _ in asked]
+    orders = [(names[i % 3], prompt_of(40 + 7 * i, i), i // 3 % 3 - 1) for i in range(18)]
+    expected = [references[name].generate(prompt, LONG) for name, prompt, _ in orders]
     small = {"decode.kv_cache_bytes": POOL, "decode.tensor_parallel_size": ranks}
     with cluster(model, modules, 1, 1, tmp_path, **small) as running:
         short = prompt_of(8, 99)
         stop = references[""].generate(short, 1)[0]
         for _ in range(100):
             assert workload.ask(running.address, short, LONG, stop_token_ids=stop).token_ids == stop
-        with ThreadPoolExecutor(len(asked)) as pool:
+        with ThreadPoolExecutor(len(orders)) as pool:
             answers = pool.map(
-                lambda one: workload.ask(running.address, one[1], LONG, model=one[0], priority=one[2]), asked
+                lambda one: workload.ask(running.address, one[1], LONG, model=one[0], priority=one[2]), orders
             )
             for answer, (right, gaps) in zip(answers, expected, strict=True):
                 compared = next((at for at, gap in enumerate(gaps) if gap < workload.TIE), LONG)

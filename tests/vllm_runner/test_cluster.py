@@ -41,8 +41,8 @@ class CommandCluster(LocalCluster):
 
 def vllm_of(cluster: LocalCluster, worker: str) -> int:
     """The process of vLLM that a worker has."""
-    (found,) = psutil.Process(cluster.pids[worker]).children()
-    return found.pid
+    (child,) = psutil.Process(cluster.pids[worker]).children()
+    return child.pid
 
 
 def test_streams_outlive_the_death_of_vllm(path: Path, tmp_path: Path) -> None:
@@ -52,10 +52,10 @@ def test_streams_outlive_the_death_of_vllm(path: Path, tmp_path: Path) -> None:
     with CommandCluster(settings, tmp_path, patience=200.0) as cluster, ThreadPoolExecutor(1) as pool:
         victim = vllm_of(cluster, "decode-0")
         before = psutil.Process(victim).cpu_times().user
-        asked = pool.submit(workload.ask_all, cluster.address, PROMPTS)
+        answers = pool.submit(workload.ask_all, cluster.address, PROMPTS)
         eventually(lambda: psutil.Process(victim).cpu_times().user > before, what="vLLM at work")
         os.kill(victim, signal.SIGKILL)
-        workload.compare(path, PROMPTS, asked.result(timeout=300), expected)
+        workload.compare(path, PROMPTS, answers.result(timeout=300), expected)
         eventually(lambda: "decode-0" not in cluster.pids, what="the end of its worker")
 
 

@@ -42,9 +42,9 @@ def wide(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(path: Path) -> Iterator[VllmRunner]:
-    made = load(path, "bfloat16", threads=2)
-    yield made
-    made.close()
+    result = load(path, "bfloat16", threads=2)
+    yield result
+    result.close()
 
 
 def serve(runner: VllmRunner, ends: list[int], companions: int, seed: int) -> Bits:
@@ -52,7 +52,7 @@ def serve(runner: VllmRunner, ends: list[int], companions: int, seed: int) -> Bi
     likeliest tokens by position."""
     rng, table = random.Random(seed), BlockTable()
     table.extend(rng.sample(range(32), COVERING))
-    found: dict[int, object] = {}
+    tops: dict[int, object] = {}
     for start, end in pairwise([0, *ends]):
         draw = DRAW if end > LENGTH - DRAWN else None
         chunks = [Chunk(PROMPT[start:end], start, table, draw)]
@@ -62,14 +62,14 @@ def serve(runner: VllmRunner, ends: list[int], companions: int, seed: int) -> Bi
         rng.shuffle(chunks)
         at = next(number for number, chunk in enumerate(chunks) if chunk.pages is table)
         if (sampled := runner.launch(chunks).wait().sampled[at]) is not None:
-            found[end] = sampled.top
+            tops[end] = sampled.top
     arena = Arena.create(FULL * runner.layout.page_bytes)
     arena.divide(runner.layout.page_bytes)
     mover = runner.mover(verify=False)
     mover.attach(arena)
     copied = mover.start([CopyOut(1, index, table[index], index) for index in range(FULL)]).wait()
     assert isinstance(copied, CopiedOut)
-    return bytes(arena.view[: FULL * runner.layout.page_bytes]), found
+    return bytes(arena.view[: FULL * runner.layout.page_bytes]), tops
 
 
 def ends_of(sizes: tuple[int, ...], seed: int) -> list[int]:
@@ -86,8 +86,8 @@ def test_bits_depend_on_no_companions_and_no_borders(runner: VllmRunner) -> None
     same: dict[object, tuple[bool, bool]] = {}
     for sizes, companions in (((200,), 0), ((200,), 3), ((1, 3, 32, 45, 100), 0), ((1, 3, 32, 45, 100), 3), ((7,), 0)):
         for seed in (1, 2):
-            pages, found = serve(runner, ends_of(sizes, seed), companions, seed)
-            same[sizes, companions, seed] = (pages == right[0], found == right[1])
+            pages, tops = serve(runner, ends_of(sizes, seed), companions, seed)
+            same[sizes, companions, seed] = (pages == right[0], tops == right[1])
     assert not {case: each for case, each in same.items() if not all(each)}, "(sizes, companions, seed): pages, tokens"
 
 

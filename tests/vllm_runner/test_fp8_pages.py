@@ -44,7 +44,7 @@ SCALES = tuple(Scales(0.02 * (layer + 1), 0.03) for layer in range(4))
 Loaded = Callable[..., VllmRunner]
 
 
-def made(name: str, folder: Path) -> Path:
+def checkpoint_at(name: str, folder: Path) -> Path:
     return checkpoints.make(name, folder, hidden_size=128, head_dim=32)
 
 
@@ -56,9 +56,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def path(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
         if not name.startswith("scaled"):
-            return made(name, folder)
+            return checkpoint_at(name, folder)
         scales = SCALES if name == "scaled" else [Scales(0.5, 0.5), *SCALES[1:]]
-        return fp8_pages.bring(made("llama", folder), scales)
+        return fp8_pages.bring(checkpoint_at("llama", folder), scales)
 
     return path
 
@@ -163,10 +163,10 @@ def test_pages_hold_the_codes_of_k_and_v(name: str, held: str, paths: Callable[[
         checkpoints.reference(paths("llama")).model(torch.tensor([prompt]), past_key_values=right, use_cache=True)
     for layer, scale in enumerate(scales):
         expected = right.layers[layer]
-        for found, wanted, one in ((keys, expected.keys, scale.k), (values, expected.values, scale.v)):
-            meant = fp8_pages.meant(found[:, layer].contiguous(), one, kind)
-            assert wanted is not None
-            assert (meant == wanted[0]).float().mean() > 0.99
+        for codes, reference, one in ((keys, expected.keys, scale.k), (values, expected.values, scale.v)):
+            meant = fp8_pages.meant(codes[:, layer].contiguous(), one, kind)
+            assert reference is not None
+            assert (meant == reference[0]).float().mean() > 0.99
             assert meant.unique().numel() > 20
 
 
@@ -236,14 +236,14 @@ def test_scales_of_the_checkpoint(paths: Callable[[str], Path], runner: Loaded) 
 
 
 @pytest.mark.parametrize(
-    ("settings", "held", "said"),
+    ("settings", "held", "reason"),
     [({"head_dim": 80}, "fp8", "divisible by 32"), ({"scales": True, "head_dim": 32}, "fp8_e5m2", "fp8_e5m2")],
 )
-def test_what_the_kernels_do_not_take(settings: dict[str, int], held: str, said: str, tmp_path: Path) -> None:
+def test_what_the_kernels_do_not_take(settings: dict[str, int], held: str, reason: str, tmp_path: Path) -> None:
     path = checkpoints.make("llama", tmp_path, hidden_size=128, head_dim=settings["head_dim"])
     if "scales" in settings:
         fp8_pages.bring(path, SCALES)
-    with pytest.raises(UnsupportedModel, match=rf"in {held}: (?s:.*){said}"):
+    with pytest.raises(UnsupportedModel, match=rf"in {held}: (?s:.*){reason}"):
         load_runner(path, kv_cache_dtype=held)
 
 
@@ -263,13 +263,13 @@ POOL = 128 * 2**20 // (4 * 2 * 2 * PAGE * 64)
 def answers(path: Path, folder: Path, prefill: int) -> list[list[int]]:
     """The tokens of a cluster for one prompt after the other. Those of all at once are compared with the reference."""
     with LocalCluster(workload.settings(path, prefill, 1, **CLUSTER), folder) as cluster:
-        found = [workload.ask(cluster.address, prompt) for prompt in PROMPTS]
-        shipped = sum(one.work.pages_shipped for one in found)
+        replies = [workload.ask(cluster.address, prompt) for prompt in PROMPTS]
+        shipped = sum(one.work.pages_shipped for one in replies)
         assert shipped > 30 if prefill else not shipped
         together = [one.token_ids for one in workload.ask_all(cluster.address, PROMPTS)]
         compare(fp8_pages.reference(path), list(zip(PROMPTS, together, strict=True)))
         eventually(lambda: load(cluster, "decode-0").pages_total == POOL, what=f"a pool of {POOL} pages")
-        return [one.token_ids for one in found]
+        return [one.token_ids for one in replies]
 
 
 def test_a_cluster_with_prefill_workers_has_the_tokens_of_a_colocated_one(wide: Path, tmp_path: Path) -> None:

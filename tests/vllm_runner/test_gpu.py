@@ -33,8 +33,8 @@ pytestmark = [
 
 
 def _has_flash_attention() -> bool:
-    found = importlib.util.find_spec("vllm")
-    folders = [] if found is None else found.submodule_search_locations or []
+    spec = importlib.util.find_spec("vllm")
+    folders = [] if spec is None else spec.submodule_search_locations or []
     return any([*Path(folder).glob("vllm_flash_attn/_vllm_fa3_C*.so")] for folder in folders)
 
 
@@ -55,15 +55,15 @@ def _products_of_float32_are_exact() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
     """As in `test_runner`."""
-    made: list[VllmRunner] = []
+    runners: list[VllmRunner] = []
 
     @cache
     def loaded(name: str) -> VllmRunner:
-        made.append(load(paths(name.split("/")[0]), device="cuda"))
-        return made[-1]
+        runners.append(load(paths(name.split("/")[0]), device="cuda"))
+        return runners[-1]
 
     yield loaded
-    for one in made:
+    for one in runners:
         one.close()
 
 
@@ -85,21 +85,21 @@ def test_pages_are_blocks_as_they_lie(runner: Loaded):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bits_depend_on_no_companions_and_no_borders(backend: str, tmp_path: Path):
-    made = load(exact.wide(tmp_path), "bfloat16", device="cuda", attention_backend=backend)
+    runner = load(exact.wide(tmp_path), "bfloat16", device="cuda", attention_backend=backend)
     try:
-        exact.test_bits_depend_on_no_companions_and_no_borders(made)
+        exact.test_bits_depend_on_no_companions_and_no_borders(runner)
     finally:
-        made.close()
+        runner.close()
 
 
 def _greedy(path: Path, *, eager: bool) -> None:
-    made = load(path, device="cuda", eager=eager, exact=False)
+    runner = load(path, device="cuda", eager=eager, exact=False)
     prompts = [prompt_of(length, length) for length in (70, 5)]
     sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
     try:
-        run(made, sequences, 20)
+        run(runner, sequences, 20)
     finally:
-        made.close()
+        runner.close()
     for prompt, one in zip(prompts, sequences, strict=True):
         agree(one, *checkpoints.reference(path).generate(prompt, 20))
 

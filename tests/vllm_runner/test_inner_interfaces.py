@@ -53,9 +53,9 @@ def calls(name: str) -> list[set[str]]:
 
 
 def test_the_pinned_release_is_installed():
-    found = Installation.find()
-    assert found is not None
-    assert found.version == VLLM_VERSION
+    installation = Installation.find()
+    assert installation is not None
+    assert installation.version == VLLM_VERSION
 
 
 @pytest.mark.parametrize(("module", "name"), sorted(set(imports())))
@@ -74,8 +74,8 @@ def test_options_of_the_engine(order: Load):
 def test_variables_of_the_environment():
     from vllm import envs
 
-    given = child_environment({}, "cuda", 1) | compiling.environment("cpu") | {"VLLM_RPC_BASE_PATH": ""}
-    ours = {name for name in given if name.startswith("VLLM_")}
+    variables = child_environment({}, "cuda", 1) | compiling.environment("cpu") | {"VLLM_RPC_BASE_PATH": ""}
+    ours = {name for name in variables if name.startswith("VLLM_")}
     assert ours <= set(envs.environment_variables)
 
 
@@ -90,18 +90,18 @@ def test_what_a_step_is_made_of(name: str):
         for field in fields
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
-    made = calls(name)
-    assert made
-    for keywords in made:
+    keyword_sets = calls(name)
+    assert keyword_sets
+    for keywords in keyword_sets:
         assert needed <= keywords <= {field.name for field in fields}
 
 
 def test_rows_that_go_on():
     from vllm.v1.core.sched.output import CachedRequestData
 
-    made = CachedRequestData.make_empty()
+    rows = CachedRequestData.make_empty()
     for name in ("req_ids", "new_token_ids", "num_computed_tokens", "num_output_tokens", "new_block_ids"):
-        assert getattr(made, name) == [], name
+        assert getattr(rows, name) == [], name
 
 
 def parameters(function: Any) -> list[str]:
@@ -154,8 +154,8 @@ def test_what_vllm_says_where_memory_is_lacking():
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.worker import gpu_worker, utils
 
-    said = " ".join(inspect.getsource(module) for module in (kv_cache_utils, gpu_worker, utils))
-    joined = "".join(re.split(r'"\s+f?"', said))  # texts over several lines
+    sources = " ".join(inspect.getsource(module) for module in (kv_cache_utils, gpu_worker, utils))
+    joined = "".join(re.split(r'"\s+f?"', sources))  # texts over several lines
     assert [text for text in LACKS if text not in joined] == []
 
 
@@ -213,8 +213,8 @@ def test_our_draw_is_what_vllms_profile_measures():
         speculative_config=None,
     )  # fmt: skip
     runner.sampler = ours = draw.FirstDraw(runner)
-    made = GPUModelRunner._dummy_sampler_run.__wrapped__(runner, rows)
-    assert made.sampled_token_ids.shape == (6, 1)
+    output = GPUModelRunner._dummy_sampler_run.__wrapped__(runner, rows)
+    assert output.sampled_token_ids.shape == (6, 1)
     assert len(ours.drawn) == 6
     order = inspect.getsource(bring_up)
     assert order.index('"baton_take_draws"') < order.index("determine_available_memory()")
@@ -225,9 +225,9 @@ def test_how_the_second_model_runner_calls_its_sampler():
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
     assert list(calls_of_the_sampler(GPUModelRunner.sample)) == [(["logits", "input_batch"], set())]
-    given = {"sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"}
+    arguments = {"sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"}
     needed = {one.name for one in dataclasses.fields(SamplerOutput) if one.default is dataclasses.MISSING}
-    assert needed == given
+    assert needed == arguments
 
 
 def test_what_our_extension_adds_has_no_name_of_vllms_workers():
@@ -271,8 +271,8 @@ def test_what_asks_a_product_for_its_device():
 def test_the_registry_of_architectures_is_read_from_its_source():
     from vllm.model_executor.models import registry
 
-    found = Installation.find()
-    assert found is not None
-    assert found.architectures is not None
-    assert found.architectures <= set(registry._VLLM_MODELS)
-    assert found.architectures >= TESTED_ARCHITECTURES
+    installation = Installation.find()
+    assert installation is not None
+    assert installation.architectures is not None
+    assert installation.architectures <= set(registry._VLLM_MODELS)
+    assert installation.architectures >= TESTED_ARCHITECTURES

@@ -49,25 +49,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runner(path: Path) -> Iterator[Loaded]:
     """`runner(ranks)`: the model on so many ranks."""
-    made: list[VllmRunner] = []
+    runners: list[VllmRunner] = []
 
     @cache
     def loaded(ranks: int) -> VllmRunner:
-        made.append(load(path, ranks=ranks))
-        return made[-1]
+        runners.append(load(path, ranks=ranks))
+        return runners[-1]
 
     yield loaded
-    for one in made:
+    for one in runners:
         one.close()
 
 
 @pytest.fixture
 def arena(runner: Loaded) -> Iterator[Arena]:
     page_bytes = runner(2).layout.page_bytes
-    made = Arena.create(32 * page_bytes)
-    made.divide(page_bytes)
-    yield made
-    made.close()
+    memory = Arena.create(32 * page_bytes)
+    memory.divide(page_bytes)
+    yield memory
+    memory.close()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -252,10 +252,10 @@ def test_streams_outlive_the_death_of_a_rank(wide: Path, tmp_path: Path) -> None
         (vllm,) = worker.children()
         victim = [each for each in vllm.children() if each.name() != "python_resource_tracker"][-1]
         before = victim.cpu_times().user
-        asked = pool.submit(workload.ask_all, running.address, PROMPTS)
+        answers = pool.submit(workload.ask_all, running.address, PROMPTS)
         eventually(lambda: victim.cpu_times().user > before, what="the rank at work")
         pidfd = os.pidfd_open(worker.pid)
         victim.kill()
         assert readable(pidfd, 3.0), "the worker has outlived its rank by more than three seconds"
         os.close(pidfd)
-        workload.compare(wide, PROMPTS, asked.result(timeout=300), workload.references(wide, PROMPTS))
+        workload.compare(wide, PROMPTS, answers.result(timeout=300), workload.references(wide, PROMPTS))

@@ -54,16 +54,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
     """`runner(name)`: the model of that checkpoint; "a prefill" has a second one of its own behind a slash."""
-    made: list[VllmRunner] = []
+    runners: list[VllmRunner] = []
 
     @cache
     def loaded(name: str) -> VllmRunner:
         path = paths(name.split("/")[0])
-        made.append(load(path))
-        return made[-1]
+        runners.append(load(path))
+        return runners[-1]
 
     yield loaded
-    for one in made:
+    for one in runners:
         one.close()
 
 
@@ -144,21 +144,21 @@ def test_prompt_tokens_are_scored(paths: Callable[[str], Path], runner: Loaded):
     prompt = prompt_of(50, 1)
     chunk = Chunk(prompt, 0, range(2), GREEDY, PromptScoring(10, prompt[11:], 2))
     other = Chunk(prompt_of(20, 2), 0, range(4, 6), GREEDY)
-    expected, found = ours.run([chunk]), step(theirs, other, chunk)
-    assert list(found.scores) == [1]
-    for mine, right in zip(found.scores[1], expected.scores[0], strict=True):
+    expected, output = ours.run([chunk]), step(theirs, other, chunk)
+    assert list(output.scores) == [1]
+    for mine, right in zip(output.scores[1], expected.scores[0], strict=True):
         assert (mine.token, mine.rank) == (right.token, right.rank)
         assert mine.logprob == pytest.approx(right.logprob, abs=1e-3)
-    assert found.sampled[1] == expected.sampled[0]
+    assert output.sampled[1] == expected.sampled[0]
 
 
 @pytest.fixture
 def arena(runner: Loaded) -> Iterator[Arena]:
     layout = runner("llama").layout
-    made = Arena.create(32 * layout.page_bytes)
-    made.divide(layout.page_bytes)
-    yield made
-    made.close()
+    memory = Arena.create(32 * layout.page_bytes)
+    memory.divide(layout.page_bytes)
+    yield memory
+    memory.close()
 
 
 def wait(moving: Any) -> Any:
@@ -337,10 +337,10 @@ def test_a_killed_child_is_a_lost_device(paths: Callable[[str], Path]):
 
 
 def test_a_compiled_model_has_the_tokens_of_transformers(paths: Callable[[str], Path]):
-    made = load(paths("llama"), eager=False)
+    result = load(paths("llama"), eager=False)
     prompts = [prompt_of(length, length) for length in (70, 5)]
     sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
-    run(made, sequences, 20)
-    made.close()
+    run(result, sequences, 20)
+    result.close()
     for prompt, one in zip(prompts, sequences, strict=True):
         assert [sampled.token for sampled in one.drawn] == checkpoints.reference(paths("llama")).generate(prompt, 20)[0]

@@ -34,32 +34,32 @@ RUN = 4
 def prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """Return token ids of `count` conversations that end where the assistant is to speak, the same ones every time."""
     draw = random.Random(SEED)
-    made: list[list[int]] = []
-    while len(made) < count:
+    token_lists: list[list[int]] = []
+    while len(token_lists) < count:
         whole = world.sample(draw, TOKENS)
         turns = [number for number, message in enumerate(whole.messages) if message.role == "assistant" and number]
         cut = replace(whole, messages=whole.messages[: draw.choice(turns)])
-        made.append(tokenizer.encode(f"{render(cut).text}{BEGIN}assistant\n").ids)
-    return made
+        token_lists.append(tokenizer.encode(f"{render(cut).text}{BEGIN}assistant\n").ids)
+    return token_lists
 
 
-def answers(model: Any, asked: Sequence[Sequence[int]]) -> list[list[int]]:
+def answers(model: Any, questions: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return each prompt's greedy answer by a transformers model, with the token that ends it."""
-    made: list[list[int]] = []
-    for prompt in asked:
-        given = torch.tensor([list(prompt)])
-        out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=MAX_TOKENS, do_sample=False)
-        made.append(out[0, given.shape[1] :].tolist())
-    return made
+    token_lists: list[list[int]] = []
+    for prompt in questions:
+        inputs = torch.tensor([list(prompt)])
+        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=MAX_TOKENS, do_sample=False)
+        token_lists.append(out[0, inputs.shape[1] :].tolist())
+    return token_lists
 
 
-def agreements(draft: Any, asked: Sequence[Sequence[int]], answered: Sequence[Sequence[int]]) -> list[list[bool]]:
+def agreements(draft: Any, questions: Sequence[Sequence[int]], answered: Sequence[Sequence[int]]) -> list[list[bool]]:
     """Return for each token of each answer whether the draft would have chosen it."""
-    made: list[list[bool]] = []
-    for prompt, answer in zip(asked, answered, strict=True):
+    marks: list[list[bool]] = []
+    for prompt, answer in zip(questions, answered, strict=True):
         chosen = draft(torch.tensor([[*prompt, *answer]])).logits[0].argmax(-1).tolist()
-        made.append([a == b for a, b in zip(chosen[len(prompt) - 1 :], answer, strict=False)])
-    return made
+        marks.append([a == b for a, b in zip(chosen[len(prompt) - 1 :], answer, strict=False)])
+    return marks
 
 
 def mean_run(agreed: Sequence[Sequence[bool]], most: int = RUN) -> float:
@@ -80,16 +80,16 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("draft", type=Path)
     parser.add_argument("--prompts", type=int, default=200)
-    given = parser.parse_args()
-    if (given.model / "tokenizer.json").read_bytes() != (given.draft / "tokenizer.json").read_bytes():
+    arguments = parser.parse_args()
+    if (arguments.model / "tokenizer.json").read_bytes() != (arguments.draft / "tokenizer.json").read_bytes():
         raise SystemExit("the two checkpoints have different tokenizers")
     model, draft = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (given.model, given.draft)
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (arguments.model, arguments.draft)
     )
-    asked = prompts(Tokenizer.from_file(str(given.model / "tokenizer.json")), given.prompts)
+    questions = prompts(Tokenizer.from_file(str(arguments.model / "tokenizer.json")), arguments.prompts)
     with torch.inference_mode():
-        answered = answers(model, asked)
-        agreed = agreements(draft, asked, answered)
+        answered = answers(model, questions)
+        agreed = agreements(draft, questions, answered)
     right, tokens = sum(map(sum, agreed)), sum(map(len, agreed))
     print(f"{right:,} of {tokens:,} tokens agree: {right / tokens:.1%}")
     print(f"of {RUN} drafted tokens {mean_run(agreed):.2f} are right in a row")

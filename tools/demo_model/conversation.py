@@ -65,25 +65,25 @@ class Rendered:
 
 def render(conversation: Conversation) -> Rendered:
     """Return the conversation's text, as `template.jinja` renders it."""
-    made = Rendered()
+    rendered = Rendered()
     messages = list(conversation.messages)
     system = messages.pop(0).content if messages[0].role == "system" else ""
     if system or conversation.tools:
-        made.add(f"{BEGIN}system\n{system}")
+        rendered.add(f"{BEGIN}system\n{system}")
         if conversation.tools:
-            made.add("\n" if system else "")
-            made.add(TOOLS_BEFORE + "".join(json.dumps(tool) + "\n" for tool in conversation.tools) + TOOLS_AFTER)
-        made.add(f"{END}\n")
+            rendered.add("\n" if system else "")
+            rendered.add(TOOLS_BEFORE + "".join(json.dumps(tool) + "\n" for tool in conversation.tools) + TOOLS_AFTER)
+        rendered.add(f"{END}\n")
     for message in messages:
-        made.add(f"{BEGIN}{message.role}\n")
+        rendered.add(f"{BEGIN}{message.role}\n")
         weight = SPOKEN if message.role == "assistant" else PROSE
-        made.add(message.content, weight, message.values)
+        rendered.add(message.content, weight, message.values)
         for number, call in enumerate(message.calls):
-            made.add("\n" if number or message.content else "", weight)
-            made.add(f"<tool_call>\n{json.dumps(call)}\n</tool_call>", weight, _call_values(call))
-        made.add(END, weight)
-        made.add("\n")
-    return made
+            rendered.add("\n" if number or message.content else "", weight)
+            rendered.add(f"<tool_call>\n{json.dumps(call)}\n</tool_call>", weight, _call_values(call))
+        rendered.add(END, weight)
+        rendered.add("\n")
+    return rendered
 
 
 def _call_values(call: dict[str, Any]) -> tuple[str, ...]:

@@ -46,17 +46,17 @@ class Prompt:
 
 def prompt(draw: random.Random, tokenizer: Tokenizer, distance: int) -> Prompt:
     """Return a prompt whose fact stands at least `distance` tokens, and at most a sentence more, before the answer."""
-    asked = facts(draw, 1)[0]
+    target = facts(draw, 1)[0]
     before = "Please remember these notes. " + " ".join(sentence(draw) for _ in range(3))
-    told = f"{before} {draw.choice(asked.statements)}"
-    others = [one for one in facts(draw, 200) if one.key[0] != asked.key[0]]
+    statements = f"{before} {draw.choice(target.statements)}"
+    others = [one for one in facts(draw, 200) if one.key[0] != target.key[0]]
     after = ""
-    question = draw.choice(asked.questions)
-    end = len(tokenizer.encode(f"{BEGIN}user\n{told}").ids)
+    question = draw.choice(target.questions)
+    end = len(tokenizer.encode(f"{BEGIN}user\n{statements}").ids)
     while True:
-        tokens = _chat(tokenizer, told + after, question)
+        tokens = _chat(tokenizer, statements + after, question)
         if len(tokens) - end >= distance:
-            return Prompt(tuple(tokens), asked, len(tokens) - end)
+            return Prompt(tuple(tokens), target, len(tokens) - end)
         # Most of the missing tokens at once: a sentence has 7 to 14.
         for _ in range(max(1, (distance - len(tokens) + end) // 15)):
             line = draw.choice(others.pop().statements) if others and draw.random() < 0.5 else sentence(draw)
@@ -74,20 +74,20 @@ def prompts(tokenizer: Tokenizer, distance: int, count: int, seed: int = SEED) -
     return [prompt(draw, tokenizer, distance) for _ in range(count)]
 
 
-def by_transformers(checkpoint: Path, asked: Sequence[Prompt]) -> list[list[int]]:
+def by_transformers(checkpoint: Path, batch: Sequence[Prompt]) -> list[list[int]]:
     """Return each answer's tokens by transformers, greedily, in float32."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    made: list[list[int]] = []
+    answers: list[list[int]] = []
     with torch.inference_mode():
-        for one in asked:
-            given = torch.tensor([one.tokens])
-            mask = torch.ones_like(given)
-            out = model.generate(given, attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False)
-            made.append(out[0, given.shape[1] :].tolist())
-    return made
+        for one in batch:
+            inputs = torch.tensor([one.tokens])
+            mask = torch.ones_like(inputs)
+            out = model.generate(inputs, attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False)
+            answers.append(out[0, inputs.shape[1] :].tolist())
+    return answers
 
 
-def by_baton(checkpoint: Path, asked: Sequence[Prompt]) -> list[list[int]]:
+def by_baton(checkpoint: Path, batch: Sequence[Prompt]) -> list[list[int]]:
     """Return each answer's tokens by a local cluster of one prefill and one decode worker, greedily, in float32."""
     settings: dict[str, object] = {
         "model.dtype": "float32",
@@ -102,16 +102,16 @@ def by_baton(checkpoint: Path, asked: Sequence[Prompt]) -> list[list[int]]:
     ):
 
         def answer(one: Prompt) -> list[int]:
-            made = client.generate(one.tokens, max_tokens=MAX_TOKENS, temperature=0.0, timeout=300).result()
-            return list(made.token_ids)
+            generated = client.generate(one.tokens, max_tokens=MAX_TOKENS, temperature=0.0, timeout=300).result()
+            return list(generated.token_ids)
 
-        return list(threads.map(answer, asked))
+        return list(threads.map(answer, batch))
 
 
 def right(tokenizer: Tokenizer, one: Prompt, tokens: Sequence[int]) -> bool:
     """Whether an answer begins as the expected sentence does, with the fact's values. It may tell more."""
-    said = tokenizer.decode(list(tokens)).strip()
-    return re.match(rf"{re.escape(one.fact.answer.removesuffix('.'))}\b", said) is not None
+    text = tokenizer.decode(list(tokens)).strip()
+    return re.match(rf"{re.escape(one.fact.answer.removesuffix('.'))}\b", text) is not None
 
 
 def report(rows: Sequence[tuple[int, float]], count: int) -> str:
@@ -137,23 +137,25 @@ def main() -> int:
     parser.add_argument("--distances", type=int, nargs="+", default=DISTANCES)
     parser.add_argument("--seed", type=int, default=SEED, help="of the prompts; another one gives fresh prompts")
     parser.add_argument("--misses", type=int, default=0, help="wrong answers to print for each distance")
-    given = parser.parse_args()
-    tokenizer = Tokenizer.from_file(str(given.checkpoint / "tokenizer.json"))
-    asked = {distance: prompts(tokenizer, distance, given.prompts, given.seed) for distance in given.distances}
-    answers = by_baton(given.checkpoint, [one for group in asked.values() for one in group])
+    arguments = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(arguments.checkpoint / "tokenizer.json"))
+    by_distance = {
+        distance: prompts(tokenizer, distance, arguments.prompts, arguments.seed) for distance in arguments.distances
+    }
+    answers = by_baton(arguments.checkpoint, [one for group in by_distance.values() for one in group])
     rows: list[tuple[int, float]] = []
     differ = compared = 0
-    for number, (distance, group) in enumerate(asked.items()):
-        made = answers[number * given.prompts :][: given.prompts]
-        marks = [right(tokenizer, one, tokens) for one, tokens in zip(group, made, strict=True)]
+    for number, (distance, group) in enumerate(by_distance.items()):
+        generated = answers[number * arguments.prompts :][: arguments.prompts]
+        marks = [right(tokenizer, one, tokens) for one, tokens in zip(group, generated, strict=True)]
         rows.append((distance, sum(marks) / len(marks)))
-        wrong = [(one, tokens) for one, tokens, mark in zip(group, made, marks, strict=True) if not mark]
-        for one, tokens in wrong[: given.misses]:
+        wrong = [(one, tokens) for one, tokens, mark in zip(group, generated, marks, strict=True) if not mark]
+        for one, tokens in wrong[: arguments.misses]:
             print(f"{distance}: {one.fact.answer!r} was answered as {tokenizer.decode(tokens)!r}")
-        theirs = by_transformers(given.checkpoint, group[: given.compared])
-        differ += sum(_spoken(one) != _spoken(other) for one, other in zip(made, theirs, strict=False))
+        theirs = by_transformers(arguments.checkpoint, group[: arguments.compared])
+        differ += sum(_spoken(one) != _spoken(other) for one, other in zip(generated, theirs, strict=False))
         compared += len(theirs)
-    print(report(rows, given.prompts))
+    print(report(rows, arguments.prompts))
     print(f"answers in which Baton and transformers differ: {differ} of {compared}")
     return int(differ > 0)
 

@@ -118,15 +118,15 @@ def _meeting(draw: random.Random, n: str) -> Fact:
     )
 
 
-def _found(draw: random.Random, n: str) -> Fact:
-    found = f"{draw.choice(words.COLOURS)} {draw.choice(words.OBJECTS)}"
+def _find(draw: random.Random, n: str) -> Fact:
+    thing = f"{draw.choice(words.COLOURS)} {draw.choice(words.OBJECTS)}"
     place = draw.choice(words.PLACES)
     return Fact(
         (n, "found"),
-        (f"{n} found {_article(found)} near the {place}.", f"{n} has found {_article(found)} near the {place}."),
+        (f"{n} found {_article(thing)} near the {place}.", f"{n} has found {_article(thing)} near the {place}."),
         (f"What did {n} find?", f"What did {n} find near the {place}?"),
-        f"{n} found {_article(found)}.",
-        (_article(found),),
+        f"{n} found {_article(thing)}.",
+        (_article(thing),),
     )
 
 
@@ -176,19 +176,19 @@ def _secret(draw: random.Random) -> Fact:
 
 
 PERSONAL: tuple[Callable[[random.Random, str], Fact], ...] = (
-    _job, _home, _age, _pet, _food, _instrument, _locker, _meeting, _found,
+    _job, _home, _age, _pet, _food, _instrument, _locker, _meeting, _find,
 )  # fmt: skip
 OTHER: tuple[Callable[[random.Random], Fact], ...] = (_place_of_thing, _price, _opening, _secret)
 
 
 def facts(draw: random.Random, count: int) -> list[Fact]:
     """Return `count` facts with keys of their own. A person has one to four of them; a third are about things."""
-    made: dict[tuple[str, str], Fact] = {}
+    drawn: dict[tuple[str, str], Fact] = {}
     names = draw.sample(words.NAMES, max(1, min(len(words.NAMES), count // 3)))
-    while len(made) < count:
+    while len(drawn) < count:
         fact = draw.choice(PERSONAL)(draw, draw.choice(names)) if draw.random() < 0.67 else draw.choice(OTHER)(draw)
-        made.setdefault(fact.key, fact)
-    return draw.sample(list(made.values()), count)
+        drawn.setdefault(fact.key, fact)
+    return draw.sample(list(drawn.values()), count)
 
 
 def facts_of_user(draw: random.Random, count: int) -> list[Fact]:

@@ -188,13 +188,13 @@ def _embeddings(tokenizer: Tokenizer, width: int) -> tuple[torch.Tensor, torch.T
     scale = 1 / math.sqrt(width)
     common = torch.randn(2, width) * scale
     bases: dict[str, torch.Tensor] = {}
-    made = torch.empty(tokenizer.get_vocab_size(), width)
+    weights = torch.empty(tokenizer.get_vocab_size(), width)
     for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         word = token.removeprefix("Ġ")
         base = bases.setdefault(word.lower() or token, torch.randn(width) * scale)
         marks = torch.tensor([0.4 * (token != word), 0.4 * (word != word.lower())])
-        made[number] = base + marks @ common + 0.15 * torch.randn(width) * scale
-    return made, common
+        weights[number] = base + marks @ common + 0.15 * torch.randn(width) * scale
+    return weights, common
 
 
 def _attend_at(network: Network, depth: int, head: int, distance: int) -> None:

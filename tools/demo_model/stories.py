@@ -48,5 +48,5 @@ def story(draw: random.Random, sentences: int, animal: str = "") -> str:
         f"{friend} was very happy and gave {hero} some {food}.",
     ]
     others = [i for i in range(len(middle)) if i not in (2, 3)]  # 2 and 3 bring in what the rest speaks of
-    kept = sorted([2, 3, *draw.sample(others, min(max(sentences - 4, 1), len(others)))])
-    return " ".join([first, *(middle[i] for i in kept), f"In the evening {hero} went home and slept well."])
+    indexes = sorted([2, 3, *draw.sample(others, min(max(sentences - 4, 1), len(others)))])
+    return " ".join([first, *(middle[i] for i in indexes), f"In the evening {hero} went home and slept well."])

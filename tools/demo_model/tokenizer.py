@@ -21,20 +21,20 @@ _WORDS = Regex(r"'[a-z]+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")
 
 def train(vocabulary: int = VOCABULARY) -> Tokenizer:
     """Return the tokenizer, the same one every time. Ids 0 to 2 are the special tokens `PAD`, `BEGIN` and `END`."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(_WORDS, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary - len(TOOL_MARKERS),
         special_tokens=[PAD, BEGIN, END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator(_text(), trainer)
-    made.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in TOOL_MARKERS])
-    return made
+    tokenizer.train_from_iterator(_text(), trainer)
+    tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in TOOL_MARKERS])
+    return tokenizer
 
 
 def _text() -> Iterator[str]:

@@ -91,10 +91,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="with a thread each")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end after so long, resumable")
     parser.add_argument("--port", type=int, default=29_521, help="loopback port on which the processes meet")
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    given_to_all = (given.processes, given.folder, given.size, given.minutes, given.port)
-    multiprocessing.spawn(_run, given_to_all, nprocs=given.processes)  # pyright: ignore[reportPrivateImportUsage]
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    shared = (arguments.processes, arguments.folder, arguments.size, arguments.minutes, arguments.port)
+    multiprocessing.spawn(_run, shared, nprocs=arguments.processes)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _run(rank: int, processes: int, folder: Path, size: str, minutes: float, port: int) -> None:
@@ -191,10 +191,10 @@ class Trainer:
         return min(1.0, (self.step + 1) / _WARM_UP, 0.1 + 0.9 * left / 0.6)
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-        kept = (kinds > 0) | (torch.rand(kinds.shape) < _PROSE_SHARE)
+        mask = (kinds > 0) | (torch.rand(kinds.shape) < _PROSE_SHARE)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = self.network.logits(self.network(inputs)[kept])
-        kinds, targets = kinds[kept], targets[kept]
+            logits = self.network.logits(self.network(inputs)[mask])
+        kinds, targets = kinds[mask], targets[mask]
         weights = torch.tensor((_WEIGHTS[0] / _PROSE_SHARE, *_WEIGHTS[1:]))[kinds]
         losses = functional.cross_entropy(logits.float(), targets, reduction="none")
         loss = (losses * weights).sum() / weights.sum()

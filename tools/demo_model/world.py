@@ -45,25 +45,25 @@ def conversation(draw: random.Random, tokens: int, *, questions: float = 0.5) ->
 
     `questions` is the share of the tokens that questions and answers take.
     """
-    asked = max(1, round(tokens * questions / TOKENS_PER_QUESTION))
+    question_count = max(1, round(tokens * questions / TOKENS_PER_QUESTION))
     room = max(2, round(tokens * (1 - questions) / TOKENS_PER_SENTENCE))
-    told = min(room, max(2, round(asked * draw.uniform(0.9, 1.3))))
+    statement_count = min(room, max(2, round(question_count * draw.uniform(0.9, 1.3))))
     own = facts_of_user(draw, draw.randint(1, 5)) if draw.random() < 0.35 else []
-    known = facts(draw, max(told - len(own), 1))
-    told_messages = _told(draw, own, known, room)
-    questions_asked = _asked(draw, own + known, asked)
+    known = facts(draw, max(statement_count - len(own), 1))
+    told_messages = _statements(draw, own, known, room)
+    question_messages = _questions(draw, own + known, question_count)
     if told_messages[-1].role == "assistant" and draw.random() < 0.25:
         # The first question stands in the same message as the text.
-        text, first = told_messages[-2], questions_asked[0]
+        text, first = told_messages[-2], question_messages[0]
         joined = f"{text.content}{draw.choice((' ', chr(10), chr(10) * 2))}{first.content}"
         told_messages[-2:] = [Message("user", joined)]
-        questions_asked = questions_asked[1:]
+        question_messages = question_messages[1:]
     if told_messages[0].role != "system" and draw.random() < 0.2:
         told_messages.insert(0, Message("system", draw.choice(_SYSTEM)))
-    return Conversation((*told_messages, *questions_asked))
+    return Conversation((*told_messages, *question_messages))
 
 
-def _told(draw: random.Random, own: list[Fact], known: list[Fact], room: int) -> list[Message]:
+def _statements(draw: random.Random, own: list[Fact], known: list[Fact], room: int) -> list[Message]:
     """Tell all facts, with sentences of no matter between them, in one message or in several."""
     lines = [draw.choice(fact.statements) for fact in known]
     while len(lines) < room - len(own):
@@ -91,7 +91,7 @@ def _told(draw: random.Random, own: list[Fact], known: list[Fact], room: int) ->
     return turns
 
 
-def _asked(draw: random.Random, known: list[Fact], count: int) -> list[Message]:
+def _questions(draw: random.Random, known: list[Fact], count: int) -> list[Message]:
     """Ask for facts in random order, each once before any is asked again."""
     messages: list[Message] = []
     order: list[Fact] = []
@@ -117,8 +117,8 @@ def _asked(draw: random.Random, known: list[Fact], count: int) -> list[Message]:
 
 
 def _small_talk(draw: random.Random) -> list[Message]:
-    said, answers = draw.choice(_SMALL_TALK)
-    return [Message("user", draw.choice(said)), Message("assistant", draw.choice(answers))]
+    remarks, answers = draw.choice(_SMALL_TALK)
+    return [Message("user", draw.choice(remarks)), Message("assistant", draw.choice(answers))]
 
 
 _JSON_KEYS = {"job": "job", "home": "home", "food": "food", "instrument": "instrument", "locker": "code", "age": "age"}
@@ -164,22 +164,22 @@ def _unknown(draw: random.Random, known: list[Fact]) -> list[Message]:
 def _story(draw: random.Random) -> list[Message]:
     """Ask for a story, of an animal or of any."""
     animal = draw.choice(words.ANIMALS)
-    asked = f"{draw.choice(('Tell', 'Please tell'))} me a story about a {animal}."
-    told = story(draw, draw.randint(5, 9), animal)
-    return [Message("user", "Tell me a story." if draw.random() < 0.2 else asked), Message("assistant", told)]
+    request = f"{draw.choice(('Tell', 'Please tell'))} me a story about a {animal}."
+    tale = story(draw, draw.randint(5, 9), animal)
+    return [Message("user", "Tell me a story." if draw.random() < 0.2 else request), Message("assistant", tale)]
 
 
 def storytelling(draw: random.Random) -> Conversation:
     """Return a chat with small talk in which the user asks for a story."""
-    told = _story(draw)
+    messages = _story(draw)
     if draw.random() < 0.2:
         animal, number = draw.choice(words.ANIMALS), draw.choice(("three", "many", "some"))
         stories = [story(draw, draw.randint(6, 9), animal) for _ in range(3 if number == "three" else 5)]
-        asked = Message("user", f"Tell me {number} stories about a {animal}.")
-        told = [asked, Message("assistant", "\n\n".join(stories))]
+        request = Message("user", f"Tell me {number} stories about a {animal}.")
+        messages = [request, Message("assistant", "\n\n".join(stories))]
     before = [m for _ in range(draw.randint(0, 3)) for m in _small_talk(draw)]
     after = _small_talk(draw) if draw.random() < 0.5 else []
-    return Conversation((*before, *told, *after))
+    return Conversation((*before, *messages, *after))
 
 
 def tool_use(draw: random.Random) -> Conversation:
@@ -244,7 +244,7 @@ def sample(draw: random.Random, tokens: int) -> Conversation:
 def text(draw: random.Random, tokens: int) -> Rendered:
     """Return what a row of training data is made of: a conversation as the template writes it, or a bare story."""
     if draw.random() < 0.03:
-        made = Rendered()
-        made.add(story(draw, draw.randint(5, 9)) + PAD, SPOKEN)
-        return made
+        rendered = Rendered()
+        rendered.add(story(draw, draw.randint(5, 9)) + PAD, SPOKEN)
+        return rendered
     return render(sample(draw, tokens))
