@@ -35,6 +35,7 @@ from router.frontend.api.gates import check_places
 from router.frontend.api.operator.calls import OperatorCalls, checked
 from router.frontend.api.server import ApiServer
 from router.frontend.api.streaming import disconnected, error_response, json_response
+from router.frontend.chat.repairs import Repairs
 from router.frontend.generation import GenerationService
 from router.frontend.identity import THIS_USER, Gatekeeper, caller, note_refusal
 
@@ -107,6 +108,7 @@ class OperatorServer:
 
     async def _read(self, kind: type[OperatorCall[Any]], request: Request) -> OperatorCall[Any] | events.PinPrefix:
         if request.method == "POST":
+            request.state.repairs = Repairs(setting=False)
             return await self._bodies.read(request, kind, lambda call: checked(call, self._model, self._clock.now()))
         try:
             return msgspec.convert(dict(request.query_params), kind, strict=False)
