@@ -244,7 +244,7 @@ def test_limits_of_a_key(tmp_path: Path) -> None:
                 "POST", "/v1/completions", {**BODY, "prompt": [7] * 31}, authorization=f"Bearer {key}"
             )
             assert status == 400
-            assert "31 tokens exceeds the 30 that the API key 'one' may send" in body["error"]["message"]
+            assert "maximum context length is 30 tokens for the API key 'one'" in body["error"]["message"]
             status, reason, details = await client.refusal(key, request(stop=["x" * 400, "y" * 400]))
             assert (status, reason) == ("INVALID_ARGUMENT", "payload_too_large")
             assert "500" in details
