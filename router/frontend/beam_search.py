@@ -78,8 +78,8 @@ def _result(
     output: FinishedBeam, first: RequestEnded, request: GenerationRequest, text_of: TextOf, now: float
 ) -> Result:
     beam, asked, summary = output.beam, request.sampling.logprobs, first.summary
-    told = [] if asked is None else [replace(one, top=one.top[:asked]) for one in beam.logprobs]
+    logprobs = [] if asked is None else [replace(one, top=one.top[:asked]) for one in beam.logprobs]
     usage = Usage(request.prompt, summary.usage.cached, len(beam.tokens))
     account = Summary(dataclasses.replace(summary.timeline, ended=now), summary.submitted, usage, summary.served)
     ended = replace(first, outcome=Finished(output.reason), summary=account)
-    return Result(Output(text_of(beam.tokens), list(beam.tokens), told), ended)
+    return Result(Output(text_of(beam.tokens), list(beam.tokens), logprobs), ended)

@@ -92,7 +92,8 @@ class GenerationService:
             request = await self._checked(name, size, read)
             request = replace(request, received=received, deadline=deadline, tenant=caller.get().tenant)
             if spans is not None:
-                spans.add_attributes(_asked(request), 1 if request.length_penalty is not None else request.best_of)
+                outputs = 1 if request.length_penalty is not None else request.best_of
+                spans.add_attributes(_span_attributes(request), outputs)
             return await self._begun(request, spans)
         except BatonError as error:
             if spans is not None:
@@ -123,17 +124,17 @@ class GenerationService:
         """Return the checked request of this task's caller. Raises BatonError."""
         model, draw_seed = self.model, self.driver.draw_seed
         request = await self.apart(size, lambda: generation_request(read(), name, model, draw_seed))
-        who = caller.get()
-        if who.max_prompt_tokens is not None and request.prompt > who.max_prompt_tokens:
+        identity = caller.get()
+        if identity.max_prompt_tokens is not None and request.prompt > identity.max_prompt_tokens:
             raise ContextTooLong(
-                f"The maximum context length is {who.max_prompt_tokens} tokens for the API key {who.name!r}. "
+                f"The maximum context length is {identity.max_prompt_tokens} tokens for the API key {identity.name!r}. "
                 f"However, your prompt contains {request.prompt} input tokens; send fewer",
-                prompt=request.prompt, context=who.max_prompt_tokens,
+                prompt=request.prompt, context=identity.max_prompt_tokens,
             )  # fmt: skip
         if request.length_penalty is not None:
             check_width(request.best_of, len(request.stop_token_ids))
         if (grammar := request.sampling.grammar) is not None:
-            grammar = await self._grammars.check(grammar, who.tenant)
+            grammar = await self._grammars.check(grammar, identity.tenant)
             return replace(request, sampling=replace(request.sampling, grammar=grammar))
         return request
 
@@ -182,17 +183,17 @@ def _chosen(request: GenerationRequest, results: ResultSet) -> list[Generation]:
     return [Generation(request, stream, results.close) for stream in results.streams]
 
 
-def _asked(request: GenerationRequest) -> dict[str, Value]:
-    """What a request asks for, as its span tells it."""
+def _span_attributes(request: GenerationRequest) -> dict[str, Value]:
+    """Return what a request sets, by the names of OpenTelemetry."""
     sampling = request.sampling
-    told: dict[str, Value] = {
+    attributes: dict[str, Value] = {
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.n": request.n,
         "baton.priority": request.priority,
     }
     if sampling.top_k:
-        told["gen_ai.request.top_k"] = sampling.top_k
+        attributes["gen_ai.request.top_k"] = sampling.top_k
     if request.max_tokens is not None:
-        told["gen_ai.request.max_tokens"] = request.max_tokens
-    return told
+        attributes["gen_ai.request.max_tokens"] = request.max_tokens
+    return attributes

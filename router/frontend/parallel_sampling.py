@@ -158,8 +158,8 @@ async def best_of(
 
 
 def _mean(output: Output) -> float:
-    told = output.logprobs
-    return sum(one.logprob for one in told) / len(told) if told else -inf
+    logprobs = output.logprobs
+    return sum(one.logprob for one in logprobs) / len(logprobs) if logprobs else -inf
 
 
 News = Output | RequestEnded

@@ -113,10 +113,10 @@ def checked(tools: Sequence[Json]) -> dict[str, Json]:
         if tool.get("type", "function") != kind:
             raise unsupported(f"{at}.type", tool["type"], "send functions and custom tools alone")
         check = checked_custom if kind == "custom" else checked_function
-        told = check(f"{at}.{kind}", tool.get(kind))
-        if told["name"] in found:
-            raise wrong(f"{at}.{kind}.name", f"it is {told['name']!r} again; each tool needs a name of its own")
-        found[told["name"]] = {"type": "function", "function": told}
+        function = check(f"{at}.{kind}", tool.get(kind))
+        if function["name"] in found:
+            raise wrong(f"{at}.{kind}.name", f"it is {function['name']!r} again; each tool needs a name of its own")
+        found[function["name"]] = {"type": "function", "function": function}
     if tools and (size := len(msgspec.json.encode(list(found.values())))) > _MAX_BYTES:
         raise wrong("tools", f"they have {size} bytes; at most {_MAX_BYTES} are allowed")
     return found
@@ -142,7 +142,7 @@ def checked_function(at: str, function: Any, schema: str = "parameters") -> Json
 
 def checked_custom(at: str, custom: Any) -> Json:
     """A tool that takes a text, as a function with one argument. Raises InvalidRequest with the field's path."""
-    told = checked_function(at, custom, schema="")
+    function = checked_function(at, custom, schema="")
     form: Any = custom.get("format")
     argument: Json = {"type": "string"}
     match form:
@@ -161,7 +161,7 @@ def checked_custom(at: str, custom: Any) -> Json:
             raise wrong(f"{at}.format", f"it is {shown(repr(form))}; its type must be text or grammar")
     name = text_argument.NAME
     members: Json = {"properties": {name: argument}, "required": [name], "additionalProperties": False}
-    return told | {"parameters": {"type": "object", **members}}
+    return function | {"parameters": {"type": "object", **members}}
 
 
 def _takes_text(tool: Json) -> bool:

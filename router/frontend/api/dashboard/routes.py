@@ -74,8 +74,8 @@ class DashboardRoutes:
             try:
                 self._viewers.admit(request.headers.get(VIEWER, ""))
                 query = request.query_params
-                told = await self._calls.answer_of(query.get("router", ""), call_of(query))
-                return Response(msgspec.json.encode(told), headers=_DATA_HEADERS)
+                answer = await self._calls.answer_of(query.get("router", ""), call_of(query))
+                return Response(msgspec.json.encode(answer), headers=_DATA_HEADERS)
             except BatonError as error:
                 response = error_response(error)
                 response.headers.update(_DATA_HEADERS)
