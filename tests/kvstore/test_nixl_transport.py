@@ -118,7 +118,9 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
 def test_slots_are_given_back_when_the_reader_is_gone(stores: Callable[..., Store]) -> None:
     b = stores("b", silence_s=1.0)
     program = (
-        "import sys; from tests.kvstore.test_zmq_transport import Store, PageSource, AskPeer, FetchHeartbeat;"
+        "import sys; from tests.kvstore.test_zmq_transport import Store;"
+        "from kvstore.transport.interface import AskPeer;"
+        "from baton.messages import PageSource; from baton.peer_protocol import FetchHeartbeat;"
         "from baton.wire import use_keys; from tests.support.cluster_keys import KEYS; use_keys(KEYS);"
         "from kvstore.transport.nixl_transport import NixlTransport; a = Store('a', kind=NixlTransport);"
         "a.expect(1, {i: i for i in range(64)});"

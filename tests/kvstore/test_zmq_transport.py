@@ -431,7 +431,9 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
 ) -> None:
     b = stores("b", silence_s=1.0, page=page)
     program = (
-        "import sys; from tests.kvstore.test_zmq_transport import Store, PageSource, AskPeer, FetchPages;"
+        "import sys; from tests.kvstore.test_zmq_transport import Store;"
+        "from kvstore.transport.interface import AskPeer;"
+        "from baton.messages import PageSource; from baton.peer_protocol import FetchPages;"
         "from baton.wire import use_keys; from tests.support.cluster_keys import KEYS; use_keys(KEYS);"
         "a = Store('a', page=int(sys.argv[2]));"
         "a.do(AskPeer(PageSource('b', sys.argv[1], 0), FetchPages(1, a.page, b'', True, 64))); a.until(lambda: False)"

@@ -156,11 +156,9 @@ def test_the_systems_messages_of_the_other_doors(tmp_path: Path, monkeypatch: py
             assert await it.prompt("messages", {"system": "A", "messages": [USER, system("B")]}) == right
             body = {"instructions": "A", "input": [system("B", "developer"), USER]}
             assert await it.prompt("responses", body) == (right[0], "role, system")
-            streamed = await it.client.http.post(
-                f"{it.client.url}/v1/messages",
-                json={"system": "A", "messages": [USER, system("B")], "max_tokens": 4, "stream": True},
-            )
-            assert streamed.headers["baton-repairs"] == "system"
+            body = {"system": "A", "messages": [USER, system("B")], "max_tokens": 4, "stream": True}
+            async with it.client.http.post(f"{it.client.url}/v1/messages", json=body) as streamed:
+                assert streamed.headers["baton-repairs"] == "system"
             for path, body, at in (
                 ("chat/completions", {"messages": [USER, system("A", "wizard")]}, "messages[1].role"),
                 ("chat/completions", {"messages": [USER, system("A", "System")]}, "messages[1].role"),

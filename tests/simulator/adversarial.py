@@ -91,7 +91,7 @@ class Crowd:
     def unpin(self, router: str) -> None:
         """Give up every pin of a router."""
         for pin in self.cluster.routers[router].state.pins("", self.cluster.agenda.now):
-            self.cluster.routers[router].tell(UnpinPrefix(pin.pin))
+            self.cluster.routers[router].tell(UnpinPrefix(pin.id))
 
     # --- faults -------------------------------------------------------------------------------------------------------
 

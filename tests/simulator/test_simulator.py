@@ -106,9 +106,9 @@ def test_a_seed_decides_everything(tmp_path: Path) -> None:
         out = tmp_path / "result.json"
         arguments = ["--cluster", "2P+2D", "--poisson", "4", "--requests", "25", "--deaths", "60", "--loss", "0.01"]
         arguments += ["--set", "cluster.heartbeat_ms=500", "--seed", str(seed), "--json", str(out)]
-        command = [sys.executable, str(ROOT / "bench" / "simulate.py"), *arguments]
+        command = [sys.executable, "-m", "bench.router.simulate", *arguments]
         environment = {**os.environ, "PYTHONHASHSEED": hashes}
-        subprocess.run(command, check=True, capture_output=True, env=environment)
+        subprocess.run(command, check=True, capture_output=True, env=environment, cwd=ROOT)
         result = json.loads(out.read_text())
         del result["simulator"]
         return result

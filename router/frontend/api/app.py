@@ -289,10 +289,11 @@ class HttpApi:
 
     def _fitting(self, order: GenerationOrder, prompt: int, repairs: Repairs) -> int | None:
         """The tokens to generate: as many as were asked for, or where that may be lowered as many as fit."""
-        most, room = order.max_tokens, self._service.driver.state.most_tokens - prompt
-        if most is None or not 0 < room < most or not order.clamped or not repairs.make("limit"):
+        most = order.max_tokens
+        if most is None or not order.clamped:
             return most
-        return room
+        room = self._service.driver.state.most_tokens - prompt
+        return room if 0 < room < most and repairs.make("limit") else most
 
     # --- everything else ---------------------------------------------------------------------------------------------
 
