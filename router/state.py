@@ -634,6 +634,11 @@ class RouterState:
         return self._pinner.pins(tenant, now)
 
     @property
+    def queued(self) -> int:
+        """The requests that wait for a worker."""
+        return len(self._admission.queue)
+
+    @property
     def most_tokens(self) -> int:
         """The tokens of prompt and output together that a request may have at most."""
         return min(known for known in self._manager.context() if known is not None)

@@ -104,8 +104,9 @@ class FakeDriver:
         return "fp_0"
 
     def submit(
-        self, request: GenerationRequest, *, leader: OutputStream | None = None, spans: RequestSpans | None = None
-    ) -> OutputStream:
+        self, request: GenerationRequest, *, leader: OutputStream | None = None, further: bool = False,
+        spans: RequestSpans | None = None,
+    ) -> OutputStream:  # fmt: skip
         stream = OutputStream("r", TextStream.of(self.model.tokenizer, request))
         self._engine.add(stream, request.max_tokens or 1)
         return stream

@@ -24,6 +24,7 @@ from baton.messages import LoadReport, Message, ModelCard, Peer
 from baton.metrics import Metrics
 from baton.operator_api import NewPin
 from baton.samples import Labels
+from baton.timeline import Timeline
 from kvstore.keys import system_fingerprint
 from router.dashboard.monitor import DashboardMonitor
 from router.events import (
@@ -45,6 +46,7 @@ from router.events import (
     Shutdown,
     StopMatched,
     Subscribe,
+    Summary,
     Unsubscribe,
 )
 from router.frontend.detokenizer import TextStream
@@ -62,6 +64,7 @@ log = logging.getLogger(__name__)
 limited = RateLimitedLog(log, RateLimit(burst=20))
 
 _LOAD_SECONDS = 1.0  # between two looks at all workers' loads for `vllm_metrics`
+_SHARE = 4  # of the queue, one part takes further requests of bodies that have begun
 _OWN = 8  # digits of our incarnation that tell names of ours from those of any other router
 
 
@@ -110,10 +113,10 @@ class RouterDriver:
         self._pinning: dict[str, asyncio.Future[NewPin | Failed | Cancelled]] = {}
         self._last_token: dict[str, float] = {}
         self._max_tokens: dict[str, int | None] = {}
-        self._followers: dict[str, list[GenerationRequest]] = {}  # by their leader's name, until its first token
-        self._due_followers: deque[GenerationRequest] = (
-            deque()
-        )  # whose leader has one: each begins in a turn of the loop
+        self._held: dict[str, GenerationRequest] = {}  # that have not begun, by name
+        self._followers: dict[str, list[str]] = {}  # those held until their leader's first token, by its name
+        self._due: deque[str] = deque()  # those held until the queue has room: each begins in a turn of the loop
+        self._beginning = False  # such a turn is to come
         self._spans: dict[str, RequestSpans] = {}  # of requests that are traced
         self._load_due = float("-inf")
         self._heartbeat_age: Mapping[Labels, float] = {}
@@ -130,13 +133,16 @@ class RouterDriver:
     # --- clients -----------------------------------------------------------------------------------------------------
 
     def submit(
-        self, request: GenerationRequest, *, leader: OutputStream | None = None, spans: RequestSpans | None = None
-    ) -> OutputStream:
+        self, request: GenerationRequest, *, leader: OutputStream | None = None, further: bool = False,
+        spans: RequestSpans | None = None,
+    ) -> OutputStream:  # fmt: skip
         """Begin with a request; its output and its end come through the stream.
 
         `leader`: another sample of the same prompt. The request begins when the leader's prompt is computed, at its
-        first token, to share its pages. If the leader fails before that, so does the request. `spans` are told of its
-        beginning and its end. Raises Unavailable once the router is stopping."""
+        first token, to share its pages. If the leader fails before that, so does the request. `further`: another
+        prompt of the same body. Both begin as the queue has room, so that no body fills it: they are held for at most
+        as long as a request may wait in the queue. `spans` are told of its beginning and its end. Raises Unavailable
+        once the router is stopping."""
         if self.stopping and self.config.cluster.routers == 1:  # else only connections that are still open send any
             raise Unavailable("the router is stopping; ask again, or ask another router")
         # A client may use a name twice, here and at another router; the cluster never does.
@@ -148,31 +154,49 @@ class RouterDriver:
         if spans is not None:
             spans.begun()
             self._spans[name] = spans
-        if leader is None:
+        if leader is not None and leader.name in self._streams and leader.name not in self._last_token:
+            self._held[name] = request
+            self._followers.setdefault(leader.name, []).append(name)
+        elif leader is not None:  # it has its first token, or has ended
+            self._hold([replace(request, cached_on=leader.worker, ttft=None)])
+        elif further:
+            self._hold([replace(request, ttft=None)])
+        else:
             self.handle(request)
-        elif leader.name in self._streams and leader.name not in self._last_token:
-            self._followers.setdefault(leader.name, []).append(request)
-        else:  # it has its first token, or has ended
-            self.handle(replace(request, cached_on=leader.worker, ttft=None))
         return stream
 
     def abandon(self, stream: OutputStream) -> None:
         """The client has gone before the end."""
-        if self._drop_follower(stream.name):
+        if (request := self._held.get(stream.name)) is None:
+            self.handle(ClientGone(stream.name))
             return
-        self.handle(ClientGone(stream.name))
+        summary = Summary(Timeline(received=request.received), request.received)
+        self._end_held(RequestEnded(request.name, Cancelled("its client has gone"), summary))
 
-    def _drop_follower(self, name: str) -> bool:
-        """Forget a request whose leader has no token yet; whether it was one."""
-        for waiting in (*self._followers.values(), self._due_followers):
-            for request in waiting:
-                if request.name == name:
-                    waiting.remove(request)
-                    del self._streams[name], self._max_tokens[name]
-                    if (spans := self._spans.pop(name, None)) is not None:
-                        spans.forgotten()
-                    return True
-        return False
+    def _hold(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begin with requests as the queue has room for them."""
+        self._held |= {request.name: request for request in requests}
+        self._due += [request.name for request in requests]
+        self._begin_held()
+
+    def _begin_held(self) -> None:
+        """Begin with a held request in the loop's next turn, where one can begin. Many with a long prompt take a
+        while."""
+        while self._due and self._due[0] not in self._held:
+            self._due.popleft()  # its client has gone
+        if not self._due or self._beginning:
+            return
+        router, waited = self.config.router, self._clock.now() - self._held[self._due[0]].received
+        if self.state.queued <= router.max_queued // _SHARE or waited >= router.queue_timeout_ms / 1_000:
+            self._beginning = True
+            asyncio.get_running_loop().call_soon(self._begin_next)
+
+    def _begin_next(self) -> None:
+        self._beginning = False
+        if self._due and (request := self._held.pop(self._due.popleft(), None)) is not None:
+            self.handle(request)
+        else:
+            self._begin_held()
 
     async def pin_prefix(self, order: PinPrefix) -> NewPin:
         """Have a prefix computed and pinned, under a name that is made here. Raises BatonError. A caller that stops
@@ -210,6 +234,9 @@ class RouterDriver:
     def stop(self) -> None:
         """End every stream with Unavailable. Its client may ask the router that comes after this one."""
         self.handle(Shutdown())
+        while self._due:
+            if (request := self._held.pop(self._due.popleft(), None)) is not None:
+                self.handle(request)  # is refused
 
     def _number(self) -> str:
         """What no other router has given, nor this one before."""
@@ -230,6 +257,8 @@ class RouterDriver:
                     self._carry_out(command)
         finally:
             self._handling = False
+        if self._due:
+            self._begin_held()
 
     def _carry_out(self, command: RouterCommand) -> None:
         match command:
@@ -264,9 +293,8 @@ class RouterDriver:
         if not command.tokens:
             return
         if followers := self._followers.pop(name, ()):  # their objective for the first token is the leader's
-            if not self._due_followers:
-                asyncio.get_running_loop().call_soon(self._begin_follower)
-            self._due_followers += [replace(follower, cached_on=command.worker, ttft=None) for follower in followers]
+            held = [self._held[follower] for follower in followers if follower in self._held]
+            self._hold([replace(request, cached_on=command.worker, ttft=None) for request in held])
         if (last := self._last_token.get(name)) is not None:
             self.metrics.observe("inter_token_latency_seconds", now - last)
             self.vllm_metrics.gap(now - last)
@@ -280,29 +308,29 @@ class RouterDriver:
             case StopVerdict.GOES_ON:
                 pass
 
-    def _begin_follower(self) -> None:
-        """Begin with one request whose prompt its leader has computed. Many with a long prompt take a while."""
-        if not self._due_followers:
-            return
-        self.handle(self._due_followers.popleft())
-        if self._due_followers:
-            asyncio.get_running_loop().call_soon(self._begin_follower)
-
     def _end(self, end: RequestEnded) -> None:
         stream = self._streams.pop(end.request, None)
         self._last_token.pop(end.request, None)
         if stream is not None:
             stream.end(end)
         for follower in self._followers.pop(end.request, ()):
-            self._max_tokens.pop(follower.name, None)
-            self._streams.pop(follower.name).end(RequestEnded(follower.name, end.outcome, end.summary))
-            if (spans := self._spans.pop(follower.name, None)) is not None:
-                spans.forgotten()
+            self._end_held(replace(end, request=follower))
         if (spans := self._spans.pop(end.request, None)) is not None:
             spans.ended(end, self._record(end.request))
         self._observe(end)
         self.monitor.ended(end)
         self.vllm_metrics.ended(end, self._max_tokens.pop(end.request, None))
+
+    def _end_held(self, end: RequestEnded) -> None:
+        """End a request that has not begun, unless it has ended, and those that follow it."""
+        if self._held.pop(end.request, None) is None:
+            return
+        del self._max_tokens[end.request]
+        self._streams.pop(end.request).end(end)
+        if (spans := self._spans.pop(end.request, None)) is not None:
+            spans.forgotten()
+        for follower in self._followers.pop(end.request, ()):
+            self._end_held(replace(end, request=follower))
 
     def _record(self, name: str) -> RequestRecord | None:
         """What is remembered of a request."""

@@ -82,11 +82,12 @@ class GenerationService:
         return self.driver.fingerprint(self.model.adapter_of(model))
 
     async def start(
-        self, name: str, received: float, size: int, read: Callable[[], Fields], deadline: float | None = None
-    ) -> list[Generation]:
+        self, name: str, received: float, size: int, read: Callable[[], Fields], deadline: float | None = None,
+        *, further: bool = False,
+    ) -> list[Generation]:  # fmt: skip
         """Check and submit a request of this task's caller that came at `received`. Return its outputs, one for each
-        that the client gets. `read` returns its fields, whose size is about so many bytes. Times are seconds of the
-        clock. Raises BatonError."""
+        that the client gets. `read` returns its fields, whose size is about so many bytes. `further`: another prompt
+        of the same body has begun. Times are seconds of the clock. Raises BatonError."""
         spans = self._traced(name, received)
         try:
             request = await self._checked(name, size, read)
@@ -94,15 +95,15 @@ class GenerationService:
             if spans is not None:
                 outputs = 1 if request.length_penalty is not None else request.best_of
                 spans.add_attributes(_span_attributes(request), outputs)
-            return await self._begun(request, spans)
+            return await self._begun(request, spans, further)
         except BatonError as error:
             if spans is not None:
                 spans.refused(error, self.clock.now())
             raise
 
-    async def _begun(self, request: GenerationRequest, spans: RequestSpans | None) -> list[Generation]:
+    async def _begun(self, request: GenerationRequest, spans: RequestSpans | None, further: bool) -> list[Generation]:
         complete = None if spans is None else spans.complete
-        submit = partial(self.driver.submit, spans=spans)
+        submit = partial(self.driver.submit, spans=spans, further=further)
         if request.length_penalty is not None:
             search = beam_search(request, submit, self.driver.abandon, self._text_of(request), self.clock.now)
             return _chosen(request, ResultSet(request.n, request.received, search, complete))

@@ -54,9 +54,10 @@ class Bench:
 
     # --- as a client and as workers ---
 
-    async def start(self, **fields: Any) -> list[Generation]:
+    async def start(self, *, further: bool = False, **fields: Any) -> list[Generation]:
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), max_tokens=4, **fields)
-        return await self.service.start("r", self.now_, request.ByteSize(), partial(message_fields, request))
+        read = partial(message_fields, request)
+        return await self.service.start("r", self.now_, request.ByteSize(), read, further=further)
 
     def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> None:
         self.driver.handle(MessageReceived(msg.Envelope(sender, addressee, 1, message)))

@@ -111,6 +111,19 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
+def test_a_body_of_many_prompts_leaves_room_in_the_queue(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path, workers=0, max_queued=20) as client:
+            client.router.start("decode", "decode-0", pool_pages=16)
+            await eventually_async(lambda: ready(client))
+            many = asyncio.create_task(client.complete(prompt=[PROMPT] * 60))
+            while not many.done():
+                assert (await client.complete())["choices"][0]["text"] == text_of()
+            assert len((await many)["choices"]) == 60
+
+    run(test)
+
+
 def test_a_completion_of_each_kind_of_prompt(tmp_path: Path) -> None:
     async def test() -> None:
         async with door(tmp_path) as client:

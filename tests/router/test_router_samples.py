@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from baton.clock import Tick
 from baton.errors import Unavailable
 from baton.messages import Refused
 from baton.v1 import generation_pb2 as pb
 from router.events import Failed, Finished, Shutdown
 from router.frontend.output_stream import Output
 from tests.router.driven import Bench, read_end, run
+from tests.router.model import CONFIG
 from tests.support.eventually import eventually_async
 
 
@@ -68,8 +70,29 @@ def test_samples_that_are_not_wanted_any_more_never_begin(order: tuple[int, ...]
             outputs[number].close()
         assert len(bench.orders) == 1
         assert not bench.driver._streams
-        assert not bench.driver._followers
+        assert not bench.driver._held
         assert not bench.driver._max_tokens
+
+    run(test)
+
+
+def test_further_prompts_of_a_body_leave_most_of_the_queue_to_others() -> None:
+    async def test(bench: Bench) -> None:
+        outputs = [(await bench.start(n=2, further=bool(number)))[0] for number in range(40)]
+        await bench.settle()
+        assert bench.driver.state.queued == CONFIG.router.max_queued // 4 + 1
+        assert len(bench.driver._held) > 40
+        (other,) = await bench.start()
+        assert not other.stream.ended
+        for output in outputs[20:]:
+            output.close()
+        bench.now_ += CONFIG.router.queue_timeout_ms / 1_000
+        bench.driver.handle(Tick())
+        bench.driver.stop()
+        for output in outputs:
+            assert not isinstance((await read_end(output)).outcome, Finished)
+        assert not bench.driver._streams
+        assert not bench.driver._held
 
     run(test)
 

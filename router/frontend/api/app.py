@@ -277,7 +277,7 @@ class HttpApi:
                 try:
                     most = self._fitting(order, len(leader.prompt), request.state.repairs)
                     fields = partial(read, leader.prompt, max_tokens=most)
-                    generations = await self._service.start(name, received, size, fields)
+                    generations = await self._service.start(name, received, size, fields, further=bool(started))
                 except InvalidGrammar as error:
                     error.field = error.field or order.grammar_of
                     raise name_field(error, order.fields) from None
