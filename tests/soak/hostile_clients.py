@@ -141,17 +141,10 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path, longest: float 
         eventually(lambda: at_rest(cluster), what="everything freed")
         eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")
         ratios = growth(memory)
-        assert seconds < LONG or max(ratios.values()) <= GROWTH, f"memory at the end, of that after a minute: {ratios}"
         stood_still = machine.gaps()
         long = judged(streams.gaps, stood_still)
-        limit = longest * slowness()
-        assert not long or long[0][0] <= limit, (
-            f"a stream waited {long[0][0]:.2f} s more than the machine, limit {limit:.2f}: {long[:5]}"
-        )
-        eventually(lambda: not grown(before, sizes(cluster)), what=f"{grown(before, sizes(cluster))}: sizes as before")
         logs = {file.name: file.stat().st_size for file in cluster.config.cluster.logs.iterdir() if file.is_file()}
-        assert not (found := log_lines(cluster, "Traceback")), f"a traceback in {found}"
-        return {
+        result: dict[str, object] = {
             "seed": seed,
             "seconds": round(seconds),
             "streams": STREAMS,
@@ -171,6 +164,12 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path, longest: float 
             "memory_at_the_end_of_that_after_a_minute": {name: round(ratio, 3) for name, ratio in ratios.items()},
             "log_kib": {name: round(size / 1_024) for name, size in sorted(logs.items())},
         }
+        assert seconds < LONG or max(ratios.values()) <= GROWTH, f"memory at the end has grown: {result}"
+        limit = longest * slowness()
+        assert not long or long[0][0] <= limit, f"a stream waited longer than {limit:.2f} s: {long[:5]}, {result}"
+        eventually(lambda: not grown(before, sizes(cluster)), what=f"{grown(before, sizes(cluster))}: sizes as before")
+        assert not (found := log_lines(cluster, "Traceback")), f"a traceback in {found}"
+        return result
 
 
 def _finish(streams: Streams, failures: list[BaseException]) -> None:
