@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,33 +50,34 @@ class PageHolders:
         events, events_at = links.listening(zmq.PUB, self._keys)
         replay, replay_at = links.listening(zmq.ROUTER, self._keys)
         try:
-            with links.opened(zmq.DEALER, self._endpoint, self._keys, me.encode()) as socket:
-                link = RouterLink(socket, me)
-                role: msg.Role = rng.choice(["store", "decode", "prefill"])
-                peer = msg.Peer(role, name, f"node-{name}", me, 1)
-                hello = msg.Hello(
-                    peer, model=None if role == "store" else self._card, events=events_at, replay=replay_at
-                )
-                link.ask(
-                    case,
-                    lambda: wire_messages.sealed(me, "", link.next_sequence(), hello),
-                    lambda message: message["type"] == "Welcome",
-                )
+            role: msg.Role = rng.choice(["store", "decode", "prefill"])
+            peer = msg.Peer(role, name, f"node-{name}", me, 1)
+            hello = msg.Hello(peer, model=None if role == "store" else self._card, events=events_at, replay=replay_at)
+            with self._joined(case, hello) as link:
                 asked = self._talk(case, link, events, replay)
             # What it has said of its last sequence can't be taken back, so it starts anew.
-            me = f"{name}.{secrets.token_hex(8)}"
-            with links.opened(zmq.DEALER, self._endpoint, self._keys, me.encode()) as socket:
-                link = RouterLink(socket, me)
-                hello = msgspec.structs.replace(hello, peer=msg.Peer(role, name, f"node-{name}", me, 1))
-                link.ask(
-                    case,
-                    lambda: wire_messages.sealed(me, "", link.next_sequence(), hello),
-                    lambda message: message["type"] == "Welcome",
-                )
-                return f"{role} {self._honestly(case, link, replay, name)}" + ("" if asked else ", not asked before")
+            until, followed = time.monotonic() + links.PATIENCE, False
+            while not followed:
+                peer = msgspec.structs.replace(peer, incarnation=f"{name}.{secrets.token_hex(8)}")
+                with self._joined(case, msgspec.structs.replace(hello, peer=peer)) as link:
+                    followed = self._is_followed(case, link, replay, until)
+            return f"{role} followed" + ("" if asked else ", not asked before")
         finally:
             events.close(0)
             replay.close(0)
+
+    @contextmanager
+    def _joined(self, case: Case, hello: msg.Hello) -> Iterator[RouterLink]:
+        """A process that the router has welcomed."""
+        me = hello.peer.incarnation
+        with links.opened(zmq.DEALER, self._endpoint, self._keys, me.encode()) as socket:
+            link = RouterLink(socket, me)
+            link.ask(
+                case,
+                lambda: wire_messages.sealed(me, "", link.next_sequence(), hello),
+                lambda message: message["type"] == "Welcome",
+            )
+            yield link
 
     def _talk(self, case: Case, link: RouterLink, events: Any, replay: Any) -> bool:
         """Publish, and answer the router's questions, in any way. Return whether it has asked."""
@@ -163,25 +164,30 @@ class PageHolders:
 
     # --- as it should ------------------------------------------------------------------------------------------------
 
-    def _honestly(self, case: Case, link: RouterLink, replay: Any, name: str) -> str:
-        """Tell of as many pages as no case before has. The router must come to know of just these."""
+    def _is_followed(self, case: Case, link: RouterLink, replay: Any, until: float) -> bool:
+        """Tell of as many pages as no case before has, until the router knows of just these. Return whether it does: on
+        a slow machine it may think that the holder is dead. Raises AssertionError when it is too late."""
         keys = case.rng.randbytes(3 * msg.KEY_BYTES)
         digest = packed_digest(keys, "CPU")
         raw = msgspec.msgpack.encode(msg.Snapshot(2**40, (msg.PageSegment(b"", keys, "CPU"),)))
-        until, look_at = time.monotonic() + links.PATIENCE, 0.0
+        look_at, answers, known = 0.0, 0, -1
         while time.monotonic() < until:
             self._beat(link, 2**40, digest)
             with suppress(zmq.ZMQError):
                 while replay.poll(20):
                     identity, *_ = replay.recv_multipart(zmq.NOBLOCK)
                     replay.send_multipart([identity, b"", f"kv@{link.me}@m".encode(), raw], zmq.NOBLOCK)
+                    answers += 1
             list(link.receive(0.0))
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + 0.3
                 status = self._client.status(timeout=links.PATIENCE)
-                if any(each.name == name and each.pages_known == 3 for each in status.processes):
-                    return "followed"
-        raise AssertionError(f"the router does not follow {name} within {links.PATIENCE} s")
+                known = next((each.pages_known for each in status.processes if each.incarnation == link.me), -1)
+                if known in (3, -1):
+                    return known == 3
+        raise AssertionError(
+            f"the router does not follow {link.me} in time: it knows {known} pages, after {answers} snapshots"
+        )
 
 
 def _packed(tree: Any) -> bytes:

@@ -175,8 +175,8 @@ def test_a_page_that_rots_is_found_dropped_and_not_found_again(tmp_path: Path, p
     with Rig(tmp_path, page_bytes) as rig:
         rig.write("abcabc")
         flip(rig.file("ab"), page_bytes // 2)
-        came = rig.read(keys("abcabc"))
-        assert came == {each: each != key("ab") for each in keys("abcabc")}
+        came = rig.read(keys("abcabc"))  # those that hang from "ab" come, or have been deleted before they were read
+        assert (came[key("a")], came[key("ab")]) == (True, False)
         assert rig.index.prefix(keys("abcabc")) == 1
         assert rig.index.stats().corrupt == 1
         rig.settle()
