@@ -105,7 +105,7 @@ async def served(config: settings.Config) -> AsyncIterator[Served]:
         yield running
     finally:
         stop.set()
-        await asyncio.wait_for(router, 10)
+        await asyncio.wait_for(router, 60)
         workers.cancel()
         running.close()
         with contextlib.suppress(asyncio.CancelledError):
