@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import resource
 import signal
@@ -19,6 +20,7 @@ from baton.errors import BatonError, ConfigError, KeysUnusable
 from baton.hosts import LOOPBACK, host_of, is_loopback, is_wildcard, normal, problem
 from baton.wire import ClusterKeys, use_keys
 
+_M_ARENA_MAX = -8  # of mallopt(3)
 _DESCRIPTORS = 65_536
 
 
@@ -49,6 +51,7 @@ def parse(program: str, argv: Sequence[str] | None, needs_router: bool) -> Argum
     if why := problem(host):
         raise ConfigError(f"--host: {why}")
     raise_descriptor_limit()
+    share_heaps()
     logs.configure(options.name, settings.cluster)
     routers = tuple(options.router) if needs_router else ()
     use_keys(cluster_keys(settings, host, routers))
@@ -103,6 +106,13 @@ def raise_descriptor_limit() -> int:
         with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it: then as many as before
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def share_heaps() -> None:
+    """Have all threads share two of glibc's heaps. Else each thread gets one of its own, in which what it frees stays:
+    a router with 30 threads kept 70 MiB in them, and more from minute to minute."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library: it has no such heaps
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
 def settle() -> None:

@@ -25,7 +25,7 @@ from baton.errors import BatonError
 from baton.grpc_loop import GrpcEventLoop
 from baton.hosts import LOOPBACK, is_loopback
 from baton.messages import Role
-from baton.process import raise_descriptor_limit
+from baton.process import raise_descriptor_limit, share_heaps
 from baton.wire import ClusterKeys, use_keys
 from deploy.addresses import ServiceAddresses
 from deploy.control_plane.kv import RayKvKeys as RayKeys
@@ -65,6 +65,7 @@ class Service:
         use_keys(order.keys)
         self._log = logs.configure(order.name, order.config.cluster)
         raise_descriptor_limit()
+        share_heaps()
         self._stop = threading.Event()
         self._stop_router: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._run, name=order.name, daemon=True)
