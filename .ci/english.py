@@ -28,19 +28,13 @@ PARTICIPLE = re.compile(
 NAMES_LATER = (
     "router/frontend/",
     "tests/cluster/",
-    "tests/conftest.py",
-    "tests/decode_worker/",
-    "tests/engine/test_block_table.py",
-    "tests/engine/test_masked_steps.py",
     "tests/fuzz/",
     "tests/interop/",
     "tests/kvstore/",
-    "tests/prefill_worker/",
     "tests/processes/",
     "tests/router/",
     "tests/simulator/",
     "tests/soak/",
-    "tests/support/",
 )
 """Where names are not read yet."""
 

@@ -47,10 +47,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     session; `checkpoint("wide-" + name)` is the wider kind that whole clusters are compared with."""
 
     @cache
-    def made(name: str) -> Path:
+    def make(name: str) -> Path:
         from tests.support import checkpoints  # transformers takes seconds to import, and most tests need none of it
 
         wide = checkpoints.WIDE if name.startswith("wide-") else {}
         return checkpoints.make(name.removeprefix("wide-"), tmp_path_factory.mktemp(name), **wide)
 
-    return made
+    return make

@@ -46,7 +46,7 @@ class AllThatIsAllowed:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Request:
     """A request, and how long its output is going to be."""
 
     name: str
@@ -71,24 +71,24 @@ class Outcome:
 
 def requests(
     count: int, prompt: int, length: Callable[[random.Random], int], max_tokens: int, seed: int = 0
-) -> list[Wanted]:
+) -> list[Request]:
     """Prompts of up to `prompt` tokens, outputs by `length` as far as `max_tokens` allows."""
     rng = random.Random(seed)
     return [
-        Wanted(f"r{i}", rng.randrange(16, prompt), max(1, min(max_tokens, length(rng))), max_tokens)
+        Request(f"r{i}", rng.randrange(16, prompt), max(1, min(max_tokens, length(rng))), max_tokens)
         for i in range(count)
     ]
 
 
-def run(wanted: Sequence[Wanted], clients: int, num_pages: int, growth_reserve: GrowthReserve | None = None) -> Outcome:
+def run(load: Sequence[Request], clients: int, num_pages: int, growth_reserve: GrowthReserve | None = None) -> Outcome:
     """So many clients send one request after the other; what is refused is sent again at the next step, oldest first.
     The first half of the load warms up and is not counted."""
-    worker = _Loaded(wanted, num_pages, growth_reserve)
+    worker = _Loaded(load, num_pages, growth_reserve)
     rng = random.Random(1)
-    queue = deque(wanted)
-    asking: deque[Wanted] = deque()
-    while queue or asking or worker.ended < len(wanted):
-        while queue and len(wanted) - len(queue) - worker.ended < clients:
+    queue = deque(load)
+    asking: deque[Request] = deque()
+    while queue or asking or worker.ended < len(load):
+        while queue and len(load) - len(queue) - worker.ended < clients:
             asking.append(queue.popleft())
         while asking:
             each = asking[0]
@@ -114,12 +114,12 @@ class _Loaded(WorkerShell):
     patience = 0.0
     store_connected = False
 
-    def __init__(self, wanted: Sequence[Wanted], num_pages: int, growth_reserve: GrowthReserve | None) -> None:
+    def __init__(self, load: Sequence[Request], num_pages: int, growth_reserve: GrowthReserve | None) -> None:
         self.state = DecodeScheduler(DecodeConfig(ageing_ms=10_000), PAGE, num_pages, growth_reserve=growth_reserve)
         self.ended = self.steps = 0
         self.time = 0.0
         self._num_pages = num_pages
-        self._outputs = {each.name: each for each in wanted}
+        self._outputs = {each.name: each for each in load}
         self._began = self._used = 0.0
         self._before = self._computed_before = 0
 
@@ -159,7 +159,7 @@ class _Loaded(WorkerShell):
         )  # fmt: skip
 
 
-def _token(each: Wanted, known: int) -> int:
+def _token(each: Request, known: int) -> int:
     """The token after `known` ones: it stops where its output ends."""
     return STOP if known + 1 - each.prompt == each.output < each.max_tokens else 2
 

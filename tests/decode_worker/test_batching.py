@@ -20,12 +20,12 @@ def sequence(
     name: str, known: int, computed: int, arrival: int = 0, urgency: float = 0.0, joined: float = 0.0, page: int = PAGE
 ) -> Sequence:
     pages = BlockTable(range(-(-known // page)))
-    made = Sequence(
+    result = Sequence(
         AttemptName(name, 1), b"", [7] * known, known, 100, SamplingParams(temperature=0), frozenset(), urgency, 0,
         arrival, page, phase=SequencePhase.RUNNING, pages=pages, computed=computed, running_since=joined,
     )  # fmt: skip
-    made.remaining_prefill = made.pending
-    return made
+    result.remaining_prefill = result.pending
+    return result
 
 
 def decoding(name: str, arrival: int = 0) -> Sequence:
@@ -143,12 +143,12 @@ tails = st.builds(
     st.floats(-1, 11),
 )  # fmt: skip
 def test_plans_keep_their_budget_and_starve_none(
-    rows: int, wanted: list[tuple[int, int, float]], tokens: int, prompts: int, parts: int, overdue: float
+    rows: int, prefilling: list[tuple[int, int, float]], tokens: int, prompts: int, parts: int, overdue: float
 ) -> None:
     sequences = [decoding(f"d{i}", i) for i in range(rows)]
     sequences += [
         sequence(f"t{i}", known, computed, rows + i, joined=joined)
-        for i, (known, computed, joined) in enumerate(wanted)
+        for i, (known, computed, joined) in enumerate(prefilling)
     ]
     prompts = max(2 * PAGE, min(prompts, tokens - rows))
     limits = BatchBudget(tokens, prompts, parts, overdue, 1_000.0, PAGE)
@@ -174,7 +174,7 @@ def test_plans_keep_their_budget_and_starve_none(
                 waiting.discard(name.request)
         run(plan, sequences, steps)
         turns = 1 + -(-len(sequences) // tokens)  # a last token that a part has left comes in its turn
-        most = len(wanted) * (turns + -(-PAGE // parts)) + work // PAGE
+        most = len(prefilling) * (turns + -(-PAGE // parts)) + work // PAGE
         assert steps <= most, "somebody waits too long"
 
 

@@ -49,16 +49,16 @@ SCHEMA = Grammar(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    tokenizers.byte_level().save(str(made / "tokenizer.json"))
-    return made
+    path = tmp_path_factory.mktemp("model")
+    tokenizers.byte_level().save(str(path / "tokenizer.json"))
+    return path
 
 
 @pytest.fixture
 def compiler(folder: Path) -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(folder, VOCAB, lambda: None)
-    yield made
-    made.close()
+    grammars = GrammarCompiler(folder, VOCAB, lambda: None)
+    yield grammars
+    grammars.close()
 
 
 def order(request: str, grammar: Grammar, known: Sequence[int] = (), attempt: int = 1, seed: int = 5) -> Decode:
@@ -74,7 +74,7 @@ class Worker:
         self.state = DecodeScheduler(
             DecodeConfig(), PAGE, pages, vocab_size=VOCAB, grammars=grammars, growth_reserve=OnePageEach()
         )
-        self.said: list[Message] = []
+        self.messages: list[Message] = []
         self.late: Collection[str] = ()  # requests whose masks are late in the next step
         self.now = 0.0
         self.known: dict[str, list[int]] = {}
@@ -83,12 +83,12 @@ class Worker:
         if isinstance(event, Decode):
             self.known[event.request] = []
         commands = self.state.handle(event, self.now)
-        self.said += [each.message for each in commands if isinstance(each, SendToRouter)]
+        self.messages += [each.message for each in commands if isinstance(each, SendToRouter)]
         self.state.validate()
 
     def step(self) -> dict[AttemptName, Any]:
         self.now += 0.01
-        self.said += [one.message for one in self.state.prepare(self.now) if isinstance(one, SendToRouter)]
+        self.messages += [one.message for one in self.state.prepare(self.now) if isinstance(one, SendToRouter)]
         plan = self.state.schedule(self.now)
         drawn: list[Sampled | None] = []
         for name, chunk in plan.items():
@@ -110,7 +110,7 @@ class Worker:
         """Until these have ended."""
         for _ in range(600):
             self.step()
-            if len(finishes(self.said)) == len(requests):
+            if len(finishes(self.messages)) == len(requests):
                 return
         raise AssertionError("not at its end")
 
@@ -123,7 +123,7 @@ def whole(compiler: GrammarCompiler, seed: int = 5) -> list[int]:
     one.handle(order("r", SCHEMA, seed=seed))
     one.ready()
     one.run("r")
-    return tokens_of(one.said)
+    return tokens_of(one.messages)
 
 
 def test_an_output_ends_with_its_grammar(compiler: GrammarCompiler) -> None:
@@ -141,8 +141,8 @@ def test_a_fail_over_continues_with_the_same_tokens(compiler: GrammarCompiler, f
         two.handle(order("r", SCHEMA, tokens[:cut], attempt=2))
         two.ready()
         two.run("r")
-        assert tokens_of(two.said, attempt=2) == tokens[cut:], cut
-        assert finishes(two.said) == ["stop"]
+        assert tokens_of(two.messages, attempt=2) == tokens[cut:], cut
+        assert finishes(two.messages) == ["stop"]
         other.close()
 
 
@@ -151,12 +151,12 @@ def test_a_preempted_sequence_continues_with_the_same_tokens(compiler: GrammarCo
     requests = {f"r{seed}": seed for seed in range(6)}
     for request, seed in requests.items():
         one.handle(order(request, SCHEMA, seed=seed))
-    assert not [m for m in one.said if isinstance(m, Refused)]
+    assert not [m for m in one.messages if isinstance(m, Refused)]
     one.ready()
     one.run(*requests)
     assert one.state.stats().preemptions > 0
     for request, seed in requests.items():
-        assert tokens_of(one.said, request) == whole(compiler, seed)
+        assert tokens_of(one.messages, request) == whole(compiler, seed)
 
 
 class Slow:
@@ -164,11 +164,11 @@ class Slow:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
-        self.made: list[Unready] = []
+        self.grammars: list[Unready] = []
 
     def follow(self, grammar: Grammar, ends: Collection[int], tokens: Sequence[int], prompt: int) -> Unready:
-        self.made.append(Unready(self._compiler.follow(grammar, ends, tokens, prompt)))
-        return self.made[-1]
+        self.grammars.append(Unready(self._compiler.follow(grammar, ends, tokens, prompt)))
+        return self.grammars[-1]
 
 
 class Unready:
@@ -189,10 +189,10 @@ def test_a_sequence_waits_for_its_grammar_and_no_other_one_does(compiler: Gramma
     assert one.step() == {}
     one.handle(Decode("plain", 1, ROOT, pack_tokens(PROMPT), len(PROMPT), 100, SamplingParams(temperature=0)))
     assert [name.request for name in one.step()] == ["plain"]
-    slow.made[0].ready = True
+    slow.grammars[0].ready = True
     assert {name.request for name in one.step()} == {"plain", "r"}
     one.run("r", "plain")
-    assert tokens_of(one.said) == whole(compiler)
+    assert tokens_of(one.messages) == whole(compiler)
 
 
 def test_a_late_mask_costs_a_step_and_no_token(compiler: GrammarCompiler) -> None:
@@ -203,9 +203,9 @@ def test_a_late_mask_costs_a_step_and_no_token(compiler: GrammarCompiler) -> Non
     for number in range(400):
         one.late = ("r",) if number % 3 != 2 else ()
         one.step()
-        if finishes(one.said):
+        if finishes(one.messages):
             break
-    assert tokens_of(one.said) == tokens
+    assert tokens_of(one.messages) == tokens
     assert one.state.stats().prompt_tokens_computed == len(PROMPT)
 
 
@@ -215,22 +215,22 @@ def test_what_fails_with_a_grammar_fails_its_request_alone(compiler: GrammarComp
     one.handle(order("wrong", Grammar("regex", "(", EOS)))
     one.handle(order("other", SCHEMA, [300, 300, 300], attempt=2))  # an output that the grammar does not allow
     eventually(lambda: all(s.steps for s in one.state._sequences.values()), "all are compiled")
-    while len([m for m in one.said if isinstance(m, AttemptFailed)]) < 2:
+    while len([m for m in one.messages if isinstance(m, AttemptFailed)]) < 2:
         assert one.step()
     one.run("good")
-    failed = {m.request: m for m in one.said if isinstance(m, AttemptFailed)}
+    failed = {m.request: m for m in one.messages if isinstance(m, AttemptFailed)}
     assert {(m.request, m.reason) for m in failed.values()} == {
         ("wrong", "invalid_grammar"),
         ("other", "invalid_grammar"),
     }
     assert "regular expression" in failed["wrong"].message
     assert "satisfy" in failed["other"].message
-    assert tokens_of(one.said, "good") == whole(compiler)
+    assert tokens_of(one.messages, "good") == whole(compiler)
 
 
 def test_a_worker_without_grammars_says_so() -> None:
     one = Worker(None)
     one.handle(order("r", SCHEMA))
-    (failed,) = one.said
+    (failed,) = one.messages
     assert isinstance(failed, AttemptFailed)
     assert failed.reason == "invalid_grammar"

@@ -120,10 +120,10 @@ def test_few_are_preempted_and_the_pool_is_used(load: str) -> None:
     """In a pool half as large as the load needs: where outputs make the load, a fraction of the preemptions that
     keeping a page each costs, for some of its speed; and sooner done than when max_tokens is kept free."""
     prompt, length, limit = LOADS[load]
-    wanted = requests(250, prompt, length, limit)
-    time = sum(each.output for each in wanted)
-    pages = int(32 * sum(each.output * (each.prompt + each.output / 2) for each in wanted) / time / PAGE / 2)
-    ours, plain, careful = (run(wanted, 32, pages, rule) for rule in (None, OnePageEach(), AllThatIsAllowed()))
+    load_requests = requests(250, prompt, length, limit)
+    time = sum(each.output for each in load_requests)
+    pages = int(32 * sum(each.output * (each.prompt + each.output / 2) for each in load_requests) / time / PAGE / 2)
+    ours, plain, careful = (run(load_requests, 32, pages, rule) for rule in (None, OnePageEach(), AllThatIsAllowed()))
     print(f"{pages} pages; learned: {ours.summary}; a page each: {plain.summary}; max_tokens: {careful.summary}")
     assert careful.preemptions == 0
     assert ours.preemptions <= max(0.4 * plain.preemptions, 3)

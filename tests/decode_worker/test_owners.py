@@ -35,16 +35,16 @@ def test_each_router_hears_of_its_own_and_how_busy_the_other_keeps_us() -> None:
 
 def test_no_router_ends_or_reads_what_is_anothers() -> None:
     one = both()
-    one.said.clear()
+    one.messages.clear()
     one.handle(Cancel("a", 1), "two")
     one.handle(Resend("a", 1, len(PROMPT)), "two")
-    assert not one.said
+    assert not one.messages
     one.handle(RouterHeartbeat((AttemptName("b", 1),)), "two")
     one.handle(order(PROMPT, 8, "a", attempt=2), "two")
-    assert [type(message) for message in one.said] == [AttemptFailed]
+    assert [type(message) for message in one.messages] == [AttemptFailed]
     one.rig.settle()
     assert not one.state.heartbeat(0, "three").attempts
-    assert len(tokens_of(one.said, "a")) >= 7
+    assert len(tokens_of(one.messages, "a")) >= 7
 
 
 def test_a_lost_router_takes_only_its_own_work_along() -> None:
@@ -64,6 +64,6 @@ def test_room_goes_to_the_router_that_was_refused_and_has_less() -> None:
     one.handle(order(PROMPT * 2, 8, "b1"), "two")
     one.handle(Cancel("a1", 1), "one")
     one.handle(order(PROMPT, 8, "a3"), "one")
-    assert [m.request for m in one.said if isinstance(m, Refused)] == ["b1", "a3"]
+    assert [m.request for m in one.messages if isinstance(m, Refused)] == ["b1", "a3"]
     one.handle(order(PROMPT, 8, "b2"), "two")
     assert [held.request for held in one.state.heartbeat(0, "two").attempts] == ["b2"]

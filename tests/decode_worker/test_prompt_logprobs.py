@@ -53,27 +53,27 @@ def order(prompt: list[int], count: int, request: str, sampling: SamplingParams 
 
 def worker(pages: int = 32, **config: Any) -> ScoringWorker:
     rig = Rig(64)
-    made = ScoringWorker(rig, "decode", pages, DecodeConfig(**config), rig.stores["n0"])
-    made.attach()
-    return made
+    one = ScoringWorker(rig, "decode", pages, DecodeConfig(**config), rig.stores["n0"])
+    one.attach()
+    return one
 
 
 def scores_of(one: RigWorker, request: str) -> list[PromptTokenLogprob]:
     """What was told of it, which must begin at 1 and have no gap."""
-    found: list[PromptTokenLogprob] = []
+    scores: list[PromptTokenLogprob] = []
     tokens_came = False
-    for message in one.said:
+    for message in one.messages:
         if isinstance(message, Tokens):
             tokens_came |= any(delta.request == request for delta in message.deltas)
         if isinstance(message, PromptLogprobs) and message.request == request:
-            assert message.position == len(found) + 1
+            assert message.position == len(scores) + 1
             assert not tokens_came, "a token came before the prompt's log-probabilities"
-            found += message.logprobs
-    return found
+            scores += message.logprobs
+    return scores
 
 
 def tokens_of(one: RigWorker, request: str) -> list[int]:
-    deltas = [delta for m in one.said if isinstance(m, Tokens) for delta in m.deltas if delta.request == request]
+    deltas = [delta for m in one.messages if isinstance(m, Tokens) for delta in m.deltas if delta.request == request]
     return [token for delta in deltas for token in delta.tokens]
 
 
@@ -104,9 +104,9 @@ def test_a_prompt_is_scored_from_no_page_that_another_request_has_made() -> None
     cached = one.state.blocks.stats().cached
     one.handle(order(PROMPT, 1, "r"))
     one.rig.settle()
-    made = one.pages_of["plain", False]
-    assert len(made) == len(PROMPT) // PAGE
-    assert not made & one.pages_of["r", True]
+    pages = one.pages_of["plain", False]
+    assert len(pages) == len(PROMPT) // PAGE
+    assert not pages & one.pages_of["r", True]
     assert scores_of(one, "r") == expected(PROMPT)
     assert one.state.blocks.stats().cached == cached
 
@@ -136,9 +136,9 @@ def test_a_resend_within_the_prompt_says_the_rest_of_it_and_the_output_again() -
     one.handle(order(PROMPT, 4, "r"))
     one.step()  # scores the prompt
     one.step()  # computes its last token
-    one.said.clear()
+    one.messages.clear()
     one.handle(Resend("r", 1, 5))
-    (scores, tokens) = one.said
+    (scores, tokens) = one.messages
     assert isinstance(scores, PromptLogprobs)
     assert (scores.position, list(scores.logprobs)) == (5, expected(PROMPT)[4:])
     assert isinstance(tokens, Tokens)
@@ -164,7 +164,7 @@ def test_scores_are_told_once_under_preemption(requests: list[tuple[int, int, bo
         one.handle(order(prompt, count, name, SCORED if scored else SamplingParams(temperature=0)))
         one.step()
     one.rig.settle()
-    accepted = {message.request for message in one.said if isinstance(message, Accepted)}
+    accepted = {message.request for message in one.messages if isinstance(message, Accepted)}
     for name in accepted:
         prompt, count, scored = prompts[name]
         assert tokens_of(one, name) == reference(prompt, count)

@@ -75,11 +75,11 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=PROMPTS, count=st.integers(1, 20), priority=st.sampled_from([0, 0, 0, -1, 1, 3]),
-        split=st.booleans(), awaited=st.booleans(), made=st.sampled_from(["nothing", "full pages", "all"]),
+        split=st.booleans(), awaited=st.booleans(), part=st.sampled_from(["nothing", "full pages", "all"]),
         times=st.integers(1, 3),
     )  # fmt: skip
     def order(
-        self, prompt: list[int], count: int, priority: int, split: bool, awaited: bool, made: str, times: int
+        self, prompt: list[int], count: int, priority: int, split: bool, awaited: bool, part: str, times: int
     ) -> None:
         """With `split` pages are to be fetched; some of them may never be made."""
         request = f"r{len(self.requests)}"
@@ -94,8 +94,8 @@ class DecodeMachine(RuleBasedStateMachine):
                 -(-(len(prompt) - 1) // PAGE) if split else 0, awaited and split, (), priority,
             )
         )  # fmt: skip
-        if split and made != "nothing" and full:
-            tokens = prompt[:-1] if made == "all" else prompt[:full]
+        if split and part != "nothing" and full:
+            tokens = prompt[:-1] if part == "all" else prompt[:full]
             self.prefill.handle(Prefill(request, 1, ROOT, pack_tokens(tokens)))
         if request not in self.sequences:
             assert self.phases() == before, "somebody was preempted for one that was refused"
@@ -183,7 +183,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def every_token_is_the_reference(self) -> None:
         if not hasattr(self, "worker"):
             return
-        for message in self.worker.said:
+        for message in self.worker.messages:
             match message:
                 case Tokens(deltas=deltas):
                     for delta in deltas:
@@ -198,7 +198,7 @@ class DecodeMachine(RuleBasedStateMachine):
                     self.worker.state.handle(Cancel(request, 1), self.rig.now)
                 case _:
                     pass
-        self.worker.said.clear()
+        self.worker.messages.clear()
 
     @invariant()
     def no_wait_rests_on_itself(self) -> None:

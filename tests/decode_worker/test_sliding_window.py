@@ -45,13 +45,13 @@ class Rows:
         return self.worker.state._sequences[name]
 
     def take(self) -> None:
-        for message in self.worker.said:
+        for message in self.worker.messages:
             if isinstance(message, Tokens):
                 for delta in message.deltas:
                     self.got[delta.request] += delta.tokens
             else:
                 self.other.append(message)
-        self.worker.said.clear()
+        self.worker.messages.clear()
 
     def run(self, turns: int) -> None:
         for _ in range(turns):
@@ -111,7 +111,7 @@ def test_a_pool_without_room_for_a_window_refuses() -> None:
     rows = Rows(SEEN)
     rows.order("small", prompt_of(8), 12)
     rows.order("large", prompt_of(8), 40)
-    assert [type(message) for message in rows.worker.said] == [Accepted, Started, Refused]
+    assert [type(message) for message in rows.worker.messages] == [Accepted, Started, Refused]
     del rows.orders["large"]
     rows.finish()
 

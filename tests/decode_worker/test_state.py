@@ -38,19 +38,19 @@ def worker(slots: int = 64, pages: int = 32, **config: Any) -> RigWorker:
     return Rig(slots).worker("decode", pages, DecodeConfig(**config))
 
 
-def tokens_of(said: list[msg.Message], request: str = "r", attempt: int = 1) -> list[int]:
+def tokens_of(messages: list[msg.Message], request: str = "r", attempt: int = 1) -> list[int]:
     """The attempt's tokens, which must come in order and without a gap."""
-    found: dict[int, int] = {}
-    for message in said:
+    tokens: dict[int, int] = {}
+    for message in messages:
         for delta in message.deltas if isinstance(message, msg.Tokens) else ():
             if (delta.request, delta.attempt) == (request, attempt):
-                found |= {delta.position + i: token for i, token in enumerate(delta.tokens)}
-    assert sorted(found) == list(range(min(found, default=0), min(found, default=0) + len(found)))
-    return [found[position] for position in sorted(found)]
+                tokens |= {delta.position + i: token for i, token in enumerate(delta.tokens)}
+    assert sorted(tokens) == list(range(min(tokens, default=0), min(tokens, default=0) + len(tokens)))
+    return [tokens[position] for position in sorted(tokens)]
 
 
-def finishes(said: list[msg.Message]) -> list[str]:
-    return [d.finish for m in said if isinstance(m, msg.Tokens) for d in m.deltas if d.finish]
+def finishes(messages: list[msg.Message]) -> list[str]:
+    return [d.finish for m in messages if isinstance(m, msg.Tokens) for d in m.deltas if d.finish]
 
 
 PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1]
@@ -60,10 +60,10 @@ def test_a_request_without_help_gets_the_reference_tokens() -> None:
     one = worker()
     one.handle(order(PROMPT, 20))
     one.rig.settle()
-    assert isinstance(one.said[0], msg.Accepted)
-    assert isinstance(one.said[1], msg.Started)
-    assert tokens_of(one.said) == reference(PROMPT, 20)
-    assert finishes(one.said) == ["length"]
+    assert isinstance(one.messages[0], msg.Accepted)
+    assert isinstance(one.messages[1], msg.Started)
+    assert tokens_of(one.messages) == reference(PROMPT, 20)
+    assert finishes(one.messages) == ["length"]
     assert one.state.blocks.available == one.num_pages
 
 
@@ -95,8 +95,8 @@ def test_a_stop_token_ends_it_and_is_said() -> None:
     stop = expected[4]
     one.handle(order(PROMPT, 20, stop_token_ids=(stop,)))
     one.rig.settle()
-    assert tokens_of(one.said) == expected[: expected.index(stop) + 1]
-    assert finishes(one.said) == ["stop"]
+    assert tokens_of(one.messages) == expected[: expected.index(stop) + 1]
+    assert finishes(one.messages) == ["stop"]
 
 
 def test_full_pages_are_written_through_and_fetched_by_another() -> None:
@@ -107,9 +107,9 @@ def test_full_pages_are_written_through_and_fetched_by_another() -> None:
     other = one.rig.worker("decode", 32, DecodeConfig())
     other.handle(order(PROMPT, 10, fetch=2))
     one.rig.settle()
-    assert other.said[1] == msg.Started("r", 1, device_pages=0, fetched_pages=2)
-    assert tokens_of(other.said) == reference(PROMPT, 10)
-    first = next(m for m in other.said if isinstance(m, msg.Tokens)).deltas[0]
+    assert other.messages[1] == msg.Started("r", 1, device_pages=0, fetched_pages=2)
+    assert tokens_of(other.messages) == reference(PROMPT, 10)
+    first = next(m for m in other.messages if isinstance(m, msg.Tokens)).deltas[0]
     assert first.computed == len(PROMPT) - 2 * PAGE
 
 
@@ -118,33 +118,33 @@ def test_the_device_cache_serves_a_repeat() -> None:
     for request in ("a", "b"):
         one.handle(order(PROMPT, 3, request))
         one.rig.settle()
-    assert [m.device for m in one.said if isinstance(m, msg.Accepted)] == [0, 2]
-    assert tokens_of(one.said, "b") == reference(PROMPT, 3)
+    assert [m.device for m in one.messages if isinstance(m, msg.Accepted)] == [0, 2]
+    assert tokens_of(one.messages, "b") == reference(PROMPT, 3)
 
 
 def test_a_stale_hint_costs_a_recompute_and_no_token() -> None:
     one = worker()
     one.handle(order(PROMPT, 8, fetch=2))  # the store has nothing
     one.rig.settle()
-    assert not [m for m in one.said if isinstance(m, msg.FetchIncomplete)]
-    assert tokens_of(one.said) == reference(PROMPT, 8)
+    assert not [m for m in one.messages if isinstance(m, msg.FetchIncomplete)]
+    assert tokens_of(one.messages) == reference(PROMPT, 8)
 
 
 def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
     one = worker(fetch_timeout_ms=100)
     one.handle(order(PROMPT, 8, fetch=2, prefilled_remotely=True))
     one.rig.settle()
-    assert not [m for m in one.said if isinstance(m, msg.FetchIncomplete)]
+    assert not [m for m in one.messages if isinstance(m, msg.FetchIncomplete)]
     assert not one.state.heartbeat(0).attempts[0].incomplete
     one.rig.now += 0.2
     one.handle(Tick())
     assert one.state.heartbeat(0).attempts[0].incomplete, "FetchIncomplete may get lost"
-    assert [m.pages for m in one.said if isinstance(m, msg.FetchIncomplete)] == [0]
+    assert [m.pages for m in one.messages if isinstance(m, msg.FetchIncomplete)] == [0]
     assert one.state.heartbeat(0).attempts[0].position == len(PROMPT)
     one.handle(order(PROMPT, 8, attempt=2))
     one.rig.settle()
     assert not one.state.heartbeat(0).attempts[0].incomplete
-    assert tokens_of(one.said, attempt=2) == reference(PROMPT, 8)
+    assert tokens_of(one.messages, attempt=2) == reference(PROMPT, 8)
     assert one.rig.store.stats(0.0).waits == 0
 
 
@@ -153,7 +153,7 @@ def test_our_own_pause_does_not_end_a_fetch() -> None:
     one.handle(order(PROMPT, 8, fetch=2, prefilled_remotely=True))
     one.rig.now += 50.0
     one.handle(Tick(paused=50.0))
-    assert not [m for m in one.said if isinstance(m, msg.FetchIncomplete)]
+    assert not [m for m in one.messages if isinstance(m, msg.FetchIncomplete)]
 
 
 def test_a_lost_store_ends_awaited_fetches_alone() -> None:
@@ -162,10 +162,10 @@ def test_a_lost_store_ends_awaited_fetches_alone() -> None:
     one.turn()
     one.handle(order(PROMPT[::-1], 8, "waiting", fetch=2, prefilled_remotely=True))
     one.rig.restart_store()
-    assert [m.request for m in one.said if isinstance(m, msg.FetchIncomplete)] == ["waiting"]
+    assert [m.request for m in one.messages if isinstance(m, msg.FetchIncomplete)] == ["waiting"]
     while one.turn():
         pass
-    assert tokens_of(one.said, "running") == reference(PROMPT, 30)
+    assert tokens_of(one.messages, "running") == reference(PROMPT, 30)
 
 
 def test_failover_goes_on_where_the_tokens_end() -> None:
@@ -173,17 +173,17 @@ def test_failover_goes_on_where_the_tokens_end() -> None:
     expected = reference(PROMPT, 20)
     one.handle(order(PROMPT, 20, attempt=2, known=expected[:7]))
     one.rig.settle()
-    assert tokens_of(one.said, attempt=2) == expected[7:]
-    assert finishes(one.said) == ["length"]
+    assert tokens_of(one.messages, attempt=2) == expected[7:]
+    assert finishes(one.messages) == ["length"]
 
 
 def test_what_can_never_fit_is_refused_at_the_door_and_what_does_not_fit_now_is_busy() -> None:
     one = worker(pages=8)
     one.handle(order(PROMPT, 40, "never"))
-    assert [m.reason for m in one.said if isinstance(m, msg.Refused)] == ["too_large"]
+    assert [m.reason for m in one.messages if isinstance(m, msg.Refused)] == ["too_large"]
     one.handle(order(PROMPT * 2, 4, "first"))
     one.handle(order(PROMPT[::-1], 4, "second"))
-    assert [(m.request, m.reason) for m in one.said if isinstance(m, msg.Refused)][1:] == [("second", "busy")]
+    assert [(m.request, m.reason) for m in one.messages if isinstance(m, msg.Refused)][1:] == [("second", "busy")]
 
 
 def test_an_urgent_newcomer_displaces_the_less_urgent_until_these_have_waited_long_enough() -> None:
@@ -192,10 +192,10 @@ def test_an_urgent_newcomer_displaces_the_less_urgent_until_these_have_waited_lo
         one.handle(order(PROMPT * 3, 8, "patient", priority=1))
         one.rig.now += waited
         one.handle(order(PROMPT[::-1] * 3, 8, "urgent"))
-        busy = [m.request for m in one.said if isinstance(m, msg.Refused)]
+        busy = [m.request for m in one.messages if isinstance(m, msg.Refused)]
         assert (busy, one.state.stats().preemptions) == (([], 1) if displaced else (["urgent"], 0))
         one.rig.settle()
-        assert tokens_of(one.said, "patient") == reference(PROMPT * 3, 8)
+        assert tokens_of(one.messages, "patient") == reference(PROMPT * 3, 8)
 
 
 def _step(state: DecodeScheduler, now: float) -> None:
@@ -241,9 +241,9 @@ def test_abandoned_writes_end_before_preemption() -> None:
         state.handle(msg.Cancel("gone", 1), 0.02)  # the store has not answered yet
         state.handle(order(list(range(500, 529)), 4, "runs"), 0.03)
         _step(state, 0.03)
-        said = state.handle(order(list(range(900, 957)), 4, "newcomer", priority=priority), 0.05)
+        commands = state.handle(order(list(range(900, 957)), 4, "newcomer", priority=priority), 0.05)
         state.validate()
-        assert any(isinstance(each.message, msg.Accepted) for each in said if isinstance(each, SendToRouter))
+        assert any(isinstance(each.message, msg.Accepted) for each in commands if isinstance(each, SendToRouter))
         assert state.stats().preemptions == 0
 
 
@@ -285,22 +285,22 @@ def test_a_router_heartbeat_keeps_what_it_lists() -> None:
     one.handle(order(PROMPT, 5))
     one.handle(msg.RouterHeartbeat((msg.AttemptName("r", 1),)))
     one.rig.settle()
-    assert tokens_of(one.said) == reference(PROMPT, 5)
+    assert tokens_of(one.messages) == reference(PROMPT, 5)
 
 
 def test_tokens_are_said_again_even_after_the_end_until_the_router_lets_go() -> None:
     one = worker()
     one.handle(order(PROMPT, 6))
     one.rig.settle()
-    one.said.clear()
+    one.messages.clear()
     one.handle(msg.Resend("r", 1, len(PROMPT) + 2))
-    assert tokens_of(one.said) == reference(PROMPT, 6)[2:]
-    assert finishes(one.said) == ["length"]
+    assert tokens_of(one.messages) == reference(PROMPT, 6)[2:]
+    assert finishes(one.messages) == ["length"]
     assert one.state.heartbeat(0).attempts[0].ended
     one.handle(msg.Cancel("r", 1))
-    one.said.clear()
+    one.messages.clear()
     one.handle(msg.Resend("r", 1, 0))
-    assert not one.said
+    assert not one.messages
 
 
 def test_an_older_or_repeated_attempt_changes_nothing() -> None:
@@ -309,8 +309,8 @@ def test_an_older_or_repeated_attempt_changes_nothing() -> None:
     one.handle(order(PROMPT, 6, attempt=1))
     one.handle(order(PROMPT, 6, attempt=2))
     one.rig.settle()
-    assert len([m for m in one.said if isinstance(m, msg.Accepted)]) == 1
-    assert tokens_of(one.said, attempt=2) == reference(PROMPT, 6)
+    assert len([m for m in one.messages if isinstance(m, msg.Accepted)]) == 1
+    assert tokens_of(one.messages, attempt=2) == reference(PROMPT, 6)
 
 
 def test_a_deadline_that_passes_is_said() -> None:
@@ -318,7 +318,7 @@ def test_a_deadline_that_passes_is_said() -> None:
     one.handle(order(PROMPT, 30, deadline_ms=100))
     one.rig.now += 0.2
     one.handle(Tick())
-    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["deadline"]
+    assert [m.reason for m in one.messages if isinstance(m, msg.AttemptFailed)] == ["deadline"]
     assert one.state.blocks.available == one.num_pages
 
 
@@ -329,8 +329,8 @@ def test_a_failed_step_fails_its_requests_alone() -> None:
     one.handle(order(PROMPT, 5, "good"))
     one.handle(StepFailed(plan, "RuntimeError: boom"))
     one.rig.settle()
-    assert [(m.request, m.reason) for m in one.said if isinstance(m, msg.AttemptFailed)] == [("bad", "internal")]
-    assert tokens_of(one.said, "good") == reference(PROMPT, 5)
+    assert [(m.request, m.reason) for m in one.messages if isinstance(m, msg.AttemptFailed)] == [("bad", "internal")]
+    assert tokens_of(one.messages, "good") == reference(PROMPT, 5)
 
 
 def test_a_step_that_does_not_fit_is_made_smaller_and_run_again() -> None:
@@ -341,8 +341,8 @@ def test_a_step_that_does_not_fit_is_made_smaller_and_run_again() -> None:
     for request, prompt in prompts.items():
         one.handle(order(prompt, 8, request))
     one.rig.settle()
-    assert not [m for m in one.said if isinstance(m, msg.AttemptFailed)]
-    assert {request: tokens_of(one.said, request) for request in prompts} == {
+    assert not [m for m in one.messages if isinstance(m, msg.AttemptFailed)]
+    assert {request: tokens_of(one.messages, request) for request in prompts} == {
         request: reference(prompt, 8) for request, prompt in prompts.items()
     }
     assert one.state.step_tokens <= 16
@@ -354,21 +354,21 @@ def test_the_smallest_step_that_does_not_fit_fails_its_requests() -> None:
     one.handle(order(PROMPT, 5, "large"))
     one.handle(order(PROMPT[:1], 5, "small"))
     one.rig.settle()
-    failed = [m for m in one.said if isinstance(m, msg.AttemptFailed)]
+    failed = [m for m in one.messages if isinstance(m, msg.AttemptFailed)]
     assert {(m.reason, m.message) for m in failed} == {("internal", "CUDA out of memory")}
     assert "large" in {m.request for m in failed}
     one.handle(order(PROMPT[:2], 5, "later"))
     one.rig.settle()
-    assert tokens_of(one.said, "later") == reference(PROMPT[:2], 5)
+    assert tokens_of(one.messages, "later") == reference(PROMPT[:2], 5)
 
 
 @pytest.mark.parametrize("broken_step", [0, 1, 5])
 def test_logits_that_are_not_finite_fail_their_request_and_no_other(broken_step: int) -> None:
     state = DecodeScheduler(DecodeConfig(), PAGE, 64)
-    said: list[msg.Message] = []
+    log: list[msg.Message] = []
 
     def handle(event: msg.Decode | StepDone) -> None:
-        said.extend(each.message for each in state.handle(event, 0.0) if isinstance(each, SendToRouter))
+        log.extend(each.message for each in state.handle(event, 0.0) if isinstance(each, SendToRouter))
 
     for request, prompt in (("bad", PROMPT), ("good", PROMPT[::-1])):
         handle(order(prompt, 9, request))
@@ -382,19 +382,19 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(broken_step:
         if step == broken_step:
             of_good = (len(PROMPT) + step) // PAGE
             assert len(state.blocks.pages()) <= max(cached + 1, of_good)  # no page of this step is the bad one's
-    assert [(m.request, m.reason) for m in said if isinstance(m, msg.AttemptFailed)] == [("bad", "non_finite_logits")]
-    assert tokens_of(said, "bad") == [7] * broken_step
-    assert tokens_of(said, "good") == [7] * 9
+    assert [(m.request, m.reason) for m in log if isinstance(m, msg.AttemptFailed)] == [("bad", "non_finite_logits")]
+    assert tokens_of(log, "bad") == [7] * broken_step
+    assert tokens_of(log, "good") == [7] * 9
     assert state.blocks.available == 64
 
 
 def test_a_token_that_the_model_lacks_fails_its_own_request_alone() -> None:
     state = DecodeScheduler(DecodeConfig(), PAGE, 64, vocab_size=100)
     for request, prompt in (("fine", [1, 99]), ("odd", [1, 100])):
-        said = state.handle(order(prompt, 4, request), 0.0)
+        commands = state.handle(order(prompt, 4, request), 0.0)
         failed = [
             each.message.reason
-            for each in said
+            for each in commands
             if isinstance(each, SendToRouter) and isinstance(each.message, msg.AttemptFailed)
         ]
         assert failed == ([] if request == "fine" else ["malformed_message"])
@@ -405,8 +405,8 @@ def test_a_stop_token_that_the_model_lacks_is_never_forbidden() -> None:
     """A tokenizer may have more tokens than the model; to forbid one of these would fail the whole step."""
     state = DecodeScheduler(DecodeConfig(), PAGE, 64, vocab_size=100)
     rules = msg.LogitsRules(min_tokens=3)
-    asked = order([1, 2], 4, stop_token_ids=(7, 100, 2**63 - 1, -1))
-    state.handle(msgspec.structs.replace(asked, sampling=msg.SamplingParams(temperature=0, rules=rules)), 0.0)
+    decode = order([1, 2], 4, stop_token_ids=(7, 100, 2**63 - 1, -1))
+    state.handle(msgspec.structs.replace(decode, sampling=msg.SamplingParams(temperature=0, rules=rules)), 0.0)
     (chunk,) = state.schedule(0.0).values()
     assert chunk.sample is not None
     assert chunk.sample.edits is not None
@@ -417,12 +417,12 @@ def test_tokens_that_make_no_sense_are_refused() -> None:
     one = worker()
     one.handle(msg.Decode("r", 1, ROOT, b"123", 1, 5, GREEDY))
     one.handle(msg.Decode("s", 1, ROOT, pack_tokens([1]), 2, 5, GREEDY))
-    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["malformed_message"] * 2
+    assert [m.reason for m in one.messages if isinstance(m, msg.AttemptFailed)] == ["malformed_message"] * 2
 
 
-def computed_of(said: list[msg.Message], request: str) -> int:
+def computed_of(messages: list[msg.Message], request: str) -> int:
     """Prompt tokens that the worker says it computed for a request."""
-    return next(d.computed for m in said if isinstance(m, msg.Tokens) for d in m.deltas if d.request == request)
+    return next(d.computed for m in messages if isinstance(m, msg.Tokens) for d in m.deltas if d.request == request)
 
 
 @pytest.mark.parametrize("length", range(1, 14))
@@ -436,11 +436,11 @@ def test_a_prompt_that_was_computed_here_is_shared_to_its_last_token(length: int
         one.handle(order(prompt, 9, name))
     shared = one.state.blocks.stats()
     one.step()
-    assert computed_of(one.said, "second") == computed_of(one.said, "third") == 1
+    assert computed_of(one.messages, "second") == computed_of(one.messages, "third") == 1
     assert shared.referenced <= (length - 1) // PAGE + 3 * 2
     one.rig.settle()
     for name in ("first", "second", "third"):
-        assert tokens_of(one.said, name) == reference(prompt, 9)
+        assert tokens_of(one.messages, name) == reference(prompt, 9)
     assert one.state.blocks.available == one.num_pages
 
 
@@ -451,8 +451,8 @@ def test_a_prompt_that_goes_on_with_the_first_token_of_another_is_computed_from_
     for number in range(9):
         one.handle(order(known, 1, f"r{number}"))
         one.rig.settle()
-        assert computed_of(one.said, f"r{number}") == (len(known) if number == 0 else 1)
-        known += tokens_of(one.said, f"r{number}")
+        assert computed_of(one.messages, f"r{number}") == (len(known) if number == 0 else 1)
+        known += tokens_of(one.messages, f"r{number}")
     assert known == PROMPT + reference(PROMPT, 9)
 
 
@@ -464,7 +464,7 @@ def test_the_beginning_of_a_page_is_forgotten_when_the_page_is_handed_out() -> N
     one.rig.settle()
     one.handle(order(PROMPT, 5, "second"))
     one.rig.settle()
-    assert tokens_of(one.said, "second") == reference(PROMPT, 5)
+    assert tokens_of(one.messages, "second") == reference(PROMPT, 5)
 
 
 def test_a_write_of_which_the_store_says_nothing_keeps_its_pages_no_longer_than_a_fetch() -> None:
@@ -503,15 +503,15 @@ def test_copies_that_delay_steps_are_few_while_sequences_decode(overlap: bool, m
     state.handle(StoreUp(1_000, PAGE_BYTES), 0.0)
     state.handle(order([5], 500, "decodes"), 0.0)
     calls = state.handle(order([3] * (300 * PAGE + 1), 1, "fetches", fetch=300), 0.0)
-    asked = next(each.call for each in calls if isinstance(each, CallStore))
-    assert isinstance(asked, Acquire)
+    acquire = next(each.call for each in calls if isinstance(each, CallStore))
+    assert isinstance(acquire, Acquire)
     pages = tuple(LeasedPage(index, index, 0) for index in range(100))
-    state.handle(PagesReady(asked.lease, pages[:1]), 0.0)
+    state.handle(PagesReady(acquire.lease, pages[:1]), 0.0)
     (first,) = state.take_copies()
     state.handle(CopiedIn(first.lease, (first.index,), seconds=0.001), 1.0)
-    state.handle(PagesReady(asked.lease, pages[1:]), 1.0)
-    taken = [len(state.take_copies()) for _ in range(3)]
-    assert taken == [most, 0, 0]
+    state.handle(PagesReady(acquire.lease, pages[1:]), 1.0)
+    copies = [len(state.take_copies()) for _ in range(3)]
+    assert copies == [most, 0, 0]
 
 
 def test_a_write_that_waits_for_its_own_worker_is_not_given_up() -> None:

@@ -21,8 +21,8 @@ GRAIN = 16
 
 
 def plan(rows: int, tokens: int = 0) -> ScheduledBatch:
-    made = {AttemptName(f"d{i}", 1): Chunk([1], 50, [0] * 4) for i in range(rows)}
-    return made | ({AttemptName("p", 1): Chunk([1] * tokens, 0, [0] * (tokens // GRAIN + 1))} if tokens else {})
+    chunks = {AttemptName(f"d{i}", 1): Chunk([1], 50, [0] * 4) for i in range(rows)}
+    return chunks | ({AttemptName("p", 1): Chunk([1] * tokens, 0, [0] * (tokens // GRAIN + 1))} if tokens else {})
 
 
 def measured(mixed: float = 0.0, **config: Any) -> StepBudget:

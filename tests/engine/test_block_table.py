@@ -26,7 +26,7 @@ class TableMachine(RuleBasedStateMachine):
         super().__init__()
         self.table = BlockTable()
         self.model: list[int] = []
-        self.given: list[tuple[np.ndarray[tuple[int], np.dtype[np.int64]], list[int]]] = []
+        self.steps: list[tuple[np.ndarray[tuple[int], np.dtype[np.int64]], list[int]]] = []
 
     @rule(new=st.lists(pages, max_size=30))
     def extend(self, new: list[int]) -> None:
@@ -39,12 +39,12 @@ class TableMachine(RuleBasedStateMachine):
         index %= len(self.model)
         self.table.exchange(index, page)
         self.model[index] = page
-        self.given = []  # the contents are the same, so a step may see either page
+        self.steps = []  # the contents are the same, so a step may see either page
 
     @rule()
     def give_to_a_step(self) -> None:
         self.table.check(PAGES)
-        self.given.append((self.table.array, list(self.model)))
+        self.steps.append((self.table.array, list(self.model)))
 
     @rule(bad=st.sampled_from([-1, PAGES, PAGES + 3]), after=st.lists(pages, max_size=2))
     def a_bad_page_is_found(self, bad: int, after: list[int]) -> None:
@@ -68,7 +68,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def steps_keep_what_they_were_given(self) -> None:
-        for array, expected in self.given:
+        for array, expected in self.steps:
             assert array[: len(expected)].tolist() == expected
 
 
@@ -98,9 +98,9 @@ def test_a_batch_lays_chunks_end_to_end(sizes: list[tuple[int, int]], data: st.D
         covering = -(-(start + count) // PAGE)
         own = data.draw(st.lists(pages, min_size=covering, max_size=covering + 2))
         tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=count, max_size=count))
-        kept = data.draw(st.booleans())
+        in_table = data.draw(st.booleans())
         chunks.append(
-            Chunk(tokens, start, BlockTable(own) if kept else own, data.draw(st.sampled_from([None, GREEDY])))
+            Chunk(tokens, start, BlockTable(own) if in_table else own, data.draw(st.sampled_from([None, GREEDY])))
         )
     batch = flatten(chunks, PAGE, PAGES, VOCAB)
     rows = [(chunk, position) for chunk in chunks for position in range(chunk.start, chunk.end)]
@@ -131,11 +131,11 @@ def test_a_batch_lays_chunks_end_to_end(sizes: list[tuple[int, int]], data: st.D
         ([1], 4, [-1, 3], "page -1 is not"),
     ],
 )
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("in_table", [True, False])
 def test_what_no_pool_could_run_is_refused(
-    tokens: list[int], start: int, own: Sequence[int], message: str, kept: bool
+    tokens: list[int], start: int, own: Sequence[int], message: str, in_table: bool
 ) -> None:
-    chunk = Chunk(tokens, start, BlockTable(own) if kept else own)
+    chunk = Chunk(tokens, start, BlockTable(own) if in_table else own)
     with pytest.raises(ValueError, match=message):
         flatten([Chunk([3], 0, [7]), chunk], PAGE, PAGES, VOCAB)
 

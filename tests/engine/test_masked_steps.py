@@ -73,11 +73,11 @@ class HeldMask:
 
     def __init__(self, tokens: Sequence[int], failure: str = "") -> None:
         self.ready = False
-        self._found = (None if failure else allowed(tokens), failure)
+        self._results = (None if failure else allowed(tokens), failure)
 
     def _read(self, place: int) -> Any:
         assert self.ready, "a mask is used before it is there"
-        return self._found[place]
+        return self._results[place]
 
     @property
     def allowed(self) -> Bits | None:
@@ -223,9 +223,9 @@ class Output:
 
 
 @pytest.fixture(scope="module")
-def wanted(engine: Engine) -> dict[int, list[Sampled]]:
+def oracle(engine: Engine) -> dict[int, list[Sampled]]:
     """What a CPU draws, where every step waits for its masks."""
-    found: dict[int, list[Sampled]] = {}
+    draws: dict[int, list[Sampled]] = {}
     for number in (*PLAIN, *MASKED):
         one = Output(number)
         while not one.ended:
@@ -235,13 +235,13 @@ def wanted(engine: Engine) -> dict[int, list[Sampled]]:
                 mask = ComputedMask(held.allowed, failure=held.failure)
                 chunk = Chunk(one.known, 0, one.table, replace(DRAWS[number], mask=mask))
             one.take(engine.step([chunk])[0])
-        found[number] = one.drawn
-    return found
+        draws[number] = one.drawn
+    return draws
 
 
-def assert_as_wanted(outputs: Sequence[Output], wanted: dict[int, list[Sampled]]) -> None:
+def assert_equal(outputs: Sequence[Output], oracle: dict[int, list[Sampled]]) -> None:
     for one in outputs:
-        for ours, theirs in zip(one.drawn, wanted[one.number], strict=True):
+        for ours, theirs in zip(one.drawn, oracle[one.number], strict=True):
             assert (ours.finite, ours.failure) == (theirs.finite, theirs.failure)
             if theirs.finite:
                 assert ours.token == theirs.token
@@ -249,25 +249,25 @@ def assert_as_wanted(outputs: Sequence[Output], wanted: dict[int, list[Sampled]]
                 assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
-def test_what_a_cpu_draws_is_masked(wanted: dict[int, list[Sampled]]) -> None:
+def test_what_a_cpu_draws_is_masked(oracle: dict[int, list[Sampled]]) -> None:
     for number in MASKED:
         known = prompt(number)
-        for one in wanted[number]:
+        for one in oracle[number]:
             assert one.failure or allowed(known)[one.token]
             known.append(one.token)
-    assert wanted[FAILS[0]][-1].failure
+    assert oracle[FAILS[0]][-1].failure
 
 
 @examples(150)
 @given(data=st.data())
 def test_the_tokens_are_those_of_a_cpu_whenever_masks_come(
-    data: st.DataObject, engine: Engine, wanted: dict[int, list[Sampled]]
+    data: st.DataObject, engine: Engine, oracle: dict[int, list[Sampled]]
 ) -> None:
     """Every other step has all sequences and the step ahead of it those whose draws have no mask."""
-    run(engine, wanted, data.draw(st.lists(st.sampled_from(MOMENTS), min_size=1, max_size=7)), data.draw(st.booleans()))
+    run(engine, oracle, data.draw(st.lists(st.sampled_from(MOMENTS), min_size=1, max_size=7)), data.draw(st.booleans()))
 
 
-def run(engine: Engine, wanted: dict[int, list[Sampled]], moments: Sequence[str], polls: bool) -> None:
+def run(engine: Engine, oracle: dict[int, list[Sampled]], moments: Sequence[str], polls: bool) -> None:
     """`moments`: when the masks come, in turns. `polls`: the worker asks whether a step has ended."""
     device, outputs = Device(engine), [Output(number) for number in range(len(DRAWS))]
     turn = 0
@@ -311,10 +311,10 @@ def run(engine: Engine, wanted: dict[int, list[Sampled]], moments: Sequence[str]
             for (one, _), sampled in zip(follow, second.wait().sampled, strict=True):
                 assert sampled is not None
                 one.take(sampled)
-    assert_as_wanted(outputs, wanted)
+    assert_equal(outputs, oracle)
 
 
-def test_a_launch_returns_while_a_mask_is_held_back(engine: Engine, wanted: dict[int, list[Sampled]]) -> None:
+def test_a_launch_returns_while_a_mask_is_held_back(engine: Engine, oracle: dict[int, list[Sampled]]) -> None:
     device, outputs = Device(engine), [Output(number) for number in (0, 1, 3)]
     plain, masked, other = outputs
     first = device.launch(*[one.chunk() for one in outputs])
@@ -332,7 +332,7 @@ def test_a_launch_returns_while_a_mask_is_held_back(engine: Engine, wanted: dict
         one.take(sampled)
     for one, sampled in zip((plain, other), second.wait().sampled, strict=True):
         one.take(sampled)
-    assert_as_wanted(outputs, {one.number: wanted[one.number][: len(one.drawn)] for one in outputs})
+    assert_equal(outputs, {one.number: oracle[one.number][: len(one.drawn)] for one in outputs})
     assert [len(one.drawn) for one in outputs] == [2, 1, 2]
 
 
@@ -355,7 +355,7 @@ def test_masks_that_are_there_in_time_lie_in_the_stream_of_the_step(engine: Engi
 
 
 def test_a_late_mask_leaves_its_row_without_a_token_and_the_next_step_draws_it(
-    engine: Engine, wanted: dict[int, list[Sampled]]
+    engine: Engine, oracle: dict[int, list[Sampled]]
 ) -> None:
     device, plain, masked = Device(engine), Output(0), Output(2)
     first = device.launch(plain.chunk(), masked.chunk())
@@ -375,7 +375,7 @@ def test_a_late_mask_leaves_its_row_without_a_token_and_the_next_step_draws_it(
     for one, drawn in zip((plain, masked), third.wait().sampled, strict=True):
         one.take(drawn)
     assert device.threads.waited == [False, True]
-    assert_as_wanted([plain, masked], {0: wanted[0][:3], 2: wanted[2][:1]})
+    assert_equal([plain, masked], {0: oracle[0][:3], 2: oracle[2][:1]})
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -464,10 +464,10 @@ def rows_of_masked_draws_are_the_first(patch: pytest.MonkeyPatch) -> None:
 def test_mistakes_are_noticed(
     mutation: Callable[[pytest.MonkeyPatch], None],
     engine: Engine,
-    wanted: dict[int, list[Sampled]],
+    oracle: dict[int, list[Sampled]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run(engine, wanted, MOMENTS, polls=True)
+    run(engine, oracle, MOMENTS, polls=True)
     mutation(monkeypatch)
     with pytest.raises(AssertionError):
-        run(engine, wanted, MOMENTS, polls=True)
+        run(engine, oracle, MOMENTS, polls=True)

@@ -77,9 +77,9 @@ def test_a_page_that_differs_is_dropped_with_its_chain_here_and_in_the_store(rol
     ask(one, "b")
     one.rig.settle()
     if role == "prefill":
-        assert [m.computed for m in one.said if isinstance(m, Prefilled)] == [5 * PAGE, (5 - number) * PAGE]
+        assert [m.computed for m in one.messages if isinstance(m, Prefilled)] == [5 * PAGE, (5 - number) * PAGE]
     else:
-        assert [m.device_pages for m in one.said if isinstance(m, Started)] == [0, number]
+        assert [m.device_pages for m in one.messages if isinstance(m, Started)] == [0, number]
 
 
 def test_a_sequence_that_runs_on_a_differing_page_goes_on() -> None:
@@ -89,7 +89,7 @@ def test_a_sequence_that_runs_on_a_differing_page_goes_on() -> None:
     order(one, [*PROMPT, 1], "b", count=30)
     one.state.blocks.forget(KEYS[2])
     one.rig.settle()
-    assert finishes(one.said) == ["length"] * 2
+    assert finishes(one.messages) == ["length"] * 2
     one.handle(Cancel("a", 1))
     one.handle(Cancel("b", 1))
     idle(one)
@@ -104,7 +104,7 @@ def test_nothing_is_recomputed_unless_it_is_asked_for_and_only_while_there_is_no
     one = worker("decode")
     order(one, PROMPT, "long", count=40)
     order(one, PROMPT, "short", count=1)
-    while "length" not in finishes(one.said):
+    while "length" not in finishes(one.messages):
         one.turn()
     idle(one, 10)
     assert one.state.stats().running == 1

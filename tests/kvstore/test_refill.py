@@ -100,9 +100,9 @@ def test_all_that_is_cached_comes_to_the_new_store(role: str, prompts: list[list
         for _ in range(evicted):
             one.handle(Tick())
             one.hear()
-            taken = one.state.blocks.allocate(one.state.blocks.stats().free + 1)  # a page of what is cached goes
-            if taken is not None:
-                one.state.blocks.free(taken)
+            pages = one.state.blocks.allocate(one.state.blocks.stats().free + 1)  # a page of what is cached goes
+            if pages is not None:
+                one.state.blocks.free(pages)
             one.copy()
         idle(one)
     assert cached(one) <= stored(one.rig) <= before
@@ -124,7 +124,7 @@ def test_another_worker_gets_from_the_new_store_what_only_the_first_ones_device_
     pages = len(prompt) // PAGE
     other.handle(Decode("x", 1, ROOT, pack_tokens(prompt), len(prompt), 1, SamplingParams(temperature=0), fetch=pages))
     rig.settle()
-    assert [m.fetched_pages for m in other.said if isinstance(m, Started)] == [pages]
+    assert [m.fetched_pages for m in other.messages if isinstance(m, Started)] == [pages]
 
 
 def restart_with(rig: Rig, *workers: RigWorker) -> None:
@@ -172,7 +172,7 @@ def test_a_run_gives_way_to_a_request_and_is_offered_later(role: str) -> None:
     one.handle(Tick())
     assert one.state.blocks.available == 5
     order(one, list(range(31, 31 + 6 * PAGE)), "large")
-    assert not [m for m in one.said if isinstance(m, Refused)]
+    assert not [m for m in one.messages if isinstance(m, Refused)]
     idle(one)
     assert len(cached(one) & set(full_keys(SHARED))) == 2, "the test is to leave some of the run"
     assert cached(one) <= stored(one.rig)

@@ -20,7 +20,7 @@ def test_each_router_decides_about_its_own_and_hears_how_busy_the_other_keeps_us
     assert beat.load.tokens_queued == 2 * beat.others.tokens_queued > 0
     one.handle(RouterLost("two"))
     one.rig.settle()
-    assert [result.request for result in done(one.said)] == ["a"]
+    assert [result.request for result in done(one.messages)] == ["a"]
     assert {letter.router for letter in one.letters} == {"one"}
 
 
@@ -31,6 +31,6 @@ def test_a_slot_goes_to_the_router_that_was_refused_and_has_less() -> None:
     one.handle(order(PROMPT, "b1"), "two")
     one.handle(Cancel("a1", 1), "one")
     one.handle(order(PROMPT, "a3"), "one")
-    assert [message.request for message in one.said if isinstance(message, Refused)] == ["b1", "a3"]
+    assert [message.request for message in one.messages if isinstance(message, Refused)] == ["b1", "a3"]
     one.handle(order(PROMPT, "b2"), "two")
     assert [held.request for held in one.state.heartbeat(0, "two").attempts] == ["b2"]

@@ -106,9 +106,9 @@ class PrefillMachine(RuleBasedStateMachine):
         self.worker.handle(Cancel(f"r{which}", 1))
 
     @precondition(lambda self: not self.quiet)
-    @rule(kept=st.sets(st.integers(0, 20)))
-    def the_router_lists(self, kept: set[int]) -> None:
-        self.worker.handle(RouterHeartbeat(attempts=tuple(AttemptName(f"r{number}", 1) for number in kept)))
+    @rule(numbers=st.sets(st.integers(0, 20)))
+    def the_router_lists(self, numbers: set[int]) -> None:
+        self.worker.handle(RouterHeartbeat(attempts=tuple(AttemptName(f"r{number}", 1) for number in numbers)))
 
     @rule(pages=st.sampled_from([1, 2, 1_000]))
     def memory_is_short(self, pages: int) -> None:
@@ -160,11 +160,9 @@ class PrefillMachine(RuleBasedStateMachine):
             self.worker.handle(Tick())
         self.rig.settle()
         assert all(job.phase is PrefillPhase.DONE for job in self.state._requests.values())
-        done = [message.request for message in self.worker.said if isinstance(message, Prefilled)]
+        done = [message.request for message in self.worker.messages if isinstance(message, Prefilled)]
         assert len(done) == len(set(done))
-        ended = [
-            message.request for message in self.worker.said if isinstance(message, Prefilled | AttemptFailed | Refused)
-        ]
+        ended = [m.request for m in self.worker.messages if isinstance(m, Prefilled | AttemptFailed | Refused)]
         if self.quiet:
             assert len(ended) == self.count
             if self.state.blocks.stats().evictions == 0 and self.rig.store.stats(0.0).evictions == 0:
@@ -205,9 +203,9 @@ def _a_shared_page_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
     def hasty(
         cache: DeviceBlockManager, keys: Sequence[bytes], at_hand: Collection[PrefillRequest]
     ) -> tuple[list[int], int] | None:
-        taken = take(cache, keys, at_hand)
+        allocation = take(cache, keys, at_hand)
         common = max((job.in_common(keys) for job in at_hand), default=0)
-        return taken and (taken[0], max(taken[1], common))
+        return allocation and (allocation[0], max(allocation[1], common))
 
     patch.setattr(shared_prefix, "allocate_shared", hasty)
 

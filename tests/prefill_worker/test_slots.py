@@ -33,7 +33,7 @@ def prompt(number: int, pages: int) -> list[int]:
 
 
 def ended(worker: RigWorker) -> list[Message]:
-    return [message for message in worker.said if isinstance(message, Prefilled | AttemptFailed)]
+    return [message for message in worker.messages if isinstance(message, Prefilled | AttemptFailed)]
 
 
 def run(rig: Rig, workers: list[RigWorker], prompts: int, rng: random.Random | None = None) -> list[Message]:
@@ -49,7 +49,7 @@ def run(rig: Rig, workers: list[RigWorker], prompts: int, rng: random.Random | N
             for message in ended(worker):
                 assert isinstance(message, Prefilled | AttemptFailed)
                 result.append(message)
-                worker.said.remove(message)
+                worker.messages.remove(message)
                 worker.handle(Cancel(message.request, message.attempt))
         assert_no_cycle(waits_of_rig(rig))
         rig.tick(0.02)
@@ -101,21 +101,19 @@ def test_two_nodes_that_hand_off_to_each_other_and_have_room_for_little_more_tha
             else:
                 prefills[other].handle(order(prompts[node], node))
                 rig.settle()
-    while not all(Started(node, 1, fetched_pages=8) in decodes[node].said for node in there):
-        assert not [
-            message for worker in decodes.values() for message in worker.said if isinstance(message, FetchIncomplete)
-        ]
+    while not all(Started(node, 1, fetched_pages=8) in decodes[node].messages for node in there):
+        assert not [m for worker in decodes.values() for m in worker.messages if isinstance(m, FetchIncomplete)]
         assert rig.now < STORE_MS / 1_000, "the nodes wait for each other"
         for worker in (*prefills.values(), *decodes.values()):
             worker.handle(Tick())
         rig.settle()
         for node, other in there.items():
-            if any(isinstance(message, Started) for message in decodes[node].said):
+            if any(isinstance(message, Started) for message in decodes[node].messages):
                 prefills[other].handle(Cancel(node, 1))
         rig.tick(0.25)
     for node in there:
         rig.settle()
-        assert tokens_of(decodes[node].said, node) == reference(prompts[node], 3)
+        assert tokens_of(decodes[node].messages, node) == reference(prompts[node], 3)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -39,15 +39,15 @@ def worker(slots: int = 64, pages: int = 32, **config: int) -> RigWorker:
     return Rig(slots).worker("prefill", pages, PrefillConfig(**config))
 
 
-def done(said: list[msg.Message]) -> list[msg.Prefilled]:
-    return [m for m in said if isinstance(m, msg.Prefilled)]
+def done(messages: list[msg.Message]) -> list[msg.Prefilled]:
+    return [m for m in messages if isinstance(m, msg.Prefilled)]
 
 
 def test_the_result_is_every_page_sealed_and_held() -> None:
     one = worker()
     one.handle(order(PROMPT))
     one.rig.settle()
-    (result,) = done(one.said)
+    (result,) = done(one.messages)
     assert (result.computed, result.hit, result.stored) == (3 * PAGE, 0, 3)
     stats = one.rig.store.stats(0.0)
     assert (stats.sealed, stats.held) == (3, 3)
@@ -61,7 +61,7 @@ def test_what_is_there_already_is_held_and_not_computed() -> None:
     for request in ("a", "b"):
         one.handle(order(PROMPT, request))
         one.rig.settle()
-    assert [(m.computed, m.hit, m.stored) for m in done(one.said)] == [(3 * PAGE, 0, 3), (0, 3, 0)]
+    assert [(m.computed, m.hit, m.stored) for m in done(one.messages)] == [(3 * PAGE, 0, 3), (0, 3, 0)]
 
 
 def test_what_the_device_has_is_copied_to_a_new_store() -> None:
@@ -72,7 +72,7 @@ def test_what_the_device_has_is_copied_to_a_new_store() -> None:
     one.attach()
     one.handle(order(PROMPT, "b"))
     one.rig.settle()
-    assert (done(one.said)[-1].computed, done(one.said)[-1].stored) == (0, 3)
+    assert (done(one.messages)[-1].computed, done(one.messages)[-1].stored) == (0, 3)
 
 
 def test_what_the_store_has_is_read_to_compute_what_follows() -> None:
@@ -82,7 +82,7 @@ def test_what_the_store_has_is_read_to_compute_what_follows() -> None:
     other = one.rig.worker("prefill", 32, PrefillConfig())
     other.handle(order(PROMPT, "b"))
     one.rig.settle()
-    assert [(m.computed, m.hit, m.stored) for m in done(other.said)] == [(PAGE, 2, 1)]
+    assert [(m.computed, m.hit, m.stored) for m in done(other.messages)] == [(PAGE, 2, 1)]
     assert other.state.stats().pages_hit_in_store == 2
 
 
@@ -102,15 +102,15 @@ def test_a_prompt_looks_again_only_when_its_step_has_ended() -> None:
     assert job.in_step
     one.handle(NotReserved(job.store.lease, "orphan"))
     other.handle(order(PROMPT[:9], "other"))
-    while not done(other.said):
+    while not done(other.messages):
         other.turn()
     one.hear()
     one.handle(at_once(one.run_step(plan)))
     decode.handle(awaits(PROMPT, 9))
     rig.settle()
-    (result,) = done(one.said)
+    (result,) = done(one.messages)
     assert (result.computed, result.hit) == (2 * PAGE + 1, 1)
-    assert tokens_of(decode.said) == reference(PROMPT, 9)
+    assert tokens_of(decode.messages) == reference(PROMPT, 9)
 
 
 def test_a_prompt_whose_pages_another_worker_seals_meanwhile_is_done_before_its_step_has_ended() -> None:
@@ -124,7 +124,7 @@ def test_a_prompt_whose_pages_another_worker_seals_meanwhile_is_done_before_its_
     assert job.in_step
     lease = job.store.lease
     one.handle(Reserved(lease, (None, None, None)))
-    assert [m.stored for m in done(one.said)] == [0]
+    assert [m.stored for m in done(one.messages)] == [0]
     one.handle(at_once(one.run_step(plan)))
     assert job.phase is PrefillPhase.DONE
     one.state.validate()
@@ -149,8 +149,8 @@ def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed
     decode.turn()  # a page counts when the store has confirmed its lease
     assert 0 < decode.state.stats().prompt_pages_fetched < 3
     rig.settle()
-    assert msg.Started("r", 1, fetched_pages=3) in decode.said
-    assert tokens_of(decode.said) == reference(PROMPT, 9)
+    assert msg.Started("r", 1, fetched_pages=3) in decode.messages
+    assert tokens_of(decode.messages) == reference(PROMPT, 9)
 
 
 def test_a_partial_page_is_handed_off_and_not_cached() -> None:
@@ -159,11 +159,11 @@ def test_a_partial_page_is_handed_off_and_not_cached() -> None:
     decode.handle(awaits(PROMPT, 5))
     prefill.handle(handed(PROMPT))
     rig.settle()
-    (result,) = done(prefill.said)
+    (result,) = done(prefill.messages)
     assert (result.computed, result.hit, result.stored) == (len(PROMPT) - 1, 0, 4)
-    assert msg.Started("r", 1, fetched_pages=4) in decode.said
-    assert tokens_of(decode.said) == reference(PROMPT, 5)
-    first = next(m for m in decode.said if isinstance(m, msg.Tokens)).deltas[0]
+    assert msg.Started("r", 1, fetched_pages=4) in decode.messages
+    assert tokens_of(decode.messages) == reference(PROMPT, 5)
+    first = next(m for m in decode.messages if isinstance(m, msg.Tokens)).deltas[0]
     assert first.computed == 1, "the decode worker began with the last token"
     written = (len(PROMPT) + 4) // PAGE
     assert rig.store.stats(0.0).sealed == written + 1, "whoever made it holds it"
@@ -172,7 +172,7 @@ def test_a_partial_page_is_handed_off_and_not_cached() -> None:
     assert rig.store.stats(0.0).sealed == written
     prefill.handle(handed(PROMPT, "again"))
     rig.settle()
-    assert [(m.computed, m.hit) for m in done(prefill.said)][1:] == [(1, 3)], "only the partial page is made again"
+    assert [(m.computed, m.hit) for m in done(prefill.messages)][1:] == [(1, 3)], "only the partial page is made again"
     assert decode.state.blocks.available == prefill.state.blocks.available == 32
 
 
@@ -183,7 +183,7 @@ def test_only_equal_partial_pages_are_shared() -> None:
     for request, prompt in (("a", PROMPT), ("b", PROMPT), ("c", other)):
         one.handle(handed(prompt, request))
     rig.settle()
-    assert {m.request: m.computed for m in done(one.said)} == {"a": len(PROMPT) - 1, "b": 0, "c": 1}
+    assert {m.request: m.computed for m in done(one.messages)} == {"a": len(PROMPT) - 1, "b": 0, "c": 1}
 
 
 def test_a_partial_page_that_does_not_come_is_computed() -> None:
@@ -193,13 +193,13 @@ def test_a_partial_page_that_does_not_come_is_computed() -> None:
     decode.handle(awaits(PROMPT, 5))
     prefill.handle(order(PROMPT))  # the full pages, and no more
     rig.settle()
-    assert not tokens_of(decode.said)
+    assert not tokens_of(decode.messages)
     rig.now += 0.2
     decode.handle(Tick())
     rig.settle()
-    assert not [m for m in decode.said if isinstance(m, msg.FetchIncomplete)]
-    assert msg.Started("r", 1, fetched_pages=3) in decode.said
-    assert tokens_of(decode.said) == reference(PROMPT, 5)
+    assert not [m for m in decode.messages if isinstance(m, msg.FetchIncomplete)]
+    assert msg.Started("r", 1, fetched_pages=3) in decode.messages
+    assert tokens_of(decode.messages) == reference(PROMPT, 5)
 
 
 def test_a_partial_page_of_another_node_stays_there() -> None:
@@ -209,8 +209,8 @@ def test_a_partial_page_of_another_node_stays_there() -> None:
     decode.handle(awaits(PROMPT, 5, sources=(rig.stores["a"].source(4),)))
     prefill.handle(handed(PROMPT))
     rig.settle()
-    assert msg.Started("r", 1, fetched_pages=4) in decode.said
-    assert tokens_of(decode.said) == reference(PROMPT, 5)
+    assert msg.Started("r", 1, fetched_pages=4) in decode.messages
+    assert tokens_of(decode.messages) == reference(PROMPT, 5)
     prefill.handle(msg.Cancel("r", 1))
     stats = {node: store.state.stats(0.0) for node, store in rig.stores.items()}
     assert {node: (each.sealed, each.held, each.unlisted) for node, each in stats.items()} == {
@@ -225,7 +225,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     one.turn()
     one.handle(order(PROMPT, "short"))
     one.rig.settle()
-    assert [m.request for m in done(one.said)] == ["short", "long"]
+    assert [m.request for m in done(one.messages)] == ["short", "long"]
 
 
 def test_a_step_waits_for_the_store_where_that_lets_a_prompt_in() -> None:
@@ -248,7 +248,7 @@ def test_a_prompt_that_had_to_share_the_arena_has_all_of_it_once_it_is_alone() -
     one.handle(order([i % 97 for i in range(200 * PAGE)], "first"))
     one.handle(order([i % 89 for i in range(190 * PAGE)], "second"))
     turns = 0
-    while len(done(one.said)) < 2:
+    while len(done(one.messages)) < 2:
         rig.tick(0.05)
         one.handle(Tick())
         one.turn()
@@ -266,18 +266,18 @@ def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
     one = rig.worker("prefill", 32, PrefillConfig(store_timeout_ms=1_000))
     one.handle(order(PROMPT))
     rig.settle()
-    assert not done(one.said)
+    assert not done(one.messages)
     holder.handle(msg.Cancel("h1", 1))
     rig.now += 0.1
     one.handle(Tick())
     rig.settle()
-    assert [m.request for m in done(one.said)] == ["r"]
+    assert [m.request for m in done(one.messages)] == ["r"]
 
     one.handle(order(PROMPT[::-1], "late"))
     rig.settle()
     rig.now += 1.1
     one.handle(Tick())
-    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["store"]
+    assert [m.reason for m in one.messages if isinstance(m, msg.AttemptFailed)] == ["store"]
     assert one.state.blocks.available == one.num_pages
 
 
@@ -287,7 +287,7 @@ def test_our_own_pause_is_not_the_stores_silence() -> None:
         one.handle(order(PROMPT))  # the store has not answered yet
         one.rig.now += 50.0
         one.handle(Tick(paused=paused))
-        assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == failed
+        assert [m.reason for m in one.messages if isinstance(m, msg.AttemptFailed)] == failed
 
 
 def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever() -> None:
@@ -303,8 +303,9 @@ def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever
         rig.settle()
         rig.tick(0.5)
         one.handle(Tick())
-    assert [m.request for m in done(one.said)] == ["held"]
-    assert {m.request: m.reason for m in one.said if isinstance(m, msg.AttemptFailed)} == {"a": "store", "b": "store"}
+    assert [m.request for m in done(one.messages)] == ["held"]
+    failures = {m.request: m.reason for m in one.messages if isinstance(m, msg.AttemptFailed)}
+    assert failures == {"a": "store", "b": "store"}
 
 
 def test_a_lost_store_fails_its_prompts() -> None:
@@ -312,9 +313,9 @@ def test_a_lost_store_fails_its_prompts() -> None:
     one.handle(order(PROMPT))
     one.turn()
     one.rig.restart_store()
-    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["store_gone"]
+    assert [m.reason for m in one.messages if isinstance(m, msg.AttemptFailed)] == ["store_gone"]
     one.handle(order(PROMPT, "too early"))
-    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["store_gone"] * 2
+    assert [m.reason for m in one.messages if isinstance(m, msg.AttemptFailed)] == ["store_gone"] * 2
     assert one.state.blocks.available == one.num_pages
 
 
@@ -324,13 +325,13 @@ def test_limits_are_said() -> None:
     one.handle(order([1] * 40, "beyond the device"))
     one.handle(order(PROMPT, "a"))
     one.handle(order(PROMPT[::-1], "b"))
-    assert [(m.request, m.reason) for m in one.said if isinstance(m, msg.Refused)] == [
+    assert [(m.request, m.reason) for m in one.messages if isinstance(m, msg.Refused)] == [
         ("beyond the arena", "too_large"),
         ("beyond the device", "too_large"),
         ("b", "busy"),
     ]
     one.handle(msg.Prefill("c", 1, ROOT, pack_tokens([1, 2, 3])))
-    assert [m.reason for m in one.said if isinstance(m, msg.AttemptFailed)] == ["malformed_message"]
+    assert [m.reason for m in one.messages if isinstance(m, msg.AttemptFailed)] == ["malformed_message"]
 
 
 def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
@@ -351,7 +352,7 @@ def test_a_newer_attempt_replaces_an_older_one() -> None:
     one.handle(order(PROMPT, attempt=2))
     one.handle(order(PROMPT, attempt=1))
     one.rig.settle()
-    assert [m.attempt for m in done(one.said)] == [2]
+    assert [m.attempt for m in done(one.messages)] == [2]
 
 
 def test_a_deadline_and_a_failed_step_are_said() -> None:
@@ -363,7 +364,7 @@ def test_a_deadline_and_a_failed_step_are_said() -> None:
     one.handle(StepFailed(plan, "boom"))
     one.rig.now += 0.2
     one.handle(Tick())
-    assert [(m.request, m.reason) for m in one.said if isinstance(m, msg.AttemptFailed)] == [
+    assert [(m.request, m.reason) for m in one.messages if isinstance(m, msg.AttemptFailed)] == [
         ("bad", "internal"),
         ("late", "deadline"),
     ]
@@ -376,7 +377,7 @@ def test_a_step_that_does_not_fit_is_made_smaller_and_run_again() -> None:
     one.handle(order(PROMPT * 2))
     one.handle(order(PROMPT[::-1] * 2, "s"))
     one.rig.settle()
-    assert {m.request for m in done(one.said)} == {"r", "s"}
+    assert {m.request for m in done(one.messages)} == {"r", "s"}
     assert one.state.step_tokens <= 2 * PAGE
 
 
@@ -385,14 +386,14 @@ def test_the_smallest_step_that_does_not_fit_fails_its_requests() -> None:
     one.most_tokens = PAGE - 1
     one.handle(order(PROMPT * 2))
     one.rig.settle()
-    assert [(m.request, m.reason, m.message) for m in one.said if isinstance(m, msg.AttemptFailed)] == [
+    assert [(m.request, m.reason, m.message) for m in one.messages if isinstance(m, msg.AttemptFailed)] == [
         ("r", "internal", "CUDA out of memory")
     ]
     assert one.state.step_tokens == PAGE
     one.most_tokens = PAGE
     one.handle(order(PROMPT, "later"))
     one.rig.settle()
-    assert [m.request for m in done(one.said)] == ["later"]
+    assert [m.request for m in done(one.messages)] == ["later"]
 
 
 def test_a_step_waits_for_the_seal_of_another_prompt_s_last_page() -> None:
@@ -408,7 +409,7 @@ def test_a_step_waits_for_the_seal_of_another_prompt_s_last_page() -> None:
     assert 0 < one.state.patience <= 0.01
     one.hear()
     assert one.state.patience == 0
-    assert [m.request for m in done(one.said)] == ["short"]
+    assert [m.request for m in done(one.messages)] == ["short"]
 
 
 def test_a_prompt_like_one_that_waits_for_slots_has_all_its_tokens_and_no_more() -> None:
@@ -429,7 +430,7 @@ def test_a_prompt_like_one_that_waits_for_slots_has_all_its_tokens_and_no_more()
         one.rig.tick(0.1)
         one.handle(Tick())
         one.rig.settle()
-    assert [m.request for m in done(one.said)] == ["full", "first", "alike"]
+    assert [m.request for m in done(one.messages)] == ["full", "first", "alike"]
 
 
 def test_a_prompt_on_pages_in_limbo_is_computed_when_they_have_left_it() -> None:

@@ -27,7 +27,7 @@ def test_a_short_prompt_behind_a_hundred_thousand_tokens_is_done_within_two_step
         assert len(worker.steps) - steps <= 2
         assert worker.ended[f"short{number}"] - came < 2 * 0.06
     worker.run()
-    assert isinstance(worker.said["long"], Prefilled)
+    assert isinstance(worker.messages["long"], Prefilled)
 
 
 def test_steps_last_as_long_as_they_should_from_the_beginning_to_the_end_of_a_long_prompt() -> None:
@@ -70,7 +70,7 @@ def test_eight_prompts_that_begin_alike_compute_it_once() -> None:
     assert worker.state.stats().pages_free == worker.pages - 4_000 // PAGE - 8 * 2
     worker.run()
     assert sum(worker.tokens(name) for name in prompts) == 4_000 + 8 * 2 * PAGE
-    results = [worker.said[name] for name in prompts]
+    results = [worker.messages[name] for name in prompts]
     assert all(isinstance(result, Prefilled) and result.computed + result.hit * PAGE == 4_032 for result in results)
     assert worker.state.stats().pages_hit == 7 * 4_000 // PAGE
     # What the first computed in its last step was not sealed yet when the others reserved their slots.
@@ -111,6 +111,6 @@ def test_a_deadline_of_the_first_is_no_concern_of_the_others() -> None:
     worker.state._requests["first"].deadline = 0.3
     worker.order("second", LONG[:6_400])
     worker.run()
-    assert isinstance(worker.said["first"], AttemptFailed)
-    assert isinstance(worker.said["second"], Prefilled)
+    assert isinstance(worker.messages["first"], AttemptFailed)
+    assert isinstance(worker.messages["second"], Prefilled)
     assert worker.tokens("first") + worker.tokens("second") == 6_400

@@ -41,7 +41,7 @@ class Timed(WorkerShell):
     ended: dict[str, float] = field(
         default_factory=dict[str, float]
     )  # when each request was Prefilled or AttemptFailed
-    said: dict[str, Message] = field(default_factory=dict[str, Message])
+    messages: dict[str, Message] = field(default_factory=dict[str, Message])
     steps: list[tuple[float, ScheduledBatch]] = field(
         default_factory=list[tuple[float, ScheduledBatch]]
     )  # when each began
@@ -69,7 +69,7 @@ class Timed(WorkerShell):
     def tell_router(self, message: Message, router: str) -> None:
         if isinstance(message, Prefilled | AttemptFailed):
             self.ended[message.request] = self.time
-            self.said[message.request] = message
+            self.messages[message.request] = message
 
     def turn(self) -> bool:
         """Make a turn, and return whether it had a step."""
@@ -107,9 +107,9 @@ class Timed(WorkerShell):
                     PagesUnavailable(lease, 0)
                 ]  # its lookups find nothing: prompts of before are of no concern here
             case Reserve(lease=lease, keys=keys):
-                wanted = [keys[at : at + 16] for at in range(0, len(keys), 16)]
-                self._keys[lease] = wanted
-                slots = tuple(None if key in self.sealed else next(self._slots) for key in wanted)
+                parts = [keys[at : at + 16] for at in range(0, len(keys), 16)]
+                self._keys[lease] = parts
+                slots = tuple(None if key in self.sealed else next(self._slots) for key in parts)
                 return [Reserved(lease, slots)]
             case Seal(lease=lease, first=first, checksums=checksums):
                 self.sealed.update(self._keys[lease][first : first + len(checksums)])

@@ -186,14 +186,14 @@ class HandOff(RuleBasedStateMachine):
     @invariant()
     def every_token_is_the_reference(self) -> None:
         for worker in getattr(self, "workers", ()):
-            for message in worker.said:
+            for message in worker.messages:
                 for delta in message.deltas if isinstance(message, Tokens) else ():
                     prompt, count = self.requests[delta.request]
                     first = delta.position - len(prompt)
                     expected = reference(prompt, count)
                     assert list(delta.tokens) == expected[first : first + len(delta.tokens)]
                     assert (delta.finish is not None) == (first + len(delta.tokens) == count)
-            worker.said = [m for m in worker.said if isinstance(m, Refused)]
+            worker.messages = [m for m in worker.messages if isinstance(m, Refused)]
 
     @invariant()
     def no_wait_rests_on_itself(self) -> None:

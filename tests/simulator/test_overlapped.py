@@ -177,7 +177,7 @@ class Crowded(RuleBasedStateMachine):
 
     @invariant()
     def every_token_is_the_reference(self) -> None:
-        for message in self.decode.said if hasattr(self, "decode") else ():
+        for message in self.decode.messages if hasattr(self, "decode") else ():
             for delta in message.deltas if isinstance(message, Tokens) else ():
                 first = delta.position - len(self.requests[delta.request][0])
                 wanted = self.expected(delta.request)
@@ -315,7 +315,7 @@ def test_a_step_is_launched_ahead_and_one_that_needs_tokens_first_keeps_it_from_
 
 def tokens_of(worker: RigWorker, request: str) -> list[int]:
     return [
-        token for message in worker.said if isinstance(message, Tokens)
+        token for message in worker.messages if isinstance(message, Tokens)
         for delta in message.deltas if delta.request == request for token in delta.tokens
     ]  # fmt: skip
 
@@ -358,7 +358,7 @@ def test_a_grammar_that_fails_ends_its_own_request():
     tokens = tokens_of(worker, "r0")
     assert tokens == wanted[: len(tokens)]
     assert len(tokens) < 12
-    (failed,) = [message for message in worker.said if isinstance(message, AttemptFailed)]
+    (failed,) = [message for message in worker.messages if isinstance(message, AttemptFailed)]
     assert (failed.request, failed.reason) == ("r0", "invalid_grammar")
 
 

@@ -59,7 +59,7 @@ def test_steps_in_a_row_make_the_tokens_that_single_steps_make() -> None:
     one = worker()
     one.handle(order(23))
     runs = run(one)
-    assert tokens_of(one.said) == reference([*PROMPT, 1], 23)
+    assert tokens_of(one.messages) == reference([*PROMPT, 1], 23)
     assert runs[0] == 1, "the first token is for itself"
     assert max(runs) == PAGE, "the others come up to the end of a page"
 
@@ -69,8 +69,8 @@ def test_several_rows_go_on_until_something_becomes_of_one() -> None:
     many.handle(order(9, "r"))
     many.handle(order(14, "rr"))
     run(many)
-    assert tokens_of(many.said, "r") == reference([*PROMPT, 1], 9)
-    assert tokens_of(many.said, "rr") == reference([*PROMPT, 2], 14)
+    assert tokens_of(many.messages, "r") == reference([*PROMPT, 1], 9)
+    assert tokens_of(many.messages, "rr") == reference([*PROMPT, 2], 14)
 
 
 def test_what_is_drawn_behind_a_stop_token_is_dropped() -> None:
@@ -79,6 +79,6 @@ def test_what_is_drawn_behind_a_stop_token_is_dropped() -> None:
     stopped = worker()
     stopped.handle(order(12, stops=(stop,)))
     run(stopped)
-    assert tokens_of(stopped.said) == expected[: expected.index(stop) + 1]
+    assert tokens_of(stopped.messages) == expected[: expected.index(stop) + 1]
     stopped.handle(Cancel("r", 1))
     assert stopped.state.stats().pages_free == 32

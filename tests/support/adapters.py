@@ -76,10 +76,10 @@ def add(reference: checkpoints.Reference, adapter: Path) -> checkpoints.Referenc
 def _add(product: torch.nn.Module, a: torch.Tensor, b: torch.Tensor) -> None:
     inputs: list[torch.Tensor] = []
 
-    def keep(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        inputs.append(given[0])
+    def keep(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        inputs.append(arguments[0])
 
-    def change(_: torch.nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def change(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         return output + inputs.pop() @ a.T @ b.T
 
     product.register_forward_pre_hook(keep, prepend=True)

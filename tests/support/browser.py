@@ -17,10 +17,10 @@ PATIENCE = 60_000  # milliseconds for whatever a page is waited for: machines ar
 
 def chromium() -> str:
     """Return the path of a Chromium; skip the test where there is none."""
-    found = next((path for name in _NAMES if (path := shutil.which(name))), None)
-    if found is None:
+    program = next((path for name in _NAMES if (path := shutil.which(name))), None)
+    if program is None:
         pytest.skip(f"no Chromium on PATH ({', '.join(_NAMES)}); `apt-get install chromium` has one")
-    return found
+    return program
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ class Watched:
         self.mistakes: list[str] = []
         self.page.on("pageerror", lambda error: self.mistakes.append(str(error)))
         self.page.on("dialog", lambda dialog: (self.mistakes.append(dialog.message), dialog.dismiss()))
-        self.page.on("console", self._said)
+        self.page.on("console", self._on_console)
         self.page.add_init_script(
             "addEventListener('securitypolicyviolation', (event) => console.error('policy', event.violatedDirective));"
             "window.shifted = 0; new PerformanceObserver((list) => {"
@@ -56,7 +56,7 @@ class Watched:
             "}).observe({ type: 'layout-shift', buffered: true });"
         )
 
-    def _said(self, message: Any) -> None:
+    def _on_console(self, message: Any) -> None:
         # Chromium itself logs every answer that is an error. Whether there are such answers is up to the test.
         if message.type == "error" and not message.text.startswith("Failed to load resource"):
             self.mistakes.append(message.text)

@@ -285,8 +285,8 @@ class Reference:
         """
         gaps: list[float] = []
 
-        def look(router: Any, given: tuple[torch.Tensor], _: object) -> None:
-            states = given[0].reshape(-1, given[0].shape[-1])
+        def look(router: Any, arguments: tuple[torch.Tensor], _: object) -> None:
+            states = arguments[0].reshape(-1, arguments[0].shape[-1])
             logits = torch.nn.functional.linear(states, router.weight, getattr(router, "bias", None))
             best = logits.topk(router.top_k + 1).values
             gaps.append(float((best[:, -2] - best[:, -1]).min()))

@@ -28,8 +28,8 @@ def watching(cluster: LocalCluster, name: str) -> Iterator[Callable[[], bool]]:
 
 
 def load(cluster: LocalCluster, name: str) -> LoadReport:
-    found = process(cluster, name)
-    return found.load if found else LoadReport()
+    status = process(cluster, name)
+    return status.load if status else LoadReport()
 
 
 def at_rest(cluster: LocalCluster) -> bool:

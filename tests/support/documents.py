@@ -74,14 +74,14 @@ def parse(name: str, text: str) -> Page:
         line = text.count("\n", 0, fence.start()) + 1
         before = text[: fence.start()]
         headings = re.findall(r"^#+ (.*)$", before, re.MULTILINE)
-        found = _block(fence[1], fence[2], line, headings[-1] if headings else "")
+        block = _block(fence[1], fence[2], line, headings[-1] if headings else "")
         if fence[1] in _SHELLS or (fence[1] != "console" and re.search(r"^\$ ", fence[2], re.MULTILINE)):
             problems.append(f"{name}:{line}: commands stand in a block of the language `console`")
         marks = _COMMENTS.search(before)
         for mark in _COMMENT.finditer(marks[0] if marks else ""):
             read += 1
-            found = _marked(found, mark, f"{name}:{line}", problems)
-        commands += found
+            block = _marked(block, mark, f"{name}:{line}", problems)
+        commands += block
     if read != len(re.findall(r"<!--\s*(?:not run|exit status)", text)):
         problems.append(f"{name}: a comment `not run` or `exit status` stands before no block, or can't be read")
     return Page(name, tuple(commands), tuple(problems))
@@ -92,21 +92,21 @@ def _block(language: str, body: str, line: int, section: str) -> list[Command]:
         return [Command(line, section, language, body, "")]
     if language != "console":
         return []
-    found: list[Command] = []
+    commands: list[Command] = []
     for shown in body.splitlines():
         if shown.startswith("$ "):
-            found.append(Command(line, section, language, shown.removeprefix("$ "), ""))
-        elif found and not found[-1].output and found[-1].text.endswith("\\"):
-            found[-1] = replace(found[-1], text=f"{found[-1].text}\n{shown}")
-        elif found:
-            found[-1] = replace(found[-1], output=f"{found[-1].output}{shown}\n")
-    return found
+            commands.append(Command(line, section, language, shown.removeprefix("$ "), ""))
+        elif commands and not commands[-1].output and commands[-1].text.endswith("\\"):
+            commands[-1] = replace(commands[-1], text=f"{commands[-1].text}\n{shown}")
+        elif commands:
+            commands[-1] = replace(commands[-1], output=f"{commands[-1].output}{shown}\n")
+    return commands
 
 
-def _marked(found: list[Command], mark: re.Match[str], place: str, problems: list[str]) -> list[Command]:
+def _marked(commands: list[Command], mark: re.Match[str], place: str, problems: list[str]) -> list[Command]:
     """Return the block's commands with what a comment says of them."""
     kind, status, named, reason = mark[1], mark[2], mark[3], mark[4]
-    meant = [command for command in found if named is None or command.text == named]
+    meant = [command for command in commands if named is None or command.text == named]
     if not meant:
         problems.append(f"{place}: a comment names {named!r}, which the block does not show")
     if kind == "not run" and not _REASON.fullmatch(reason):
@@ -115,4 +115,4 @@ def _marked(found: list[Command], mark: re.Match[str], place: str, problems: lis
         if not (ROOT / path).exists():
             problems.append(f"{place}: {path} does not exist")
     changes = {"reason": reason} if kind == "not run" else {"status": int(status)}
-    return [replace(command, **changes) if command in meant else command for command in found]
+    return [replace(command, **changes) if command in meant else command for command in commands]

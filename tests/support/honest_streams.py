@@ -57,11 +57,11 @@ class Streams:
 
     async def _request(self, stub: generation_pb2_grpc.GenerationStub, prompt: tuple[int, ...]) -> None:
         tokens: list[int] = []
-        asked = generation_pb2.GenerateRequest(
+        request = generation_pb2.GenerateRequest(
             token_ids=generation_pb2.TokenIds(ids=prompt), max_tokens=COUNT, temperature=0, ignore_eos=True
         )
         last = sent = time.monotonic()
-        async for response in stub.Generate(asked, timeout=120):
+        async for response in stub.Generate(request, timeout=120):
             now = time.monotonic()
             if not tokens and response.delta.token_ids:
                 self.first_tokens.append(now - sent)

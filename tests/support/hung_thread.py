@@ -117,12 +117,12 @@ def _wait_stopped(pid: int) -> None:
     """Wait for the main thread's ptrace stop. Deliver the signals that come before it."""
     until = time.monotonic() + _DEADLINE
     while time.monotonic() < until:
-        found, status = os.waitpid(pid, _WALL | os.WNOHANG)
-        if found and os.WIFSTOPPED(status) and status >> 16:  # PTRACE_EVENT_STOP
+        child, status = os.waitpid(pid, _WALL | os.WNOHANG)
+        if child and os.WIFSTOPPED(status) and status >> 16:  # PTRACE_EVENT_STOP
             return
-        if found and os.WIFSTOPPED(status):
+        if child and os.WIFSTOPPED(status):
             _libc.ptrace(_CONT, pid, None, os.WSTOPSIG(status))
-        elif found:
+        elif child:
             raise ProcessLookupError(f"process {pid} ended while it was being stopped")
         time.sleep(0.001)
     raise TimeoutError(f"the main thread of process {pid} did not stop within {_DEADLINE:.0f} s")

@@ -43,8 +43,8 @@ def page(address: str) -> str:
 def samples(cluster: LocalCluster, name: str) -> list[Sample]:
     """Everything on the page of process `name`; nothing while it does not answer."""
     try:
-        found = process(cluster, name)
-        return parsed(page(cluster.reach(found.metrics_address))) if found else []
+        status = process(cluster, name)
+        return parsed(page(cluster.reach(status.metrics_address))) if status else []
     except (OSError, Unavailable):  # it has just been killed, or started again, or the machine is very busy
         return []
 

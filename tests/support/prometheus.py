@@ -31,9 +31,9 @@ def find(name: str) -> Path | None:
 
 def program(name: str) -> Path:
     """The same. Skips the test where there is none."""
-    if (found := find(name)) is None:
+    if (path := find(name)) is None:
         pytest.skip(f"no {name} on PATH; `make prometheus` fetches Debian's package, which needs the network once")
-    return found
+    return path
 
 
 @contextmanager

@@ -29,7 +29,7 @@ _OPERATORS = {
 
 def filled(expression: str, variables: Mapping[str, str]) -> str:
     """The expression as Grafana sends it, with the values of its variables."""
-    return re.sub(r"\$(\w+)", lambda found: variables[found[1]], expression)
+    return re.sub(r"\$(\w+)", lambda match: variables[match[1]], expression)
 
 
 def selectors(expression: str) -> list[Selector]:
@@ -58,6 +58,6 @@ def grouping(expression: str) -> set[str]:
 
 
 def _nodes(tree: promql_parser.Expr) -> list[Any]:
-    found: list[Any] = []
-    promql_parser.walk(tree, lambda node: found.append(node))
-    return found
+    nodes: list[Any] = []
+    promql_parser.walk(tree, lambda node: nodes.append(node))
+    return nodes

@@ -61,12 +61,12 @@ def plain(path: Path) -> Path:
 
 def reference(format_name: str, path: Path) -> checkpoints.Reference:
     """What the quantized checkpoint in `path` means, computed in float32."""
-    found = checkpoints.reference(plain(path))
+    result = checkpoints.reference(plain(path))
     if (change := FORMATS[format_name].activations) is not None:
-        for name, module in found.model.named_modules():
+        for name, module in result.model.named_modules():
             if name.endswith("_proj"):
                 module.register_forward_pre_hook(lambda _, inputs: (change(inputs[0]),))
-    return found
+    return result
 
 
 def _int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:

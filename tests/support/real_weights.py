@@ -8,10 +8,10 @@ import pytest
 
 from baton.checkpoints import named
 
-_FOUND = named.MODELS["smollm2"].cached()
-needs_smollm2 = pytest.mark.skipif(_FOUND is None, reason="SmolLM2 is not in the cache: `make smollm2` fetches it")
+_PATH = named.MODELS["smollm2"].cached()
+needs_smollm2 = pytest.mark.skipif(_PATH is None, reason="SmolLM2 is not in the cache: `make smollm2` fetches it")
 
 
 def smollm2() -> Path:
-    assert _FOUND is not None, "marked with needs_smollm2"
-    return _FOUND
+    assert _PATH is not None, "marked with needs_smollm2"
+    return _PATH

@@ -49,9 +49,9 @@ class Machine:
 
     def gaps(self) -> list[Gap]:
         """End it; what it noted."""
-        said, _ = self._process.communicate("")
+        output, _ = self._process.communicate("")
         assert self._process.returncode == 0, "the bare engine failed"
-        return [Gap(*gap) for gap in json.loads(said)]
+        return [Gap(*gap) for gap in json.loads(output)]
 
     def close(self) -> None:
         if self._process.poll() is None:

@@ -48,9 +48,9 @@ class ThreadedCopies:
         self.pinned.remove(memory)
 
     def staging(self, count: int) -> Sequence[memoryview]:
-        made = [memoryview(bytearray(self.pool.page_bytes)) for _ in range(count)]
-        self._buffers += made
-        return made
+        buffers = [memoryview(bytearray(self.pool.page_bytes)) for _ in range(count)]
+        self._buffers += buffers
+        return buffers
 
     def copy_in(self, source: memoryview, page: int) -> None:
         duplicated = self.duplicated

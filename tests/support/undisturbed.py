@@ -30,10 +30,10 @@ def undisturbed(
 ) -> dict[Stream, list[int]]:
     """Ask a colocated cluster for one stream after the other. In float32 the greedy tokens must be those of
     transformers, too, but where its two best logits tie, or two experts of a mixture."""
-    given = workload.settings(path, 0, 1, **{"router.disaggregation": "auto", **settings})
-    with LocalCluster(given, folder) as cluster:
+    config = workload.settings(path, 0, 1, **{"router.disaggregation": "auto", **settings})
+    with LocalCluster(config, folder) as cluster:
         answers = {stream: stream.ask(cluster.address, count) for stream in streams}
-    if given.model.dtype == "float32":
+    if config.model.dtype == "float32":
         model = checkpoints.reference(path)
         greedy = [
             stream

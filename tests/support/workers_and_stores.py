@@ -94,7 +94,7 @@ class RigWorker(WorkerShell):
         self.connection = 0
         self.peer = Peer(role, f"{role}-{self.pid}", node.name, f"{role}-{self.pid}", self.pid)
         self.inbox: deque[Message] = deque()  # from the store
-        self.said: list[Message] = []
+        self.messages: list[Message] = []
         self.letters: list[SendToRouter] = []  # the same, each with its receiver
 
     def now(self) -> float:
@@ -105,7 +105,7 @@ class RigWorker(WorkerShell):
         self.state.validate()
 
     def tell_router(self, message: Message, router: str) -> None:
-        self.said.append(message)
+        self.messages.append(message)
         self.letters.append(SendToRouter(message, router))
 
     def call_store(self, call: Any) -> None:
@@ -202,7 +202,7 @@ class RigStore(HeldStore):
             host_cache_bytes=Bytes(rig.slots * PAGE_BYTES), lease_ms=int(rig.lease * 1_000), writer_share=0.5,
             load_share=rig.load_share,
         )  # fmt: skip
-        self.told: list[TellRouter] = []  # to routers
+        self.letters: list[TellRouter] = []  # to routers
         self.start(f"store-{self.name}-{next(rig.ids)}", config, rig.admit_after, PageMemory(PAGE))
         self.incarnations.add(self.incarnation)
 
@@ -214,7 +214,7 @@ class RigStore(HeldStore):
             worker.inbox.append(reply)
 
     def tell_router(self, message: FromStore, router: str) -> None:
-        self.told.append(TellRouter(message, router))
+        self.letters.append(TellRouter(message, router))
 
     def order_transport(self, order: PeerOrder) -> None:
         if isinstance(order, VerifySlot):

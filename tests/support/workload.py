@@ -64,20 +64,20 @@ def prompts(page_size: int = PAGE, chunk: int = 128, seed: int = 0) -> list[list
 
     edges = [page_size, 2 * page_size, 5 * page_size, chunk, 2 * chunk, 4 * chunk]
     lengths = [1, 2, *(edge + step for edge in edges for step in (-1, 0, 1)), 700, 1_024, 1_500, 1_999, 2_000]
-    made = [some(length) for length in lengths]
+    result = [some(length) for length in lengths]
     shared = some(400)
-    made += [shared[: page_size * rng.randrange(3, 400 // page_size)] + some(rng.randrange(1, 60)) for _ in range(20)]
-    made += [shared[: rng.randrange(40, 400)] for _ in range(5)]
-    made += [list(rng.choice(made)) for _ in range(64 - len(made))]
-    rng.shuffle(made)
-    assert len(made) == 64
-    return made
+    result += [shared[: page_size * rng.randrange(3, 400 // page_size)] + some(rng.randrange(1, 60)) for _ in range(20)]
+    result += [shared[: rng.randrange(40, 400)] for _ in range(5)]
+    result += [list(rng.choice(result)) for _ in range(64 - len(result))]
+    rng.shuffle(result)
+    assert len(result) == 64
+    return result
 
 
-def references(path: Path, wanted: Sequence[Sequence[int]], count: int = OUTPUT) -> dict[tuple[int, ...], list[int]]:
+def references(path: Path, prompts: Sequence[Sequence[int]], count: int = OUTPUT) -> dict[tuple[int, ...], list[int]]:
     """transformers' greedy tokens for each prompt."""
     model = checkpoints.reference(path)
-    return {key: model.generate(key, count)[0] for key in {tuple(prompt) for prompt in wanted}}
+    return {key: model.generate(key, count)[0] for key in {tuple(prompt) for prompt in prompts}}
 
 
 def ask(address: str, prompt: Sequence[int], count: int = OUTPUT, **settings: Any) -> Generated:
@@ -87,22 +87,22 @@ def ask(address: str, prompt: Sequence[int], count: int = OUTPUT, **settings: An
         return client.generate(prompt, max_tokens=count, **settings).result()
 
 
-def ask_all(address: str, wanted: Sequence[Sequence[int]], count: int = OUTPUT, **settings: Any) -> list[Generated]:
+def ask_all(address: str, prompts: Sequence[Sequence[int]], count: int = OUTPUT, **settings: Any) -> list[Generated]:
     """All at once."""
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        return list(pool.map(lambda prompt: ask(address, prompt, count, **settings), wanted))
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: ask(address, prompt, count, **settings), prompts))
 
 
 def compare(
     path: Path,
-    wanted: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
     answers: Sequence[Generated],
     expected: Mapping[tuple[int, ...], list[int]],
 ) -> None:
     """Every token must be the reference's; where the two best logits all but tie, the reference follows ours and goes
     on. Ties are printed, and more than a few of them fail."""
     ties: list[dict[str, object]] = []
-    for prompt, answer in zip(wanted, answers, strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         right = expected[tuple(prompt)]
         assert len(answer.token_ids) == len(right), f"{len(answer.token_ids)} tokens instead of {len(right)}"
         while answer.token_ids != right:
