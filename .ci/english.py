@@ -30,7 +30,6 @@ NAMES_LATER = (
     "tests/cluster/",
     "tests/fuzz/",
     "tests/interop/",
-    "tests/kvstore/",
     "tests/processes/",
     "tests/router/",
     "tests/simulator/",

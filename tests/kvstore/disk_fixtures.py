@@ -60,10 +60,10 @@ class PaperDisk:
         """Carry out one of the orders, or some pages of it. With a fault ("full" or "broken") it fails."""
         order = self.orders.pop(chosen % len(self.orders))
         match order:
-            case Write(epoch, wanted):
-                if wanted[pages:]:
-                    self.orders.append(Write(epoch, wanted[pages:]))
-                return [self._write(Write(epoch, wanted[:pages]), fault, damaged)]
+            case Write(epoch, batch):
+                if batch[pages:]:
+                    self.orders.append(Write(epoch, batch[pages:]))
+                return [self._write(Write(epoch, batch[:pages]), fault, damaged)]
             case Open(epoch=epoch):
                 return self._list(epoch, pages)
             case Delete(epoch, files):
@@ -126,9 +126,9 @@ class PaperDisk:
                     linked[page.key] = page
         orphans = len(self.files) - len(linked)
         self.files = linked
-        found = tuple(linked.values())
+        files = tuple(linked.values())
         folders = tuple(FoundFolder(*folder) for folder in self.folders.items())
         return [
-            *(PagesListed(epoch, found[at : at + chunk]) for at in range(0, len(found), chunk)),
+            *(PagesListed(epoch, files[at : at + chunk]) for at in range(0, len(files), chunk)),
             Opened(epoch, folders, orphans=orphans),
         ]

@@ -133,7 +133,7 @@ class TestClient:
     def next(self, kind: type[T], lease: int | None = None) -> T:
         """The next reply of this kind (and lease); others that come before it are kept."""
 
-        def found() -> T | None:
+        def take_reply() -> T | None:
             for reply in self._unread:
                 if isinstance(reply, kind) and lease in (None, getattr(reply, "lease", None)):
                     self._unread.remove(reply)
@@ -141,7 +141,7 @@ class TestClient:
             self._unread += [reply for reply in self.turn() if kind is protocol.StoreHeartbeat or not _is_beat(reply)]
             return None
 
-        return eventually(found, f"{kind.__name__} of lease {lease}")
+        return eventually(take_reply, f"{kind.__name__} of lease {lease}")
 
     def ask(self, call: protocol.StoreCall, kind: type[T]) -> T:
         """Say something under a lease that is kept from now on, and await the answer."""

@@ -127,9 +127,9 @@ def test_a_missing_store_is_reported_at_once(client: StoreClient) -> None:
     with pytest.raises(StoreGone, match="no store answers"):
         client.connect()
     assert time.monotonic() - started < 1
-    for told in (client.fileno, client.receive, lambda: client.slot(0)):
+    for call in (client.fileno, client.receive, lambda: client.slot(0)):
         with pytest.raises(StoreGone):
-            told()
+            call()
     client.call(protocol.Acquire(1, bytes(16)))
     client.tick(0.0)
 

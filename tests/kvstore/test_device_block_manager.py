@@ -45,7 +45,7 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         self.cache = DeviceBlockManager(PAGES)
         self.live: list[Sequence] = []
         self.contents: dict[int, str] = {}
-        self.told: dict[bytes, bytes] = {}  # key → parent, as events tell
+        self.mirror: dict[bytes, bytes] = {}  # key → parent, as events tell
         self.launched: dict[int, set[int]] = {}  # epoch → pages that the device may still touch
         self.waits: dict[int, set[int]] = {}  # page that was freed → epochs that were under way then, and are still
 
@@ -73,22 +73,22 @@ class DeviceCacheMachine(RuleBasedStateMachine):
 
     @rule(target=sequences, chain=CHAINS, extra=st.integers(0, 3))
     def start(self, chain: str, extra: int) -> Sequence:
-        wanted = len(chain) + extra
+        count = len(chain) + extra
         prefix = self.cache.match(keys(chain))
         cached, events = self.cached(), self.cache.stats()
         assert all(key(chain[: page + 1]) in cached for page in range(prefix))
         assert prefix == len(chain) or key(chain[: prefix + 1]) not in cached
-        kept = set(keys(chain)[:prefix])
-        room = PAGES - len(self.referenced() | set(cached.values())) + len(self.evictable() - kept)
+        prefix_keys = set(keys(chain)[:prefix])
+        room = PAGES - len(self.referenced() | set(cached.values())) + len(self.evictable() - prefix_keys)
         used = self.referenced()
-        pages = self.cache.allocate_with_prefix(keys(chain), wanted)
+        pages = self.cache.allocate_with_prefix(keys(chain), count)
         if pages is None:
-            assert wanted - prefix > room
+            assert count - prefix > room
             assert self.cached() == cached
             assert self.cache.stats() == events
             return Sequence(chain, [], 0)
-        assert wanted - prefix <= room
-        assert len(pages) == len(set(pages)) == wanted
+        assert count - prefix <= room
+        assert len(pages) == len(set(pages)) == count
         assert [self.contents[page] for page in pages[:prefix]] == [chain[: page + 1] for page in range(prefix)]
         assert not used & set(pages[prefix:]), "a page in use was handed out"
         self.handed_out(pages[prefix:])
@@ -171,17 +171,17 @@ class DeviceCacheMachine(RuleBasedStateMachine):
             match change:
                 case PagesStored(parent=above, keys=stored):
                     for name in stored:
-                        assert name not in self.told
-                        assert above == b"" or above in self.told, "a child is told of before its parent"
-                        self.told[name] = above
+                        assert name not in self.mirror
+                        assert above == b"" or above in self.mirror, "a child is told of before its parent"
+                        self.mirror[name] = above
                         above = name
                 case PagesRemoved(keys=removed):
                     for name in removed:
-                        del self.told[name]
-                        assert name not in self.told.values(), "a parent is told gone before its child"
+                        del self.mirror[name]
+                        assert name not in self.mirror.values(), "a parent is told gone before its child"
                 case PagesCleared():
                     raise AssertionError
-        assert self.told == {page.key: page.parent for page in self.cache.pages()}
+        assert self.mirror == {page.key: page.parent for page in self.cache.pages()}
 
 
 DeviceCacheMachine.TestCase.settings = automaton(count=150, steps=40)

@@ -30,13 +30,13 @@ NAMES = FileNames(NAMESPACE, SMALL)
 
 
 def relist(folder: Path) -> Listing:
-    found = list_pages(folder, NAMES, lambda: False)
-    assert found is not None
-    return found
+    listing = list_pages(folder, NAMES, lambda: False)
+    assert listing is not None
+    return listing
 
 
-def words(found: Listing) -> set[str]:
-    return {page.key.lstrip(b".").decode() for page in found.pages}
+def words(listing: Listing) -> set[str]:
+    return {page.key.lstrip(b".").decode() for page in listing.pages}
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,9 @@ def test_cut_anywhere_a_file_is_lost_and_what_hangs_from_it(written: Rig, folder
         shutil.copytree(written.folder, folder, dirs_exist_ok=True)
         file = folder / written.file("bb").relative_to(written.folder)
         os.truncate(file, length)
-        found = relist(folder)
-        assert words(found) == prefixes("abc", "b")
-        assert (found.torn, found.corrupt, found.orphans) == (1, 0, 1)
+        listing = relist(folder)
+        assert words(listing) == prefixes("abc", "b")
+        assert (listing.torn, listing.corrupt, listing.orphans) == (1, 0, 1)
         assert not file.exists()
         again = relist(folder)
         assert words(again) == prefixes("abc", "b")
@@ -73,9 +73,9 @@ def test_cut_anywhere_a_file_is_lost_and_what_hangs_from_it(written: Rig, folder
 def test_what_was_being_written_is_deleted_and_counted(written: Rig, folder: Path) -> None:
     file = folder / written.file("bbc").relative_to(written.folder)
     file.rename(f"{file}.tmp")
-    found = relist(folder)
-    assert words(found) == prefixes("abc", "bb")
-    assert (found.torn, found.corrupt) == (1, 0)
+    listing = relist(folder)
+    assert words(listing) == prefixes("abc", "bb")
+    assert (listing.torn, listing.corrupt) == (1, 0)
     assert not Path(f"{file}.tmp").exists()
 
 
@@ -104,18 +104,18 @@ def test_a_flipped_bit_in_a_name_costs_a_page_and_what_hangs_from_it(written: Ri
         other = "0" if letter != "0" else "1"
         flipped = file.with_name(file.name[:place] + other + file.name[place + 1 :])
         file.rename(flipped)
-        found = relist(folder)
-        assert words(found) == prefixes("abc", "b"), flipped.name
-        assert (found.torn, found.corrupt, found.orphans) == (0, 1, 1)
+        listing = relist(folder)
+        assert words(listing) == prefixes("abc", "b"), flipped.name
+        assert (listing.torn, listing.corrupt, listing.orphans) == (0, 1, 1)
         assert not flipped.exists()
 
 
 def test_a_file_in_another_folder_or_namespace_is_none(written: Rig, folder: Path) -> None:
     file = written.file("a")
     (folder / "00" / file.name).write_bytes(file.read_bytes())
-    found = relist(folder)
-    assert words(found) == prefixes("abc", "bbc")
-    assert found.corrupt == 1
+    listing = relist(folder)
+    assert words(listing) == prefixes("abc", "bbc")
+    assert listing.corrupt == 1
     for other in (FileNames(NAMESPACE[::-1], SMALL), FileNames(NAMESPACE, SMALL + 1)):
         with pytest.raises(ValueError, match="another namespace"):
             other.parse(file.parent.name, file.name)
@@ -125,9 +125,9 @@ def test_of_two_files_of_one_page_the_later_one_counts(folder: Path) -> None:
     """Its bits may differ, since a page's key names its input."""
     later = PageFile(key("ab"), key("a"), 7)
     (folder / NAMES.name(later)).write_bytes(bytes(SMALL))
-    found = relist(folder)
-    assert found.duplicates == 1
-    assert later in found.pages
+    listing = relist(folder)
+    assert listing.duplicates == 1
+    assert later in listing.pages
     assert relist(folder).duplicates == 0
 
 
@@ -137,9 +137,9 @@ def test_chains_without_an_end_are_orphans(tmp_path: Path) -> None:
         path = tmp_path / NAMES.name(PageFile(name, parent, 0))
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(bytes(SMALL))
-    found = relist(tmp_path)
-    assert not found.pages
-    assert found.orphans == 4
+    listing = relist(tmp_path)
+    assert not listing.pages
+    assert listing.orphans == 4
     assert not list(tmp_path.glob("*/*"))
 
 
@@ -244,7 +244,7 @@ while True:
 def test_killed_at_any_moment_it_starts_with_what_was_whole(tmp_path: Path, page_bytes: int) -> None:
     """It writes and evicts all the time. Every page that is found is the one that its key names."""
     rng = random.Random(page_bytes)
-    found = 0
+    total = 0
     for number in range(4):
         command = [sys.executable, "-c", CHILD, str(tmp_path), str(page_bytes), str(number)]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
@@ -256,11 +256,11 @@ def test_killed_at_any_moment_it_starts_with_what_was_whole(tmp_path: Path, page
         with Rig(tmp_path, page_bytes, room=96) as rig:
             assert rig.state == "on"
             here = rig.readable()
-            found += len(here)
+            total += len(here)
             stats = rig.index.stats()
             assert (stats.corrupt, stats.duplicates) == (0, 0)
             assert sum(file.stat().st_size for file in rig.files()) <= rig.settings.max_bytes
-    assert found > 20
+    assert total > 20
 
 
 def test_cut_off_between_any_two_steps_it_starts_with_what_was_whole(
@@ -271,19 +271,19 @@ def test_cut_off_between_any_two_steps_it_starts_with_what_was_whole(
     for last in range(40):
         left = [last]
 
-        def stepping(name: str, *given: object, left: list[int] = left) -> object:
-            changes = name != "open" or ".kv" in str(given[0])
+        def stepping(name: str, *args: object, left: list[int] = left) -> object:
+            changes = name != "open" or ".kv" in str(args[0])
             left[0] -= changes
             if changes and left[0] < 0:
                 raise OSError(errno.EIO, "killed")
-            return real[name](*given)
+            return real[name](*args)
 
         with monkeypatch.context() as patch:
             base = tmp_path / str(last)
             with Rig(base, room=32) as rig:
                 rig.write("ab", "bb")
                 for name in real:
-                    patch.setattr(os, name, lambda *given, name=name: stepping(name, *given))
+                    patch.setattr(os, name, lambda *args, name=name: stepping(name, *args))
                 rig.write("abca", "bbc")
         with Rig(base, room=32) as rig:
             here = rig.readable()

@@ -62,10 +62,10 @@ class DiskMachine(RuleBasedStateMachine):
         self.index = DiskIndex(SETTINGS)
         self.writes: Counter[tuple[bytes, int]] = Counter()
         self.reads: Counter[tuple[bytes, int]] = Counter()
-        self.asked: dict[int, list[tuple[bytes, int]]] = {}  # by number of the read
+        self.read_orders: dict[int, list[tuple[bytes, int]]] = {}  # by number of the read
         self.rubbish: set[tuple[bytes, int]] = set()  # reads that went wrong
         self.damaged: dict[bytes, bool] = {}
-        self.told: dict[bytes, bytes] = {}
+        self.mirror: dict[bytes, bytes] = {}
         self.spoilt = False  # something has just been found so
         self.late: set[tuple[bytes, int]] = set()  # reads of pages that were found so; these may be written anew
         self.events: deque[DiskEvent] = deque()
@@ -74,7 +74,7 @@ class DiskMachine(RuleBasedStateMachine):
     def follow(self, result: DiskResult) -> None:
         for order in result.orders:
             if isinstance(order, Read):
-                self.asked[order.number] = [(page.key, slot) for page, slot in order.pages]
+                self.read_orders[order.number] = [(page.key, slot) for page, slot in order.pages]
             self.disk.submit(order)
         for ended in result.ended:
             match ended:
@@ -90,17 +90,17 @@ class DiskMachine(RuleBasedStateMachine):
             match change:
                 case PagesStored(above, stored):
                     for each in stored:
-                        assert not above or above in self.told, "stored without what is before it"
-                        assert each not in self.told
-                        self.told[each] = above
+                        assert not above or above in self.mirror, "stored without what is before it"
+                        assert each not in self.mirror
+                        self.mirror[each] = above
                         above = each
                 case PagesRemoved(removed):
                     for each in removed:
                         reading = {place for place, count in self.reads.items() if place[0] == each and count}
                         assert self.spoilt or reading <= self.late, "evicted while it is being read"
                         self.late |= reading
-                        assert each not in self.told.values(), "removed before what is after it"
-                        del self.told[each]
+                        assert each not in self.mirror.values(), "removed before what is after it"
+                        del self.mirror[each]
                 case PagesCleared():
                     raise AssertionError("there are other tiers than this one")
 
@@ -108,7 +108,7 @@ class DiskMachine(RuleBasedStateMachine):
         for event in events:
             self.spoilt = False
             if isinstance(event, PagesRead):
-                bad = [self.asked[event.number][place] for place, outcome in event.outcomes if outcome != "ok"]
+                bad = [self.read_orders[event.number][place] for place, outcome in event.outcomes if outcome != "ok"]
                 self.spoilt = bool(bad)
                 self.rubbish.update(bad)
             self.follow(self.index.handle(event))
@@ -126,8 +126,8 @@ class DiskMachine(RuleBasedStateMachine):
             pages.append(DiskPage(each, above, self.slots, hash(each) % 2**64))
             self.writes[each, self.slots] += 1
             above = each
-        wanted = self.index.wants(pages[0].key)
-        assert not (wanted and self.index.has(pages[0].key))
+        may_write = self.index.wants(pages[0].key)
+        assert not (may_write and self.index.has(pages[0].key))
         if damaged:
             self.damaged[pages[-1].key] = True
         self.follow(self.index.write(pages))
@@ -140,23 +140,23 @@ class DiskMachine(RuleBasedStateMachine):
             while self.disk.orders:
                 self.hear(self.disk.step(100, "", frozenset(self.damaged)))
 
-    @precondition(lambda self: self.told)
+    @precondition(lambda self: self.mirror)
     @rule(pick=PICK, twice=st.booleans())
     def read(self, pick: int, twice: bool) -> None:
-        here = sorted(self.told)
+        here = sorted(self.mirror)
         deepest = here[pick % len(here)]
         chain = [deepest]
-        while chain[0] in self.told and self.told[chain[0]]:
-            chain.insert(0, self.told[chain[0]])
+        while chain[0] in self.mirror and self.mirror[chain[0]]:
+            chain.insert(0, self.mirror[chain[0]])
         assert self.index.prefix(chain) == len(chain)
         assert self.index.prefix(chain[1:], chain[0]) == len(chain) - 1
         for _ in range(1 + twice):
-            wanted: list[tuple[bytes, int]] = []
+            pairs: list[tuple[bytes, int]] = []
             for each in chain:
                 self.slots += 1
-                wanted.append((each, self.slots))
+                pairs.append((each, self.slots))
                 self.reads[each, self.slots] += 1
-            self.follow(self.index.read(wanted))
+            self.follow(self.index.read(pairs))
 
     @rule(word=CHAINS)
     def touch(self, word: str) -> None:
@@ -206,25 +206,25 @@ class DiskMachine(RuleBasedStateMachine):
         """Kill the store and start another."""
         if not unlucky or self.index.stats().state == "opening":
             return
-        before = dict(self.told)
+        before = dict(self.mirror)
         self.disk.kill(written)
         self.begin()
-        assert not self.told
+        assert not self.mirror
         assert not self.index.wants(key("a"))
         while self.disk.orders and isinstance(self.disk.orders[0], Open):
             self.hear(self.disk.step(3, ""))
         if self.disk.bytes <= SETTINGS.max_bytes // 2:
-            assert before.keys() <= self.told.keys(), "something that could be read has not been found again"
+            assert before.keys() <= self.mirror.keys(), "something that could be read has not been found again"
 
     # --- what always holds --------------------------------------------------------------------------------------------
 
     @invariant()
     def sound(self) -> None:
         self.index.validate(self.disk.holds)
-        assert self.told == dict(self.index.pages())
-        assert all(self.index.has(each) for each in self.told)
+        assert self.mirror == dict(self.index.pages())
+        assert all(self.index.has(each) for each in self.mirror)
         stats = self.index.stats()
-        assert stats.pages == len(self.told)
+        assert stats.pages == len(self.mirror)
         assert stats.writing == self.writes.total()
         assert stats.reading == self.reads.total()
         assert self.disk.bytes <= SETTINGS.max_bytes, "more than is allowed"

@@ -161,17 +161,17 @@ def test_snapshots_come_in_bounded_parts() -> None:
 
 
 def test_tokens_are_told_with_their_pages_only_where_that_is_asked_for() -> None:
-    for tell, told in ((True, (1, 2, 3, 4, 5, 6)), (False, ())):
+    for tell, token_ids in ((True, (1, 2, 3, 4, 5, 6)), (False, ())):
         cache = DeviceBlockManager(4, tell_tokens=tell)
         pages = cache.allocate_with_prefix(keys("abc"), 3)
         assert pages is not None
         for place, tokens in enumerate([(1, 2), (3, 4), (5, 6)]):
             cache.cache_block(key("abc"[: place + 1]), parent("abc", place), pages[place], tokens)
         changes = cache.drain_events()
-        assert changes == [PagesStored(b"", tuple(keys("abc")), told)]
+        assert changes == [PagesStored(b"", tuple(keys("abc")), token_ids)]
         batch = log().append([("GPU", changes)], 2, 0.0)
         (event,) = msgpack.unpackb(batch.payload)[1]
-        assert event["token_ids"] == list(told)
+        assert event["token_ids"] == list(token_ids)
         assert (cache.drain_events(), decode(batch.topic, 1, batch.payload).sequence) == ([], 1)
 
 

@@ -57,9 +57,9 @@ class Bench:
 
     def seal(self, word: str) -> None:
         """Have a local worker seal a chain here."""
-        made = self.pages.reserve("worker", b"", keys(word))
-        assert isinstance(made, list)
-        for each in made:
+        slots = self.pages.reserve("worker", b"", keys(word))
+        assert isinstance(slots, list)
+        for each in slots:
             if isinstance(each, SlotReservation):
                 self.pages.seal(each, 1, hold=False)
             else:
@@ -77,7 +77,7 @@ class Bench:
         return outcome
 
 
-def asked(outcome: InboundResult, store: str = "near") -> list[peers.PageRequest]:
+def requests(outcome: InboundResult, store: str = "near") -> list[peers.PageRequest]:
     """What that store is told."""
     return [order.request for order in outcome.orders if isinstance(order, AskPeer) and order.source.store == store]
 
@@ -91,10 +91,10 @@ def test_pages_are_wanted_as_there_is_room_and_each_once() -> None:
     bench = Bench()
     began = bench.fetch("abcd", NEAR)
     assert expected(began) == [0, 1]
-    assert asked(began) == [peers.FetchPages(1, 100, b"".join(keys("abcd")), False, 2)]
+    assert requests(began) == [peers.FetchPages(1, 100, b"".join(keys("abcd")), False, 2)]
     assert bench.fetch("abcd", FAR).orders == []
     half = bench.land(1, 0, 1)
-    assert (expected(half), asked(half)) == ([2, 3], [peers.FetchCredit(1, 4)])
+    assert (expected(half), requests(half)) == ([2, 3], [peers.FetchCredit(1, 4)])
     over = bench.land(1, 2, 3)
     assert [page.key for page in over.landed] == keys("abcd")[2:]
     assert over.orders == [RetractFetch(1), AskPeer(NEAR, peers.CancelFetch(1))]
@@ -107,8 +107,8 @@ def test_the_next_source_is_asked_for_what_has_not_come() -> None:
     bench.fetch("abc", NEAR, FAR)
     bench.land(1, 0)
     again = bench.hear("near", peers.FetchUnavailable(1, 1))
-    assert asked(again) == [peers.CancelFetch(1)]
-    assert asked(again, "far") == [peers.FetchPages(2, 100, b"".join(keys("abc")[1:]), False, 2)]
+    assert requests(again) == [peers.CancelFetch(1)]
+    assert requests(again, "far") == [peers.FetchPages(2, 100, b"".join(keys("abc")[1:]), False, 2)]
     assert bench.hear("near", peers.FetchUnavailable(1, 1)).orders == [], "it was said before"
     assert bench.hear("near", peers.FetchUnavailable(2, 0)).orders == [], "that one was not asked"
     assert bench.hear("far", peers.FetchUnavailable(2, 0)).failed == keys("abc")[1:]
@@ -117,8 +117,9 @@ def test_the_next_source_is_asked_for_what_has_not_come() -> None:
 def test_each_source_sends_the_pages_it_has() -> None:
     bench = Bench()
     bench.fetch("abc", NEAR, FAR)
-    said = bench.hear("near", peers.FetchUnavailable(1, 1))
-    assert (asked(said), asked(said, "far")) == ([], [peers.FetchPages(2, 100, b"".join(keys("abc")[1:]), False, 2)])
+    again = bench.hear("near", peers.FetchUnavailable(1, 1))
+    assert requests(again) == []
+    assert requests(again, "far") == [peers.FetchPages(2, 100, b"".join(keys("abc")[1:]), False, 2)]
     assert bench.hear("near", peers.FetchUnavailable(1, 1)).orders == [], "it was said before"
     assert [page.key for page in bench.land(1, 0).landed] == [key("a")]
     assert [page.key for page in bench.land(2, 0, 1).landed] == keys("abc")[1:]
@@ -169,7 +170,7 @@ def test_a_page_computed_here_hides_no_loss() -> None:
     assert bench.hear("near", peers.FetchStatus(0, ((1, 3),))).orders == [], (
         "one of the three has come in vain, perhaps"
     )
-    assert isinstance(asked(bench.hear("near", peers.FetchStatus(1, ((1, 3),))))[-1], peers.FetchPages), (
+    assert isinstance(requests(bench.hear("near", peers.FetchStatus(1, ((1, 3),))))[-1], peers.FetchPages), (
         "it will not come any more"
     )
 
@@ -192,7 +193,7 @@ def test_two_sources_at_one_store_are_one_store() -> None:
     bench = Bench()
     bench.fetch("ab", NEAR)
     bench.fetch("cd", PageSource("near", "inproc", 2))
-    assert [request for request in asked(bench.beat()) if isinstance(request, peers.FetchHeartbeat)] == [
+    assert [request for request in requests(bench.beat()) if isinstance(request, peers.FetchHeartbeat)] == [
         peers.FetchHeartbeat(1, (1, 2))
     ]
 
@@ -201,20 +202,20 @@ def test_a_page_that_comes_damaged_four_times_is_asked_of_another() -> None:
     bench = Bench()
     bench.fetch("a", NEAR, FAR)
     for _ in range(3):
-        assert asked(bench.land(1, damaged=(0,))) == [peers.ChecksumMismatch(1, 0)]
+        assert requests(bench.land(1, damaged=(0,))) == [peers.ChecksumMismatch(1, 0)]
     last = bench.land(1, damaged=(0,))
-    assert (asked(last), bench.loads.stats().damaged) == ([peers.CancelFetch(1)], 4)
-    assert isinstance(asked(last, "far")[0], peers.FetchPages)
+    assert (requests(last), bench.loads.stats().damaged) == ([peers.CancelFetch(1)], 4)
+    assert isinstance(requests(last, "far")[0], peers.FetchPages)
 
 
 def test_a_doubt_that_is_not_answered_is_not_waited_for() -> None:
     bench = Bench()
     bench.fetch("a", NEAR)
     bench.land(1, damaged=(0,))
-    assert not [request for request in asked(bench.beat()) if isinstance(request, peers.FetchPages)]
+    assert not [request for request in requests(bench.beat()) if isinstance(request, peers.FetchPages)]
     bench.hear("near", peers.FetchStatus(1, ((1, 1),)))
-    assert not [request for request in asked(bench.beat()) if isinstance(request, peers.FetchPages)]
-    assert [request.fetch for request in asked(bench.beat()) if isinstance(request, peers.FetchPages)] == [2]
+    assert not [request for request in requests(bench.beat()) if isinstance(request, peers.FetchPages)]
+    assert [request.fetch for request in requests(bench.beat()) if isinstance(request, peers.FetchPages)] == [2]
 
 
 def test_reads_beyond_the_share_come_after_the_others() -> None:

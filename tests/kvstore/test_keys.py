@@ -31,9 +31,9 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
 def vectors() -> list[dict[str, Any]]:
-    found = re.findall(r"```json\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    assert len(found) == 1
-    return json.loads(found[0])
+    blocks = re.findall(r"```json\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    return json.loads(blocks[0])
 
 
 @pytest.mark.parametrize("vector", vectors())

@@ -31,9 +31,9 @@ class Bench:
         return InboundResult()
 
     def write(self, word: str, checksum: int = 0) -> None:
-        made = self.pages.reserve("worker", b"", keys(word))
-        assert isinstance(made, list)
-        for index, each in enumerate(made):
+        slots = self.pages.reserve("worker", b"", keys(word))
+        assert isinstance(slots, list)
+        for index, each in enumerate(slots):
             if not isinstance(each, SlotReservation):
                 self.pages.unhold(each)
                 continue

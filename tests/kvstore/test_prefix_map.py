@@ -116,10 +116,10 @@ class PrefixMapMachine(RuleBasedStateMachine):
             assert self.map.digest(holder) == self.digest(holder)
 
     def digest(self, holder: str) -> int:
-        told = 0
+        result = 0
         for other, name, medium in self.model:
-            told ^= digest([name], medium) if other == holder else 0
-        return told
+            result ^= digest([name], medium) if other == holder else 0
+        return result
 
 
 class WithLongRuns(PrefixMapMachine):

@@ -189,8 +189,8 @@ def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
 
         async def beats() -> None:
             while True:
-                told = owner.events.sequence, owner.events.digest
-                do(prefixes.heartbeat("store-0-abc", *told, time.monotonic()))
+                position = owner.events.sequence, owner.events.digest
+                do(prefixes.heartbeat("store-0-abc", *position, time.monotonic()))
                 do(prefixes.tick(time.monotonic()))
                 await asyncio.sleep(0.02)
 

@@ -417,11 +417,11 @@ def test_what_the_source_of_one_hand_off_lacks_comes_from_that_of_the_other() ->
 
 def test_a_source_of_an_ended_lease_is_not_awaited() -> None:
     rig, first, _, want = _two_hand_offs()
-    asked = _wants(rig.do(CallReceived(first, protocol.EndLease(1))))
+    requests = _wants(rig.do(CallReceived(first, protocol.EndLease(1))))
     for _ in range(4):
         rig.now += 0.3
-        asked += _wants(rig.do(Tick()))
-    assert asked == [("s2", want.keys)]
+        requests += _wants(rig.do(Tick()))
+    assert requests == [("s2", want.keys)]
 
 
 # --- what may not be said ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ WORD = st.sampled_from(WORDS)
 START = st.sampled_from([0, 0, 0, 1, 2])
 OFTEN = st.sampled_from([True, True, False])
 SELDOM = st.sampled_from([False] * 7 + [True])
-ASKED = st.one_of(st.none(), st.none(), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=2))
+HOLDERS = st.one_of(st.none(), st.none(), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=2))
 """Stores to ask, the last of them long gone, and how many pages they are believed to have; or just all the others."""
 
 
@@ -48,11 +48,11 @@ class StoreMachine(RuleBasedStateMachine):
     def where(self, number: int) -> Node:
         return self.world.nodes[number % len(self.world.nodes)]
 
-    def sources(self, worker: Worker, asked: list[tuple[int, int]] | None) -> tuple[PageSource, ...]:
+    def sources(self, worker: Worker, holders: list[tuple[int, int]] | None) -> tuple[PageSource, ...]:
         names = [node.incarnation for node in self.world.nodes]
-        if asked is None:
+        if holders is None:
             return tuple(PageSource(name, "inproc", 5) for name in names if name != worker.node.incarnation)
-        return tuple(PageSource(names[n] if n < len(names) else "gone", "inproc", pages) for n, pages in asked)
+        return tuple(PageSource(names[n] if n < len(names) else "gone", "inproc", pages) for n, pages in holders)
 
     def go_on(self, worker: Worker, prompt: bool) -> None:
         if prompt:
@@ -78,30 +78,30 @@ class StoreMachine(RuleBasedStateMachine):
             self.world.seal(self.who(who), number, skip, count, hold)
         self.go_on(self.who(who), prompt)
 
-    @rule(who=WHO, word=WORD, start=START, asked=ASKED, until=st.integers(0, 5), prompt=OFTEN, promptly=OFTEN)
+    @rule(who=WHO, word=WORD, start=START, holders=HOLDERS, until=st.integers(0, 5), prompt=OFTEN, promptly=OFTEN)
     def load(
-        self, who: int, word: str, start: int, asked: list[tuple[int, int]] | None, until: int, prompt: bool,
+        self, who: int, word: str, start: int, holders: list[tuple[int, int]] | None, until: int, prompt: bool,
         promptly: bool,
     ) -> None:  # fmt: skip
         """A cached prefix, from wherever it is; often it is somewhere, and not here."""
         worker = self.who(who)
         if promptly and (elsewhere := self.world.elsewhere(worker.node)):
             word = elsewhere[until * len(word) % len(elsewhere)]
-        number = self.world.acquire(worker, word, start, False, self.sources(worker, asked))
+        number = self.world.acquire(worker, word, start, False, self.sources(worker, holders))
         self.go_on(worker, prompt)
         if until:
             self.world.promote(worker, number, until)
             self.go_on(worker, promptly)
 
-    @rule(who=WHO, word=WORD, start=START, asked=ASKED, maker=st.one_of(st.none(), WHO), prompt=OFTEN)
+    @rule(who=WHO, word=WORD, start=START, holders=HOLDERS, maker=st.one_of(st.none(), WHO), prompt=OFTEN)
     def hand_off(
-        self, who: int, word: str, start: int, asked: list[tuple[int, int]] | None, maker: int | None, prompt: bool
+        self, who: int, word: str, start: int, holders: list[tuple[int, int]] | None, maker: int | None, prompt: bool
     ) -> None:
         """Acquire pages that a worker may be writing."""
         if maker is not None:
             self.world.reserve(self.who(maker), word, 0)
             self.go_on(self.who(maker), prompt)
-        self.world.acquire(self.who(who), word, start, True, self.sources(self.who(who), asked))
+        self.world.acquire(self.who(who), word, start, True, self.sources(self.who(who), holders))
         self.go_on(self.who(who), prompt)
 
     @rule(who=WHO, accuse=SELDOM, prompt=OFTEN, forget=st.booleans())

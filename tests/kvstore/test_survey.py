@@ -25,10 +25,10 @@ def keys_of(chain: Sequence[int]) -> list[bytes]:
 
 
 def filled(stored: Sequence[tuple[str, list[int], Medium]]) -> PrefixMap:
-    made = PrefixMap()
+    prefixes = PrefixMap()
     for holder, chain, medium in stored:
-        assert made.stored(holder, START, keys_of(chain), medium)
-    return made
+        assert prefixes.stored(holder, START, keys_of(chain), medium)
+    return prefixes
 
 
 def looked_at(survey: Survey, most: int = 1_000) -> Survey:

@@ -38,8 +38,8 @@ class TiersMachine(StoreMachine):
         """A chain is loaded from another store, as far as `times` parcels go; perhaps by one that has slept."""
         worker, source = self.who(who), self.where(who + 1)
         self.world.write(source.workers[0], word, hold=False)
-        asked = [((who + 1) % len(self.world.nodes), 4)]
-        number = self.world.acquire(worker, word, 0, wait, self.sources(worker, asked))
+        holders = [((who + 1) % len(self.world.nodes), 4)]
+        number = self.world.acquire(worker, word, 0, wait, self.sources(worker, holders))
         self.world.travel(worker)
         if slept:
             self.world.pass_time(HOLD + HEARTBEAT)

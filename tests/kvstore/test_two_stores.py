@@ -110,7 +110,7 @@ class Reader:
         self.read: set[int] = set()
         self.end = len(chain.keys)  # the first page that is not coming
         self.below: protocol.LowerTierHits | None = None
-        self._wanted = (chain.packed, wait, b"", sources)
+        self._arguments = (chain.packed, wait, b"", sources)
         self._lease = 0
         self._acquire()
 
@@ -141,7 +141,7 @@ class Reader:
     def _acquire(self) -> None:
         self._lease += 1
         self.client.leases = {self._lease}  # the store forgets what is not listed
-        self.client.store.call(protocol.Acquire(self._lease, *self._wanted))
+        self.client.store.call(protocol.Acquire(self._lease, *self._arguments))
 
     def turn(self) -> None:
         for reply in self.client.turn():

@@ -56,11 +56,11 @@ def test_two_stores_that_both_want_what_one_of_them_has_on_its_disk() -> None:
     decode, prefill = b.workers[0], a.workers[0]
     handed = world.acquire(decode, CHAIN, 0, True, source(a))
     world.travel(decode)
-    found = world.acquire(prefill, CHAIN, 0, False, source(b))
+    load = world.acquire(prefill, CHAIN, 0, False, source(b))
     world.travel(prefill)
-    world.promote(prefill, found, 3)
+    world.promote(prefill, load, 3)
     world.flow()  # no time passes: no deadline ends a wait
-    assert arrived(decode, handed) == arrived(prefill, found) == [0, 1, 2]
+    assert arrived(decode, handed) == arrived(prefill, load) == [0, 1, 2]
     assert in_arena(a)
     assert in_arena(b)
     assert waits(a) == waits(b) == 0
@@ -74,16 +74,16 @@ def test_both_orders_of_a_hand_off_and_a_load_end_with_the_pages_on_both_nodes()
         world, a, b = two_nodes()
         put_on_disk_only(world, b)
         decode, prefill = b.workers[0], a.workers[0]
-        found = world.acquire(prefill, CHAIN, 0, False, source(b))
+        load = world.acquire(prefill, CHAIN, 0, False, source(b))
         world.travel(prefill)
         if prefill_first:
-            world.promote(prefill, found, 3)
+            world.promote(prefill, load, 3)
             world.travel(prefill)
         handed = world.acquire(decode, CHAIN, 0, True, source(a))
         world.travel(decode)
-        world.promote(prefill, found, 3)
+        world.promote(prefill, load, 3)
         world.flow()
-        assert arrived(decode, handed) == arrived(prefill, found) == [0, 1, 2]
+        assert arrived(decode, handed) == arrived(prefill, load) == [0, 1, 2]
         world.everybody_goes()
 
 
@@ -115,13 +115,13 @@ def test_a_store_promises_no_cached_page_that_it_awaits_from_another_store() -> 
 def test_a_promise_to_another_store_ends_with_its_maker_here() -> None:
     """Both stores bring the page from each other, and each has a worker that makes it. Both workers give up."""
     world, a, b = two_nodes()
-    made = {node: world.reserve(node.workers[0], "a", 0) for node in (a, b)}
+    reservations = {node: world.reserve(node.workers[0], "a", 0) for node in (a, b)}
     for node in (a, b):
         world.travel(node.workers[0])
     handed = {node: world.acquire(node.workers[1], "a", 0, True, source(other)) for node, other in ((a, b), (b, a))}
     world.flow()
     for node in (a, b):
-        world.forget(node.workers[0], made[node])
+        world.forget(node.workers[0], reservations[node])
     world.flow()
     assert waits(a) == waits(b) == 0, "the stores wait for each other, and no worker makes the page"
     assert not any(arrived(node.workers[1], handed[node]) for node in (a, b))
@@ -136,9 +136,9 @@ def test_a_cached_page_is_not_waited_for_where_its_maker_may_be_the_worker_that_
         world.acquire(node.workers[1], "a", 0, True, source(other))
     world.flow()
     for maker in (a.workers[0], b.workers[0]):
-        found = world.acquire(maker, "a", 0, False, (PageSource("gone", "inproc", 1),))
+        load = world.acquire(maker, "a", 0, False, (PageSource("gone", "inproc", 1),))
         world.travel(maker)
-        world.promote(maker, found, 1)
+        world.promote(maker, load, 1)
     world.flow()
     assert not cached_waits(a, b)
     world.write(a.workers[0], "a", hold=False)
@@ -151,9 +151,9 @@ def test_a_cached_page_is_no_longer_waited_for_once_another_store_waits_here() -
     world, a, b = two_nodes()
     world.acquire(a.workers[1], "a", 0, True, source(b))
     world.flow()
-    found = world.acquire(a.workers[0], "a", 0, False, (PageSource("gone", "inproc", 1),))
+    load = world.acquire(a.workers[0], "a", 0, False, (PageSource("gone", "inproc", 1),))
     world.travel(a.workers[0])
-    world.promote(a.workers[0], found, 1)
+    world.promote(a.workers[0], load, 1)
     world.flow()
     assert cached_waits(a, b), "the hand-off may bring it at any time"
     world.acquire(b.workers[1], "a", 0, True, source(a))

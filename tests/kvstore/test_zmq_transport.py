@@ -130,7 +130,7 @@ class Store:
     def heard(self, event: PeerEvent) -> None:
         self.until(lambda: event in self.events)
 
-    def asked(self, peer: str) -> list[object]:
+    def requests_of(self, peer: str) -> list[object]:
         return [event.request for event in self.events if isinstance(event, PeerRequested) and event.peer == peer]
 
     def landed(self, fetch: int) -> list[int]:
@@ -180,12 +180,12 @@ def test_what_is_said_is_heard_in_order(stores: Callable[..., Store]) -> None:
     requests = [peers.FetchHeartbeat(beat, (1, 2)) for beat in range(300)]
     a.want(b)
     a.ask(b, *requests)
-    b.until(lambda: len(b.asked("a")) == 301)
-    assert b.asked("a")[1:] == requests
+    b.until(lambda: len(b.requests_of("a")) == 301)
+    assert b.requests_of("a")[1:] == requests
     b.fill(3)
     a.expect(1, {index: index for index in range(50)})
     a.ask(b, peers.CancelFetch(9))
-    b.until(lambda: peers.CancelFetch(9) in b.asked("a"))
+    b.until(lambda: peers.CancelFetch(9) in b.requests_of("a"))
     for index in range(50):
         b.serve(index, "a", 1, {index: 3})
         b.do(AnswerPeer("a", peers.FetchUnavailable(1, index)))
@@ -314,7 +314,7 @@ def test_a_cut_connection_loses_pages_and_nothing_else(
     b.until(lambda: {PagesSent(number) for number in range(SLOTS)} <= set(b.events), a)
     # The asking store hears nothing more, asks again until it is heard, and gets what it lacks.
     beat = 0
-    while not any(isinstance(request, peers.FetchHeartbeat) for request in b.asked("a")):
+    while not any(isinstance(request, peers.FetchHeartbeat) for request in b.requests_of("a")):
         beat += 1
         a.ask(b, peers.FetchHeartbeat(beat, (1,)), at=relay.endpoint)
         b.hear(0.05)
@@ -352,11 +352,11 @@ def test_a_new_store_at_an_old_endpoint_hears_nothing_meant_for_its_predecessor(
     a.expect(2, {0: 0})
     new.fill(1)
     a.ask(new, peers.FetchCredit(2, 1))
-    new.until(lambda: peers.FetchCredit(2, 1) in new.asked("a"))
+    new.until(lambda: peers.FetchCredit(2, 1) in new.requests_of("a"))
     new.serve(1, "a", 2, {0: 1})
     a.until(lambda: a.landed(2) == [0])
     assert all(
-        isinstance(request, peers.FetchPages | peers.FetchCredit) and request.fetch == 2 for request in new.asked("a")
+        isinstance(each, peers.FetchPages | peers.FetchCredit) and each.fetch == 2 for each in new.requests_of("a")
     )
     assert a.transport.stats().links == 1
 
@@ -508,8 +508,8 @@ def test_a_loop_that_does_not_listen_is_not_buried(
     a.ask(b, *(peers.FetchHeartbeat(beat) for beat in range(900)))
     time.sleep(0.5)  # whatever comes meanwhile must stay outside
     b.events += b.transport.poll()
-    assert len(b.asked("a")) < 300
-    b.until(lambda: len(b.asked("a")) == 901)
+    assert len(b.requests_of("a")) < 300
+    b.until(lambda: len(b.requests_of("a")) == 901)
 
 
 def test_what_the_thread_dies_of_is_told(stores: Callable[..., Store]) -> None:
@@ -568,8 +568,8 @@ def test_a_lying_store_writes_nothing_but_what_is_expected(lies: list[list[bytes
         liar.send_multipart([b"a", msgspec.msgpack.encode(end)])
         a.heard(PeerReplied("b", peers.FetchUnavailable(77, 77)))
         written = {slot for slot in range(SLOTS) if a.slot(slot) != bytes(1_024)}
-        told = {i for event in a.events if isinstance(event, PagesLanded) for i in (*event.damaged, *dict(event.pages))}
-        assert told <= {0, 1, 7}
+        landed = [event for event in a.events if isinstance(event, PagesLanded)]
+        assert {i for event in landed for i in (*event.damaged, *dict(event.pages))} <= {0, 1, 7}
         assert written <= {0, 1, 2}
     finally:
         liar.close(0)
@@ -596,7 +596,7 @@ def test_a_lying_asker_is_dropped(lies: list[list[bytes]], name: bytes) -> None:
         liars[0].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, peers.FetchHeartbeat(7))))
         b.heard(PeerRequested("honest", peers.FetchHeartbeat(7)))
         b.until(lambda: b.transport.stats().malformed >= len(lies) + 2)
-        assert b.asked("honest") == [peers.FetchHeartbeat(7)]
+        assert b.requests_of("honest") == [peers.FetchHeartbeat(7)]
         assert b.transport.stats().dropped == 1
     finally:
         for liar in liars:
@@ -609,7 +609,7 @@ def test_a_request_too_large_ends_its_connection_and_nothing_else(stores: Callab
     a, b = stores("a"), stores("b")
     a.want(b)
     a.ask(b, peers.FetchHeartbeat(1, tuple(range(10**6))))
-    while not any(isinstance(request, peers.FetchHeartbeat) for request in b.asked("a")):
+    while not any(isinstance(request, peers.FetchHeartbeat) for request in b.requests_of("a")):
         a.ask(b, peers.FetchHeartbeat(2))
         b.hear(0.05)
-    assert b.asked("a")[-1] == peers.FetchHeartbeat(2)
+    assert b.requests_of("a")[-1] == peers.FetchHeartbeat(2)

@@ -163,15 +163,15 @@ class Node(HeldStore):
         config = msgspec.structs.replace(store_config(SLOTS, HOLD, SHARE), load_share=0.5, pin_bytes=QUOTA)
         self.start(f"{self.name}{self.world.number()}", config, self.world.admit_after, self.memory)
         self.bad: dict[int, bytes] = {}  # slot → bytes that a VerifySlot has found to be wrong
-        self.told: dict[Medium, dict[bytes, bytes]] = {"CPU": {}, "DISK": {}}
+        self.mirror: dict[Medium, dict[bytes, bytes]] = {"CPU": {}, "DISK": {}}
         self.refusable: set[int] = set()  # connections that may be refused
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def decide(self, event: StoreEvent) -> Sequence[StoreCommand]:
-        made, waited = self.made, self.waits()
+        unsealed, waited = self.unsealed, self.waits()
         commands = super().decide(event)
-        for name in made - self.made:
+        for name in unsealed - self.unsealed:
             stuck = self.waits().get(name, set()) & waited.get(name, set())
             assert not stuck or self.coming(name), "somebody waits for what nobody makes any more"
         return commands
@@ -215,22 +215,22 @@ class Node(HeldStore):
     def _follow_events(self) -> None:
         """What other machines believe to be here, from KV events alone."""
         for medium, changes in self.state.drain_events():
-            told = self.told[medium]
+            mirror = self.mirror[medium]
             for change in changes:
                 match change:
                     case PagesStored(parent=above, keys=names):
                         for name in names:
-                            assert name not in told
-                            assert above == b"" or above in told, f"{medium}: a child is told of before its parent"
-                            told[name] = above
+                            assert name not in mirror
+                            assert above == b"" or above in mirror, f"{medium}: a child is told of before its parent"
+                            mirror[name] = above
                             above = name
                     case PagesRemoved(keys=names):
                         for name in names:
-                            del told[name]
-                            assert name not in told.values(), f"{medium}: a parent is told gone before its child"
+                            del mirror[name]
+                            assert name not in mirror.values(), f"{medium}: a parent is told gone before its child"
                     case PagesCleared():
-                        self.told = {"CPU": {}, "DISK": {}}
-                        told = self.told[medium]
+                        self.mirror = {"CPU": {}, "DISK": {}}
+                        mirror = self.mirror[medium]
 
     # --- threads ----------------------------------------------------------------------------------------------------
 
@@ -288,9 +288,9 @@ class Node(HeldStore):
     def pages(self) -> list[HostPage]:
         """Return every sealed page: those that a lookup finds, and those that a lease still holds."""
         tiers = self.state._tiers
-        found = [n.value.page for n in tiers.pages._tree.preorder() if n.value.page is not None]
+        in_tree = [n.value.page for n in tiers.pages._tree.preorder() if n.value.page is not None]
         held = [page for lease in self.state._leases() for page in lease.holds.values()]
-        everything = (*found, *held, *tiers.server.held, *tiers.pins.held, *tiers._demoting.values())
+        everything = (*in_tree, *held, *tiers.server.held, *tiers.pins.held, *tiers._demoting.values())
         return list({id(page): page for page in everything}.values())
 
     @property
@@ -326,7 +326,7 @@ class Node(HeldStore):
         return self.written | self.being_read | {slot for worker in self.workers for slot in worker.writable}
 
     @property
-    def made(self) -> set[bytes]:
+    def unsealed(self) -> set[bytes]:
         """Return the keys that a worker has reserved and no worker has sealed."""
         tree = self.state._tiers.pages._tree
         return {
@@ -381,13 +381,13 @@ class Node(HeldStore):
         knows."""
         tiers = self.state._tiers
         for name, waiters in self.waits().items():
-            made = tiers.pages.being_written(name) or tiers.loads.coming(name)
+            has_producer = tiers.pages.being_written(name) or tiers.loads.coming(name)
             for waiter in waiters:
                 has_sources = isinstance(waiter, Lease) and any(
                     source.pages > index for source in waiter.sources for index in waiter.waits
                     if waiter.keys[index] == name
                 )  # fmt: skip
-                assert made or (waiter.wait and not has_sources), f"nobody makes {word_of(name)}"
+                assert has_producer or (waiter.wait and not has_sources), f"nobody makes {word_of(name)}"
 
     def _check_numbers(self) -> None:
         stats = self.state.stats(self.world.now)
@@ -400,7 +400,7 @@ class Node(HeldStore):
             for at in range(0, len(run.keys), 16):
                 above = run.keys[at - 16 : at] if at else run.parent
                 snapshot[run.medium][run.keys[at : at + 16]] = above
-        assert snapshot == self.told, f"{snapshot} is here, {self.told} was told"
+        assert snapshot == self.mirror, f"{snapshot} is here, {self.mirror} was told"
         for process in self.state._processes.values():
             assert process.reserved <= int(SLOTS * SHARE)
 
@@ -411,8 +411,8 @@ class Node(HeldStore):
         assert not tiers._demoting, "a write to disk never ended"
         assert not tiers.loads._retired, "slots of an ended fetch are never freed"
         assert tiers.server.idle, "a page is sent for ever"
-        kept = [page.slot for page in self.pages if not page.dropped]
-        assert not any(self.memory.slots[slot] is self.bad.get(slot) for slot in kept), "a page known to be bad is kept"
+        slots = [page.slot for page in self.pages if not page.dropped]
+        assert all(self.memory.slots[slot] is not self.bad.get(slot) for slot in slots), "a bad page is listed"
         for fetch in tiers.loads._fetches.values():
             self._check_quiet_fetch(fetch)
 
@@ -568,8 +568,8 @@ class World(HeldAgenda):
     def elsewhere(self, node: Node) -> list[str]:
         """Words whose pages lie on that node's disk or in another store, and not in its arena."""
         of_kind = [other for other in self.nodes if other.namespace == node.namespace]
-        names = {name for other in of_kind for name in other.told["CPU"]} | set(node.told["DISK"])
-        return sorted(word_of(name).lower() for name in names - set(node.told["CPU"]))
+        names = {name for other in of_kind for name in other.mirror["CPU"]} | set(node.mirror["DISK"])
+        return sorted(word_of(name).lower() for name in names - set(node.mirror["CPU"]))
 
     def acquire(self, worker: Worker, word: str, start: int, wait: bool, sources: tuple[PageSource, ...]) -> int:
         number, lease = self._lease(worker, word, start)
