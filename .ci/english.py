@@ -27,13 +27,10 @@ PARTICIPLE = re.compile(
 )
 NAMES_LATER = (
     "router/frontend/",
-    "tests/cluster/",
     "tests/fuzz/",
     "tests/interop/",
-    "tests/processes/",
     "tests/router/",
     "tests/simulator/",
-    "tests/soak/",
 )
 """Where names are not read yet."""
 

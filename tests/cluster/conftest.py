@@ -17,9 +17,9 @@ def machine() -> Iterator[Machine]:
     if reason := _unavailable():
         pytest.skip(reason)
     build.library()  # compiled here, not while a cluster is timed
-    with Machine() as made:
-        made.make_model()
-        yield made
+    with Machine() as one:
+        one.make_model()
+        yield one
 
 
 @pytest.fixture

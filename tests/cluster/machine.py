@@ -29,7 +29,7 @@ ONE, TWO = "10.77.0.1", "10.77.0.2"
 _UNSHARE = ["unshare", "--pid", "--fork", "--mount", "--net", "--mount-proc", "--kill-child"]
 
 
-def _kept() -> list[Path]:
+def _needed_paths() -> list[Path]:
     """What the tests themselves need of the /tmp outside, when the project or its Python lies there."""
     needed = {ROOT.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}
     below = sorted(path for path in needed if path.is_relative_to("/tmp"))
@@ -44,7 +44,7 @@ def run(*command):
 run("ip", "link", "set", "lo", "up")
 run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
 run("mount", "-t", "tmpfs", "tmpfs", "/mnt")
-for path in {[str(path) for path in _kept()]}:
+for path in {[str(path) for path in _needed_paths()]}:
     inside = "/mnt" + path.removeprefix("/tmp")
     os.makedirs(inside)
     run("mount", "--bind", path, inside)
@@ -164,24 +164,24 @@ class Machine:
 
     def processes(self) -> dict[int, str]:
         """Everything that runs in here, besides the first process and the one that looks; zombies run no more."""
-        found: dict[int, str] = {}
+        commands: dict[int, str] = {}
         for line in self.run("ps", "-eo", "pid=,stat=,args=").out.splitlines():
             pid, stat, command = line.split(None, 2)
             if int(pid) != 1 and "Z" not in stat and not command.startswith("ps -eo"):
-                found[int(pid)] = command
-        return found
+                commands[int(pid)] = command
+        return commands
 
     def left_behind(self) -> list[str]:
         """Processes, sockets, shared memory and files that should not be here once every cluster and Ray is down."""
         left = [f"process {pid}: {command[:120]}" for pid, command in self.processes().items()]
         left += [f"in /dev/shm: {name}" for name in self.run("ls", "-A", "/dev/shm").out.split()]
         left += [f"socket {name}" for name in self.unix_sockets()]
-        ours = {path.relative_to("/tmp").parts[0] for path in _kept()}
+        ours = {path.relative_to("/tmp").parts[0] for path in _needed_paths()}
         names = set(self.run("ls", "-A", "/tmp").out.split()) - ours
         left += [f"in /tmp: {name}" for name in sorted(names) if name.startswith("baton")]
         state = f"{HOME}/.local/state/baton"
-        found = self.run("find", state, "-name", "*.json", "-o", "-name", "*.key").out.split()
-        return left + [f"file {name}" for name in found]
+        files = self.run("find", state, "-name", "*.json", "-o", "-name", "*.key").out.split()
+        return left + [f"file {name}" for name in files]
 
     def unix_sockets(self) -> list[str]:
         """The names of all Unix sockets that have one, abstract ones with an @."""
@@ -205,7 +205,7 @@ class Machine:
         return [*enter, *(str(part) for part in command)]
 
     def _environment(self, more: dict[str, str]) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") and k != "PYTEST_CURRENT_TEST"}
+        base = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") and k != "PYTEST_CURRENT_TEST"}
         # What is compiled for this CPU is the same in every such machine.
         shared = {"XDG_CACHE_HOME": str(build.cache_root().parents[1])}
-        return kept | shared | {"HOME": HOME, "PATH": f"{BIN}:{os.environ['PATH']}"} | more
+        return base | shared | {"HOME": HOME, "PATH": f"{BIN}:{os.environ['PATH']}"} | more

@@ -17,21 +17,21 @@ def test_the_demo(model: str, machine: Machine):
     environment = machine.without_models() if model == "baton-demo" else {}
     with machine.start(sys.executable, "-m", "deploy.demo", **environment) as demo:
         assert demo.stdout is not None
-        told = ""
-        while (watch := re.search(r"watch all of this at (\S+)", told)) is None:
+        output = ""
+        while (watch := re.search(r"watch all of this at (\S+)", output)) is None:
             line = demo.stdout.readline()
-            assert line, f"the demo has ended: {told}"
-            told += line
+            assert line, f"the demo has ended: {output}"
+            output += line
         page = machine.run("curl", "-sS", "--max-time", "20", "-w", "%{http_code}", watch[1])
         rest, _ = demo.communicate(timeout=200)
-    told += rest
+    output += rest
     assert page.out.endswith("200"), page
     assert "<html" in page.out
-    assert f"demo serves {model}" in told
-    assert ("can't be fetched" in told) == (model == "baton-demo")
-    assert demo.returncode == 0, told
-    assert "it should say" not in told
-    assert "the same tokens to the end" in told
-    assert re.search(r"\b[2-9] attempts", told), "the kill costs an attempt, and a busy machine perhaps one more"
-    assert "nothing is left" in told
+    assert f"demo serves {model}" in output
+    assert ("can't be fetched" in output) == (model == "baton-demo")
+    assert demo.returncode == 0, output
+    assert "it should say" not in output
+    assert "the same tokens to the end" in output
+    assert re.search(r"\b[2-9] attempts", output), "the kill costs an attempt, and a busy machine perhaps one more"
+    assert "nothing is left" in output
     assert machine.left_behind() == []

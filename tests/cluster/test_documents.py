@@ -201,8 +201,8 @@ def run() -> Iterator[Run]:
     if reason := unavailable():
         pytest.skip(reason)
     build.library()  # compiled here, not while a command is waited for
-    with Machine() as made:
-        yield Run(made)
+    with Machine() as machine:
+        yield Run(machine)
 
 
 @pytest.mark.parametrize("page", PAGES)

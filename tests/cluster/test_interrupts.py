@@ -110,9 +110,9 @@ def machine() -> Iterator[Machine]:
     if reason := unavailable():
         pytest.skip(reason)
     build.library()  # compiled here, not while a cluster starts
-    with Machine() as made:
-        made.make_model()
-        yield made
+    with Machine() as one:
+        one.make_model()
+        yield one
 
 
 @pytest.mark.parametrize("end", cases([*_TEN, *_ALONE, *_MORE], [*_TEN, *_ALONE]), ids=str)

@@ -32,8 +32,8 @@ def test_a_head_serves_with_the_keys_that_it_is_given_and_leaves_nothing_behind(
     settings["model"]["path"] = MODEL
     settings["store"]["host_cache_bytes"] = "32MiB"
     settings |= {role: {"kv_cache_bytes": "32MiB", "threads": 1} for role in ("prefill", "decode")}
-    made = machine.baton("keys", "add", "first", "--tenant", "acme", "--json", HOME="/tmp/elsewhere")
-    assert made.status == 0, made
+    result = machine.baton("keys", "add", "first", "--tenant", "acme", "--json", HOME="/tmp/elsewhere")
+    assert result.status == 0, result
     secret = "/tmp/elsewhere/.local/state/baton/baton/api-keys.json"
     environment = {
         "BATON_CONFIG": write(machine, f"{HOME}/baton.yaml", json.dumps(settings)),
@@ -44,7 +44,7 @@ def test_a_head_serves_with_the_keys_that_it_is_given_and_leaves_nothing_behind(
     log = f"{HOME}/node.log"
     command = f"bash {SCRIPT} head > {log} 2>&1; echo status $? >> {log}"
     with machine.start("sh", "-c", command, **environment):
-        bearer = f"Authorization: Bearer {made.json['key']}"
+        bearer = f"Authorization: Bearer {result.json['key']}"
         try:
             machine.wait("the head serves", lambda: "baton serves" in machine.run("cat", log).out, seconds=120)
             assert status_of(machine, bearer) == "200"
@@ -54,7 +54,7 @@ def test_a_head_serves_with_the_keys_that_it_is_given_and_leaves_nothing_behind(
             later = machine.baton("keys", "add", "later", "--tenant", "acme", "--json", HOME="/tmp/elsewhere").json
             bearer = f"Authorization: Bearer {later['key']}"
             machine.wait("a new key is known", lambda: status_of(machine, bearer) == "200")
-            script = min(pid for pid, told in machine.processes().items() if told == f"bash {SCRIPT} head")
+            script = min(pid for pid, line in machine.processes().items() if line == f"bash {SCRIPT} head")
             machine.kill(script, signal.SIGTERM)
             machine.wait("the script has ended", lambda: "status" in machine.run("tail", "-n1", log).out, seconds=60)
             assert machine.run("tail", "-n1", log).out == "status 0\n"

@@ -59,9 +59,9 @@ def test_a_worker_has_all_gpus_of_its_ranks_on_one_node_or_a_reason(machine: Mac
     assert machine.run(*there, *NODE, "--num-gpus=1", f"--address={ONE}:6379", f"--node-ip-address={TWO}").status == 0
     up = machine.up("--prefill", 0, "--set", f"router.host={ONE}", "--set", "decode.tensor_parallel_size=3")
     assert up.status == 1
-    said = up.json["error"]["message"]
-    assert "the 3 ranks of a decode worker need 3 GPUs of one node, and there are 2 on " in said
-    assert ", 1 on " in said
+    error = up.json["error"]["message"]
+    assert "the 3 ranks of a decode worker need 3 GPUs of one node, and there are 2 on " in error
+    assert ", 1 on " in error
 
 
 def test_ranks_see_the_gpus_that_ray_has_lent(machine: Machine) -> None:
@@ -69,5 +69,5 @@ def test_ranks_see_the_gpus_that_ray_has_lent(machine: Machine) -> None:
     lent = machine.run(sys.executable, "-c", LEND, timeout=90)
     assert lent.status == 0, lent
     pairs = json.loads(lent.out)
-    assert all(given == seen for given, seen in pairs), pairs
+    assert all(grant == seen for grant, seen in pairs), pairs
     assert sorted(",".join(seen for _, seen in pairs).split(",")) == ["0", "1", "2", "3"]

@@ -31,8 +31,8 @@ def test_a_worker_whose_rank_is_lost_is_replaced(machine: Machine) -> None:
     """Its ranks compute on the CPU of a node that has a GPU, so they wait for none."""
     assert machine.run(*START).status == 0
     assert machine.run("sh", "-c", f"rm -r {MODEL}").status == 0
-    made = machine.run(sys.executable, "-c", MAKE, timeout=120)
-    assert made.status == 0, made
+    result = machine.run(sys.executable, "-c", MAKE, timeout=120)
+    assert result.status == 0, result
     settings = [part for setting in (*RANKS, "decode.device=cpu") for part in ("--set", setting)]
     up = machine.up("--prefill", 0, *settings, timeout=300)
     assert up.status == 0, up
@@ -44,8 +44,8 @@ def test_a_worker_whose_rank_is_lost_is_replaced(machine: Machine) -> None:
 
     def replaced() -> bool:
         now = machine.status()
-        found = {each["name"]: each for each in now["processes"]}["decode-0"]
-        return now["serving"] and found["state"] == "live" and found["pid"] != before
+        entry = {each["name"]: each for each in now["processes"]}["decode-0"]
+        return now["serving"] and entry["state"] == "live" and entry["pid"] != before
 
     machine.wait("decode-0 is replaced", replaced, 200)
     assert not {before, vllm, *ranks} & set(machine.processes())
@@ -60,11 +60,11 @@ def test_a_worker_whose_gpus_others_hold_is_given_up_with_the_reason(machine: Ma
     assert lent.status == 0, lent
     assert machine.run("sh", "-c", f"rm -r {MODEL}").status == 0
     make = MAKE.replace("head_dim=32", "head_dim=32, num_key_value_heads=4")
-    made = machine.run(sys.executable, "-c", make, timeout=120)
-    assert made.status == 0, made
+    result = machine.run(sys.executable, "-c", make, timeout=120)
+    assert result.status == 0, result
     settings = [part for setting in (*RANKS[:-1], "decode.tensor_parallel_size=4") for part in ("--set", setting)]
     up = machine.up("--prefill", 0, *settings, timeout=120)
     assert up.status == 1
-    said = up.json["error"]["message"]
-    assert "decode-0: Ray has not lent it 4 GPUs of " in said
-    assert "2 are free, and others hold the rest" in said
+    error = up.json["error"]["message"]
+    assert "decode-0: Ray has not lent it 4 GPUs of " in error
+    assert "2 are free, and others hold the rest" in error

@@ -32,8 +32,8 @@ def test_prefill_on_one_node_decode_on_the_other(machine: Machine, there: list[s
     assert processes["prefill-0"]["node"] == processes["store-1"]["node"] != processes["router"]["node"]
     assert processes["decode-0"]["metrics"].startswith(f"{ONE}:")
     assert processes["prefill-0"]["metrics"].startswith(f"{TWO}:")
-    made = machine.generate("--token-ids", ",".join(map(str, range(3, 60))), "--temperature", 0, "--max-tokens", 8)
-    assert made["finish_reason"] == "length"
+    result = machine.generate("--token-ids", ",".join(map(str, range(3, 60))), "--temperature", 0, "--max-tokens", 8)
+    assert result["finish_reason"] == "length"
     for store in ("store-0", "store-1"):  # the metrics pages of the other node are read as well
         assert set(processes[store]["tiers"]) == {"host", "disk", "remote"}, processes[store]
 

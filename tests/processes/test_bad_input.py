@@ -118,9 +118,9 @@ def test_corrupt_safetensors(checkpoint: Callable[[str], Path], tmp_path: Path) 
 
 
 def test_too_little_memory_for_a_page_pool(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    said = failing(workload.settings(checkpoint("llama"), 0, 1, **{"decode.kv_cache_bytes": "4TiB"}), tmp_path)
-    assert "decode-0" in said
-    assert "page pool" in said
+    error = failing(workload.settings(checkpoint("llama"), 0, 1, **{"decode.kv_cache_bytes": "4TiB"}), tmp_path)
+    assert "decode-0" in error
+    assert "page pool" in error
 
 
 @pytest.mark.parametrize("module", ["router", "kvstore", "worker prefill", "worker decode"])

@@ -59,8 +59,8 @@ def call(*arguments: str, stdin: str = "") -> Result:
 
 
 def test_a_chat_remembers_and_forgets() -> None:
-    said = "hello\n/system be brief\nhello again\n/retry\n/timing\nand again\n/reset\n/nonsense\n/exit\nnever sent\n"
-    result = call("chat", "--max-tokens", "4", "--temperature", "0", stdin=said)
+    lines = "hello\n/system be brief\nhello again\n/retry\n/timing\nand again\n/reset\n/nonsense\n/exit\nnever sent\n"
+    result = call("chat", "--max-tokens", "4", "--temperature", "0", stdin=lines)
     assert result.exit_code == 0, result.output
     shown = result.output.splitlines()
     assert shown[1] == shown[2], "a greedy answer, asked for again, is the same"
@@ -87,10 +87,10 @@ def test_every_preset_runs_to_its_end(preset: str, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     result = call("bench", preset, "-n", "6", "-u", "2", "--time-scale", "0.001", "--json", "--report", str(page))
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["errors"] == {}
-    assert found["load"]["requests"] == "6, 0 failed"
-    assert found["figures"]["ttft p50"]["value"] > 0
+    summary = json.loads(result.stdout)
+    assert summary["errors"] == {}
+    assert summary["load"]["requests"] == "6, 0 failed"
+    assert summary["figures"]["ttft p50"]["value"] > 0
     text = page.read_text()
     assert text.count("<svg") >= 3
     assert "<script" not in text

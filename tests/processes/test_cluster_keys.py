@@ -43,15 +43,15 @@ def ports(process: Process) -> list[str]:
 def test_every_port_but_those_for_clients_wants_the_keys(cluster: LocalCluster) -> None:
     """ZMQ's greeting names its encryption."""
     assert cluster.addresses is not None
-    found = members(cluster)
-    http = {each.metrics_address for each in found.values()} | {
+    by_name = members(cluster)
+    http = {each.metrics_address for each in by_name.values()} | {
         cluster.addresses.grpc,
         cluster.addresses.http,
         cluster.addresses.api,
     }
     mechanisms = {
         f"{name} {port}": mechanism(port)
-        for name, each in found.items()
+        for name, each in by_name.items()
         for port in ports(each)
         if port.removeprefix("tcp://") not in http
     }

@@ -30,8 +30,8 @@ CLIENTS = 6
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
+    with launched() as chromium:
+        yield chromium
 
 
 class Loaded:
@@ -59,8 +59,8 @@ class Loaded:
         prompt = [5 + number % 3 for number in range(200)] + [7 + next(self._numbers) % 900] * 40
         body = json.dumps({"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}).encode()
         headers = {"authorization": f"Bearer {self.tenant}", "content-type": "application/json", "x-request-id": name}
-        asked = urllib.request.Request(f"{self.base}/v1/completions", body, headers)
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        request = urllib.request.Request(f"{self.base}/v1/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             assert answer.status == 200
         self.answered += 1
 
@@ -85,11 +85,11 @@ def opened(browser: Any, loaded: Loaded, key: str | None = None, **options: Any)
     """The page, with an operator's key unless told otherwise. At its end it has made no mistake."""
     watched = Watched(browser, **options)
     try:
-        given = loaded.operator if key is None else key
-        if given:
-            watched.page.add_init_script(f"sessionStorage.setItem('baton-operator-key', {json.dumps(given)})")
+        own_key = loaded.operator if key is None else key
+        if own_key:
+            watched.page.add_init_script(f"sessionStorage.setItem('baton-operator-key', {json.dumps(own_key)})")
         watched.page.goto(f"{loaded.base}/dashboard")
-        if given == loaded.operator:
+        if own_key == loaded.operator:
             watched.until("document.body.dataset.sequence > 0")
         yield watched
         assert not watched.mistakes
@@ -168,10 +168,10 @@ def test_the_data_is_behind_an_operators_key(browser: Any, loaded: Loaded) -> No
         page = watched.page
         page.locator("#key").wait_for()
         assert page.locator("#board").is_hidden()
-        for key, said in (("nonsense", "not known"), (loaded.tenant, "operator"), ("no key at all", "no API key")):
+        for key, error in (("nonsense", "not known"), (loaded.tenant, "operator"), ("no key at all", "no API key")):
             page.locator("#key").fill(key)
             page.keyboard.press("Enter")
-            page.locator("#key-error", has_text=said).wait_for()
+            page.locator("#key-error", has_text=error).wait_for()
         page.locator("#key").fill(loaded.operator)
         page.get_by_role("button", name="Open").click()
         page.locator(".proc[data-key='store-0']").wait_for()
@@ -273,11 +273,11 @@ def test_figures_are_whole_and_rates_agree(browser: Any, loaded: Loaded, width: 
 
 def test_the_numbers_of_an_axis_have_equally_many_digits(browser: Any, loaded: Loaded) -> None:
     with opened(browser, loaded) as watched:
-        found = watched.page.evaluate(
+        labels = watched.page.evaluate(
             "import('/dashboard/static/format.js').then(({ ticksText }) =>"
             " [[0, 5, 10], [0, 2.5, 5], [0, 0.125, 0.25], [0, 10_000, 20_000]].map(ticksText))"
         )
-    assert found == [["0", "5", "10"], ["0.0", "2.5", "5.0"], ["0.000", "0.125", "0.250"], ["0", "10K", "20K"]]
+    assert labels == [["0", "5", "10"], ["0.0", "2.5", "5.0"], ["0.000", "0.125", "0.250"], ["0", "10K", "20K"]]
 
 
 def test_dots_stay_on_their_ways_when_these_move(browser: Any, loaded: Loaded) -> None:

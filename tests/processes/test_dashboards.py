@@ -144,9 +144,9 @@ def prometheus(scraper: str | None, pages: object) -> str:
 
 def _take(values: dict[str, dict[str, set[str]]], site: Site, name: str, role: str) -> None:
     with Client(site.cluster.address, site.cluster.operator) as client:
-        found = next(each for each in client.status(timeout=DEADLINE).processes if each.name == name)
-    for sample in parsed(page(found.metrics_address)):
-        labels = {**sample.labels, "name": name, "role": role, "node": found.node, "job": "baton", "instance": "here:1"}
+        entry = next(each for each in client.status(timeout=DEADLINE).processes if each.name == name)
+    for sample in parsed(page(entry.metrics_address)):
+        labels = {**sample.labels, "name": name, "role": role, "node": entry.node, "job": "baton", "instance": "here:1"}
         for label, value in labels.items():
             values.setdefault(sample.name, {}).setdefault(label, set()).add(value)
 
@@ -160,10 +160,10 @@ def test_every_label_value_that_a_query_asks_for_is_told_by_a_process(
             if selector.metric in OF_PROMETHEUS or selector.metric.startswith(ONLY_WITH_A_GPU):
                 continue
             assert selector.metric in pages, f"{place}: no process tells {selector.metric}"
-            for operator, label, wanted in selector.matchers:
-                told = pages[selector.metric].get(label, set())
-                for one in wanted.split("|") if operator == "=~" else [wanted]:
-                    assert any(re.fullmatch(one, value) for value in told), f"{place}: {label}={one}, not in {told}"
+            for operator, label, pattern in selector.matchers:
+                values = pages[selector.metric].get(label, set())
+                for one in pattern.split("|") if operator == "=~" else [pattern]:
+                    assert any(re.fullmatch(one, value) for value in values), f"{place}: {label}={one}, not in {values}"
 
 
 def test_every_panel_shows_something(prometheus: str) -> None:
@@ -188,8 +188,8 @@ def test_every_panel_shows_something(prometheus: str) -> None:
 def test_every_variable_of_a_dashboard_has_choices(prometheus: str) -> None:
     for board in BOARDS:
         for expression, label in choices(board):
-            found = query(prometheus, filled(expression, VARIABLES))
-            assert {each["metric"][label] for each in found}, board["uid"]
+            series = query(prometheus, filled(expression, VARIABLES))
+            assert {each["metric"][label] for each in series}, board["uid"]
 
 
 def test_every_alert_reads_what_there_is(prometheus: str) -> None:

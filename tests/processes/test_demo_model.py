@@ -25,26 +25,26 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     settings = workload.settings(DEMO_MODEL, 1, 1)
     with (
         LocalCluster(settings, tmp_path_factory.mktemp("cluster")) as cluster,
-        Client(cluster.address, http=f"http://{cluster.api_of('router')}") as made,
+        Client(cluster.address, http=f"http://{cluster.api_of('router')}") as one,
     ):
-        yield made
+        yield one
 
 
 def chat(client: Client, *messages: str, **options: Any) -> ChatAnswer:
     """Send messages of user and assistant in turns."""
     roles = ("user", "assistant")
-    said = [{"role": roles[number % 2], "content": text} for number, text in enumerate(messages)]
-    return client.chat(said, temperature=0.0, max_completion_tokens=200, timeout=60, **options).result()
+    conversation = [{"role": roles[number % 2], "content": text} for number, text in enumerate(messages)]
+    return client.chat(conversation, temperature=0.0, max_completion_tokens=200, timeout=60, **options).result()
 
 
 def test_it_remembers_facts_told_300_tokens_before(client: Client) -> None:
     """At least 45 of 50 answers are the expected sentence; a cluster that lost pages would give none of them."""
-    asked = evaluate.prompts(TOKENIZER, 300, 50)
-    streams = [client.generate(one.tokens, max_tokens=24, temperature=0.0, timeout=60) for one in asked]
-    made = [stream.result() for stream in streams]
-    right = [evaluate.right(TOKENIZER, one, made.token_ids) for one, made in zip(asked, made, strict=True)]
+    prompts = evaluate.prompts(TOKENIZER, 300, 50)
+    streams = [client.generate(one.tokens, max_tokens=24, temperature=0.0, timeout=60) for one in prompts]
+    answers = [stream.result() for stream in streams]
+    right = [evaluate.right(TOKENIZER, one, answer.token_ids) for one, answer in zip(prompts, answers, strict=True)]
     assert sum(right) >= 45
-    assert all(one.finish_reason == "stop" for one in made)
+    assert all(one.finish_reason == "stop" for one in answers)
 
 
 def test_a_story_ends_by_itself(client: Client) -> None:

@@ -141,10 +141,10 @@ def decode(cluster: LocalCluster, operator: Client) -> Iterator[Callable[[], obj
     yield lambda: operator.status().counts.generated_tokens > before
 
 
-def _listed(operator: Client, wanted: Callable[[RequestSummary], object]) -> bool:
+def _listed(operator: Client, condition: Callable[[RequestSummary], object]) -> bool:
     """Whether a request that runs is so."""
     running = "running"
-    return any(one.state == running and wanted(one) for one in operator.requests(8))
+    return any(one.state == running and condition(one) for one in operator.requests(8))
 
 
 # --- the count -------------------------------------------------------------------------------------------------------
@@ -153,19 +153,19 @@ def _listed(operator: Client, wanted: Callable[[RequestSummary], object]) -> boo
 def left(cluster: LocalCluster, operator: Client) -> dict[str, float]:
     """What the router, the workers and the store still have. A figure of 0 is left out."""
     status = operator.status()
-    found: dict[str, float] = {"requests queued": status.counts.queued, "requests running": status.counts.running}
+    counts: dict[str, float] = {"requests queued": status.counts.queued, "requests running": status.counts.running}
     for process in status.processes:
         name, load = process.name, process.load
-        found[f"{name}: attempts"] = process.attempts
+        counts[f"{name}: attempts"] = process.attempts
         if name.startswith(("prefill", "decode")):
-            found[f"{name}: running"], found[f"{name}: waiting"] = load.running, load.waiting
-            found[f"{name}: device pages"] = load.pages_total - load.pages_free
+            counts[f"{name}: running"], counts[f"{name}: waiting"] = load.running, load.waiting
+            counts[f"{name}: device pages"] = load.pages_total - load.pages_free
     page = samples(cluster, "store-0")
     for state in ("reserved", "held", "loading"):
-        found[f"store-0: {state}"] = total(page, "kv_pages", tier="host", state=state)
-    found["store-0: awaited"] = total(page, "store_pages_awaited")
-    found["store-0: no page"] = not page
-    return {what: count for what, count in found.items() if count}
+        counts[f"store-0: {state}"] = total(page, "kv_pages", tier="host", state=state)
+    counts["store-0: awaited"] = total(page, "store_pages_awaited")
+    counts["store-0: no page"] = not page
+    return {what: count for what, count in counts.items() if count}
 
 
 @pytest.mark.parametrize("phase", [queued, prefill, hand_off, decode], ids=lambda phase: phase.__name__)
@@ -185,9 +185,9 @@ def test_nothing_is_left_a_second_after_the_connection_is_closed(
             close()
     closed = rest = time.monotonic()
     while rest - closed < BOUND and time.monotonic() - rest < STEADY:
-        if found := left(cluster, operator):
+        if counts := left(cluster, operator):
             rest = time.monotonic()
-    assert rest - closed < BOUND, f"left {BOUND} s after the end of the connection: {found}"
+    assert rest - closed < BOUND, f"left {BOUND} s after the end of the connection: {counts}"
     print(f"{door}, {phase.__name__}: nothing left after {rest - closed:.2f} s")
     # Each step of a beam search is a request of its own, and the connection may close between two of them.
     if not (door == "http, 3 beams" and phase is decode):

@@ -107,10 +107,10 @@ def test_a_window_lets_contexts_exceed_the_pool(shape: str, checkpoint: Callable
     )
     prompts = [prompt for prompt in PROMPTS if len(prompt) >= 500][:2] + PROMPTS[:6]
     assert max(map(len, prompts)) > 40 * page
-    wanted = workload.references(path, prompts, _LONG)
+    expected = workload.references(path, prompts, _LONG)
     with LocalCluster(settings, tmp_path) as cluster:
         answers = workload.ask_all(cluster.address, prompts, _LONG)
-        workload.compare(path, prompts, answers, wanted)
+        workload.compare(path, prompts, answers, expected)
         if split == "always":
             assert any(answer.work.pages_fetched for answer in answers)
         short, count = min(prompts, key=len), 41 * page

@@ -49,12 +49,12 @@ def holders(finished: Generated) -> list[str]:
 
 def test_what_is_told_of_a_request_is_what_happened(cluster: LocalCluster) -> None:
     first = workload.ask(cluster.address, PROMPT, request_id="first")
-    eventually(lambda: all((found := process(cluster, name)) and found.pages_known >= 12 for name in holders(first)))
+    eventually(lambda: all((status := process(cluster, name)) and status.pages_known >= 12 for name in holders(first)))
     second = workload.ask(cluster.address, PROMPT, request_id="second")
     with Client(cluster.address, cluster.operator) as client:
-        told = {name: client.explain(name) for name in ("first", "second")}
+        reports = {name: client.explain(name) for name in ("first", "second")}
     for name, finished in (("first", first), ("second", second)):
-        request, (attempt,) = told[name].request, told[name].attempts
+        request, (attempt,) = reports[name].request, reports[name].attempts
         assert request.state == "finished"
         assert (request.outcome, request.attempts) == ("length", finished.work.attempts)
         assert attempt.decode_worker == finished.work.decode_workers[0]
@@ -70,16 +70,16 @@ def test_what_is_told_of_a_request_is_what_happened(cluster: LocalCluster) -> No
         if "prefilled" in hops:  # the prefill worker's own word, which may come after that of the decode worker
             assert hops["prefill_sent"] < hops["prefilled"] < hops["ended"]
         assert hops["ended"] == finished.timing.finished
-    assert told["first"].attempts[0].prefill_worker == "prefill-0"
-    assert told["first"].request.cached_tokens == 0
-    assert told["second"].attempts[0].predicted.cached_tokens == 192
-    assert told["second"].request.cached_tokens in (192, 199)  # where another worker decodes it, or the same one
+    assert reports["first"].attempts[0].prefill_worker == "prefill-0"
+    assert reports["first"].request.cached_tokens == 0
+    assert reports["second"].attempts[0].predicted.cached_tokens == 192
+    assert reports["second"].request.cached_tokens in (192, 199)  # where another worker decodes it, or the same one
 
 
 def test_the_command_and_unknown_names(cluster: LocalCluster) -> None:
     workload.ask(cluster.address, PROMPT[:20], request_id="named")
-    told = baton(cluster, "explain", "named")
-    assert told["request"]["request_id"] == "named"
+    report = baton(cluster, "explain", "named")
+    assert report["request"]["request_id"] == "named"
     listed = baton(cluster, "explain", "--last", "1")["requests"]
     assert [one["request_id"] for one in listed] == ["named"]
     shown = CliRunner().invoke(app, ["explain", "named", "--operator", cluster.operator])
@@ -95,11 +95,11 @@ def test_a_worker_is_drained_and_given_work_again(cluster: LocalCluster, path: P
     streams = Streams(cluster)
     future = streams.start(PROMPT, 400)
     eventually(lambda: streams.seen[0], what="tokens")
-    busy = next(name for name in ("decode-0", "decode-1") if (found := process(cluster, name)) and found.attempts)
+    busy = next(name for name in ("decode-0", "decode-1") if (status := process(cluster, name)) and status.attempts)
     assert baton(cluster, "drain", busy)["draining"]
-    found = process(cluster, busy)
-    assert found is not None
-    assert found.state == "draining"
+    status = process(cluster, busy)
+    assert status is not None
+    assert status.state == "draining"
     for start in range(4):
         answer = workload.ask(cluster.address, PROMPT[start : start + 40], 4)
         assert list(answer.work.decode_workers) != [busy]
@@ -107,9 +107,9 @@ def test_a_worker_is_drained_and_given_work_again(cluster: LocalCluster, path: P
     assert list(finished.work.decode_workers) == [busy], "what it had it goes on with"
     assert baton(cluster, "drain", busy, "--wait", "30")["attempts"] == 0
     assert not baton(cluster, "drain", busy, "--undo")["draining"]
-    found = process(cluster, busy)
-    assert found is not None
-    assert found.state == "live"
+    status = process(cluster, busy)
+    assert status is not None
+    assert status.state == "live"
     assert streams.seen[0] == expected(path, PROMPT, 400)
 
 
@@ -117,7 +117,7 @@ def test_what_a_worker_has_moves_away_at_once(cluster: LocalCluster, path: Path)
     streams = Streams(cluster)
     future = streams.start(PROMPT, 400)
     eventually(lambda: len(streams.seen[0]) > 10, what="tokens")
-    busy = next(name for name in ("decode-0", "decode-1") if (found := process(cluster, name)) and found.attempts)
+    busy = next(name for name in ("decode-0", "decode-1") if (status := process(cluster, name)) and status.attempts)
     assert baton(cluster, "drain", busy, "--now", "--wait", "30")["attempts"] == 0
     finished = future.result(DEADLINE)
     assert len(finished.work.decode_workers) == 2

@@ -93,9 +93,9 @@ def test_a_death_is_told_by_the_store_and_not_only_by_silence(
     cluster.kill("prefill-0")
     future.result(DEADLINE)
     assert streams.seen[1] == expected(path, VERY_LONG, 12)
-    found = process(cluster, "prefill-0")
-    assert found is not None
-    assert found.state == "dead"
+    status = process(cluster, "prefill-0")
+    assert status is not None
+    assert status.state == "dead"
     # A worker that ends after it was seen running, and before the router was asked, is not live.
     monkeypatch.setattr(cluster, "_check_running", lambda name: None)
     with pytest.raises(StartupError, match="prefill-0"):

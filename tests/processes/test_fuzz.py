@@ -21,7 +21,7 @@ def test_no_socket_has_a_failure_a_hang_or_a_leak(tmp_path: Path, seed: int) -> 
     path = checkpoints.make("llama", tmp_path / "model")
     result = fuzz(SECONDS, seed, tmp_path / "cluster", path)
     assert result["honest_requests"]
-    made = result["cases"]
-    assert isinstance(made, dict)
-    assert made.keys() == TARGETS.keys()
-    assert all(made.values()), made
+    counts = result["cases"]
+    assert isinstance(counts, dict)
+    assert counts.keys() == TARGETS.keys()
+    assert all(counts.values()), counts

@@ -27,8 +27,8 @@ PLACED = {"decode-0": "one", "prefill-0": "two"}
 
 @pytest.fixture
 def two() -> Iterator[Hosts]:
-    with Hosts() as made:
-        yield made
+    with Hosts() as hosts:
+        yield hosts
 
 
 def spread(two: Hosts, path: Path, folder: Path, **more: object) -> LocalCluster:

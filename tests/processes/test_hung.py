@@ -29,8 +29,8 @@ def fresh() -> list[int]:
 
 def listed(cluster: LocalCluster, name: str, state: ProcessState) -> Callable[[], bool]:
     def is_so() -> bool:
-        found = process(cluster, name)
-        return found is not None and found.state == state
+        status = process(cluster, name)
+        return status is not None and status.state == state
 
     return is_so
 

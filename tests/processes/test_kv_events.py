@@ -70,12 +70,12 @@ def test_readers_with_the_keys_find_and_read_them_and_learn_no_token(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with LocalCluster(settings_with_keys(checkpoint("llama"), tmp_path), tmp_path) as cluster:
-        found = owners(cluster)
-        assert found["router"] == ("", "")
+        by_name = owners(cluster)
+        assert by_name["router"] == ("", "")
         workload.ask(cluster.address, a_prompt(random.Random(1)))
         for name, medium in zip(OWNERS, ["GPU", "GPU", "CPU"], strict=True):
-            eventually(lambda name=name: stored(found[name][1]), what=f"pages of {name}")
-            for event in stored(found[name][1]):
+            eventually(lambda name=name: stored(by_name[name][1]), what=f"pages of {name}")
+            for event in stored(by_name[name][1]):
                 assert event["medium"] == medium
                 assert event["block_size"] == PAGE
                 assert event["token_ids"] == []

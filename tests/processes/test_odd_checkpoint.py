@@ -39,8 +39,8 @@ def odd(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 def settings(folder: Path, eos: str) -> None:
-    told = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": eos, "unk_token": None, "pad_token": "<pad>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    fields = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": eos, "unk_token": None, "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
 
 def test_it_is_served_as_transformers_reads_it(odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,8 @@ def test_it_is_served_as_transformers_reads_it(odd: Path, tmp_path: Path, monkey
     with LocalCluster(workload.settings(odd, 1, 1), tmp_path / "cluster") as cluster:
 
         def complete(**fields: Any) -> Any:
-            asked = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, "logprobs": 5, "return_token_ids": True}
-            url, body = f"http://{cluster.api_of('router')}/v1/completions", json.dumps(asked | fields).encode()
+            basis = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, "logprobs": 5, "return_token_ids": True}
+            url, body = f"http://{cluster.api_of('router')}/v1/completions", json.dumps(basis | fields).encode()
             request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)["choices"][0]

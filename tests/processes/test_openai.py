@@ -46,14 +46,14 @@ def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
 
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base(cluster), api_key="none", _strict_response_validation=True) as made:
-        yield made
+    with openai.OpenAI(base_url=base(cluster), api_key="none", _strict_response_validation=True) as one:
+        yield one
 
 
 @pytest.fixture
 def lenient(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base(cluster), api_key="none") as made:
-        yield made
+    with openai.OpenAI(base_url=base(cluster), api_key="none") as one:
+        yield one
 
 
 def base(cluster: LocalCluster) -> str:
@@ -74,8 +74,8 @@ def test_completions(client: openai.OpenAI, lenient: openai.OpenAI, path: Path, 
     prompt = tokenizer.encode(PROMPT).ids
     right = greedy(path, prompt, 24)
     model = client.models.list().data[0].id
-    for given in (PROMPT, prompt):
-        answer = client.completions.create(model=model, prompt=given, max_tokens=24, **GREEDY)
+    for form in (PROMPT, prompt):
+        answer = client.completions.create(model=model, prompt=form, max_tokens=24, **GREEDY)
         choice: Any = answer.choices[0]
         assert choice.token_ids == right
         assert choice.text == tokenizer.decode(right)
@@ -112,10 +112,10 @@ def test_chat(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
 def test_responses(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
     rendered = tokenizer.encode(f"user {PROMPT} assistant", add_special_tokens=False).ids
     right = tokenizer.decode(greedy(path, rendered, 16))
-    asked: Any = {"model": "", "input": PROMPT, "max_output_tokens": 16, "temperature": 0.0}
-    asked |= {"extra_body": {"ignore_eos": True}}
-    assert client.responses.create(**asked).output_text == right
-    streamed: Any = list(client.responses.create(stream=True, **asked))
+    fields: Any = {"model": "", "input": PROMPT, "max_output_tokens": 16, "temperature": 0.0}
+    fields |= {"extra_body": {"ignore_eos": True}}
+    assert client.responses.create(**fields).output_text == right
+    streamed: Any = list(client.responses.create(stream=True, **fields))
     assert "".join(event.delta for event in streamed if event.type == "response.output_text.delta") == right
     assert streamed[-1].response.output_text == right
 
@@ -161,7 +161,7 @@ def test_four_samples_of_a_seed_are_the_same_again(client: openai.OpenAI) -> Non
 def test_many_at_once_and_what_goes_away(cluster: LocalCluster, tokenizer: Tokenizer, path: Path) -> None:
     right = tokenizer.decode(greedy(path, tokenizer.encode(PROMPT).ids, 24))
 
-    async def asked(client: openai.AsyncOpenAI, number: int) -> str:
+    async def output(client: openai.AsyncOpenAI, number: int) -> str:
         stream: Any = await client.completions.create(
             model="", prompt=PROMPT, max_tokens=24 if number % 4 else 1_500, stream=True, **GREEDY
         )
@@ -175,7 +175,7 @@ def test_many_at_once_and_what_goes_away(cluster: LocalCluster, tokenizer: Token
 
     async def many() -> list[str]:
         async with openai.AsyncOpenAI(base_url=base(cluster), api_key="none") as client:
-            return await asyncio.gather(*(asked(client, number) for number in range(16)))
+            return await asyncio.gather(*(output(client, number) for number in range(16)))
 
     texts = asyncio.run(asyncio.wait_for(many(), 120))
     assert {text for number, text in enumerate(texts) if number % 4} == {right}
@@ -207,11 +207,11 @@ def test_a_killed_decode_worker_costs_no_token(
     cluster: LocalCluster, lenient: openai.OpenAI, path: Path, rules: dict[str, Any]
 ) -> None:
     prompt = [5, 6, 7, 8] * 10
-    asked = GREEDY | {"extra_body": GREEDY["extra_body"] | rules}
+    fields = GREEDY | {"extra_body": GREEDY["extra_body"] | rules}
 
     def stream(kill: bool) -> tuple[list[int], str]:
         tokens, killed = list[int](), ""
-        answer: Any = lenient.completions.create(model="", prompt=prompt, max_tokens=300, stream=True, **asked)
+        answer: Any = lenient.completions.create(model="", prompt=prompt, max_tokens=300, stream=True, **fields)
         for chunk in answer:
             tokens += getattr(chunk.choices[0], "token_ids", None) or []
             if len(tokens) > 20 and kill and not killed:
@@ -233,8 +233,8 @@ def test_stops_and_what_ended_the_output(client: openai.OpenAI, path: Path, toke
     stop = text.split()[2]
 
     def ask(**more: Any) -> Any:
-        asked = GREEDY | {"extra_body": GREEDY["extra_body"] | more}
-        return client.completions.create(model="", prompt=PROMPT, max_tokens=24, **asked).choices[0]
+        fields = GREEDY | {"extra_body": GREEDY["extra_body"] | more}
+        return client.completions.create(model="", prompt=PROMPT, max_tokens=24, **fields).choices[0]
 
     ended = ask(stop=stop)
     assert (ended.text, ended.finish_reason, ended.stop_reason) == (text[: text.index(stop)], "stop", stop)
@@ -268,14 +268,14 @@ PERSON = {
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_answer_matches_its_schema(client: openai.OpenAI, temperature: float) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
-    asked: Any = {"model": "", "messages": MESSAGES, "temperature": temperature, "seed": 3, "response_format": form}
-    choice = client.chat.completions.create(max_completion_tokens=200, **asked).choices[0]
+    fields: Any = {"model": "", "messages": MESSAGES, "temperature": temperature, "seed": 3, "response_format": form}
+    choice = client.chat.completions.create(max_completion_tokens=200, **fields).choices[0]
     assert choice.finish_reason == "stop"
     jsonschema.validate(json.loads(choice.message.content or ""), PERSON)
-    parts = client.chat.completions.create(max_completion_tokens=200, stream=True, **asked)
+    parts = client.chat.completions.create(max_completion_tokens=200, stream=True, **fields)
     assert "".join(part.choices[0].delta.content or "" for part in parts) == choice.message.content
     without_end: Any = {"ignore_eos": True, "min_tokens": 190}  # all the same, its end is one
-    ended = client.chat.completions.create(max_completion_tokens=200, extra_body=without_end, **asked).choices[0]
+    ended = client.chat.completions.create(max_completion_tokens=200, extra_body=without_end, **fields).choices[0]
     assert (ended.message.content, ended.finish_reason) == (choice.message.content, "stop")
     format_: Any = {"type": "json_schema", "name": "person", "schema": PERSON}
     response = client.responses.create(
@@ -317,20 +317,20 @@ def test_calls_that_a_request_insists_on(client: openai.OpenAI) -> None:
         "additionalProperties": False, "$defs": {"place": place},
     }  # fmt: skip
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("go", "stay")]
-    asked: Any = {"model": "", "messages": MESSAGES, "tools": tools, "temperature": 1.0, "max_completion_tokens": 400}
+    fields: Any = {"model": "", "messages": MESSAGES, "tools": tools, "temperature": 1.0, "max_completion_tokens": 400}
 
     def check(name: str, arguments: str) -> None:
         assert name in ("go", "stay")
         assert json.loads(arguments) in ({"at": {"x": 1}}, {"at": {"x": 2}})
 
     for choice, names in (("required", {"go", "stay"}), ({"type": "function", "function": {"name": "go"}}, {"go"})):
-        one: Any = client.chat.completions.create(**asked, tool_choice=choice, parallel_tool_calls=False).choices[0]
+        one: Any = client.chat.completions.create(**fields, tool_choice=choice, parallel_tool_calls=False).choices[0]
         assert (one.finish_reason, one.message.content) == ("tool_calls", None)
         (call,) = one.message.tool_calls
         assert call.function.name in names
         check(call.function.name, call.function.arguments)
         streamed: Any = client.chat.completions.create(
-            **asked, tool_choice=choice, parallel_tool_calls=False, stream=True
+            **fields, tool_choice=choice, parallel_tool_calls=False, stream=True
         )
         parts = [call for chunk in streamed for call in chunk.choices[0].delta.tool_calls or ()]
         check(parts[0].function.name, "".join(call.function.arguments for call in parts))

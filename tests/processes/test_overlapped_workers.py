@@ -31,9 +31,9 @@ def test_64_requests_at_once_get_the_reference_tokens(checkpoint: Callable[[str]
     settings = workload.settings(path, **{"store.verify_pages": True})
     with patch.dict("deploy.local._MODULES", OVERLAPPED), LocalCluster(settings, tmp_path) as cluster:
         fetched = 0
-        for wanted in (PROMPTS, PROMPTS[:16]):
-            answers = workload.ask_all(cluster.address, wanted)
-            workload.compare(path, wanted, answers, workload.references(path, wanted))
+        for prompts in (PROMPTS, PROMPTS[:16]):
+            answers = workload.ask_all(cluster.address, prompts)
+            workload.compare(path, prompts, answers, workload.references(path, prompts))
             fetched += sum(answer.work.pages_fetched for answer in answers)
         assert fetched
         eventually(lambda: metric(cluster, "decode-0", "steps_launched_ahead_total") > 100, what="steps ahead")

@@ -99,19 +99,19 @@ def test_beam_search_finds_what_transformers_finds(cluster: LocalCluster, path: 
             torch.tensor([prompt]), num_beams=3, num_return_sequences=2, max_new_tokens=20, do_sample=False,
             length_penalty=penalty, pad_token_id=0, eos_token_id=checkpoints.EOS,
         )  # fmt: skip
-    found = Outputs(cluster).run(
+    ours = Outputs(cluster).run(
         prompt, 20, n=2, best_of=3, beam_search=generation_pb2.BeamSearch(length_penalty=penalty)
     )
     for number in (0, 1):
         right = [token for token in theirs[number].tolist()[45:] if token != 0]
-        assert found.tokens[number] == right
+        assert ours.tokens[number] == right
     base: Any = cluster.addresses
     with openai.OpenAI(base_url=f"http://{base.api}/v1", api_key="none") as client:
         extra = {"use_beam_search": True, "length_penalty": penalty, "return_token_ids": True}
         answer: Any = client.completions.create(
             model="", prompt=prompt, max_tokens=20, n=2, best_of=3, extra_body=extra
         )
-        assert [choice.token_ids for choice in answer.choices] == [found.tokens[0], found.tokens[1]]
+        assert [choice.token_ids for choice in answer.choices] == [ours.tokens[0], ours.tokens[1]]
     eventually(lambda: at_rest(cluster), what="everything freed")
 
 

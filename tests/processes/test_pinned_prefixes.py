@@ -48,20 +48,20 @@ def cached(cluster: LocalCluster, prefix: list[int]) -> int:
 
 
 def test_a_pinned_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], cluster: LocalCluster) -> None:
-    kept, other = some(PREFIX * PAGE, 1), some(PREFIX * PAGE, 2)
+    prefix, other = some(PREFIX * PAGE, 1), some(PREFIX * PAGE, 2)
     with Client(cluster.address, cluster.operator) as client:
-        made = client.pin_prefix(kept, id="kept", timeout=30)
-        assert (made.pin.pages, made.pin.bytes, made.pin.node) == (PREFIX, PREFIX * PAGE_BYTES, "local")
-        assert (made.tokens_computed, made.tokens_cached) == (PREFIX * PAGE, 0)
-        again = client.pin_prefix(kept, id="again", timeout=30)
+        first = client.pin_prefix(prefix, id="kept", timeout=30)
+        assert (first.pin.pages, first.pin.bytes, first.pin.node) == (PREFIX, PREFIX * PAGE_BYTES, "local")
+        assert (first.tokens_computed, first.tokens_cached) == (PREFIX * PAGE, 0)
+        again = client.pin_prefix(prefix, id="again", timeout=30)
         assert (again.tokens_computed, again.tokens_cached) == (0, PREFIX * PAGE)
         workload.ask(cluster.address, other, count=1)
         flood(cluster, 100)
         assert cached(cluster, other) == 0
-        answer = workload.ask(cluster.address, [*kept, 5, 6, 7])
+        answer = workload.ask(cluster.address, [*prefix, 5, 6, 7])
         assert answer.usage.cached_tokens == PREFIX * PAGE
         assert (answer.work.prefill_worker, answer.work.pages_fetched) == ("", PREFIX)
-        prompts = [[*kept, 5, 6, 7]]
+        prompts = [[*prefix, 5, 6, 7]]
         workload.compare(checkpoint("llama"), prompts, [answer], workload.references(checkpoint("llama"), prompts))
         # Both pins are of the same pages, which count once; more than the quota is refused.
         with pytest.raises(QuotaExceeded, match=r"store\.pin_bytes"):
@@ -73,10 +73,10 @@ def test_a_pinned_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], clu
         with pytest.raises(PinNotFound):
             client.unpin("kept")
         flood(cluster, 200)
-        assert cached(cluster, kept) == PREFIX  # the other pin still holds them
+        assert cached(cluster, prefix) == PREFIX  # the other pin still holds them
         client.unpin("again")
         flood(cluster, 300)
-        assert cached(cluster, kept) == 0
+        assert cached(cluster, prefix) == 0
 
 
 def test_a_pin_is_made_anew_when_its_store_dies(cluster: LocalCluster) -> None:

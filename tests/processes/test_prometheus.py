@@ -16,10 +16,10 @@ DEADLINE = 60.0
 
 def until(address: str, expression: str, count: int) -> list[dict[str, Any]]:
     end = time.monotonic() + DEADLINE
-    while len(found := query(address, expression)) < count:
-        assert time.monotonic() < end, f"{expression} gave {found}"
+    while len(series := query(address, expression)) < count:
+        assert time.monotonic() < end, f"{expression} gave {series}"
         time.sleep(0.2)
-    return found
+    return series
 
 
 def test_every_process_is_discovered_scraped_and_counted(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def test_bfloat16_agrees_for_the_most_part(
     prompts: list[list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rounding decides near ties, and another token is followed by others. So this is reported, and bounded loosely."""
-    made = [answers(shape, "bfloat16", prompts, tmp_path / shape) for shape in SHAPES]
-    agreed = [_agree(one.token_ids, other.token_ids) for one, other in zip(*made, strict=True)]
+    outputs = [answers(shape, "bfloat16", prompts, tmp_path / shape) for shape in SHAPES]
+    agreed = [_agree(one.token_ids, other.token_ids) for one, other in zip(*outputs, strict=True)]
     with capsys.disabled():
         print(f"\nbfloat16, 1P+1D = colocated: {sum(agreed)} of {OUTPUT * len(agreed)} tokens before the first other")
     assert sum(agreed) > OUTPUT * len(agreed) // 4
@@ -91,9 +91,9 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     settings = workload.settings(smollm2(), 1, 1, **more)
     with (
         LocalCluster(settings, tmp_path_factory.mktemp("cluster")) as cluster,
-        Client(cluster.address, http=f"http://{cluster.api_of('router')}") as made,
+        Client(cluster.address, http=f"http://{cluster.api_of('router')}") as one,
     ):
-        yield made
+        yield one
 
 
 def ask(client: Client, question: str, **options: Any) -> ChatAnswer:

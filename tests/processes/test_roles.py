@@ -42,10 +42,10 @@ def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
 
 
 def role_of(cluster: LocalCluster, name: str) -> str:
-    found = process(cluster, name)
-    assert found is not None
-    assert found.state == "live"
-    return found.role
+    status = process(cluster, name)
+    assert status is not None
+    assert status.state == "live"
+    return status.role
 
 
 def change(cluster: LocalCluster, name: str, role: str, *more: str) -> None:

@@ -26,8 +26,8 @@ PROMPT = PAGES * 16 + 1  # tokens: so many full pages, and the last token
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By tenant; "file" is where their hashes are."""
     path = tmp_path_factory.mktemp("keys") / "api-keys.json"
-    made = {tenant: api_keys.add(path, Identity(name=tenant, tenant=tenant), "") for tenant in ("one", "two")}
-    return {**made, "file": str(path)}
+    by_tenant = {tenant: api_keys.add(path, Identity(name=tenant, tenant=tenant), "") for tenant in ("one", "two")}
+    return {**by_tenant, "file": str(path)}
 
 
 @pytest.fixture(scope="module")
@@ -98,5 +98,5 @@ def test_tenants_share_no_cached_token(
     if tier != "device":
         restart(cluster, "prefill-0", "decode-0")
     assert cached(prompt, "two", door=door) == 0, "the other tenant finds nothing"
-    found = eventually(lambda: cached(prompt, "one", door=door), f"cached tokens of its own from {tier}")
-    assert found == PAGES * 16
+    tokens = eventually(lambda: cached(prompt, "one", door=door), f"cached tokens of its own from {tier}")
+    assert tokens == PAGES * 16

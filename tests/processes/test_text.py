@@ -43,16 +43,16 @@ def generated(cluster: LocalCluster, **settings: Any) -> Generated:
 
 
 def test_the_text_is_the_decoding_of_the_tokens(cluster: LocalCluster, path: Path, right: list[int]) -> None:
-    made = generated(cluster)
+    result = generated(cluster)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    assert made.token_ids == right
-    assert made.text == tokenizer.decode(right, skip_special_tokens=True)
-    assert made.finish_reason == "length"
+    assert result.token_ids == right
+    assert result.text == tokenizer.decode(right, skip_special_tokens=True)
+    assert result.finish_reason == "length"
 
 
 def test_logprobs_are_the_models_own(cluster: LocalCluster, path: Path, right: list[int]) -> None:
-    made = generated(cluster, logprobs=3, max_tokens=8)
-    tokens, logprobs = made.token_ids, made.logprobs
+    result = generated(cluster, logprobs=3, max_tokens=8)
+    tokens, logprobs = result.token_ids, result.logprobs
     ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode(PROMPT).ids
     expected = checkpoints.reference(path).logits([*ids, *right[:8]])[len(ids) - 1 : -1].log_softmax(-1)
     assert len(logprobs) == len(tokens) == 8

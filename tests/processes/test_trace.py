@@ -24,7 +24,7 @@ from tests.support.eventually import eventually
 _RNG = random.Random(5)
 PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(200)]
 STEPS = 20
-KEPT = 5
+FILES = 5
 PROCESSES = ("prefill-0", "decode-0", "store-0")
 SPANS = {
     *("turn", "wait", "read the routers", "read the store", "tell the router", "call the store", "heartbeat"),
@@ -50,28 +50,28 @@ class Span:
 def read(path: Path) -> list[Span]:
     """The spans of one file, in the order in which they began; outer ones first."""
     events = json.loads(path.read_text())["traceEvents"]
-    made = [Span(e["name"], e["cat"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
-    return sorted(made, key=lambda span: (span.start, -span.end))
+    spans = [Span(e["name"], e["cat"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    return sorted(spans, key=lambda span: (span.start, -span.end))
 
 
 def depths(spans: Sequence[Span]) -> list[int]:
     """How deep each one lies. Fails where two overlap and neither holds the other."""
-    found: list[int] = []
+    result: list[int] = []
     open_spans: list[Span] = []
     for span in spans:
         while open_spans and open_spans[-1].end <= span.start:
             open_spans.pop()
         assert not open_spans or span.end <= open_spans[-1].end + 0.002, (open_spans[-1], span)  # it is rounded
-        found.append(len(open_spans))
+        result.append(len(open_spans))
         open_spans.append(span)
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("trace")
     path = checkpoints.make("llama", folder / "model")
-    settings = workload.SLOW_ENGINE | {"cluster.trace_steps": 2, "cluster.trace_files": KEPT}
+    settings = workload.SLOW_ENGINE | {"cluster.trace_steps": 2, "cluster.trace_files": FILES}
     with LocalCluster(workload.settings(path, 1, 1, **settings), folder / "cluster") as cluster:
         workload.ask(cluster.address, PROMPT)
         for process in PROCESSES:
@@ -104,18 +104,18 @@ def test_each_process_traces_its_first_steps_when_told_to(cluster: LocalCluster)
 
 def test_the_next_steps_of_a_decode_worker_that_runs(cluster: LocalCluster) -> None:
     command = ["profile", "decode-0", "--steps", str(STEPS), "--operator", cluster.operator, "--json"]
-    said: list[str] = []
+    outputs: list[str] = []
 
     def asks() -> bool:
         """Whether it is done; not while the router has yet to hear that the traces of the first steps are written."""
         result = CliRunner().invoke(app, command)
-        said.append(result.output)
+        outputs.append(result.output)
         return result.exit_code == 0
 
     eventually(asks, what="a trace to begin")
-    asked = json.loads(said[-1])
-    assert (asked["process"], asked["steps"], asked["node"]) == ("decode-0", STEPS, cluster.node)
-    path = Path(asked["path"])
+    answer = json.loads(outputs[-1])
+    assert (answer["process"], answer["steps"], answer["node"]) == ("decode-0", STEPS, cluster.node)
+    path = Path(answer["path"])
     # Other tokens than above: their pages are on no device yet, and come as copies.
     workload.ask(cluster.address, PROMPT[::-1], STEPS + 8)
     eventually(path.exists, what="the trace")
@@ -142,14 +142,14 @@ def test_the_next_calls_of_a_store(cluster: LocalCluster) -> None:
 def test_the_oldest_traces_are_removed(cluster: LocalCluster) -> None:
     folder = cluster.config.cluster.traces
     with Client(operator=cluster.operator) as client:
-        made: list[Path] = []
-        for _ in range(KEPT + 2):
-            made.append(begin(client, "prefill-0", 10_000))
+        paths: list[Path] = []
+        for _ in range(FILES + 2):
+            paths.append(begin(client, "prefill-0", 10_000))
             client.stop_profile("prefill-0")
-            eventually(made[-1].exists, what="the trace")
-    eventually(lambda: len(list(folder.iterdir())) == KEPT, what="the oldest to be removed")
-    assert not any(path.exists() for path in made[:2])
-    assert made[-1].exists()
+            eventually(paths[-1].exists, what="the trace")
+    eventually(lambda: len(list(folder.iterdir())) == FILES, what="the oldest to be removed")
+    assert not any(path.exists() for path in paths[:2])
+    assert paths[-1].exists()
 
 
 def test_a_worker_that_is_told_to_stop_writes_what_it_has(cluster: LocalCluster) -> None:

@@ -40,9 +40,9 @@ class Collector:
             def do_POST(self) -> None:
                 body = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
                 assert self.path == "/v1/traces"
-                for told in body.resource_spans:
-                    collector.resources.append(values(told.resource.attributes))
-                    for scope in told.scope_spans:
+                for part in body.resource_spans:
+                    collector.resources.append(values(part.resource.attributes))
+                    for scope in part.scope_spans:
                         collector.spans += scope.spans
                 self.send_response(200)
                 self.send_header("content-type", "application/x-protobuf")
@@ -61,8 +61,8 @@ class Collector:
 
     def trace(self, name: str) -> list[Span]:
         """The spans of one trace, in order of their beginnings, the request's own first."""
-        found = [span for span in list(self.spans) if span.trace_id.hex() == name]
-        return sorted(found, key=lambda span: (span.start_time_unix_nano, span.name != "llm_request"))
+        spans = [span for span in list(self.spans) if span.trace_id.hex() == name]
+        return sorted(spans, key=lambda span: (span.start_time_unix_nano, span.name != "llm_request"))
 
     def close(self) -> None:
         """Answer nothing any more. May be called twice."""
@@ -120,15 +120,15 @@ def check(collector: Collector) -> None:
     assert {span.parent_span_id for span in others} == {root.span_id}
     assert [span.name for span in others[:3]] == ["intake", "queue", "accept"]
     assert {"prefill", "first_step", "decode"} <= {span.name for span in others}
-    told = values(root.attributes)
-    assert told["gen_ai.operation.name"] == "text_completion"
-    assert (told["gen_ai.usage.prompt_tokens"], told["gen_ai.usage.completion_tokens"]) == (len(PROMPT), 8)
-    assert told["baton.prefill.worker"] == "prefill-0"
+    attributes = values(root.attributes)
+    assert attributes["gen_ai.operation.name"] == "text_completion"
+    assert (attributes["gen_ai.usage.prompt_tokens"], attributes["gen_ai.usage.completion_tokens"]) == (len(PROMPT), 8)
+    assert attributes["baton.prefill.worker"] == "prefill-0"
     for span in others:
         assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
         assert span.end_time_unix_nano <= root.end_time_unix_nano
     seconds = (root.end_time_unix_nano - root.start_time_unix_nano) / 1e9
-    assert told["gen_ai.latency.e2e"] == pytest.approx(seconds, abs=1e-4)
+    assert attributes["gen_ai.latency.e2e"] == pytest.approx(seconds, abs=1e-4)
     assert collector.trace(TRACES[1])[0].parent_span_id.hex() == PARENT
     resource = collector.resources[0]
     assert (resource["service.name"], resource["deployment.environment.name"]) == ("baton", "test")

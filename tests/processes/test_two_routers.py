@@ -59,7 +59,7 @@ class Stream:
 
 
 @contextlib.contextmanager
-def asked(cluster: LocalCluster, router: str) -> Iterator[Client]:
+def client_of(cluster: LocalCluster, router: str) -> Iterator[Client]:
     """The operator's client of one router alone."""
     with Client(operator=cluster.operator_of(router), one_router=True) as client:
         yield client
@@ -67,14 +67,14 @@ def asked(cluster: LocalCluster, router: str) -> Iterator[Client]:
 
 def loads(cluster: LocalCluster, router: str) -> dict[str, LoadReport]:
     """How busy each process is, as that router sees it."""
-    with asked(cluster, router) as client:
+    with client_of(cluster, router) as client:
         return {p.name: p.load for p in client.status(timeout=DEADLINE).processes if p.role != "router"}
 
 
 def router_of(cluster: LocalCluster, name: str) -> str:
     """The router that has the request, "" while none has."""
     for router in ROUTERS:
-        with asked(cluster, router) as client, contextlib.suppress(RequestNotFound):
+        with client_of(cluster, router) as client, contextlib.suppress(RequestNotFound):
             if client.explain(name, DEADLINE).request.name:
                 return router
     return ""
@@ -82,14 +82,14 @@ def router_of(cluster: LocalCluster, name: str) -> str:
 
 def streams_at_both(cluster: LocalCluster, pool: ThreadPoolExecutor) -> dict[str, list[Stream]]:
     """Streams until each router has two of them, by router. Each has a connection of its own."""
-    found: dict[str, list[Stream]] = {router: [] for router in ROUTERS}
+    by_router: dict[str, list[Stream]] = {router: [] for router in ROUTERS}
     for number in range(32):
         stream = Stream(pool, cluster.address, PROMPTS[number % len(PROMPTS)], f"stream-{number}")
         eventually(lambda stream=stream: router_of(cluster, stream.name), "the request under way")
-        found[router_of(cluster, stream.name)].append(stream)
-        if all(len(streams) >= 2 for streams in found.values()):
-            return found
-    raise AssertionError(f"the kernel gave every connection to one router: {found}")
+        by_router[router_of(cluster, stream.name)].append(stream)
+        if all(len(streams) >= 2 for streams in by_router.values()):
+            return by_router
+    raise AssertionError(f"the kernel gave every connection to one router: {by_router}")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -148,8 +148,8 @@ def test_any_router_answers_its_operator_for_all(checkpoint: Callable[[str], Pat
         ThreadPoolExecutor(32) as pool,
     ):
         assert cluster.api_of("router") == cluster.api_of("router-1")
-        found = streams_at_both(cluster, pool)
-        every = [stream.name for streams in found.values() for stream in streams]
+        by_router = streams_at_both(cluster, pool)
+        every = [stream.name for streams in by_router.values() for stream in streams]
         worker: dict[str, int] = {}
         for router in ROUTERS:
             with Client(operator=cluster.operator_of(router)) as client:
@@ -164,7 +164,7 @@ def test_any_router_answers_its_operator_for_all(checkpoint: Callable[[str], Pat
                 assert {one.request_id for one in client.requests(len(every))} == set(every)
         assert set(worker.values()) == {len(every)}
         for router, other in (ROUTERS, ROUTERS[::-1]):
-            with Client(operator=cluster.operator_of(router)) as mine, asked(cluster, other) as theirs:
+            with Client(operator=cluster.operator_of(router)) as mine, client_of(cluster, other) as theirs:
                 theirs.pin_prefix(PROMPTS[1], id=f"of-{other}", timeout=DEADLINE)
                 assert f"of-{other}" in {pin.id for pin in mine.pins()}
                 mine.unpin(f"of-{other}")
@@ -175,14 +175,14 @@ def test_any_router_answers_its_operator_for_all(checkpoint: Callable[[str], Pat
                 states = {process.name: process.state for process in theirs.status(timeout=DEADLINE).processes}
                 assert states["decode-0"] == "draining"
                 mine.drain("decode-0", undo=True)
-        for router, streams in found.items():  # whichever router takes the connection
+        for router, streams in by_router.items():  # whichever router takes the connection
             snapshot = dashboard(cluster, f"snapshot?router={router}")
             assert (snapshot["router"]["name"], snapshot["router"]["routers"]) == (router, [*ROUTERS])
             assert {row["request_id"] for row in snapshot["requests"]} == {stream.name for stream in streams}
             assert dashboard(cluster, f"request?router={router}&name={streams[0].name}")["request"]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             dashboard(cluster, "snapshot?router=router-7")
-        for streams in found.values():
+        for streams in by_router.values():
             for stream in streams:
                 assert stream.end.result(DEADLINE).token_ids == expected(path, stream.prompt, TOKENS)
         cluster.kill("router-1")

@@ -50,31 +50,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--fuzz", type=float, default=10.0, help="minutes of a fuzzer on every socket")
     parser.add_argument("--only", nargs="+", default=["*"], help="of --families: patterns, such as 'gemma3/*'")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     if ENGINE.name == "vllm":
         LocalCluster.launch = staticmethod(forked)  # else a worker would be down for a quarter of a minute each time
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    print(f"seed {given.seed}, commit {commit.stdout.strip()}", flush=True)
+    print(f"seed {options.seed}, commit {commit.stdout.strip()}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="baton-soak-"))
     try:
         path = checkpoints.make("llama", folder / "model")
-        if given.minutes:
-            expected = expected_of(path, given.seed, folder / "reference")
-            result = soak(given.minutes * 60, given.seed, folder / "faults", path, expected)
+        if options.minutes:
+            expected = expected_of(path, options.seed, folder / "reference")
+            result = soak(options.minutes * 60, options.seed, folder / "faults", path, expected)
             print(json.dumps(result), flush=True)
-        parts = families(given.families * 60, given.seed, folder / "families", given.only)
-        for result in parts if given.families else ():
+        parts = families(options.families * 60, options.seed, folder / "families", options.only)
+        for result in parts if options.families else ():
             print(json.dumps(result), flush=True)
-        for nodes in (("a",), ("a", "b")) if given.kills else ():
-            result = store_deaths(given.kills, given.seed, folder / f"{len(nodes)}-nodes", path, nodes)
+        for nodes in (("a",), ("a", "b")) if options.kills else ():
+            result = store_deaths(options.kills, options.seed, folder / f"{len(nodes)}-nodes", path, nodes)
             print(json.dumps(result), flush=True)
-        for prefill in (0, 1) if given.requests else ():
-            result = requests(given.requests, given.seed, folder / f"requests-{prefill}", prefill, path)
+        for prefill in (0, 1) if options.requests else ():
+            result = requests(options.requests, options.seed, folder / f"requests-{prefill}", prefill, path)
             print(json.dumps(result), flush=True)
-        if given.hostile:
-            print(json.dumps(hostile(given.hostile * 60, given.seed, folder / "hostile", path)), flush=True)
-        if given.fuzz:
-            print(json.dumps(fuzz(given.fuzz * 60, given.seed, folder / "fuzz", path)), flush=True)
+        if options.hostile:
+            print(json.dumps(hostile(options.hostile * 60, options.seed, folder / "hostile", path)), flush=True)
+        if options.fuzz:
+            print(json.dumps(fuzz(options.fuzz * 60, options.seed, folder / "fuzz", path)), flush=True)
     except BaseException:
         print(f"all logs are in {folder}", flush=True)
         raise

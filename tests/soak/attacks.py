@@ -239,15 +239,15 @@ def http_requests(api_address: str) -> Iterator[str]:
     }
     while True:
         for name, (sent, status) in once.items():
-            answer = _said(api_address, sent)
+            answer = _exchange(api_address, sent)
             assert answer[9:12] in (status, b""), f"{name} got {answer[:200]!r}"
             yield name if answer else f"{name} gave way"
         for name, (head, more) in endless.items():
-            _said(api_address, head, more)
+            _exchange(api_address, head, more)
             yield f"endless {name}"
 
 
-def _said(address: str, sent: bytes, again: bytes = b"") -> bytes:
+def _exchange(address: str, sent: bytes, again: bytes = b"") -> bytes:
     """Send bytes, then `again` without an end, and return the first part of the answer. Raises AssertionError if the
     bytes are taken for longer than a minute."""
     host, _, port = address.rpartition(":")
@@ -278,7 +278,7 @@ def held_connections(api_address: str, count: int) -> Iterator[str]:
         while len(held) > count:
             held.popleft().close()
         yield "held"
-        answer = _said(api_address, live.replace(b"/live", b"/health"))
+        answer = _exchange(api_address, live.replace(b"/live", b"/health"))
         assert answer[9:12] in (b"200", b""), f"health is {answer[:200]!r}"
         yield "healthy" if answer else "health was reset"
 

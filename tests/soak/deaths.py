@@ -157,9 +157,9 @@ class Chaos:
         for vllm in process.children():
             parts.append(Part("vLLM", name, vllm))
             if (ranks := self._shape.ranks_of(name)) > 1:
-                found = _ranks(vllm)
-                assert len(found) <= ranks, f"{name} has {found} for {ranks} ranks"
-                parts += [Part("rank", name, each) for each in found]
+                rank_processes = _ranks(vllm)
+                assert len(rank_processes) <= ranks, f"{name} has {rank_processes} for {ranks} ranks"
+                parts += [Part("rank", name, each) for each in rank_processes]
         return parts
 
     def _serves(self, name: str) -> bool:
@@ -217,7 +217,7 @@ def soak(
     turns = cycle(rng.sample(list(expected), len(expected)))
     settings = workload.settings(path, shape.prefill, shape.decode, **QUICK, **PATIENT, **shape.settings, **more)
     done = cached = attempts = wrong = 0
-    asked: set[Stream] = set()
+    ended_streams: set[Stream] = set()
     with LocalCluster(settings, folder, patience=PATIENCE) as cluster, ThreadPoolExecutor(streams) as pool:
         chaos = Chaos(cluster, shape, rng)
         running: dict[Future[Generated], Stream] = {}
@@ -242,11 +242,11 @@ def soak(
                 answer = future.result()
                 tokens, right = answer.token_ids, expected[stream]
                 if tokens != right:
-                    told = {**asdict(stream), "tokens": tokens, "right": right, "work": repr(answer.work)}
-                    (folder / "wrong.json").write_text(json.dumps(told))
+                    details = {**asdict(stream), "tokens": tokens, "right": right, "work": repr(answer.work)}
+                    (folder / "wrong.json").write_text(json.dumps(details))
                     wrong += 1
                 assert count_wrong or not wrong, f"a prompt of {len(stream.prompt)}: {tokens}, not {right}"
-                asked.add(stream)
+                ended_streams.add(stream)
                 done += 1
                 cached += answer.usage.cached_tokens
                 attempts += answer.work.attempts
@@ -256,7 +256,7 @@ def soak(
         "seed": seed,
         "seconds": round(lasted),
         "requests": done,
-        "streams": len(asked),
+        "streams": len(ended_streams),
         "wrong": wrong,
         "tokens": done * OUTPUT,
         "attempts": attempts,

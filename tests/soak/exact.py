@@ -47,22 +47,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--model", type=Path, help="a checkpoint; default: one of random weights")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="baton-soak-"))
-    print(f"seed {given.seed}, all logs are in {folder}", flush=True)
-    path: Path = given.model or checkpoints.make("llama", folder / "model")
-    asked = prompts(given.seed)
-    streams = [Stream(prompt, seed) for prompt in asked for seed in (None, len(prompt))]
-    settings = {"model.dtype": given.dtype}
+    print(f"seed {options.seed}, all logs are in {folder}", flush=True)
+    path: Path = options.model or checkpoints.make("llama", folder / "model")
+    streams = [Stream(prompt, seed) for prompt in prompts(options.seed) for seed in (None, len(prompt))]
+    settings = {"model.dtype": options.dtype}
     expected = undisturbed(path, folder / "reference", streams, OUTPUT, **settings)
     wrong = 0
     with busy(BUSY):
         for name, shape in SHAPES.items():
-            seconds, faults = given.minutes * 60 / len(SHAPES), -(-given.faults // len(SHAPES))
+            seconds, faults = options.minutes * 60 / len(SHAPES), -(-options.faults // len(SHAPES))
             result = soak(
-                seconds, given.seed, folder / name, path, expected, shape, STREAMS, faults, settings, count_wrong=True
+                seconds, options.seed, folder / name, path, expected, shape, STREAMS, faults, settings, count_wrong=True
             )
-            print(json.dumps({"shape": name, "dtype": given.dtype, **result}), flush=True)
+            print(json.dumps({"shape": name, "dtype": options.dtype, **result}), flush=True)
             wrong += int(str(result["wrong"]))
             assert result["streams"] == len(streams), "some stream was never asked for"
     assert not wrong, f"{wrong} streams had other tokens than undisturbed"

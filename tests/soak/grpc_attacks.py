@@ -32,7 +32,7 @@ def held_streams(grpc_address: str, connections: int, each: int) -> Iterator[str
             client.call(_WATCH, b"", 2 * number + 1)
     health: list[Any] = [health_pb2_grpc.HealthStub(channel) for channel in channels]
     reflection: list[Any] = [reflection_pb2_grpc.ServerReflectionStub(channel) for channel in channels]
-    asked = health_pb2.HealthCheckRequest()
+    probe = health_pb2.HealthCheckRequest()
     question = reflection_pb2.ServerReflectionRequest(list_services="")
     calls: dict[int, Any] = {}
     while True:
@@ -47,7 +47,7 @@ def held_streams(grpc_address: str, connections: int, each: int) -> Iterator[str
             here = number % connections
             talk = number % 3 == 0
             calls[number] = (
-                reflection[here].ServerReflectionInfo(iter([question])) if talk else health[here].Watch(asked)
+                reflection[here].ServerReflectionInfo(iter([question])) if talk else health[here].Watch(probe)
             )
             yield "begun"
         time.sleep(1.0)

@@ -88,15 +88,15 @@ def growth(memory: Sequence[tuple[float, Mapping[str, Size]]]) -> dict[str, floa
     minute = max(begin, min(60.0, end - WINDOW))
 
     def least(name: str, since: float) -> float:
-        return min(found[name].anonymous for at, found in memory if since <= at <= since + WINDOW)
+        return min(by_name[name].anonymous for at, by_name in memory if since <= at <= since + WINDOW)
 
     return {name: least(name, max(begin, end - WINDOW)) / least(name, minute) for name in memory[-1][1]}
 
 
 def judged(gaps: Sequence[Gap], machine: Sequence[Gap]) -> list[tuple[float, Gap]]:
     """Each gap with its length besides what the machine stood still in it, the longest first."""
-    found = [(gap.seconds - sum(gap.overlap(other) for other in machine), gap) for gap in gaps]
-    return sorted(found, key=lambda one: -one[0])
+    pairs = [(gap.seconds - sum(gap.overlap(other) for other in machine), gap) for gap in gaps]
+    return sorted(pairs, key=lambda one: -one[0])
 
 
 def hostile(seconds: float, seed: int, folder: Path, path: Path, longest: float = LONGEST) -> dict[str, object]:
@@ -125,7 +125,7 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path, longest: float 
         before = sizes(cluster)
         stop, hangs = threading.Event(), Counter[str]()
         with ExitStack() as attacks:
-            counts = {name: attacks.enter_context(attack(name, **told)) for name, told in plan(cluster).items()}
+            counts = {name: attacks.enter_context(attack(name, **args)) for name, args in plan(cluster).items()}
             hanging = threading.Thread(target=lambda: _finish_hangs(cluster, rng, stop, hangs, failures), name="hangs")
             hanging.start()
             attacks.callback(hanging.join)
@@ -156,7 +156,7 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path, longest: float 
             "longest_gap_besides_machine_s": round(long[0][0], 3) if long else 0.0,
             "longest_gap_of_machine_s": round(max((gap.seconds for gap in stood_still), default=0.0), 3),
             "hangs": dict(sorted(hangs.items())),
-            "attacks": {name: dict(sorted(found.items())) for name, found in counts.items()},
+            "attacks": {name: dict(sorted(kinds.items())) for name, kinds in counts.items()},
             "grown_mib": {
                 name: round((size.anonymous - before[name].anonymous) / 2**20, 1)
                 for name, size in sizes(cluster).items()
@@ -168,7 +168,7 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path, longest: float 
         limit = longest * slowness()
         assert not long or long[0][0] <= limit, f"a stream waited longer than {limit:.2f} s: {long[:5]}, {result}"
         eventually(lambda: not grown(before, sizes(cluster)), what=f"{grown(before, sizes(cluster))}: sizes as before")
-        assert not (found := log_lines(cluster, "Traceback")), f"a traceback in {found}"
+        assert not (lines := log_lines(cluster, "Traceback")), f"a traceback in {lines}"
         return result
 
 
@@ -196,8 +196,8 @@ def _finish_hangs(
 def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
     """Every attack with its arguments. Only root can become another user, so others go without those that must."""
     assert cluster.addresses is not None
-    metrics = [found.metrics_address for name in cluster.pids if (found := process(cluster, name))]
-    stores = [found for name in cluster.pids if name.startswith("store") and (found := process(cluster, name))]
+    metrics = [status.metrics_address for name in cluster.pids if (status := process(cluster, name))]
+    stores = [status for name in cluster.pids if name.startswith("store") and (status := process(cluster, name))]
     api = cluster.addresses.api
     endpoints = [cluster.addresses.endpoint, *(store.events_endpoint for store in stores)]
     attacks: dict[str, dict[str, object]] = {
@@ -217,4 +217,4 @@ def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
         "held_connections": {"api_address": api, "count": HELD},
         "large_bodies": {"api_address": api},
     }
-    return attacks if os.getuid() == 0 else {name: told for name, told in attacks.items() if name not in STRANGERS}
+    return attacks if os.getuid() == 0 else {name: args for name, args in attacks.items() if name not in STRANGERS}

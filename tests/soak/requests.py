@@ -42,8 +42,8 @@ def mixed(count: int, seed: int) -> list[Planned]:
     alone = Workload(Lengths.parse("lognormal:60:1.0:1000"), outputs, checkpoints.VOCAB)
     sharing = Workload(Lengths.parse("lognormal:24:1.0:400"), outputs, checkpoints.VOCAB, groups=8, prefix=160)
     third = count // 3
-    made = [*alone.plan(count - third, seed), *sharing.plan(third, seed + 1)]
-    return [made[(i * 7_919) % count] for i in range(count)] if count % 7_919 else made  # in another order
+    result = [*alone.plan(count - third, seed), *sharing.plan(third, seed + 1)]
+    return [result[(i * 7_919) % count] for i in range(count)] if count % 7_919 else result  # in another order
 
 
 async def ask_all(server: Server, plan: Sequence[Planned]) -> Counter[str]:
@@ -122,5 +122,5 @@ def pool_of(name: str) -> str:
 
 
 def process_pages(cluster: LocalCluster, name: str) -> int:
-    found = process(cluster, name)
-    return found.load.pages_total if found else 0
+    status = process(cluster, name)
+    return status.load.pages_total if status else 0

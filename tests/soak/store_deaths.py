@@ -112,8 +112,8 @@ def restart(cluster: LocalCluster, *names: str) -> None:
 
 def known_pages(cluster: LocalCluster, store: str) -> int:
     """How many of its pages the router knows of, in its arena and on its disk."""
-    found = process(cluster, store)
-    return found.pages_known if found else 0
+    status = process(cluster, store)
+    return status.pages_known if status else 0
 
 
 def warm_from_disk(cluster: LocalCluster, stores: Sequence[str], expected: Mapping[tuple[int, ...], list[int]]) -> int:
@@ -160,8 +160,8 @@ def store_deaths(kills: int, seed: int, folder: Path, path: Path, nodes: Sequenc
 
         def every_tier_was_read() -> bool:
             load.run(0.3)
-            wanted = loads if len(nodes) > 1 else ["disk"]
-            return all(loads[tier] + loads_of(cluster, stores, tier) > 0 for tier in wanted)
+            tiers = loads if len(nodes) > 1 else ["disk"]
+            return all(loads[tier] + loads_of(cluster, stores, tier) > 0 for tier in tiers)
 
         # On a slow machine no store may have lived for long enough so far.
         eventually(every_tier_was_read, what="pages read from the disk, and from another store where there is one")
