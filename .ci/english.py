@@ -27,8 +27,6 @@ PARTICIPLE = re.compile(
 )
 NAMES_LATER = (
     "router/frontend/",
-    "tests/fuzz/",
-    "tests/interop/",
     "tests/router/",
     "tests/simulator/",
 )

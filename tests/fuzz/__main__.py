@@ -22,19 +22,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--only", default="", help=f"of {', '.join(TARGETS)}; several with commas")
     parser.add_argument("--case", type=int, default=None, help="make this case alone")
-    given = parser.parse_args(argv)
-    only = [name for name in given.only.split(",") if name]
+    options = parser.parse_args(argv)
+    only = [name for name in options.only.split(",") if name]
     if strange := set(only) - set(TARGETS):
         parser.error(f"there is no target {', '.join(sorted(strange))}; there are {', '.join(TARGETS)}")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    print(f"seed {given.seed}, commit {commit.stdout.strip()}", flush=True)
+    print(f"seed {options.seed}, commit {commit.stdout.strip()}", flush=True)
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as temporary:
         folder = Path(temporary)
         path = checkpoints.make("llama", folder / "model")
         try:
-            result = fuzz(given.seconds, given.seed, folder / "cluster", path, only, given.case)
+            result = fuzz(options.seconds, options.seed, folder / "cluster", path, only, options.case)
         except AssertionError as finding:
-            sys.exit(f"seed {given.seed}: {finding}")
+            sys.exit(f"seed {options.seed}: {finding}")
         print(json.dumps(result), flush=True)
 
 

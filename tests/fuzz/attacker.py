@@ -29,9 +29,9 @@ def _stdin_open() -> bool:
 
 def main() -> None:
     os.nice(_NICENESS)
-    name, given = sys.argv[1], json.loads(sys.argv[2])
-    seed, first, most = given.pop("seed"), given.pop("first", 0), given.pop("most", 2**62)
-    target = TARGETS[name](**given)
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    seed, first, most = arguments.pop("seed"), arguments.pop("first", 0), arguments.pop("most", 2**62)
+    target = TARGETS[name](**arguments)
     if isinstance(target, SlowStarter):
         target.start()
     sys.stdout.buffer.write(READY)

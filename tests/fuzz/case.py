@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-_KEPT = 64 * 2**10  # bytes of each piece that a finding shows
+_PIECE_BYTES = 64 * 2**10  # bytes of each piece that a finding shows
 _PIECES = 32  # the last pieces that a finding shows
 _FINDINGS = 6  # after which a target is fuzzed no more
 
@@ -36,7 +36,7 @@ class Case:
 
     def sending(self, piece: bytes) -> bytes:
         """Note a piece that is about to be sent; return it."""
-        self.sent.append(piece[:_KEPT])
+        self.sent.append(piece[:_PIECE_BYTES])
         del self.sent[:-_PIECES]
         return piece
 
@@ -61,19 +61,19 @@ class SlowStarter(Protocol):
 
 
 @dataclass(frozen=True)
-class Told:
+class Summary:
     """What a fuzzing process says at its end."""
 
     counts: Mapping[str, int]
     findings: Sequence[Mapping[str, Any]]
 
 
-def told(line: bytes) -> Told:
+def parse_summary(line: bytes) -> Summary:
     read = json.loads(line)
-    return Told(read["counts"], read["findings"])
+    return Summary(read["counts"], read["findings"])
 
 
-def fuzz(name: str, target: Target, seed: int, first: int, most: int, going_on: Callable[[], bool]) -> Told:
+def fuzz(name: str, target: Target, seed: int, first: int, most: int, going_on: Callable[[], bool]) -> Summary:
     """Make cases from number `first` on, at most `most` of them, until some have found something."""
     numbers = iter(range(first, first + most))
     counts: Counter[str] = Counter()
@@ -90,9 +90,9 @@ def fuzz(name: str, target: Target, seed: int, first: int, most: int, going_on: 
             try:
                 kind = target.run(case)
             except BaseException as error:  # noqa: BLE001 the finding says what it is
-                found = _finding(case, error)
+                finding = _finding(case, error)
                 with lock:
-                    findings.append(found)
+                    findings.append(finding)
                 continue
             with lock:
                 counts[kind] += 1
@@ -107,7 +107,7 @@ def fuzz(name: str, target: Target, seed: int, first: int, most: int, going_on: 
         thread.join(max(0.0, until - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
         findings.append({"target": name, "seed": seed, "case": -1, "why": "an exchange had no end", "sent": []})
-    return Told(counts, findings)
+    return Summary(counts, findings)
 
 
 def _finding(case: Case, error: BaseException) -> dict[str, Any]:

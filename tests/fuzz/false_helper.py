@@ -15,9 +15,9 @@ from router.frontend.helper_main import READY
 NUMBER = b" " * 7 + b"#"
 
 
-def order(said: bytes, *, end: bool = False) -> bytes:
+def order(output: bytes, *, end: bool = False) -> bytes:
     """Have exactly these bytes said."""
-    return json.dumps({"say": base64.b64encode(said).decode(), "end": end}).encode()
+    return json.dumps({"say": base64.b64encode(output).decode(), "end": end}).encode()
 
 
 GOOD = b'{"number":' + NUMBER + b', "text": "x"}'
@@ -30,16 +30,16 @@ def answer(body: bytes) -> bytes:
 
 
 def main() -> None:
-    given, taken = sys.stdin.buffer, sys.stdout.buffer
-    taken.write(READY)
-    taken.flush()
-    while len(head := given.read(4)) == 4:
-        said = json.loads(given.read(int.from_bytes(head, "big")))
-        wanted = said["order"]
-        number = str(said["number"]).encode().rjust(len(NUMBER))
-        taken.write(base64.b64decode(wanted["say"]).replace(NUMBER, number))
-        taken.flush()
-        if wanted["end"]:
+    orders, replies = sys.stdin.buffer, sys.stdout.buffer
+    replies.write(READY)
+    replies.flush()
+    while len(head := orders.read(4)) == 4:
+        message = json.loads(orders.read(int.from_bytes(head, "big")))
+        script = message["order"]
+        number = str(message["number"]).encode().rjust(len(NUMBER))
+        replies.write(base64.b64decode(script["say"]).replace(NUMBER, number))
+        replies.flush()
+        if script["end"]:
             os._exit(3)
 
 

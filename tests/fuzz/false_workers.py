@@ -43,7 +43,7 @@ _OF_REQUEST = 25  # tokens that tell one request and one attempt
 
 
 @dataclass
-class _Given:
+class _Order:
     """An attempt that a worker was given."""
 
     request: str
@@ -62,7 +62,7 @@ class _Worker:
     name: str
     link: RouterLink
     hello: msg.Hello
-    given: dict[tuple[str, int], _Given] = field(default_factory=dict[tuple[str, int], _Given])  # all that ever were
+    orders: dict[tuple[str, int], _Order] = field(default_factory=dict[tuple[str, int], _Order])  # all that ever were
     held: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])  # not ended, as far as it tells
     joined: bool = False
 
@@ -125,7 +125,7 @@ class FalseWorkers:
         assert good.whole, f"a plain request has {len(good.tokens)} tokens"
         self._clients.clear()
         for worker in self._workers:
-            worker.given.clear()
+            worker.orders.clear()
             worker.held.clear()
         return " ".join(sorted({client.code.name for client in clients}))
 
@@ -138,21 +138,21 @@ class FalseWorkers:
         self._clients[client.name] = client
         length = 20 if plain else rng.choice([1, 5, 17, 40, 200])
         prompt = generation_pb2.TokenIds(ids=[rng.randrange(3, 900) for _ in range(length)])
-        asked = generation_pb2.GenerateRequest(
+        request = generation_pb2.GenerateRequest(
             request_id=client.name, token_ids=prompt,
             max_tokens=8 if plain else rng.choice([1, 8, 60]), temperature=0, ignore_eos=True,
         )  # fmt: skip
         if not plain and rng.random() < 0.3:
-            asked.logprobs = 2
+            request.logprobs = 2
         if not plain and rng.random() < 0.2:
-            asked.prompt_logprobs = 2
+            request.prompt_logprobs = 2
         leaves = None if plain or rng.random() < 0.8 else rng.choice([0.05, 0.5])
-        threading.Thread(target=self._stream, args=(client, asked, leaves), daemon=True).start()
+        threading.Thread(target=self._stream, args=(client, request, leaves), daemon=True).start()
         return client
 
-    def _stream(self, client: _Client, asked: Any, leaves: float | None) -> None:
+    def _stream(self, client: _Client, request: Any, leaves: float | None) -> None:
         """Read a stream to its end, or go away after that many seconds."""
-        call: Any = self._stub.Generate(asked, timeout=_LIMIT)
+        call: Any = self._stub.Generate(request, timeout=_LIMIT)
         if leaves is not None:
             threading.Timer(leaves, call.cancel).start()
         try:
@@ -160,7 +160,7 @@ class FalseWorkers:
                 client.tokens += answer.delta.token_ids
         except grpc.RpcError:
             pass
-        client.whole = len(client.tokens) == asked.max_tokens
+        client.whole = len(client.tokens) == request.max_tokens
         client.details = call.details() or ""
         client.reason = dict(call.trailing_metadata() or ()).get("baton-reason", "")
         client.code = call.code()  # last: it says that the rest is there
@@ -232,7 +232,7 @@ class FalseWorkers:
 
     def _beat(self, worker: _Worker) -> msg.Heartbeat:
         attempts = tuple(
-            msg.AttemptHeld(request, attempt, worker.given[request, attempt].known) for request, attempt in worker.held
+            msg.AttemptHeld(request, attempt, worker.orders[request, attempt].known) for request, attempt in worker.held
         )
         load = msg.LoadReport(running=len(attempts), pages_free=_POOL, pages_total=_POOL)
         return msg.Heartbeat(worker.link.heard, load, attempts=attempts)
@@ -263,75 +263,75 @@ class FalseWorkers:
         name = message["request"], message["attempt"]
         sampling = message.get("sampling", {})
         client = self._clients.get(name[0].rpartition("-")[0])
-        given = worker.given[name] = _Given(
+        order = worker.orders[name] = _Order(
             *name, len(message["tokens"]) // msg.TOKEN_BYTES, message.get("prompt", 0), message.get("max_tokens", 0),
             sampling.get("logprobs") is not None, sampling.get("prompt_logprobs") is not None,
             client.number if client else 0,
         )  # fmt: skip
         worker.held.add(name)
         if name[1] >= _ATTEMPTS:  # there are no tokens that tell of more
-            self._fail(worker, given, "deadline")
+            self._fail(worker, order, "deadline")
         elif case.rng.random() >= lies:
-            self._serve(worker, given)
+            self._serve(worker, order)
 
-    def _serve(self, worker: _Worker, given: _Given) -> None:
+    def _serve(self, worker: _Worker, order: _Order) -> None:
         """Do all that is asked."""
-        name = given.request, given.attempt
+        name = order.request, order.attempt
         if worker.role == "prefill":
-            self._say(worker, msg.Prefilled(*name, computed=given.known, hit=0, stored=0))
+            self._say(worker, msg.Prefilled(*name, computed=order.known, hit=0, stored=0))
             return
         self._say(worker, msg.Accepted(*name))
         self._say(worker, msg.Started(*name))
-        if given.wants_prompt and given.prompt > 1:
-            scores = tuple(msg.PromptTokenLogprob(1, -1.0) for _ in range(given.prompt - 1))
+        if order.wants_prompt and order.prompt > 1:
+            scores = tuple(msg.PromptTokenLogprob(1, -1.0) for _ in range(order.prompt - 1))
             self._say(worker, msg.PromptLogprobs(*name, 1, scores))
-        count = given.most - (given.known - given.prompt)
-        self._tell(worker, given, given.known, count, "length", scored=given.wants)
+        count = order.most - (order.known - order.prompt)
+        self._tell(worker, order, order.known, count, "length", scored=order.wants)
         worker.held.discard(name)
 
     def _tell(
-        self, worker: _Worker, given: _Given, position: int, count: int, finish: Any = None, *, scored: bool = False
+        self, worker: _Worker, order: _Order, position: int, count: int, finish: Any = None, *, scored: bool = False
     ) -> None:
         """Say tokens that tell of this request and attempt, and of whether this worker has it."""
-        own = (given.request, given.attempt) in worker.given
-        first = given.attempt * 100 + given.client * _OF_REQUEST if own else _FOREIGN
+        own = (order.request, order.attempt) in worker.orders
+        first = order.attempt * 100 + order.client * _OF_REQUEST if own else _FOREIGN
         tokens = tuple(first + index % _OF_REQUEST for index in range(count))
         logprobs = tuple(msg.TokenLogprob(token, -1.0) for token in tokens) if scored else ()
-        self._say(worker, msg.Tokens(1, (msg.Delta(given.request, given.attempt, position, tokens, logprobs, finish),)))
+        self._say(worker, msg.Tokens(1, (msg.Delta(order.request, order.attempt, position, tokens, logprobs, finish),)))
 
-    def _fail(self, worker: _Worker, given: _Given, reason: str = "internal") -> None:
-        self._say(worker, msg.AttemptFailed(given.request, given.attempt, reason, "no more"))
-        worker.held.discard((given.request, given.attempt))
+    def _fail(self, worker: _Worker, order: _Order, reason: str = "internal") -> None:
+        self._say(worker, msg.AttemptFailed(order.request, order.attempt, reason, "no more"))
+        worker.held.discard((order.request, order.attempt))
 
     def _give_up(self, worker: _Worker) -> None:
-        for given in list(worker.given.values()):
-            self._fail(worker, given)
+        for order in list(worker.orders.values()):
+            self._fail(worker, order)
 
     # --- lies --------------------------------------------------------------------------------------------------------
 
     def _lie(self, case: Case, worker: _Worker) -> None:
         """Say something of an attempt, this worker's or another's, that is wrong in one way or another."""
         rng = case.rng
-        everything = [given for each in self._workers for given in each.given.values()]
+        everything = [order for each in self._workers for order in each.orders.values()]
         if not everything:
             return
-        given = rng.choice([*list(worker.given.values())[-4:], *everything[-8:]])
+        order = rng.choice([*list(worker.orders.values())[-4:], *everything[-8:]])
         hints: dict[str, Any] = {
-            "request": [given.request], "attempt": [given.attempt, given.attempt, given.attempt + 1, 1],
-            "position": [given.known, given.prompt, 0, 1, 2**40], "pages": [0, 1, 99], "device": [0, 99, 2**40],
+            "request": [order.request], "attempt": [order.attempt, order.attempt, order.attempt + 1, 1],
+            "position": [order.known, order.prompt, 0, 1, 2**40], "pages": [0, 1, 99], "device": [0, 99, 2**40],
             "reason": ["busy", "too_large", "internal", "store_gone", "deadline", "invalid_request", "quota", ""],
             "heard": [worker.link.heard, 0, worker.link.heard + 99, 2**62], "attempts": [(), ()], "pin": ["x"],
             "loop_age_ms": [0, 0, 0, 2**40], "step_age_ms": [0, 0, 0, 2**40], "incarnation": ["x"],
         }  # fmt: skip
         match rng.randrange(5):
             case 0 if worker.role == "decode":
-                position = rng.choice([given.known, given.known + 1, given.prompt, 0, 2**40])
+                position = rng.choice([order.known, order.known + 1, order.prompt, 0, 2**40])
                 finish = rng.choice([None, None, "length", "stop"])
-                self._tell(worker, given, position, rng.choice([0, 1, 2, 9, 300]), finish, scored=rng.random() < 0.3)
+                self._tell(worker, order, position, rng.choice([0, 1, 2, 9, 300]), finish, scored=rng.random() < 0.3)
             case 1:
                 self._say(worker, _without_tokens(rng, worker.role, hints))
-            case 2 if (given.request, given.attempt) in worker.given:
-                self._serve(worker, given)
+            case 2 if (order.request, order.attempt) in worker.orders:
+                self._serve(worker, order)
             case 3 if rng.random() < 0.1:
                 worker.joined = False
                 self._say(worker, worker.hello, addressee="")

@@ -281,33 +281,33 @@ def valid_request(rng: random.Random) -> generation_pb2.GenerateRequest:
 def mutate(rng: random.Random, message: Any, times: int) -> None:
     """Give fields of a message values at their edges, or clear them. Fields that come later are found as well."""
     for _ in range(times):
-        found: FieldDescriptor = rng.choice(list(message.DESCRIPTOR.fields))
+        field: FieldDescriptor = rng.choice(list(message.DESCRIPTOR.fields))
         if rng.random() < 0.1:
-            message.ClearField(found.name)
+            message.ClearField(field.name)
         else:
-            _set(rng, message, found)
+            _set(rng, message, field)
 
 
-def _set(rng: random.Random, message: Any, found: FieldDescriptor) -> None:
-    kind: Descriptor | None = found.message_type
+def _set(rng: random.Random, message: Any, field: FieldDescriptor) -> None:
+    kind: Descriptor | None = field.message_type
     if kind is not None and kind.GetOptions().map_entry:
-        entries = getattr(message, found.name)
+        entries = getattr(message, field.name)
         for _ in range(rng.choice([1, 3, 2_000])):
             with suppress(TypeError, ValueError):
                 entries[_scalar(rng, kind.fields_by_name["key"])] = _scalar(rng, kind.fields_by_name["value"])
-    elif kind is not None and found.is_repeated:
+    elif kind is not None and field.is_repeated:
         for _ in range(rng.choice([1, 2, 30])):
-            mutate(rng, getattr(message, found.name).add(), 2)
+            mutate(rng, getattr(message, field.name).add(), 2)
     elif kind is not None:
-        inner: Message = getattr(message, found.name)
+        inner: Message = getattr(message, field.name)
         inner.SetInParent()
         mutate(rng, inner, rng.randrange(4))
-    elif found.is_repeated:
-        values_of = getattr(message, found.name)
+    elif field.is_repeated:
+        values_of = getattr(message, field.name)
         del values_of[:]
-        values_of.extend(_scalar(rng, found) for _ in range(rng.choice([0, 1, 2, 17, 300, 5_000])))
+        values_of.extend(_scalar(rng, field) for _ in range(rng.choice([0, 1, 2, 17, 300, 5_000])))
     else:
-        setattr(message, found.name, _scalar(rng, found))
+        setattr(message, field.name, _scalar(rng, field))
 
 
 _BOUNDS = {
@@ -318,8 +318,8 @@ _BOUNDS = {
 }
 
 
-def _scalar(rng: random.Random, found: FieldDescriptor) -> Any:
-    kind = found.cpp_type
+def _scalar(rng: random.Random, field: FieldDescriptor) -> Any:
+    kind = field.cpp_type
     if kind in _BOUNDS:
         low, high = _BOUNDS[kind]
         return min(max(values.integer(rng), low), high)
@@ -330,7 +330,7 @@ def _scalar(rng: random.Random, found: FieldDescriptor) -> Any:
             return rng.random() < 0.5
         case FieldDescriptor.CPPTYPE_ENUM:
             return rng.choice([0, 1, 2, 3, 99, 2**31 - 1])
-        case _ if found.type == FieldDescriptor.TYPE_BYTES:
+        case _ if field.type == FieldDescriptor.TYPE_BYTES:
             return values.data(rng)
         case _:
             return values.text(rng).encode("utf-8", "replace").decode()

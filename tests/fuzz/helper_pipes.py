@@ -117,9 +117,9 @@ class HelperPipes:
         return "template refused" if refusal else "template rendered"
 
     def _messages(self, rng: random.Random) -> list[dict[str, Any]]:
-        given = [{"role": values.text(rng, 20) or "user", "content": values.anything(rng)} for _ in range(3)]
+        messages = [{"role": values.text(rng, 20) or "user", "content": values.anything(rng)} for _ in range(3)]
         try:
-            return normalized(given)
+            return normalized(messages)
         except InvalidRequest:
             return [{"role": "user", "content": values.text(rng, 400)}, {"role": "x", "content": [{"text": "y"}]}]
 
@@ -135,17 +135,17 @@ class HelperPipes:
         ])  # fmt: skip
         grammar = Grammar(kind, (text.encode("utf-8", "replace").decode() or " ")[:MAX_GRAMMAR], 2)
         case.sending(grammar.text.encode())
-        made = f"{kind} refused"
+        outcome = f"{kind} refused"
         try:
-            said = await self._grammars.ask(msgspec.json.encode(grammar))
-            made = made if said.text is None else f"{kind} compiled"
+            reply = await self._grammars.ask(msgspec.json.encode(grammar))
+            outcome = outcome if reply.text is None else f"{kind} compiled"
             known = (InvalidGrammar.reason, InvalidRequest.reason, Overloaded.reason)
-            assert said.text is not None or said.reason in known, f"it says {said.reason}: {said.error}"
+            assert reply.text is not None or reply.reason in known, f"it says {reply.reason}: {reply.error}"
         except (HelperLate, HelperDied, Overloaded):
-            made = f"{kind} ended its process"
+            outcome = f"{kind} ended its process"
         again = await _answered(lambda: self._grammars.ask(msgspec.json.encode(Grammar("regex", "a", 2))))
         assert again.text == "a", f"a plain grammar is not compiled: {again}"
-        return made
+        return outcome
 
     def _schema(self, rng: random.Random) -> Any:
         schema = rng.choice(_SCHEMAS)
@@ -163,11 +163,11 @@ class HelperPipes:
             false_helper.GOOD, b'{"number":' + NUMBER + b', "error": "x"}', json.dumps(values.anything(rng)).encode(),
             json.dumps({"number": 1, "text": values.anything(rng)}).encode(), values.data(rng),
         ])  # fmt: skip
-        said = answer(values.damaged(rng, body) if rng.random() < 0.3 else body)
+        output = answer(values.damaged(rng, body) if rng.random() < 0.3 else body)
         if rng.random() < 0.3:
-            said = rng.choice([said + said, said[: rng.randrange(len(said))], values.data(rng), b"\xff" * 9])
+            output = rng.choice([output + output, output[: rng.randrange(len(output))], values.data(rng), b"\xff" * 9])
         try:
-            await self._false.ask(order(case.sending(said), end=rng.random() < 0.2))
+            await self._false.ask(order(case.sending(output), end=rng.random() < 0.2))
             kind = "false answer taken"
         except (HelperLate, HelperDied, Overloaded):
             kind = "false answer refused"

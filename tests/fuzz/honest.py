@@ -91,7 +91,7 @@ class Honest:
         self._thread.join()
 
     @property
-    def said(self) -> str:
+    def errors(self) -> str:
         """What went wrong; empty: nothing."""
         return "; ".join("".join(traceback.format_exception(error))[-1_000:] for error in self.failures)
 

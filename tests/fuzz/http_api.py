@@ -276,10 +276,10 @@ class HttpApi:
         rng = case.rng
         path = rng.choice([path for path in self._posts if path.startswith("/v1/")])
         field = {"/v1/responses": "max_output_tokens", "/v1/chat/completions": "max_completion_tokens"}
-        asked = self._base(rng, path) | {field.get(path, "max_tokens"): 400, "stream": rng.random() < 0.8}
+        fields = self._base(rng, path) | {field.get(path, "max_tokens"): 400, "stream": rng.random() < 0.8}
         if path in ("/v1/completions", "/v1/chat/completions"):
-            asked |= {"n": rng.choice([1, 1, 2, 5]), "ignore_eos": True}
-        body = encode(asked)
+            fields |= {"n": rng.choice([1, 1, 2, 5]), "ignore_eos": True}
+        body = encode(fields)
         raw = _head(path, len(body), f"gone-{case.number}") + body
         with sockets.connect(self._address) as connection:
             if rng.random() < 0.25:
@@ -340,19 +340,19 @@ class HttpApi:
     def _json(self, rng: random.Random, path: str) -> bytes:
         body = self._schema.body_of(path)
         assert body is not None
-        made = mutated(rng, self._base(rng, path), self._schema, body)
-        if path != "/detokenize" and isinstance(made, dict) and rng.random() < 0.15:
-            self._odd_chat(rng, made)
-        return encode(made)
+        value = mutated(rng, self._base(rng, path), self._schema, body)
+        if path != "/detokenize" and isinstance(value, dict) and rng.random() < 0.15:
+            self._odd_chat(rng, value)
+        return encode(value)
 
-    def _odd_chat(self, rng: random.Random, made: dict[str, Any]) -> None:
+    def _odd_chat(self, rng: random.Random, chat: dict[str, Any]) -> None:
         """Messages, inputs and tools that have almost the right shape."""
         name = rng.choice(["messages", "input", "tools", "system", "response_format", "structured_outputs", "prompt"])
         part = {"type": rng.choice(["text", "input_text", "image_url", "tool_use", "tool_result", "x"]), "text": _WORDS}
         message = {"role": rng.choice(values.STRINGS[-16:]), "content": rng.choice([_WORDS, [part], None, part, [[]]])}
         if rng.random() < 0.4:
             message[values.text(rng, 20)] = json_text.odd(rng)
-        made[name] = rng.choice([[message] * rng.choice([1, 2, 500]), message, [part], [message, json_text.odd(rng)]])
+        chat[name] = rng.choice([[message] * rng.choice([1, 2, 500]), message, [part], [message, json_text.odd(rng)]])
 
 
 def _head(path: str, length: int, name: str) -> bytes:

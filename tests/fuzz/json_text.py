@@ -103,14 +103,14 @@ class Schema:
     def _object(self, rng: random.Random, schema: dict[str, Any], depth: int) -> dict[str, Any]:
         known: dict[str, Any] = schema.get("properties", {})
         required = set(schema.get("required", ()))
-        made = {
+        result = {
             name: self.value(rng, each, depth + 1)
             for name, each in known.items()
             if name in required or rng.random() < 0.2
         }
         if not known:
-            made |= {values.text(rng, 10): values.anything(rng, 2) for _ in range(rng.randrange(4))}
-        return made
+            result |= {values.text(rng, 10): values.anything(rng, 2) for _ in range(rng.randrange(4))}
+        return result
 
     def _resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
         while "$ref" in schema:
@@ -124,22 +124,22 @@ def _length(rng: random.Random) -> int:
 
 def mutated(rng: random.Random, base: dict[str, Any], schema: Schema, body: dict[str, Any]) -> Any:
     """A valid body with one to four fields that are not, or that contradict each other."""
-    made = dict(base)
+    fields = dict(base)
     known: dict[str, Any] = body.get("properties", {})
     doubled: list[tuple[str, Any]] = []
     for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3, 4])):
         name = rng.choice(list(known)) if known else values.text(rng, 20)
         match rng.randrange(8):
             case 0 | 1 | 2 | 3:
-                made[name] = schema.value(rng, known.get(name))
+                fields[name] = schema.value(rng, known.get(name))
             case 4 | 5:
-                made[name] = odd(rng)
+                fields[name] = odd(rng)
             case 6:
                 doubled.append((name, schema.value(rng, known.get(name))))
             case _:
-                made.pop(rng.choice([*made, name]), None)
+                fields.pop(rng.choice([*fields, name]), None)
     if rng.random() < 0.05:
-        made[values.text(rng, 200)] = odd(rng)
+        fields[values.text(rng, 200)] = odd(rng)
     if rng.random() < 0.02:
         return odd(rng)
-    return Pairs((*made.items(), *doubled)) if doubled else made
+    return Pairs((*fields.items(), *doubled)) if doubled else fields

@@ -54,14 +54,14 @@ class PageHolders:
             peer = msg.Peer(role, name, f"node-{name}", me, 1)
             hello = msg.Hello(peer, model=None if role == "store" else self._card, events=events_at, replay=replay_at)
             with self._joined(case, hello) as link:
-                asked = self._talk(case, link, events, replay)
+                asks = self._talk(case, link, events, replay)
             # What it has said of its last sequence can't be taken back, so it starts anew.
             until, followed = time.monotonic() + links.PATIENCE, False
             while not followed:
                 peer = msgspec.structs.replace(peer, incarnation=f"{name}.{secrets.token_hex(8)}")
                 with self._joined(case, msgspec.structs.replace(hello, peer=peer)) as link:
                     followed = self._is_followed(case, link, replay, until)
-            return f"{role} followed" + ("" if asked else ", not asked before")
+            return f"{role} followed" + ("" if asks else ", not asked before")
         finally:
             events.close(0)
             replay.close(0)
@@ -81,7 +81,7 @@ class PageHolders:
 
     def _talk(self, case: Case, link: RouterLink, events: Any, replay: Any) -> bool:
         """Publish, and answer the router's questions, in any way. Return whether it has asked."""
-        rng, asked = case.rng, False
+        rng, asks = case.rng, False
         until = time.monotonic() + rng.choice([0.1, 0.3])
         while time.monotonic() < until:
             for _ in range(rng.choice([1, 5, 40])):
@@ -89,11 +89,11 @@ class PageHolders:
             with suppress(zmq.ZMQError):
                 while replay.poll(10):
                     identity, *_ = replay.recv_multipart(zmq.NOBLOCK)
-                    asked = True
+                    asks = True
                     for frames in self._snapshot(case, link.me):
                         replay.send_multipart([identity, *frames], zmq.NOBLOCK)
             self._beat(link, rng.choice([0, 1, 2, 5, 2**40, 2**63 - 1]), rng.randrange(2**64))
-        return asked
+        return asks
 
     def _beat(self, link: RouterLink, sequence: int, digest: int) -> None:
         beat = msg.Heartbeat(link.heard, msg.LoadReport(), events=sequence, digest=digest)
@@ -149,7 +149,7 @@ class PageHolders:
     def _snapshot(self, case: Case, me: str) -> Sequence[list[bytes]]:
         """The parts of a snapshot, in order or not, each with the frames around it."""
         rng = case.rng
-        topic, found = f"kv@{me}@m".encode(), list[list[bytes]]()
+        topic, parts = f"kv@{me}@m".encode(), list[list[bytes]]()
         for part in range(rng.choice([1, 1, 2, 5])):
             runs = tuple(
                 msg.PageSegment(self._parent(rng), self._keys_of(rng), rng.choice(["GPU", "CPU", "DISK"]))
@@ -157,10 +157,10 @@ class PageHolders:
             )
             hints = {"runs": [runs, runs], "part": [part, part, 0], "sequence": [0, 0, 2**63 - 1], "last": [True]}
             raw = wire_messages.encoded(rng, msg.Snapshot, hints)[:_MOST]
-            found.append([case.sending(raw) for raw in ([b"", topic, raw] if rng.random() < 0.95 else [topic, raw])])
+            parts.append([case.sending(raw) for raw in ([b"", topic, raw] if rng.random() < 0.95 else [topic, raw])])
         if rng.random() < 0.2:
-            rng.shuffle(found)
-        return found
+            rng.shuffle(parts)
+        return parts
 
     # --- as it should ------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from baton.config import Config
 from deploy.local import LocalCluster
 from kvstore.client.connection import store_address
 from tests.fuzz.attacker import READY
-from tests.fuzz.case import Told, told
+from tests.fuzz.case import Summary, parse_summary
 from tests.fuzz.honest import Honest
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.victims import Victims, started
@@ -78,15 +78,15 @@ class Fuzzer:
         assert self.process.stdout is not None
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
-    def end(self) -> Told:
+    def end(self) -> Summary:
         """End it, and return what it says."""
         try:
-            said, _ = self.process.communicate(b"", timeout=300)
+            output, _ = self.process.communicate(b"", timeout=300)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the fuzzer of {self.name} did not end") from None
         assert self.process.returncode == 0, f"the fuzzer of {self.name} ended with {self.process.returncode}"
-        return told(said)
+        return parse_summary(output)
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -103,20 +103,20 @@ def fuzz(
     assert expected
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(workload.settings(path, 1, 1), folder))
-        processes = {name: found.incarnation for name in cluster.pids if (found := process(cluster, name))}
+        processes = {name: status.incarnation for name in cluster.pids if (status := process(cluster, name))}
         honest = Honest(cluster.address, cluster.api_of("router"), expected, seed, EACH)
         stack.callback(honest.stop)
         time.sleep(WARM)
         groups = victims_of(cluster.config, folder)
         needed = {name: group for name, group in groups.items() if not only or name in only}
         stack.enter_context(started(list(needed.values())))
-        plans = {name: told for name, told in plan(cluster, groups, path).items() if not only or name in only}
+        plans = {name: args for name, args in plan(cluster, groups, path).items() if not only or name in only}
         if "workers" in needed:
             plans["workers"] |= addresses_of(groups["workers"])
         orderly = [(group, name) for group in needed.values() for name in group.pids]
         which: dict[str, object] = {"seed": seed} if case is None else {"seed": seed, "first": case, "most": 1}
         before = sizes(cluster)
-        fuzzers = {name: Fuzzer(name, {**which, **told}) for name, told in plans.items()}
+        fuzzers = {name: Fuzzer(name, {**which, **args}) for name, args in plans.items()}
         for fuzzer in fuzzers.values():
             stack.callback(fuzzer.kill)
         for fuzzer in fuzzers.values():
@@ -128,15 +128,15 @@ def fuzz(
             time.sleep(0.1)  # a process that is about to end still says why
         ended = [name for name in processes if name not in cluster.pids]
         assert not ended, f"{ended} ended:\n{tails(cluster, ended)}\n{last(fuzzers)}"
-        assert not honest.failures, f"{honest.said}\n{tails(cluster, list(processes))}\n{last(fuzzers)}"
+        assert not honest.failures, f"{honest.errors}\n{tails(cluster, list(processes))}\n{last(fuzzers)}"
         died = [name for group, name in orderly if name not in group.pids]
         assert not died, f"{died} ended:\n{tails(cluster, died)}\n{last(fuzzers)}"
         ends = {name: fuzzer.end() for name, fuzzer in fuzzers.items()}
         findings = [finding for end in ends.values() for finding in end.findings]
         assert not findings, f"{report(findings)}\n{tracebacks(cluster)}"
         honest.stop()
-        assert not honest.failures, honest.said
-        alive = {name: found.incarnation for name in cluster.pids if (found := process(cluster, name))}
+        assert not honest.failures, honest.errors
+        alive = {name: status.incarnation for name in cluster.pids if (status := process(cluster, name))}
         assert alive == processes, f"processes were {processes} and are {alive}: {log_lines(cluster, 'Error')}"
         eventually(lambda: at_rest(cluster), what="everything freed")
         eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")
@@ -194,15 +194,15 @@ def tails(cluster: LocalCluster, names: Sequence[str]) -> str:
 def tracebacks(cluster: LocalCluster) -> str:
     """The tracebacks in the logs, without what other threads wrote between."""
     texts = {file.name: file.read_text(errors="replace") for file in cluster.config.cluster.logs.glob("*.log")}
-    found = [f"--- {name}\n{part[:_TAIL]}" for name, text in texts.items() for part in text.split("Traceback")[1:5]]
-    return "\n".join(found)
+    parts = [f"--- {name}\n{part[:_TAIL]}" for name, text in texts.items() for part in text.split("Traceback")[1:5]]
+    return "\n".join(parts)
 
 
 def last(fuzzers: Mapping[str, Fuzzer]) -> str:
     """What the fuzzers say now, with their numbers of cases."""
-    said = {name: fuzzer.end() for name, fuzzer in fuzzers.items()}
-    cases = {name: sum(each.counts.values()) for name, each in said.items()}
-    return f"cases {cases}\n{report([finding for each in said.values() for finding in each.findings])}"
+    summaries = {name: fuzzer.end() for name, fuzzer in fuzzers.items()}
+    cases = {name: sum(each.counts.values()) for name, each in summaries.items()}
+    return f"cases {cases}\n{report([finding for each in summaries.values() for finding in each.findings])}"
 
 
 def sizes_of(groups: Iterable[Victims]) -> dict[str, Size]:

@@ -108,10 +108,10 @@ def check(answer: Reply) -> None:
         assert word not in answer.body, f"{word!r} in an answer of status {answer.status}: {head!r}"
     if answer.status >= 400 and answer.whole and answer.body and "json" in answer.headers.get("content-type", ""):
         try:
-            told = json.loads(answer.body)
+            content = json.loads(answer.body)
         except ValueError:
             raise AssertionError(f"an error of status {answer.status} is no JSON: {head!r}") from None
-        error = told.get("error") if isinstance(told, dict) else None
+        error = content.get("error") if isinstance(content, dict) else None
         message = error.get("message") if isinstance(error, dict) else None
         assert isinstance(message, str), f"an error without a message: {head!r}"
         assert message, f"an error without a message: {head!r}"

@@ -85,7 +85,7 @@ class StoreCalls:
         chain = b"".join(rng.randbytes(KEY_BYTES) for _ in range(rng.choice([1, 3, 20])))
         count = len(chain) // KEY_BYTES
         attach = self._attach(f"fuzz-{secrets.token_hex(6)}")
-        asked = 0
+        requests = 0
         try:
             with self._connected() as connection:
                 self._send(case, connection, msgspec.msgpack.encode(attach))
@@ -99,23 +99,23 @@ class StoreCalls:
                 while time.monotonic() < until:
                     if router.poll(50):
                         identity, body = router.recv_multipart()
-                        asked += 1
+                        requests += 1
                         self._send_pages(case, router, identity, body, store, count)
                 _read(connection, 0.02)
             self._take_back(case, attach)
         finally:
             router.close(0)
-        return "brought" if asked else "not asked"
+        return "brought" if requests else "not asked"
 
     def _send_pages(self, case: Case, router: Any, identity: bytes, body: bytes, store: str, count: int) -> None:
         """Answer a request for pages with mutated replies and frames of any size."""
         rng = case.rng
-        asked = msgspec.msgpack.decode(body)
-        fetch = asked[3].get("fetch", 1)
+        request = msgspec.msgpack.decode(body)
+        fetch = request[3].get("fetch", 1)
         for sequence in range(rng.randrange(1, 6)):
             hints: dict[str, Any] = {
                 "fetch": [fetch],
-                "number": [asked[3].get("number", 0)],
+                "number": [request[3].get("number", 0)],
                 "index": [0, count - 1, count],
             }
             pages = tuple(SentPage(rng.randrange(count + 2), rng.randrange(2**64)) for _ in range(rng.randrange(1, 5)))

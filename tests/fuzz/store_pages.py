@@ -66,10 +66,10 @@ class StorePages:
             if rng.random() < 0.1:
                 link.send(case, *(values.data(rng)[: links.PART] for _ in range(rng.randrange(1, 9))))
             number = rng.randrange(2**40)
-            asked = FetchHeartbeat(number, ())
+            heartbeat = FetchHeartbeat(number, ())
             link.ask(
                 case,
-                lambda: wire_messages.sealed(me, store, link.next_sequence(), asked),
+                lambda: wire_messages.sealed(me, store, link.next_sequence(), heartbeat),
                 lambda message: message["type"] == "FetchStatus" and message["number"] == number,
             )
         return "requests"

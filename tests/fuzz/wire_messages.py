@@ -101,8 +101,8 @@ def _of(rng: random.Random, info: mi.Type, hints: Hints, name: str) -> Any:
         case mi.BytesType(min_length=shortest, max_length=longest) if shortest == longest and shortest:
             return rng.choice([b"k" * shortest, rng.randbytes(shortest)])
         case mi.BytesType(min_length=shortest, max_length=longest):
-            made = rng.randbytes(rng.choice([0, 1, 4, 16, 16 * 5, 64, 15, 17, 16 * 64]))
-            return made.ljust(shortest or 0, b"\0")[: longest or 10_000]
+            data = rng.randbytes(rng.choice([0, 1, 4, 16, 16 * 5, 64, 15, 17, 16 * 64]))
+            return data.ljust(shortest or 0, b"\0")[: longest or 10_000]
         case mi.BoolType():
             return rng.random() < 0.5
         case mi.NoneType():

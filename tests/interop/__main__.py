@@ -42,46 +42,46 @@ def main(argv: list[str]) -> int:
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; none: all")
     parser.add_argument("--report", type=Path, help="write the result there, as Markdown")
     parser.add_argument("--quick", action="store_true", help=f"run {', '.join(QUICK)}, within five minutes")
-    asked = parser.parse_args(argv)
-    if strange := set(asked.suites) - set(SUITES):
+    options = parser.parse_args(argv)
+    if strange := set(options.suites) - set(SUITES):
         parser.error(f"there is no suite {', '.join(sorted(strange))}; there are {', '.join(SUITES)}")
-    wanted = [SUITES[name] for name in asked.suites or (QUICK if asked.quick else SUITES)]
+    suites = [SUITES[name] for name in options.suites or (QUICK if options.quick else SUITES)]
     commit = report.commit_here()
-    results = run_all(wanted, time.monotonic() + QUICK_SECONDS if asked.quick else None)
-    if asked.report:
-        asked.report.write_text(report.render({suite.name: suite for suite in wanted}, results, commit))
+    results = run_all(suites, time.monotonic() + QUICK_SECONDS if options.quick else None)
+    if options.report:
+        options.report.write_text(report.render({suite.name: suite for suite in suites}, results, commit))
     return int(any(result.count("failed") for result in results.values()))
 
 
-def run_all(wanted: Sequence[Suite], until: float | None) -> dict[str, SuiteResult]:
+def run_all(suites: Sequence[Suite], until: float | None) -> dict[str, SuiteResult]:
     """Run suites, each once its environment is there, while those of the next are made. `until`, on the monotonic
     clock, is the end of a quick run."""
     results = dict[str, SuiteResult]()
     with tempfile.TemporaryDirectory(prefix="baton-interop-") as scratch, ThreadPoolExecutor(1) as installer:
         folder = Path(scratch)
-        made = {installer.submit(prepare, suite, folder / suite.name, until): suite for suite in wanted}
+        futures = {installer.submit(prepare, suite, folder / suite.name, until): suite for suite in suites}
         model = target.make_checkpoint(folder / "model")
         with target.cluster(model, folder / "cluster") as running:
-            while made:
-                done = wait(made, return_when=FIRST_COMPLETED).done
-                ready = next(one for one in made if one in done)
-                suite = made.pop(ready)
+            while futures:
+                done = wait(futures, return_when=FIRST_COMPLETED).done
+                ready = next(one for one in futures if one in done)
+                suite = futures.pop(ready)
                 results[suite.name] = run_suite(suite, running, ready, until)
                 say(suite, results[suite.name])
-    return {suite.name: results[suite.name] for suite in wanted}
+    return {suite.name: results[suite.name] for suite in suites}
 
 
 def prepare(suite: Suite, scratch: Path, until: float | None) -> Environment:
     """Return the environment of a suite. Raises InstallError and NoTimeLeft."""
     if until is None:
-        made = environments.make(suite.name, suite.requirements, scratch, suite.seconds, needs_torch=suite.needs_torch)
+        new = environments.make(suite.name, suite.requirements, scratch, suite.seconds, needs_torch=suite.needs_torch)
     elif (own := environments.here(suite.requirements, scratch, suite.seconds)) is not None:
         return own
     else:
-        made = environments.make(suite.name, suite.requirements, scratch, _left(until), patience=_left(until))
+        new = environments.make(suite.name, suite.requirements, scratch, _left(until), patience=_left(until))
     if suite.fetch is not None:
-        suite.fetch(made if until is None else replace(made, seconds=_left(until)))
-    return made
+        suite.fetch(new if until is None else replace(new, seconds=_left(until)))
+    return new
 
 
 def run_suite(suite: Suite, running: Target, ready: Future[Environment], until: float | None) -> SuiteResult:

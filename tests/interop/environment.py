@@ -90,9 +90,9 @@ class Environment:
 
     def variables(self, more: Mapping[str, str]) -> dict[str, str]:
         """Environment variables without this project's path, and with nothing that reaches a network."""
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        path = f"{self.folder / 'bin'}{os.pathsep}{kept.get('PATH', '')}"
-        return kept | {"PATH": path, "NO_PROXY": "127.0.0.1,localhost", **more}
+        base = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        path = f"{self.folder / 'bin'}{os.pathsep}{base.get('PATH', '')}"
+        return base | {"PATH": path, "NO_PROXY": "127.0.0.1,localhost", **more}
 
     def versions(self, names: Sequence[str]) -> list[str]:
         """The installed versions of packages, as "name version"."""
@@ -110,10 +110,10 @@ def here(requirements: Sequence[str], scratch: Path, seconds: float) -> Environm
     for requirement in requirements:
         name, _, version = requirement.partition("==")
         try:
-            found = importlib.metadata.version(name)
+            version_here = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             return None
-        if found != version:
+        if version_here != version:
             return None
     scratch.mkdir(parents=True, exist_ok=True)
     return Environment(Path(sys.prefix), scratch, seconds)
@@ -133,8 +133,8 @@ def make(
     until = time.monotonic() + patience
     environment = Environment(cache() / name, scratch, seconds)
     scratch.mkdir(parents=True, exist_ok=True)
-    stamp, wanted = environment.folder / "requirements.txt", "\n".join(requirements) + "\n"
-    if stamp.is_file() and stamp.read_text() == wanted:
+    stamp, text = environment.folder / "requirements.txt", "\n".join(requirements) + "\n"
+    if stamp.is_file() and stamp.read_text() == text:
         return environment
     shutil.rmtree(environment.folder, ignore_errors=True)
     environment.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def make(
         pip += ["-c", str(constraints)]
     for argv in (*steps, [*pip, *requirements]):
         _install(argv, scratch, environment, until)
-    stamp.write_text(wanted)
+    stamp.write_text(text)
     return environment
 
 
@@ -179,7 +179,7 @@ def fetch_sdist(environment: Environment, package: str) -> Path:
 def _install(argv: Sequence[str], cwd: Path, environment: Environment, until: float) -> None:
     """Run pip, a second time if it fails although an index answers; `until` is a time of the monotonic clock. Raises
     InstallError."""
-    said = ""
+    message = ""
     for _ in range(2):
         try:
             ran = run_bounded(argv, max(0.0, until - time.monotonic()), cwd, environment.variables({}))
@@ -187,10 +187,10 @@ def _install(argv: Sequence[str], cwd: Path, environment: Environment, until: fl
             raise IndexUnreachable(str(error)) from None
         if not ran.code:
             return
-        said = f"{' '.join(argv[1:4])} … ended with {ran.code}: {ran.tail}"
+        message = f"{' '.join(argv[1:4])} … ended with {ran.code}: {ran.tail}"
         if _SILENCE.search(ran.output):
-            raise IndexUnreachable(said)
-    raise InstallError(said)
+            raise IndexUnreachable(message)
+    raise InstallError(message)
 
 
 def run_bounded(argv: Sequence[str], seconds: float, cwd: Path, variables: Mapping[str, str]) -> Ran:

@@ -57,10 +57,10 @@ def one_line(text: str) -> str:
 def read_junit(file: Path) -> list[Case]:
     """The cases of a JUnit report, as pytest and schemathesis write it."""
     cases = list[Case]()
-    for found in ElementTree.parse(file).iter("testcase"):
-        name = f"{found.get('classname', '')}::{found.get('name', '')}".removeprefix("::")
-        failure = next((one for kind in ("failure", "error") if (one := found.find(kind)) is not None), None)
-        skipped = found.find("skipped")
+    for element in ElementTree.parse(file).iter("testcase"):
+        name = f"{element.get('classname', '')}::{element.get('name', '')}".removeprefix("::")
+        failure = next((one for kind in ("failure", "error") if (one := element.find(kind)) is not None), None)
+        skipped = element.find("skipped")
         if failure is not None:
             cases.append(Case.failed(name, _text(failure)))
         elif skipped is not None:

@@ -130,7 +130,7 @@ def test_this_environment_serves_suites_whose_packages_it_has(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("error", "left", "failed", "said"),
+    ("error", "left", "failed", "reason"),
     [
         (IndexUnreachable("no index"), QUICK_SECONDS, 0, "no index"),
         (IndexUnreachable("no index"), None, 1, ""),
@@ -142,7 +142,7 @@ def test_this_environment_serves_suites_whose_packages_it_has(tmp_path: Path) ->
     ],
 )
 def test_a_suite_is_not_run_only_for_want_of_packages_or_time(
-    tmp_path: Path, error: Exception | None, left: float | None, failed: int, said: str
+    tmp_path: Path, error: Exception | None, left: float | None, failed: int, reason: str
 ) -> None:
     def broken(target: Target, environment: Environment) -> SuiteResult:
         raise SuiteTimeout("slow")
@@ -157,7 +157,7 @@ def test_a_suite_is_not_run_only_for_want_of_packages_or_time(
     result = runner.run_suite(suite, Target("", "", tmp_path), ready, until)
     assert result.count("passed") == 0
     assert result.count("failed") == failed
-    assert said in result.not_run
+    assert reason in result.not_run
     assert bool(result.not_run) == (not failed)
 
 

@@ -41,9 +41,9 @@ def check_message(target: Target) -> None:
 
 def check_cached_tokens_are_counted_apart(target: Target) -> None:
     long: Any = [{"role": "user", "content": "bonfan korles dimin taras " * 20}]
-    asked: Any = {"model": target.model, "max_tokens": 2, "messages": long, **GREEDY}
-    first = client(target).messages.create(**asked).usage
-    second = client(target).messages.create(**asked).usage
+    fields: Any = {"model": target.model, "max_tokens": 2, "messages": long, **GREEDY}
+    first = client(target).messages.create(**fields).usage
+    second = client(target).messages.create(**fields).usage
     assert second.cache_read_input_tokens
     total = (first.cache_read_input_tokens or 0) + first.input_tokens
     assert second.cache_read_input_tokens + second.input_tokens == total
@@ -60,47 +60,47 @@ def check_blocks_and_turns(target: Target) -> None:
 
 
 def check_stream(target: Target) -> None:
-    asked: Any = {"model": target.model, "max_tokens": 24, "messages": MESSAGES, **GREEDY}
-    whole = client(target).messages.create(**asked)
-    with client(target).messages.stream(**asked) as stream:
+    fields: Any = {"model": target.model, "max_tokens": 24, "messages": MESSAGES, **GREEDY}
+    whole = client(target).messages.create(**fields)
+    with client(target).messages.stream(**fields) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == whole.content[0].text == final.content[0].text
     assert final.stop_reason == whole.stop_reason
     assert final.usage.output_tokens == whole.usage.output_tokens
-    events = [event.type for event in client(target).messages.create(stream=True, **asked)]
+    events = [event.type for event in client(target).messages.create(stream=True, **fields)]
     assert events[0] == "message_start"
     assert events[-1] == "message_stop"
     assert {"content_block_start", "content_block_delta", "content_block_stop", "message_delta"} <= set(events)
 
 
 async def check_async_at_once(target: Target) -> None:
-    asked: Any = {"model": target.model, "max_tokens": 16, "messages": MESSAGES, **GREEDY}
+    fields: Any = {"model": target.model, "max_tokens": 16, "messages": MESSAGES, **GREEDY}
     async with anthropic.AsyncAnthropic(
         base_url=target.url, api_key="none", max_retries=0, timeout=60, _strict_response_validation=True
     ) as many:
-        answers = await asyncio.gather(*(many.messages.create(**asked) for _ in range(12)))
+        answers = await asyncio.gather(*(many.messages.create(**fields) for _ in range(12)))
         assert len({answer.content[0].text for answer in answers}) == 1
-        async with many.messages.stream(**asked) as stream:
+        async with many.messages.stream(**fields) as stream:
             assert "".join([text async for text in stream.text_stream]) == answers[0].content[0].text
 
 
 def check_stop_sequence(target: Target) -> None:
-    asked: Any = {"model": target.model, "max_tokens": 24, "messages": MESSAGES, **GREEDY}
-    text = client(target).messages.create(**asked).content[0].text
+    fields: Any = {"model": target.model, "max_tokens": 24, "messages": MESSAGES, **GREEDY}
+    text = client(target).messages.create(**fields).content[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 3]
     if not stop.strip():  # the API refuses stop sequences of white space
         stop = text[:3]
-    ended = client(target).messages.create(stop_sequences=[stop], **asked)
+    ended = client(target).messages.create(stop_sequences=[stop], **fields)
     assert ended.stop_reason == "stop_sequence"
     assert ended.stop_sequence == stop
     assert ended.content[0].text == text[: text.index(stop)]
 
 
 def check_tokens_are_counted(target: Target) -> None:
-    asked: Any = {"model": target.model, "messages": MESSAGES, "system": "Be brief."}
-    counted = client(target).messages.count_tokens(**asked).input_tokens
-    usage = client(target).messages.create(max_tokens=1, **asked).usage
+    fields: Any = {"model": target.model, "messages": MESSAGES, "system": "Be brief."}
+    counted = client(target).messages.count_tokens(**fields).input_tokens
+    usage = client(target).messages.create(max_tokens=1, **fields).usage
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 

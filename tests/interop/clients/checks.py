@@ -54,10 +54,10 @@ async def _bounded(result: Any) -> None:
 @contextmanager
 def refused(kind: type[Exception], says: str = "") -> Iterator[None]:
     """Expect an exception of that class whose text has `says`."""
-    said = None
+    text = None
     try:
         yield
     except kind as error:
-        said = str(error)
-    assert said is not None, f"no {kind.__name__} was raised"
-    assert says in said, f"{says!r} is not in {said}"
+        text = str(error)
+    assert text is not None, f"no {kind.__name__} was raised"
+    assert says in text, f"{says!r} is not in {text}"

@@ -28,8 +28,8 @@ def get_weather(city: Literal["Bern", "Oslo"]) -> str:
 
 
 def chat(target: Target, **more: Any) -> ChatOpenAI:
-    given: Any = {"model": target.model, "base_url": f"{target.url}/v1", "api_key": "none", "temperature": 0.0}
-    return ChatOpenAI(**(given | {"max_retries": 0, "timeout": 60, "max_completion_tokens": 16} | more))
+    settings: Any = {"model": target.model, "base_url": f"{target.url}/v1", "api_key": "none", "temperature": 0.0}
+    return ChatOpenAI(**(settings | {"max_retries": 0, "timeout": 60, "max_completion_tokens": 16} | more))
 
 
 def check_invoke(target: Target) -> None:
@@ -61,8 +61,8 @@ def check_logprobs(target: Target) -> None:
 
 
 def check_completions(target: Target) -> None:
-    given: Any = {"model": target.model, "base_url": f"{target.url}/v1", "api_key": "none", "max_tokens": 8}
-    assert OpenAI(**given, temperature=0.0, max_retries=0).invoke("bonfan korles")
+    settings: Any = {"model": target.model, "base_url": f"{target.url}/v1", "api_key": "none", "max_tokens": 8}
+    assert OpenAI(**settings, temperature=0.0, max_retries=0).invoke("bonfan korles")
 
 
 def check_responses(target: Target) -> None:

@@ -24,7 +24,7 @@ WEATHER: Any = {
 }
 
 
-def asked(target: Target, provider: str) -> dict[str, Any]:
+def fields(target: Target, provider: str) -> dict[str, Any]:
     base = target.url if provider == "anthropic" else f"{target.url}/v1"
     return {
         "model": f"{provider}/{target.model}", "api_base": base, "api_key": "none", "messages": MESSAGES,
@@ -45,12 +45,12 @@ def check_anthropic_provider(target: Target) -> None:
 
 
 def _check_provider(target: Target, provider: str) -> None:
-    answer: Any = litellm.completion(**asked(target, provider))
+    answer: Any = litellm.completion(**fields(target, provider))
     assert answer.choices[0].message.content
     assert answer.usage.prompt_tokens > 0
     assert 0 < answer.usage.completion_tokens <= 16
     chunks: Any = list(
-        litellm.completion(stream=True, stream_options={"include_usage": True}, **asked(target, provider))
+        litellm.completion(stream=True, stream_options={"include_usage": True}, **fields(target, provider))
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == answer.choices[0].message.content
@@ -59,8 +59,8 @@ def _check_provider(target: Target, provider: str) -> None:
 
 
 async def check_async(target: Target) -> None:
-    answer: Any = await litellm.acompletion(**asked(target, "openai"))
-    stream: Any = await litellm.acompletion(stream=True, **asked(target, "openai"))
+    answer: Any = await litellm.acompletion(**fields(target, "openai"))
+    stream: Any = await litellm.acompletion(stream=True, **fields(target, "openai"))
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert text == answer.choices[0].message.content
 
@@ -74,7 +74,7 @@ def check_text_completion(target: Target) -> None:
 
 
 def check_logprobs(target: Target) -> None:
-    answer: Any = litellm.completion(logprobs=True, top_logprobs=2, **asked(target, "openai"))
+    answer: Any = litellm.completion(logprobs=True, top_logprobs=2, **fields(target, "openai"))
     assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
 
 
@@ -91,7 +91,7 @@ def check_forced_tool(target: Target) -> None:
         tools=[WEATHER],
         tool_choice="required",
         parallel_tool_calls=False,
-        **(asked(target, "openai") | {"max_tokens": 160}),
+        **(fields(target, "openai") | {"max_tokens": 160}),
     )
     (call,) = answer.choices[0].message.tool_calls
     assert set(json.loads(call.function.arguments)) == {"city"}
@@ -99,9 +99,9 @@ def check_forced_tool(target: Target) -> None:
 
 def check_errors_have_their_classes(target: Target) -> None:
     with refused(litellm.NotFoundError, "gpt-17"):
-        litellm.completion(**(asked(target, "openai") | {"model": "openai/gpt-17"}))
+        litellm.completion(**(fields(target, "openai") | {"model": "openai/gpt-17"}))
     with refused(litellm.BadRequestError, "temperature"):
-        litellm.completion(**(asked(target, "openai") | {"temperature": -1}))
+        litellm.completion(**(fields(target, "openai") | {"temperature": -1}))
 
 
 if __name__ == "__main__":

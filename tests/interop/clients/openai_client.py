@@ -57,8 +57,8 @@ def check_models(target: Target) -> None:
 
 def check_completion_of_each_kind_of_prompt(target: Target) -> None:
     for prompt in ("bonfan korles", [5, 6, 7, 8], ["bonfan", "korles"], [[5, 6], [7, 8]]):
-        given: Any = prompt
-        answer = client(target).completions.create(model=target.model, prompt=given, max_tokens=8, **GREEDY)
+        form: Any = prompt
+        answer = client(target).completions.create(model=target.model, prompt=form, max_tokens=8, **GREEDY)
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         assert len(answer.choices) == (2 if several else 1)
         assert answer.usage is not None
@@ -66,11 +66,11 @@ def check_completion_of_each_kind_of_prompt(target: Target) -> None:
 
 
 def check_completion_stream(target: Target) -> None:
-    asked: Any = {"model": target.model, "prompt": "bonfan korles", "max_tokens": 12, **GREEDY}
-    whole = client(target).completions.create(**asked).choices[0].text
+    fields: Any = {"model": target.model, "prompt": "bonfan korles", "max_tokens": 12, **GREEDY}
+    whole = client(target).completions.create(**fields).choices[0].text
     # The package's class for completions knows no null as finish_reason, which OpenAI's own streams have.
     lenient = openai.OpenAI(base_url=f"{target.url}/v1", api_key="none", max_retries=0)
-    chunks = list(lenient.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+    chunks = list(lenient.completions.create(stream=True, stream_options={"include_usage": True}, **fields))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 12
@@ -88,9 +88,9 @@ def check_chat(target: Target) -> None:
 
 
 def check_chat_stream(target: Target) -> None:
-    asked: Any = {"model": target.model, "messages": MESSAGES, "max_completion_tokens": 24, **GREEDY}
-    whole = client(target).chat.completions.create(**asked).choices[0].message.content
-    chunks = list(client(target).chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+    fields: Any = {"model": target.model, "messages": MESSAGES, "max_completion_tokens": 24, **GREEDY}
+    whole = client(target).chat.completions.create(**fields).choices[0].message.content
+    chunks = list(client(target).chat.completions.create(stream=True, stream_options={"include_usage": True}, **fields))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole
     assert chunks[-1].choices == []
@@ -100,10 +100,10 @@ def check_chat_stream(target: Target) -> None:
 
 def check_chat_stream_with_the_packages_own_events(target: Target) -> None:
     # The package raises LengthFinishReasonError for an output that ends at its length, so a stop string ends this one.
-    asked: Any = {"model": target.model, "messages": MESSAGES, "max_completion_tokens": 24, **GREEDY}
-    text = client(target).chat.completions.create(**asked).choices[0].message.content or ""
+    fields: Any = {"model": target.model, "messages": MESSAGES, "max_completion_tokens": 24, **GREEDY}
+    text = client(target).chat.completions.create(**fields).choices[0].message.content or ""
     stop = text[len(text) // 2 : len(text) // 2 + 4]
-    with client(target).chat.completions.stream(stop=[stop], **asked) as events:
+    with client(target).chat.completions.stream(stop=[stop], **fields) as events:
         kinds = {event.type for event in events}
         assert {"chunk", "content.delta", "content.done"} <= kinds
         assert events.get_final_completion().choices[0].message.content == text[: text.index(stop)]
@@ -111,15 +111,15 @@ def check_chat_stream_with_the_packages_own_events(target: Target) -> None:
 
 async def check_async_at_once(target: Target) -> None:
     async with async_client(target) as many:
-        asked: Any = {"model": target.model, "messages": MESSAGES, "max_completion_tokens": 16, **GREEDY}
-        answers = await asyncio.gather(*(many.chat.completions.create(**asked) for _ in range(12)))
+        fields: Any = {"model": target.model, "messages": MESSAGES, "max_completion_tokens": 16, **GREEDY}
+        answers = await asyncio.gather(*(many.chat.completions.create(**fields) for _ in range(12)))
         assert len({answer.choices[0].message.content for answer in answers}) == 1
 
 
 async def check_async_stream_that_is_left(target: Target) -> None:
     async with async_client(target) as one:
-        asked: Any = {"model": target.model, "messages": MESSAGES, "max_completion_tokens": 300, **GREEDY}
-        stream: Any = await one.chat.completions.create(stream=True, **asked)
+        fields: Any = {"model": target.model, "messages": MESSAGES, "max_completion_tokens": 300, **GREEDY}
+        stream: Any = await one.chat.completions.create(stream=True, **fields)
         async for chunk in stream:
             if chunk.choices[0].delta.content:
                 break
@@ -155,9 +155,9 @@ def check_tool_that_is_required_as_a_stream(target: Target) -> None:
 
 
 def check_tools_that_are_free_and_their_results(target: Target) -> None:
-    asked: Any = {"model": target.model, "tools": [WEATHER], "max_completion_tokens": 16, "temperature": 0.0}
-    assert client(target).chat.completions.create(messages=MESSAGES, tool_choice="auto", **asked).choices
-    assert client(target).chat.completions.create(messages=MESSAGES, tool_choice="none", **asked).choices
+    fields: Any = {"model": target.model, "tools": [WEATHER], "max_completion_tokens": 16, "temperature": 0.0}
+    assert client(target).chat.completions.create(messages=MESSAGES, tool_choice="auto", **fields).choices
+    assert client(target).chat.completions.create(messages=MESSAGES, tool_choice="none", **fields).choices
     arguments = json.dumps({"city": "Bern", "days": 1})
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     history: Any = [
@@ -165,7 +165,7 @@ def check_tools_that_are_free_and_their_results(target: Target) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
     ]
-    assert client(target).chat.completions.create(messages=history, **asked).choices
+    assert client(target).chat.completions.create(messages=history, **fields).choices
 
 
 def check_json_schema(target: Target) -> None:
@@ -260,11 +260,11 @@ def check_penalties_and_bias(target: Target) -> None:
 
 
 def check_response(target: Target) -> None:
-    asked: Any = {"model": target.model, "input": "bonfan korles", "max_output_tokens": 16, "temperature": 0.0}
-    answer = client(target).responses.create(**asked)
+    fields: Any = {"model": target.model, "input": "bonfan korles", "max_output_tokens": 16, "temperature": 0.0}
+    answer = client(target).responses.create(**fields)
     assert answer.usage is not None
     assert answer.usage.output_tokens <= 16
-    events: Any = list(client(target).responses.create(stream=True, **asked))
+    events: Any = list(client(target).responses.create(stream=True, **fields))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == answer.output_text == events[-1].response.output_text

@@ -31,21 +31,21 @@ def run(target: Target, environment: Environment) -> SuiteResult:
     summary = out / "profile_export_aiperf.json"
     if ran.code or not summary.is_file():
         return SuiteResult([Case.failed("profile", f"aiperf ended with {ran.code}: {ran.tail}")])
-    told = json.loads(summary.read_text())
+    figures = json.loads(summary.read_text())
     scraped = (out / "server_metrics_export.json").read_text()
     checks = {
-        "every request of the trace ends well": (_figure(told, "request_count"), float(len(trace))),
-        "no request is an error": (_figure(told, "error_request_count"), 0.0),
+        "every request of the trace ends well": (_figure(figures, "request_count"), float(len(trace))),
+        "no request is an error": (_figure(figures, "error_request_count"), 0.0),
         "outputs are as long as the trace says": (
-            _figure(told, "total_output_tokens"),
+            _figure(figures, "total_output_tokens"),
             float(sum(row["output_length"] for row in trace)),
         ),
-        "shared prefixes are cached": (_figure(told, "total_usage_prompt_cache_read_tokens") > 0, True),
+        "shared prefixes are cached": (_figure(figures, "total_usage_prompt_cache_read_tokens") > 0, True),
         "vLLM's metrics are scraped": ("vllm:prompt_tokens" in scraped, True),
     }
     cases = [
-        Case(name, "passed") if found == wanted else Case.failed(name, f"{found} instead of {wanted}")
-        for name, (found, wanted) in checks.items()
+        Case(name, "passed") if actual == expected else Case.failed(name, f"{actual} instead of {expected}")
+        for name, (actual, expected) in checks.items()
     ]
     note = (
         f"{REQUESTS} requests, one every {EVERY_MS} ms, in blocks of {BLOCK} tokens. Its tokenizer comes from a hub "
@@ -74,8 +74,8 @@ def make_trace() -> list[dict[str, Any]]:
     return rows
 
 
-def _figure(told: dict[str, Any], name: str) -> float:
-    return float(told.get(name, {}).get("avg", 0.0))
+def _figure(figures: dict[str, Any], name: str) -> float:
+    return float(figures.get(name, {}).get("avg", 0.0))
 
 
 def _hub(checkpoint: Path, scratch: Path) -> Path:

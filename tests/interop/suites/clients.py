@@ -29,10 +29,10 @@ def read_cases(output: str) -> list[Case]:
     cases = list[Case]()
     for line in output.splitlines():
         if line.startswith('{"name": '):
-            said = json.loads(line)
+            result = json.loads(line)
             cases.append(
-                Case(said["name"], "passed")
-                if said["outcome"] == "passed"
-                else Case.failed(said["name"], said["reason"])
+                Case(result["name"], "passed")
+                if result["outcome"] == "passed"
+                else Case.failed(result["name"], result["reason"])
             )
     return cases

@@ -129,22 +129,22 @@ def _served(
         "max_retries=1"
     )
     program = [environment.python, str(_FLOAT32_SUMS)] if float32_sums else [environment.program("lm_eval")]
-    wanted = ["endings"] if float32_sums else TASKS
+    names = ["endings"] if float32_sums else TASKS
     return _evaluate(
-        environment, tasks, name, wanted, *program, "--model", "local-completions", "--model_args", arguments
+        environment, tasks, name, names, *program, "--model", "local-completions", "--model_args", arguments
     )
 
 
-def _evaluate(environment: Environment, tasks: Path, name: str, wanted: Iterable[str], *program: str) -> dict[str, Log]:
+def _evaluate(environment: Environment, tasks: Path, name: str, names: Iterable[str], *program: str) -> dict[str, Log]:
     """Run tasks and return the log of each. One thread, as the workers have: more could add in another order."""
     out = environment.scratch / name
     ran = environment.run(
-        *program, "--tasks", ",".join(wanted), "--include_path", str(tasks),
+        *program, "--tasks", ",".join(names), "--include_path", str(tasks),
         "--batch_size", "1", "--log_samples", "--output_path", str(out), "--seed", "1234",
         HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(environment.scratch / "hf"), OPENAI_API_KEY="none",
         TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1",
     )  # fmt: skip
-    logs = {task: sorted(out.rglob(f"samples_{task}_*.jsonl")) for task in wanted}
+    logs = {task: sorted(out.rglob(f"samples_{task}_*.jsonl")) for task in names}
     if ran.code or not all(logs.values()):
         raise SuiteBroken(f"lm_eval on {name} ended with {ran.code}: {ran.tail}")
     return {
@@ -186,9 +186,9 @@ def compare(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any
 
 def _fixed(sample: Mapping[str, Any]) -> tuple[Any, ...]:
     """What must be equal: document, prompt, target, hashes, metrics, and answers without their log-likelihoods."""
-    kept = ("doc_id", "doc", "target", "arguments", "doc_hash", "prompt_hash", "target_hash", "acc", "exact_match")
+    keys = ("doc_id", "doc", "target", "arguments", "doc_hash", "prompt_hash", "target_hash", "acc", "exact_match")
     answers = [one if isinstance(one, str) else one[1] for one in _answers(sample)]
-    return (*(sample.get(name) for name in kept), answers)
+    return (*(sample.get(name) for name in keys), answers)
 
 
 def _answers(sample: Mapping[str, Any]) -> list[Any]:
@@ -224,8 +224,8 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def _continued(target: Target, question: str) -> str:
-    asked = {"model": target.model, "prompt": question, "max_tokens": 4, "temperature": 0.0}
-    return json.loads(post(f"{target.url}/v1/completions", asked))["choices"][0]["text"]
+    fields = {"model": target.model, "prompt": question, "max_tokens": 4, "temperature": 0.0}
+    return json.loads(post(f"{target.url}/v1/completions", fields))["choices"][0]["text"]
 
 
 def _write_tasks(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -26,7 +26,7 @@ def run(target: Target, environment: Environment, examples: int = 50) -> SuiteRe
     )  # fmt: skip
     if not report.is_file():
         return SuiteResult([Case.failed("st run", f"it ended with {ran.code}: {ran.tail}")])
-    made = re.search(r"(\d+) generated", ran.output)
-    notes = [f"{made[1]} requests, at most {examples} per operation and phase."] if made else []
+    match = re.search(r"(\d+) generated", ran.output)
+    notes = [f"{match[1]} requests, at most {examples} per operation and phase."] if match else []
     notes += [f"The check {name} is left out: {why}." for name, why in _EXCLUDED.items()]
     return SuiteResult(read_junit(report), notes)

@@ -28,8 +28,8 @@ def run(target: Target, environment: Environment) -> SuiteResult:
         try:
             eventually(lambda: _has_model(gateway), what="smg lists a model", seconds=_READY_SECONDS)
         except AssertionError:
-            said = " ".join(log.read_text(errors="replace").splitlines()[-8:])
-            return SuiteResult([Case.failed("smg lists a model", said)])
+            tail = " ".join(log.read_text(errors="replace").splitlines()[-8:])
+            return SuiteResult([Case.failed("smg lists a model", tail)])
         (model,) = [card["id"] for card in get(gateway + "/v1/models")["data"]][:1]
         cases = [Case("smg lists a model", "passed")]
         for prompt in _PROMPTS:
@@ -38,14 +38,14 @@ def run(target: Target, environment: Environment) -> SuiteResult:
 
 
 def _compared(prompt: str, target: Target, gateway: str, model: str) -> list[Case]:
-    asked = {
+    fields = {
         "messages": [{"role": "user", "content": prompt}], "max_tokens": 24, "temperature": 0.0, "ignore_eos": True,
     }  # fmt: skip
     whole, streamed = f"chat: {prompt}", f"streamed chat: {prompt}"
     try:
-        right = _text(post(f"{target.url}/v1/chat/completions", asked | {"model": target.model}))
-        through = _text(post(f"{gateway}/v1/chat/completions", asked | {"model": model}))
-        pieces = post(f"{gateway}/v1/chat/completions", asked | {"model": model, "stream": True})
+        right = _text(post(f"{target.url}/v1/chat/completions", fields | {"model": target.model}))
+        through = _text(post(f"{gateway}/v1/chat/completions", fields | {"model": model}))
+        pieces = post(f"{gateway}/v1/chat/completions", fields | {"model": model, "stream": True})
     except (RefusedError, ValueError, KeyError) as error:
         return [Case.failed(whole, f"{type(error).__name__}: {error}")]
     joined = "".join(
@@ -55,8 +55,8 @@ def _compared(prompt: str, target: Target, gateway: str, model: str) -> list[Cas
         for choice in json.loads(line.removeprefix("data: "))["choices"]
     )
     return [
-        Case(name, "passed") if found == right != "" else Case.failed(name, f"{found!r} instead of {right!r}")
-        for name, found in ((whole, through), (streamed, joined))
+        Case(name, "passed") if actual == right != "" else Case.failed(name, f"{actual!r} instead of {right!r}")
+        for name, actual in ((whole, through), (streamed, joined))
     ]
 
 
