@@ -28,7 +28,6 @@ PARTICIPLE = re.compile(
 NAMES_LATER = (
     "router/frontend/",
     "tests/router/",
-    "tests/simulator/",
 )
 """Where names are not read yet."""
 

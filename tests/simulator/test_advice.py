@@ -54,9 +54,9 @@ def one_peak(best: int, workers: int, colocated: float = 1.0) -> Callable[[Layou
 
 
 def searched(workers: int, truth: Table, predict: Callable[[Layout], float]) -> tuple[Break, list[Break]]:
-    found = Search(workers, predict, 0.9, truth).run()
+    result = Search(workers, predict, 0.9, truth).run()
     assert len(truth.trials) == len(set(truth.trials)), "nothing is simulated twice"
-    return found
+    return result
 
 
 @given(st.data(), st.integers(2, 24))
@@ -67,9 +67,9 @@ def test_the_top_is_found_whatever_was_predicted(data: st.DataObject, workers: i
     colocated, splits = searched(workers, truth, one_peak(guess, workers, 0.3))
     top = one_peak(best, workers)(splits[0].layout)
     assert top > 3.0 / RUNG**3
-    for found, highest in ((colocated, 1.0), (splits[0], top)):
-        assert found.best is not None
-        assert found.best.speed <= highest < found.best.speed * RUNG
+    for answer, highest in ((colocated, 1.0), (splits[0], top)):
+        assert answer.best is not None
+        assert answer.best.speed <= highest < answer.best.speed * RUNG
 
 
 def test_a_good_prediction_makes_it_short() -> None:
@@ -119,7 +119,7 @@ def test_a_bracket_begins_at_its_own_rung_after_a_failure_far_above() -> None:
     assert bracket.next == 3
 
 
-def found(layout: Layout, at: TrialResult | None, beyond: TrialResult | None = None) -> Break:
+def break_of(layout: Layout, at: TrialResult | None, beyond: TrialResult | None = None) -> Break:
     return Break(layout, Trial(layout, 0) if at else None, at, beyond)
 
 
@@ -138,8 +138,8 @@ def test_what_gives_way(layout: Layout, beyond: TrialResult, says: str) -> None:
 
 
 def test_it_says_when_splitting_pays() -> None:
-    colocated = found(Layout(0, 8), served(3.0), served(3.1, slow=0.2))
-    split = found(Layout(5, 3), served(4.0), served(4.1, late=0.2))
+    colocated = break_of(Layout(0, 8), served(3.0), served(3.1, slow=0.2))
+    split = break_of(Layout(5, 3), served(4.0), served(4.1, late=0.2))
     assert pays(colocated, split)
     assert sentence(colocated, [split], OBJECTIVES) == (
         "Split: 5P+3D serves 1.33 times what 8 colocated workers do (4.00 against 3.00 requests a second within both "
@@ -148,16 +148,16 @@ def test_it_says_when_splitting_pays() -> None:
 
 
 def test_it_says_when_splitting_does_not_pay_and_why() -> None:
-    colocated = found(Layout(0, 8), served(4.0), served(4.1, late=0.2))
-    split = found(Layout(5, 3), served(3.0), served(3.1, late=0.2, prefill=0.99))
+    colocated = break_of(Layout(0, 8), served(4.0), served(4.1, late=0.2))
+    split = break_of(Layout(5, 3), served(3.0), served(3.1, late=0.2, prefill=0.99))
     assert not pays(colocated, split)
-    told = sentence(colocated, [split], OBJECTIVES)
-    assert told.startswith("Splitting does not pay here: the best split, 5P+3D, serves 0.75 times what 8 colocated")
-    assert "(TPOT 20 ms at p99, 50 allowed)" in told
-    assert told.endswith("in the split, first tokens come too late: prefill has no time left.")
+    text = sentence(colocated, [split], OBJECTIVES)
+    assert text.startswith("Splitting does not pay here: the best split, 5P+3D, serves 0.75 times what 8 colocated")
+    assert "(TPOT 20 ms at p99, 50 allowed)" in text
+    assert text.endswith("in the split, first tokens come too late: prefill has no time left.")
 
 
 def test_a_difference_of_less_than_a_rung_is_none() -> None:
-    assert not pays(found(Layout(0, 8), served(4.0)), found(Layout(5, 3), served(4.1)))
-    assert "does not pay" in sentence(found(Layout(0, 8), served(4.0)), [found(Layout(5, 3), None)], OBJECTIVES)
-    assert "Split: 5P+3D" in sentence(found(Layout(0, 8), None), [found(Layout(5, 3), served(4.0))], OBJECTIVES)
+    assert not pays(break_of(Layout(0, 8), served(4.0)), break_of(Layout(5, 3), served(4.1)))
+    assert "does not pay" in sentence(break_of(Layout(0, 8), served(4.0)), [break_of(Layout(5, 3), None)], OBJECTIVES)
+    assert "Split: 5P+3D" in sentence(break_of(Layout(0, 8), None), [break_of(Layout(5, 3), served(4.0))], OBJECTIVES)

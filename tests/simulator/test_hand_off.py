@@ -90,8 +90,8 @@ class HandOff(RuleBasedStateMachine):
         )  # fmt: skip
         full = cacheable_pages(len(tokens), PAGE) * PAGE
         if prefill and full:
-            made = tokens[:-1] if partial else tokens[:full]
-            order = Prefill(request, 1, ROOT, pack_tokens(made), self.sources(cached))
+            part = tokens[:-1] if partial else tokens[:full]
+            order = Prefill(request, 1, ROOT, pack_tokens(part), self.sources(cached))
             self.pick(prefill, "prefill").handle(order)
 
     @rule(prompt=PROMPTS, to=BIT, prefill=st.integers(0, 2), turns=st.integers(0, 30), damage=SELDOM, fails=SELDOM)

@@ -180,13 +180,13 @@ class Crowded(RuleBasedStateMachine):
         for message in self.decode.messages if hasattr(self, "decode") else ():
             for delta in message.deltas if isinstance(message, Tokens) else ():
                 first = delta.position - len(self.requests[delta.request][0])
-                wanted = self.expected(delta.request)
-                assert list(delta.tokens) == wanted[first : first + len(delta.tokens)]
-                assert (delta.finish is not None) == (first + len(delta.tokens) == len(wanted))
+                output = self.expected(delta.request)
+                assert list(delta.tokens) == output[first : first + len(delta.tokens)]
+                assert (delta.finish is not None) == (first + len(delta.tokens) == len(output))
 
     def expected(self, request: str) -> list[int]:
-        wanted, stops = outputs(*self.requests[request], self.grammars[request]), self.stops[request]
-        return wanted[: next((at for at, token in enumerate(wanted, 1) if token in stops), len(wanted))]
+        output, stops = outputs(*self.requests[request], self.grammars[request]), self.stops[request]
+        return output[: next((at for at, token in enumerate(output, 1) if token in stops), len(output))]
 
     def teardown(self) -> None:
         if not hasattr(self, "decode"):
@@ -273,14 +273,14 @@ def cancelled_with_a_step_ahead() -> None:
     """A sequence goes while two steps run. Pages that the store has ready are fetched into all of its pages."""
     machine = Crowded()
     machine.start(slots=16, pages=6, chunk=12, copies=8, delays=[4], slow_copies=1)
-    wanted = [30] * 18
-    machine.prefill.handle(Prefill("r1", 1, ROOT, pack_tokens(wanted[:-1])))
+    prompt = [30] * 18
+    machine.prefill.handle(Prefill("r1", 1, ROOT, pack_tokens(prompt[:-1])))
     machine.one_prefills(80)
     machine.order(shared=0, own=[31] * 9, count=12, priority=0, remote=False)
     while machine.decode.ahead < 2 or len(machine.decode.under_way) < 2:
         machine.one_decodes(1)
     machine.cancel(1, decode=True, prefill=False)
-    machine.order(shared=0, own=wanted, count=3, priority=0, remote=True)
+    machine.order(shared=0, own=prompt, count=3, priority=0, remote=True)
     assert machine.decode.under_way
     machine.both(40)
     machine.every_token_is_the_reference()
@@ -354,9 +354,9 @@ def test_a_late_mask_costs_its_sequence_steps_and_others_nothing():
 
 def test_a_grammar_that_fails_ends_its_own_request():
     worker = served(9, [1], ODD_ENDS)
-    wanted = outputs([30], 12, EVEN)
+    output = outputs([30], 12, EVEN)
     tokens = tokens_of(worker, "r0")
-    assert tokens == wanted[: len(tokens)]
+    assert tokens == output[: len(tokens)]
     assert len(tokens) < 12
     (failed,) = [message for message in worker.messages if isinstance(message, AttemptFailed)]
     assert (failed.request, failed.reason) == ("r0", "invalid_grammar")

@@ -30,14 +30,14 @@ def test_three_times_too_much(layout: str, rate: float) -> None:
     world = cluster(layout, **settings)
     wishes = Wishes(max_tokens=200, tenants=TENANTS, priorities=((0, 0.1), (1, 0.9)))
     load = list(Random(rate, Lengths("uniform", 500, 2_500), Lengths("uniform", 5, 60)).arrivals(900, wishes, 1))
-    asked = dict.fromkeys(WEIGHTS, 0.0)
+    demand = dict.fromkeys(WEIGHTS, 0.0)
     for arrival in load:
-        asked[arrival.tenant] += arrival.prompt + arrival.output
+        demand[arrival.tenant] += arrival.prompt + arrival.output
     measures = serve(world, load)
     table = measures.table()
     rejected = table["seconds"][table["finished"] == 0]
     served = measures.by_tenant()
-    fair = overload.fair_shares(sum(served.values()), asked, WEIGHTS)
+    fair = overload.fair_shares(sum(served.values()), demand, WEIGHTS)
     assert sum(measures.ends.values()) == 900
     assert 200 < measures.ends["finished"] < 500
     assert set(measures.ends) <= {"finished", "objective", "overloaded"}

@@ -20,9 +20,9 @@ def order(count: int, request: str = "r", stops: tuple[int, ...] = ()) -> Decode
 
 
 def worker() -> RigWorker:
-    made = Rig(64).worker("decode", 32, DecodeConfig())
-    made.state = RunDecodeScheduler(DecodeConfig(), PAGE, 32)
-    return made
+    one = Rig(64).worker("decode", 32, DecodeConfig())
+    one.state = RunDecodeScheduler(DecodeConfig(), PAGE, 32)
+    return one
 
 
 def sampled(worker: RigWorker, plan: ScheduledBatch, steps: int) -> list[list[Sampled]]:

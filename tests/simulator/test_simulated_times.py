@@ -21,12 +21,12 @@ def test_one_worker_alone(runs: bool) -> None:
 def test_a_hand_off() -> None:
     measures = serve(cluster("1P+1D", per_node=2), [request(0.0, prompt=2 * PAGE + 1, output=1)])
     (ttft,) = measures.table()["ttft"]
-    asked = 3 * MESSAGE  # Decode, Accepted, Prefill
+    messages = 3 * MESSAGE  # Decode, Accepted, Prefill
     looked = 2 * CALL  # the store has nothing
     computed = STEP.fixed + 2 * PAGE * STEP.token
     shipped = 2 * COPY + 2 * CALL + 2 * COPY + 2 * CALL  # out, sealed and granted, in, released
     first_token = STEP.fixed + STEP.row + (2 * PAGE + 1) * STEP.context
-    assert ttft == pytest.approx(asked + looked + computed + shipped + first_token + MESSAGE)
+    assert ttft == pytest.approx(messages + looked + computed + shipped + first_token + MESSAGE)
 
 
 def test_what_is_cached_is_not_computed() -> None:

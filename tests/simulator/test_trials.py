@@ -22,20 +22,20 @@ def setting(load: list[Arrival], ttft: float = 2.0, tpot: float = 0.05) -> Setti
 
 def test_prompts_are_counted_once_and_tokens_at_the_largest_batch_that_keeps_the_objective() -> None:
     load = [request(0.0, 2_000, 100, blocks=(1, 2, 3, 4)), request(10.0, 2_000, 100, blocks=(1, 2, 3, 5))]
-    wanted = demand(setting(load))
+    work = demand(setting(load))
     new = 2_000 + 2_000 - 3 * 512
-    assert wanted.prefill == pytest.approx(2 * STEP.fixed + STEP.token * new)
+    assert work.prefill == pytest.approx(2 * STEP.fixed + STEP.token * new)
     each = STEP.row + STEP.context * 2_050
     batch = (0.05 - STEP.fixed) / each
-    assert wanted.decode == pytest.approx(200 * 0.05 / batch)
-    assert (wanted.span, wanted.within) == (10.0, 1.0)
+    assert work.decode == pytest.approx(200 * 0.05 / batch)
+    assert (work.span, work.within) == (10.0, 1.0)
 
 
 def test_a_side_without_time_left_sets_the_speed() -> None:
-    wanted = demand(setting([request(0.0, 2_000, 100), request(10.0, 2_000, 100, blocks=(5, 6, 7, 8))]))
-    assert wanted.speed(Layout(0, 2)) == pytest.approx(20 / (wanted.prefill + wanted.decode))
-    assert wanted.speed(Layout(1, 99)) == pytest.approx(10 / wanted.prefill)
-    assert wanted.speed(Layout(99, 1)) == pytest.approx(10 / wanted.decode)
+    work = demand(setting([request(0.0, 2_000, 100), request(10.0, 2_000, 100, blocks=(5, 6, 7, 8))]))
+    assert work.speed(Layout(0, 2)) == pytest.approx(20 / (work.prefill + work.decode))
+    assert work.speed(Layout(1, 99)) == pytest.approx(10 / work.prefill)
+    assert work.speed(Layout(99, 1)) == pytest.approx(10 / work.decode)
 
 
 def test_some_requests_meet_no_objective_even_alone() -> None:
