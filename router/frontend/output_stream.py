@@ -133,6 +133,12 @@ class OutputStream:
         self._end = RequestEnded(end.request, outcome, summary)
         self._news.set()
 
+    def wake(self) -> None:
+        """Have `read` return, with an output of size 0 if nothing is new."""
+        if not self._pieces and self._end is None:
+            self._pieces.append(Output())
+            self._news.set()
+
     async def read(self) -> Output | RequestEnded:
         """The next piece of what is new, as soon as there is something; the end comes last."""
         self.reads += 1

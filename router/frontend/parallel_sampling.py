@@ -30,6 +30,8 @@ class ReadableStream(Protocol):
     @property
     def stop_string(self) -> str | None: ...
 
+    def wake(self) -> None: ...
+
     async def read(self) -> Output | RequestEnded: ...
 
     def abandon(self) -> None: ...
@@ -62,6 +64,9 @@ class ResultStream:
         self.stop_string = result.stop_string
         self._news += [result.output, result.end]
         self._settled.set()
+
+    def wake(self) -> None:
+        """Do nothing: it is in no stream."""
 
     async def read(self) -> Output | RequestEnded:
         """The output, then its end, which is said again whenever it is asked for."""

@@ -251,6 +251,9 @@ class MessageBuilder(ResponseBuilder):
     def event(self, chunk: Json) -> bytes:
         return b"event: " + chunk["type"].encode() + b"\ndata: " + msgspec.json.encode(chunk) + b"\n\n"
 
+    def sign_of_life(self) -> bytes:
+        return self.event({"type": "ping"})
+
     def failed(self, error: BatonError) -> AnthropicError:
         return anthropic_body(error)
 

@@ -187,6 +187,10 @@ class ResponseBuilder:
         """A chunk as a server-sent event."""
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
+    def sign_of_life(self) -> bytes:
+        """What tells clients and proxies that a quiet stream goes on."""
+        return b": keep-alive\n\n"
+
     def failed(self, error: BatonError) -> Json | Struct:
         """An error as this API has it."""
         return errors.body_of(error)

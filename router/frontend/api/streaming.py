@@ -38,6 +38,8 @@ _JSON = "application/json"
 _ENCODED_AT_ONCE = 500  # members of a list
 _SCORED_BYTES = 64  # of a response, for each log-probability
 _MAX_NAME = 80  # characters of a request's name
+STATUS_SECONDS = 0.5  # in which a request that is refused has a status of its own
+ALIVE_SECONDS = 10.0  # without an event, after which a stream shows that it lives: proxies close quiet connections
 
 
 class ConnectionClosed(Exception):
@@ -196,16 +198,35 @@ class WholeResponse(_GeneratedResponse):
 
 
 class EventStream(_GeneratedResponse):
-    """Server-sent events, an output at a time."""
+    """Server-sent events, an output at a time. The headers do not wait for the first one."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        builder, opened = self.builder, False
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + STATUS_SECONDS  # of a sign of life
+        self._timer = loop.call_at(self._due, self._wake)
+        try:
+            await self._stream(scope, receive, send)
+        finally:
+            self._timer.cancel()
+
+    def _wake(self) -> None:
+        """Have an output without content read, where no other one has come in time."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._due:
+            self._due = loop.time() + ALIVE_SECONDS
+            if (quiet := next((one.stream for one in self.generations if not one.stream.ended), None)) is not None:
+                quiet.wake()
+        self._timer = loop.call_at(self._due, self._wake)
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        builder, opened, loop = self.builder, False, asyncio.get_running_loop()
 
         async def event(value: dict[str, Any]) -> None:
             await emit(builder.event(value))
 
         async def emit(body: bytes) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._due = loop.time() + ALIVE_SECONDS
 
         async def open_stream() -> None:
             headers = [
@@ -218,9 +239,11 @@ class EventStream(_GeneratedResponse):
 
         try:
             async for choice, news in self._outputs():
-                if not opened:  # a request that is refused has a status of its own
+                if not opened:
                     opened = True
                     await open_stream()
+                elif isinstance(news, Output) and not news.size:
+                    await emit(builder.sign_of_life())
                 if not isinstance(news, Output):
                     for chunk in builder.ending(choice):
                         await event(chunk)

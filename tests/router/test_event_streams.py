@@ -1,0 +1,94 @@
+"""Server-sent events before the first token, in gaps, and where the router stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.frontend.api import streaming
+from tests.router import model
+from tests.router.model import Cluster
+from tests.router.test_api import completion, door, run
+
+pytestmark = pytest.mark.slow
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "seed": 4, "max_tokens": 12, "ignore_eos": True}
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12}
+RESPONSES = {"input": "Hi", "seed": 4, "max_output_tokens": 12, "ignore_eos": True}
+COMMENT = ": keep-alive"
+PING = 'event: ping\ndata: {"type":"ping"}'
+DOORS = {
+    "completions": (completion(ignore_eos=True), [], COMMENT),
+    "completions of several": (completion(ignore_eos=True, n=3), [], COMMENT),
+    "chat/completions": (CHAT, ["chat.completion.chunk"], COMMENT),
+    "messages": (MESSAGES, ["message_start", "ping"], PING),
+    "responses": (RESPONSES, ["response.created", "response.in_progress"], COMMENT),
+}
+
+
+class HeldSteps:
+    """Workers that take requests and make no token while they are held."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held = True
+        step = Cluster.step
+        monkeypatch.setattr(model, "token_at", lambda seed, position: 20 + position % 40)
+        monkeypatch.setattr(Cluster, "step", lambda cluster, process: None if self.held else step(cluster, process))
+
+
+async def next_event(stream: Any) -> str:
+    event = (await asyncio.wait_for(stream.readuntil(b"\n\n"), 20)).decode()
+    assert event, "the stream has ended"
+    return event.removesuffix("\n\n")
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_a_stream_answers_before_its_first_token_and_lives_in_gaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    body, opening, sign = DOORS[path]
+    workers = HeldSteps(monkeypatch)
+    monkeypatch.setattr(streaming, "ALIVE_SECONDS", 0.05)
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            client.router.step_seconds = 0.02
+            url = f"{client.url}/v1/{path.split()[0]}"
+            async with client.http.post(url, json=body | {"stream": True}) as answer:  # the status is here
+                assert answer.status == 200
+                for kind in opening:
+                    event = json.loads((await next_event(answer.content)).split("data: ")[1])
+                    assert kind in (event.get("type"), event.get("object"))
+                for _ in range(3):
+                    assert await next_event(answer.content) == sign
+                workers.held = False
+                events = [await next_event(answer.content) for _ in range(4)]
+                workers.held = True
+                while (event := await next_event(answer.content)) != sign:
+                    events.append(event)
+                workers.held = False
+                rest = [event for event in (await answer.text()).split("\n\n") if event != sign]
+            assert any("data: " in event for event in events)
+            if path == "completions":
+                events = [json.loads(event[6:]) for event in (*events, *rest) if "{" in event]
+                text = "".join(event["choices"][0]["text"] for event in events)
+                assert text == (await client.complete(ignore_eos=True))["choices"][0]["text"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_a_stream_that_is_refused_at_once_has_a_status(tmp_path: Path, path: str) -> None:
+    body, _, _ = DOORS[path]
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            client.router.stop.set()
+            status, _, headers = await client.post(f"/v1/{path.split()[0]}", body | {"stream": True})
+            assert (status, headers["baton-reason"]) == (503, "unavailable")
+
+    run(test)
