@@ -76,11 +76,13 @@ def check(config: Config) -> tuple[Config, Sequence[str]]:
 
 
 def _template_notes(template: ChatTemplate | None) -> Sequence[str]:
-    try:
-        environment().parse(template.source if template is not None else "")
-    except (jinja2.TemplateError, RecursionError) as error:
-        return [f"the chat template is no template, so chats are refused until it is mended: {error}"]
-    return ()
+    notes: list[str] = []
+    for name, source in template.named.items() if template is not None else ():
+        try:
+            environment().parse(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            notes.append(f"the chat template {name!r} is no template; chats that need it are refused: {error}")
+    return notes
 
 
 def _native(config: Config, path: Path, device: str) -> Sequence[str]:

@@ -42,13 +42,14 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # further names that a request may use
     adapters: Mapping[str, str] = field(default_factory=dict[str, str])  # LoRA adapters by name: their directories
     folder: Path | None = None  # of its files
-    chat_format: ChatFormat = NO_FORMAT  # how it writes reasoning and tool calls
+    chat_format: ChatFormat = NO_FORMAT  # how it writes reasoning
+    tool_format: ChatFormat = NO_FORMAT  # the same, and tool calls, where its prompt shows tools
     notes: tuple[str, ...] = ()  # what is odd in its files and does no harm
 
     @cached_property
     def reasoning_end(self) -> int | None:
         """The token that ends reasoning, if one does."""
-        marker = self.chat_format.reasoning_end
+        marker = self.chat_format.reasoning_end or self.tool_format.reasoning_end
         return self.tokenizer.token_of(marker) if self.tokenizer and marker else None
 
     @cached_property
@@ -56,6 +57,10 @@ class ServedModel:
         """The token that stands for the end of an output in grammars: one of `eos` that the tokenizer has."""
         tokenizer = self.tokenizer
         return next((token for token in self.eos if tokenizer is not None and tokenizer.has(token)), None)
+
+    def format_of(self, *, tools: object) -> ChatFormat:
+        """How the model writes an output whose prompt shows such tools."""
+        return self.tool_format if tools else self.chat_format
 
     def special_tokens(self, texts: Sequence[str]) -> list[int]:
         """Those of some texts that are special tokens."""
@@ -88,6 +93,10 @@ def load(config: ModelConfig) -> ServedModel:
     token_of = tokenizer.token_of if tokenizer else lambda _: None
     eos, notes = end_tokens(named, token_of, generation, settings, limits.vocab_size)
     template = ChatTemplate.load(folder)
+    plain, with_tools = (
+        chosen(template and template.source(tools=tools), config.tool_call_parser, config.reasoning_parser)
+        for tools in (False, True)
+    )
     return ServedModel(
         name=config.served_name,
         aliases=config.served_names[1:],
@@ -97,7 +106,8 @@ def load(config: ModelConfig) -> ServedModel:
         eos=eos,
         defaults=_defaults(generation),
         chat_template=template,
-        chat_format=chosen(template.source if template else None, config.tool_call_parser, config.reasoning_parser),
+        chat_format=plain,
+        tool_format=with_tools,
         tokenizer_file=of_tokenizer / "tokenizer.json" if of_tokenizer else None,
         folder=folder,
         notes=notes,

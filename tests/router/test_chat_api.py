@@ -15,6 +15,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
+from router.frontend.api.prompts import PromptBuilder
 from router.frontend.detokenizer import TextOptions, TextStream, Tokenizer
 from tests.router import model, tokenizers
 from tests.router.model import EOS
@@ -74,10 +75,12 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def saying(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> AsyncIterator[Client]:
+async def saying(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, template: Any = TEMPLATE
+) -> AsyncIterator[Client]:
     config = settings_for(folder)
     path = Path(config.model.path)
-    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": TEMPLATE}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": template}))
     tokenizer().save(str(path / "tokenizer.json"))
     async with served(config) as router:
         client = Client(router, monkeypatch)
@@ -434,5 +437,42 @@ def test_a_schema_of_anthropics_binds_the_answer(tmp_path: Path, monkeypatch: py
                 await door.messages.create(**asked, output_config={"format": form})
             with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
                 await door.messages.create(**asked, extra_body={"mcp_servers": [{"type": "url", "url": "x"}]})
+
+    run(test)
+
+
+def test_with_tools_the_prompt_and_the_parser_are_those_of_tool_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": TEMPLATE}]
+    prompts: list[str] = []
+    encode = PromptBuilder.encode
+
+    def noted(self: PromptBuilder, texts: Any, **more: Any) -> Any:
+        prompts.extend(texts)
+        return encode(self, texts, **more)
+
+    monkeypatch.setattr(PromptBuilder, "encode", noted)
+
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, f"I'll look.{CALL}", named) as client, client.openai() as door:
+            asked: Any = {"model": "", "messages": MESSAGES}
+            message = (await door.chat.completions.create(**asked, tools=TOOLS)).choices[0].message
+            assert (message.content, message.tool_calls[0].function.name) == ("I'll look.", "get_weather")
+            assert "get_weather" in prompts[-1]
+            for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+                message = (await door.chat.completions.create(**asked, **more)).choices[0].message
+                assert prompts[-1] == "[user]How is it in Rome?"
+                assert not message.tool_calls
+                assert message.content.startswith("I'll look.")
+            named_one = await door.chat.completions.create(**asked, extra_body={"chat_template": "tool_use"})
+            assert named_one.usage.prompt_tokens
+            assert prompts[-1] == "<s>[user]How is it in Rome?[assistant]"
+            client.say(json.dumps(WEATHER))
+            forced: Any = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+            message = (await door.chat.completions.create(**asked, **forced, tools=TOOLS)).choices[0].message
+            assert json.loads(message.tool_calls[0].function.arguments) == WEATHER
+            assert "get_weather" in prompts[-1]
 
     run(test)

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.errors import InvalidRequest, ModelError
 from router.frontend.chat import template as chat_template
 from router.frontend.chat.repairs import Repairs
 from router.frontend.chat.template import ChatTemplate, TemplateRenderer, cut_at_mark, mark_end, normalized, rendering
+from tests.router import tokenizers
 
 pytestmark = pytest.mark.slow
 
@@ -224,17 +226,34 @@ def test_a_checkpoints_template(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "one"}))
-    assert ChatTemplate.load(tmp_path) == ChatTemplate("one", {"bos_token": "<s>", "eos_token": "</s>"})
+    assert ChatTemplate.load(tmp_path) == ChatTemplate({"default": "one"}, {"bos_token": "<s>", "eos_token": "</s>"})
     several = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
     file.write_text(json.dumps({"chat_template": several}))
-    assert ChatTemplate.load(tmp_path) == ChatTemplate("three", {})
+    assert ChatTemplate.load(tmp_path) == ChatTemplate({"tool_use": "two", "default": "three"}, {})
     (tmp_path / "chat_template.jinja").write_text("four")
-    assert ChatTemplate.load(tmp_path) == ChatTemplate("four", {})
+    assert ChatTemplate.load(tmp_path) == ChatTemplate({"default": "four"}, {})
     (tmp_path / "chat_template.jinja").unlink()
-    for broken in ("{", json.dumps({"chat_template": 5})):
+    for broken in (
+        "{",
+        json.dumps({"chat_template": 5}),
+        json.dumps({"chat_template": [{"name": "a", "template": 5}]}),
+    ):
         file.write_text(broken)
         with pytest.raises(ModelError):
             ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_the_named_template_that_transformers_chooses(tmp_path: Path, in_files: bool) -> None:
+    file = PreTrainedTokenizerFast(tokenizer_object=tokenizers.byte_level())
+    file.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    file.save_pretrained(str(tmp_path), save_jinja_files=in_files)
+    assert (tmp_path / "additional_chat_templates").exists() == in_files
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(str(tmp_path)), ChatTemplate.load(tmp_path)
+    assert ours is not None
+    assert ours.named == theirs.chat_template
+    for tools in (None, TOOLS):
+        assert ours.source(tools=bool(tools)) == theirs.get_chat_template(tools=tools)
 
 
 def test_messages_that_are_none() -> None:

@@ -194,7 +194,7 @@ class HttpApi:
         refuse_unserved(fields)
         model = self._service.model
         model.check(fields.model)
-        fields, plan = planned(fields, model.chat_format)
+        fields, plan = planned(fields, model.format_of(tools=fields.tools))
         if fields.top_logprobs and not fields.logprobs:
             raise InvalidRequest("top_logprobs is set and logprobs is not true; set both")
         _check_prompt_logprobs(fields)
@@ -213,13 +213,14 @@ class HttpApi:
         echo = _last_text(fields) if fields.echo else None
         options = self._options(builder, request, fields, logprobs=logprobs is not None, echo=echo, body=asked)
         outputs = _choices_of([prompt.tokens], samples(fields))
+        form = model.format_of(tools=fields.tools)
         for output in outputs:
-            output.parser = model.chat_format.parser(
+            output.parser = form.parser(
                 plan.calls, plan.names, constrained=plan.constrained, plain=plan.plain, prompt=prompt.end,
                 continued=prompt.continued, texts=plan.texts,
                 show_reasoning=fields.include_reasoning is not False, parallel_calls=plan.parallel,
             )  # fmt: skip
-        shown_tokens = model.special_tokens(model.chat_format.markers(plan.calls, constrained=plan.constrained))
+        shown_tokens = model.special_tokens(form.markers(plan.calls, constrained=plan.constrained))
         forced = "tools" if plan.forced else ""
         order = GenerationOrder(
             builder(options, outputs),

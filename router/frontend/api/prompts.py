@@ -12,6 +12,7 @@ from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionRequest
 from router.frontend.api.parameters import token_ids
 from router.frontend.api.protocol import TokenizeRequest, samples
+from router.frontend.chat.families import ChatFormat
 from router.frontend.chat.repairs import Repairs
 from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, rendering, text_of
 from router.frontend.generation import GenerationService
@@ -37,7 +38,7 @@ class ChatOrder:
 
     rendering: bytes  # for the template's process
     continued: str | None
-    constrained: bool  # the prompt leaves no reasoning open
+    closes: ChatFormat | None  # the prompt leaves no reasoning in this format open
     special_tokens: bool  # are added
     keep: int | None  # the prompt's last tokens; none: all
 
@@ -86,12 +87,13 @@ class PromptBuilder:
         """Check a chat that the checkpoint's template or the request's own is to render. Raises InvalidRequest."""
         model = self._model
         template = model.chat_template
-        if fields.chat_template and not self._trust_templates:
+        own = template.named.get(fields.chat_template or "") if template else None
+        if fields.chat_template and own is None and not self._trust_templates:
             raise InvalidRequest(
                 "the request has a chat_template, and this server renders the checkpoint's alone; leave chat_template "
                 "out, or set api.trust_request_chat_template"
             )
-        source = fields.chat_template or (template.source if template else None)
+        source = own or fields.chat_template or (template and template.source(tools=bool(fields.tools)))
         if source is None:
             raise InvalidRequest(
                 f"{model.name} has no chat template; send chat_template, or use /v1/completions with the whole prompt"
@@ -119,7 +121,8 @@ class PromptBuilder:
         if isinstance(fields, ChatCompletionRequest):
             keep = kept_tokens(fields.truncate_prompt_tokens, fields.output_tokens, model.limits.max_context)
         order = rendering(source, variables, repairs.allowed)
-        return ChatOrder(order, continued, constrained, bool(fields.add_special_tokens), keep)
+        closes = model.format_of(tools=fields.tools) if constrained else None
+        return ChatOrder(order, continued, closes, bool(fields.add_special_tokens), keep)
 
     async def of_chat(self, order: ChatOrder, repairs: Repairs) -> ChatPrompt:
         """The prompt of a chat of this task's caller. Raises InvalidRequest and Overloaded."""
@@ -129,8 +132,8 @@ class PromptBuilder:
     def _chat_prompt(self, order: ChatOrder, text: str) -> ChatPrompt:
         if order.continued is not None:
             text = cut_at_mark(text)
-        elif order.constrained:
-            text = self._model.chat_format.without_reasoning(text)
+        elif order.closes is not None:
+            text = order.closes.without_reasoning(text)
         (tokens,) = self.encode([text], special=order.special_tokens, keep=order.keep)
         return ChatPrompt(tokens, text[-_END:], order.continued)
 

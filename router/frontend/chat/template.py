@@ -28,6 +28,8 @@ MAX_MESSAGES = 100_000
 _DEADLINE = 2.0  # seconds for one prompt; templates take less than a millisecond
 _MARK = f"<end-{secrets.token_hex(8)}>"
 _FILE = "chat_template.jinja"
+_MORE = "additional_chat_templates"  # a folder with others, by name
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"  # names of templates
 _ROLES = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
     "function": "tool",
@@ -37,28 +39,37 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A checkpoint's template, and the special tokens that it may name."""
+    """A checkpoint's templates by name, and the special tokens that they may name."""
 
-    source: str
+    named: Mapping[str, str]
     special_tokens: Mapping[str, str]
+
+    def source(self, *, tools: bool = False) -> str:
+        """Return the template that transformers would choose, or the first one where it would find none."""
+        named = (tools and self.named.get(_WITH_TOOLS)) or self.named.get(_DEFAULT)
+        return named or next(iter(self.named.values()))
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
-        """Read a checkpoint's template; None if it has none. Raises ModelError."""
+        """Read a checkpoint's templates; None if it has none. Raises ModelError."""
         settings = read_optional(folder / "tokenizer_config.json")
         source = settings.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-            source = named.get("default") or next(iter(named.values()), None)
-        if os.path.lexists(folder / _FILE):
-            source = _text(folder / _FILE)
-        if not source:
-            return None
-        if not isinstance(source, str):
-            raise ModelError(f"chat_template of {folder} is a {type(source).__name__}; it must be a text")
+        named: dict[str, Any] = {_DEFAULT: source}
+        if isinstance(source, list):
+            named = {str(one.get("name")): one.get("template") for one in source if isinstance(one, dict)}
+        files = {file.stem: _text(file) for file in sorted((folder / _MORE).glob("*.jinja"))}
+        if os.path.lexists(folder / _FILE):  # as with transformers, the settings' ones then count for nothing
+            named = {_DEFAULT: _text(folder / _FILE)}
+        named = {name: text for name, text in (named | files).items() if text}
+        for name, text in named.items():
+            if not isinstance(text, str):
+                raise ModelError(
+                    f"chat_template {name!r} of {folder} is a {type(text).__name__}; it must be a text, or a list of "
+                    "named texts"
+                )
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
         found = {name: _content(settings.get(name)) for name in names}
-        return cls(source, {name: text for name, text in found.items() if text is not None})
+        return cls(named, {name: text for name, text in found.items() if text is not None}) if named else None
 
 
 def rendering(template: str, variables: Mapping[str, Any], repairs: Sequence[str] = ()) -> bytes:
