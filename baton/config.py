@@ -247,6 +247,7 @@ Repair: TypeAlias = Literal[
     "system",
     "turns",
     "system_in_user",
+    "call_ids",
     "arguments",
     "placeholder",
     "limit",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,55 @@ PROMPTS = {
     ],
     "{{ messages[0].role }}": [([USER, system("B")], "user", "")],
 }
+
+
+MISTRAL = (  # as Mistral's
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('One system!') }}"
+    "{% endif %}{% for call in m.tool_calls or [] %}{% if call.id is not defined or call.id|length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "[call {{ call.id }}]{% endfor %}"
+    "{% if m.role == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id|length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "[result {{ m.tool_call_id }}]{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+def test_ids_of_calls_are_those_that_the_template_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chat(*ids: str) -> dict[str, Any]:
+        calls = [{"id": id_, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id_ in ids]
+        results = [{"role": "tool", "tool_call_id": id_, "content": "R"} for id_ in ids]
+        return {"messages": [USER, TURN | {"tool_calls": calls}, *results]}
+
+    def messages(*ids: str) -> dict[str, Any]:
+        calls = [{"type": "tool_use", "id": id_, "name": "f", "input": {}} for id_ in ids]
+        results = [{"type": "tool_result", "tool_use_id": id_, "content": "R"} for id_ in ids]
+        return {"messages": [USER, {"role": "assistant", "content": calls}, {"role": "user", "content": results}]}
+
+    def responses(*ids: str) -> dict[str, Any]:
+        calls = [{"type": "function_call", "call_id": id_, "name": "f", "arguments": "{}"} for id_ in ids]
+        results = [{"type": "function_call_output", "call_id": id_, "output": "R"} for id_ in ids]
+        return {"input": [USER, *calls, *results]}
+
+    async def test() -> None:
+        async with front(tmp_path, monkeypatch, MISTRAL) as it:
+            for path, made in (("chat/completions", chat), ("messages", messages), ("responses", responses)):
+                own, no_repairs = await it.prompt(path, made("abcDEF123"))
+                assert ("[call abcDEF123]" in own, "[result abcDEF123]" in own, no_repairs) == (True, True, "")
+                first, told = await it.prompt(path, made("toolu_01ABC", "abcDEF123"))
+                assert told == "call_ids"
+                found = re.findall(r"\[(?:call|result) ([A-Za-z0-9]{9})\]", first)
+                assert found[:2] == found[2:]
+                assert (found[1], len(set(found))) == ("abcDEF123", 2)
+                later, _ = await it.prompt(path, made("toolu_01ABC", "abcDEF123", "call_2"))
+                assert re.findall(r"\[call (\w+)\]", later)[:2] == found[:2]
+            late = chat("call_1")
+            late["messages"].append(system("B"))
+            assert (await it.prompt("chat/completions", late))[1] == "call_ids, system"
+        async with front(tmp_path, monkeypatch, MISTRAL, repairs=["system"]) as it:
+            status, answer, _ = await it.send("chat/completions", chat("call_1"))
+            assert (status, "length 9" in answer["error"]["message"]) == (400, True)
+
+    run(test)
 
 
 @pytest.mark.parametrize("template", PROMPTS)

@@ -8,6 +8,7 @@ repair changes as little as it can. `api.repairs` turns each kind off: then the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ _ESCAPE = re.compile(
     re.DOTALL,
 )
 _TELEMETRY = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.IGNORECASE)
+_SHORT = re.compile("[A-Za-z0-9]{9}")
 _UNREADABLE = "INVALID_JSON"  # Anthropic's own name for arguments that were cut
 
 
@@ -192,6 +194,27 @@ def with_system_in_user(messages: Sequence[Json]) -> list[Json]:
             joined = _joined([messages[0]["content"], message["content"]])
             return [*messages[1:number], message | {"content": joined}, *messages[number + 1 :]]
     return [*messages]
+
+
+def with_short_ids(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with calls by names of nine letters and digits, which Mistral's templates insist on. A name
+    depends on the given one alone, so a conversation keeps its prefix from turn to turn."""
+    renamed: list[Json] = []
+    for message in messages:
+        calls: Any = message.get("tool_calls")
+        changes: Json = {}
+        if calls:
+            changes["tool_calls"] = [call | {"id": _short(call.get("id"))} for call in calls]
+        if "tool_call_id" in message:
+            changes["tool_call_id"] = _short(message["tool_call_id"])
+        renamed.append(message | changes)
+    return renamed
+
+
+def _short(name: Any) -> str:
+    if isinstance(name, str) and _SHORT.fullmatch(name):
+        return name
+    return hashlib.sha256(str(name).encode()).hexdigest()[:9]
 
 
 FOR_STRICT_TEMPLATES: Mapping[Repair, Callable[[Sequence[Json]], list[Json]]] = {

@@ -172,7 +172,11 @@ def _repaired(template: str, variables: dict[str, Any], allowed: list[str], most
                 return other, made
     if text is None:
         assert error is not None
-        raise error
+        changed = repairs.with_short_ids(variables["messages"])
+        if "call_ids" not in allowed or changed == variables["messages"]:
+            raise error
+        text, made = _repaired(template, variables | {"messages": changed}, allowed, most)
+        return text, ["call_ids", *made]
     return text, []  # the template shows nothing of the system's, wherever it stands
 
 
