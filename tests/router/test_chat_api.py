@@ -12,6 +12,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -474,5 +476,36 @@ def test_with_tools_the_prompt_and_the_parser_are_those_of_tool_use(
             message = (await door.chat.completions.create(**asked, **forced, tools=TOOLS)).choices[0].message
             assert json.loads(message.tool_calls[0].function.arguments) == WEATHER
             assert "get_weather" in prompts[-1]
+
+    run(test)
+
+
+CUT_OUTPUTS = ["I'll look, and then", f'Yes.\n{CALL}\n<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "Ro']
+CUT_OUTPUTS += ["<think>\nHmm, the weather", '<tool_call>\n{"name": "patch", "arguments": {"input": "+ a', "", CALL]
+
+
+@pytest.mark.parametrize("text", CUT_OUTPUTS)
+def test_the_events_of_a_cut_response_are_the_published_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    published: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    tools = [*AGENTS_TOOLS, *({"type": "function", "name": name, "parameters": given} for name, given in FUNCTIONS)]
+
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, text) as client, client.openai() as door:
+            count = max(1, len(tokenizer().encode(text, add_special_tokens=False).ids))
+            asked: Any = {"model": "", "input": "Hi", "tools": tools, "max_output_tokens": count}
+            asked["extra_body"] = {"ignore_eos": True}
+            events: Any = [event async for event in await door.responses.create(**asked, stream=True)]
+            for event in events:
+                published.validate_python(event.model_dump())
+            last = events[-1]
+            assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+            done = [event.item for event in events if event.type == "response.output_item.done"]
+            assert [item.model_dump() for item in done] == [item.model_dump() for item in last.response.output]
+            assert [item.status for item in done] == ["completed"] * (len(done) - 1) + ["incomplete"]
+            offered = [one for one in last.response.tools if one.type == "function"]
+            members = [one for space in last.response.tools if space.type == "namespace" for one in space.tools]
+            assert [one.strict for one in (*offered, *members)] == [False] * (len(FUNCTIONS) + 2)
 
     run(test)

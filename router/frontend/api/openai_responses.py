@@ -24,7 +24,7 @@ from router.frontend.api.response_builder import (
     ResponseBuilder,
     ResponseOptions,
 )
-from router.frontend.api.response_tools import ResponseTools
+from router.frontend.api.response_tools import ResponseTools, echoed
 from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import wrong
 from router.frontend.chat.deltas import (
@@ -340,13 +340,14 @@ class ResponsesBuilder(ResponseBuilder):
 
     def ending(self, choice: Choice) -> Iterator[Json]:
         yield from self._item_events(self._items.steps(choice.chat.finish()))
-        yield from self._item_events(self._items.end())
         whole = self.whole()
+        yield from self._item_events(self._items.end(), whole.status)
         if not choice.chat.output.items:
-            yield from self._item_events([ItemBegins(0, _NO_TEXT), ItemEnds(0, _NO_TEXT)])
+            yield from self._item_events([ItemBegins(0, _NO_TEXT), ItemEnds(0, _NO_TEXT)], whole.status)
         yield {"type": f"response.{whole.status}", "response": whole}
 
-    def _item_events(self, steps: Iterable[ItemStep]) -> Iterator[Json]:
+    def _item_events(self, steps: Iterable[ItemStep], status: Status = "completed") -> Iterator[Json]:
+        """Yield the events of some steps. `status` is that of an item that ends."""
         for step in steps:
             number, item = step.number, step.item
             place: Json = {"item_id": self._id_of(number, item), "output_index": number}
@@ -375,7 +376,7 @@ class ResponsesBuilder(ResponseBuilder):
                     else:
                         yield {"type": f"response.{kind}.done", **part, "text": item.text, **extra}
                         yield {"type": "response.content_part.done", **part, "part": _part(item, item.text)}
-                    done = self._output_item(number, item, "completed")
+                    done = self._output_item(number, item, status)
                     yield {"type": "response.output_item.done", "output_index": number, "item": done}
 
     def whole(self) -> Response:
@@ -434,7 +435,7 @@ class ResponsesBuilder(ResponseBuilder):
             instructions=request.instructions, max_output_tokens=request.max_output_tokens,
             parallel_tool_calls=request.parallel_tool_calls is not False, store=False, temperature=request.temperature,
             text=request.text or {"format": {"type": "text"}}, tool_choice=request.tool_choice or "auto",
-            tools=request.tools or [], top_p=request.top_p, usage=None, metadata=request.metadata or {},
+            tools=echoed(request.tools or ()), top_p=request.top_p, usage=None, metadata=request.metadata or {},
         )  # fmt: skip
 
 

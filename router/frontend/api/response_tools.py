@@ -86,6 +86,18 @@ class ResponseTools:
                 return [self.choice_of(tool)]
 
 
+def echoed(tools: Iterable[Json]) -> list[Json]:
+    """Return tools as a response repeats them: with the members that the published schema wants of a function."""
+    return [
+        tool | {"tools": echoed(tool["tools"])}
+        if tool.get("type") == "namespace"
+        else {"parameters": None, "strict": False} | tool
+        if tool.get("type") == "function"
+        else tool
+        for tool in tools
+    ]
+
+
 def joined(namespace: str | None, name: str) -> str:
     """Return the name under which a model sees a tool."""
     return name if namespace is None else f"{namespace}__{name}"
