@@ -6,6 +6,7 @@ BatonError                        INTERNAL
 │   ├── UnsupportedField          INVALID_ARGUMENT     a field of another server's API that would change the output
 │   ├── InvalidGrammar            INVALID_ARGUMENT     a grammar that can't be compiled, or that leaves no token
 │   ├── PayloadTooLarge           INVALID_ARGUMENT     a body of more bytes than any prompt takes, or its key allows
+│   ├── UnsupportedEncoding       INVALID_ARGUMENT     a body that is compressed
 │   └── BodyTimeout               INVALID_ARGUMENT     a body that did not come in time
 ├── ModelMismatch                 NOT_FOUND            the client named a model this cluster does not serve
 ├── Unauthenticated               UNAUTHENTICATED      the client has no API key, or one that is not known
@@ -100,6 +101,12 @@ class PayloadTooLarge(InvalidRequest):
     """A body with more bytes than any prompt of this model takes, or than its client's key allows."""
 
     reason = "payload_too_large"
+
+
+class UnsupportedEncoding(InvalidRequest):
+    """A body that is compressed."""
+
+    reason = "unsupported_encoding"
 
 
 class BodyTimeout(InvalidRequest):

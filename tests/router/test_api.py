@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 from collections import Counter
@@ -343,6 +344,54 @@ def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
             assert (await client.get("/nowhere"))[0] == 404
             async with client.http.get(f"{client.url}/v1/completions") as wrong:
                 assert wrong.status == 405
+
+    run(test)
+
+
+def test_slashes_at_the_end_and_the_way_to_the_dashboard(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            assert (await client.get("/v1/models/"))[1] == (await client.get("/v1/models"))[1]
+            for path in ("/v1/completions/", "/v1/completions//"):
+                async with client.http.post(client.url + path, json=completion(), allow_redirects=False) as answer:
+                    assert answer.status == 200
+            assert (await client.get("/health/"))[0] == 200
+            for path, to in (("/", "/dashboard"), ("/dashboard/", "/dashboard"), ("/dashboard", "/dashboard")):
+                async with client.http.get(client.url + path) as page:
+                    assert (page.status, page.url.path) == (200, to)
+            assert (await client.get("/v1/nowhere/"))[0] == 404
+
+    run(test)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "GZip", "br, gzip"])
+def test_a_compressed_body_is_refused_as_such(tmp_path: Path, encoding: str) -> None:
+    data, headers = gzip.compress(json.dumps(completion()).encode()), {"Content-Encoding": encoding}
+
+    async def test() -> None:
+        async with door(tmp_path, workers=0) as client:
+            for path in ("completions", "chat/completions", "messages", "messages/count_tokens", "responses"):
+                async with client.http.post(f"{client.url}/v1/{path}", data=data, headers=headers) as answer:
+                    error = (await answer.json())["error"]
+                    assert (answer.status, answer.headers["baton-reason"]) == (415, "unsupported_encoding")
+                    assert encoding in error["message"]
+
+    run(test)
+
+
+def test_anthropics_answers_have_their_own_names_header(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            for more, status in (({}, 200), ({"stream": True}, 200), ({"max_tokens": 0}, 400)):
+                mine = {"X-Request-Id": "mine-1"}
+                async with client.http.post(f"{client.url}/v1/messages", json=body | more, headers=mine) as answer:
+                    assert (answer.status, answer.headers.get("request-id")) == (status, "mine-1")
+            async with client.http.post(f"{client.url}/v1/messages/count_tokens", json=body) as answer:
+                assert answer.headers["request-id"] == answer.headers["x-request-id"]
+            async with client.http.post(f"{client.url}/v1/completions", json=completion()) as answer:
+                assert "request-id" not in answer.headers
 
     run(test)
 

@@ -142,6 +142,7 @@ class HttpApi:
             ],
             exception_handlers={HTTPException: _no_route},
         )
+        routes.router.redirect_slashes = False  # to an address that need not be the client's; KeyGate cuts them
         self.app = behind_site_gate(KeyGate(routes, gate), gate, config)
 
     async def close(self) -> None:
@@ -384,7 +385,9 @@ class HttpApi:
             except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
                 RequestLog(log, name).exception("failed in the router")
                 response = error_response(BatonError("internal error; the router's log says more"), failed)
-            response.headers.setdefault("x-request-id", name)
+            name = response.headers.setdefault("x-request-id", name)
+            if failed is anthropic_body:
+                response.headers["request-id"] = name
             if repairs.made:
                 response.headers[HEADER] = ", ".join(repairs.made)
                 self._service.driver.repairs.update(repairs.made.keys())

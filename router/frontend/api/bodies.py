@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from baton.errors import BodyTimeout, InvalidRequest, Overloaded, PayloadTooLarge
+from baton.errors import BodyTimeout, InvalidRequest, Overloaded, PayloadTooLarge, UnsupportedEncoding, shown
 from router.frontend.api.protocol import decode
 from router.frontend.chat.repairs import Repairs, with_whole_characters
 from router.frontend.generation import GenerationService
@@ -66,6 +66,8 @@ class BodyReader:
 
     async def _body(self, request: Request, count: Callable[[int], None]) -> bytes:
         parts: list[bytes] = []
+        if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+            raise UnsupportedEncoding(f"the body's Content-Encoding is {shown(encoding)!r}; send it uncompressed")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and len(length) < 20:
             self._check(int(length))  # before a client that expects a 100 sends anything

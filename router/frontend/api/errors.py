@@ -20,6 +20,7 @@ from baton.errors import (
     Overloaded,
     PayloadTooLarge,
     Unauthenticated,
+    UnsupportedEncoding,
     shown,
 )
 
@@ -58,7 +59,9 @@ _STATUS = {
 _MOST = 2_000  # characters of an error
 _LONG_WORD = re.compile(r"\S{161,}")  # such as a number of 4,000 digits, which a client sent
 
-_STATUS_OF_CLASS: dict[type[BatonError], int] = {PayloadTooLarge: 413, BodyTimeout: 408}
+_STATUS_OF_CLASS: dict[type[BatonError], int] = {
+    PayloadTooLarge: 413, UnsupportedEncoding: 415, BodyTimeout: 408,
+}  # fmt: skip
 
 
 def status_of(error: BatonError) -> int:

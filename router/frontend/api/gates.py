@@ -40,7 +40,7 @@ from router.tracing.origin import http_origin, origin
 
 DASHBOARD = "/dashboard"  # the page itself says nothing of the cluster; its data is for operators
 _OPEN = frozenset(
-    {"/health", "/ready", "/health/ready", "/live", "/version", "/openapi.json", DASHBOARD, f"{DASHBOARD}/"}
+    {"/", "/health", "/ready", "/health/ready", "/live", "/version", "/openapi.json", DASHBOARD, f"{DASHBOARD}/"}
 )
 _OPEN_BELOW = f"{DASHBOARD}/static/"
 _FOR_OPERATORS = frozenset({"/metrics"})
@@ -57,6 +57,8 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
+        if not path.startswith(DASHBOARD):  # whose page names its files beside itself
+            path = scope["path"] = path.rstrip("/") or "/"
         if path in _OPEN or path.startswith(_OPEN_BELOW):
             await self._routes(scope, receive, send)
             return
@@ -93,7 +95,9 @@ def refusal(scope: Scope, error: BatonError) -> Response:
     request = Request(scope)
     anthropic = scope["path"].startswith(_ANTHROPIC) or is_anthropic(request.headers)
     response = error_response(error, anthropic_body if anthropic else errors.body_of)
-    response.headers["x-request-id"] = request_name(request.headers)
+    response.headers["x-request-id"] = name = request_name(request.headers)
+    if anthropic:
+        response.headers["request-id"] = name
     return response
 
 

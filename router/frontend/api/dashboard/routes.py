@@ -1,5 +1,6 @@
 """The routes of the page at /dashboard.
 
+    GET /                               leads to the page
     GET /dashboard                      the page; it says nothing of the cluster, so it needs no key
     GET /dashboard/static/NAME          its scripts and styles; the same
     GET /dashboard/api/snapshot         the cluster now, made once a second; for operators, as all below
@@ -48,6 +49,7 @@ class DashboardRoutes:
         self._viewers = Viewers(clock)
         get = partial(Route, methods=["GET"])
         self.routes = [
+            get("/", self._root),
             get("/dashboard", self._page),
             get("/dashboard/", self._slash),
             get("/dashboard/static/{name}", self._static),
@@ -58,6 +60,9 @@ class DashboardRoutes:
 
     async def _page(self, request: Request) -> Response:
         return self._files[PAGE].answer(request)
+
+    async def _root(self, request: Request) -> Response:
+        return RedirectResponse("dashboard", headers=SECURITY_HEADERS)
 
     async def _slash(self, request: Request) -> Response:
         """The page names its files beside itself, also behind a proxy that adds a prefix to all paths."""
