@@ -170,12 +170,16 @@ class ActorRegistry:
             member.gone, member.why_gone = True, member.why_gone or "it was ended"
         return member.gone
 
-    def retire(self, name: str) -> bool:
-        """Stop a process's service, then end the process; return whether it is gone. Blocks."""
+    def retire(self, name: str, patience: float = STOP_PATIENCE) -> bool:
+        """Stop a process's service, then end the process; return whether it is gone. Blocks.
+
+        `patience`: seconds that the service gets if it has answered lately."""
         member = self._members[name]
+        if member.report is not None:
+            patience = STOP_PATIENCE
         if member.handle is not None:
             with contextlib.suppress(RayError, GetTimeoutError):
-                ray.get(member.handle.stop.remote(), timeout=STOP_PATIENCE + 1)
+                ray.get(member.handle.stop.remote(patience), timeout=patience + 1)
         return self.end(name)
 
     def bury(self, name: str) -> None:

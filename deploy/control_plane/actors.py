@@ -71,12 +71,12 @@ class Service:
         self._thread = threading.Thread(target=self._run, name=order.name, daemon=True)
         self._thread.start()
 
-    def stop(self) -> bool:
-        """Ask the service to stop; return whether it has ended within STOP_PATIENCE."""
+    def stop(self, patience: float) -> bool:
+        """Ask the service to stop; return whether it has ended within so many seconds."""
         self._stop.set()
         if self._stop_router is not None:
             self._stop_router()
-        self._thread.join(STOP_PATIENCE)
+        self._thread.join(patience)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -139,9 +139,9 @@ class Host:
             addresses = addresses.reached_at(ray.util.get_node_ip_address())
         return msgspec.json.encode(Report(self._record, self._service.failure, addresses))
 
-    def stop(self) -> bool:
-        """Stop the service; return whether it has ended."""
-        return self._service.stop()
+    def stop(self, patience: float) -> bool:
+        """Stop the service; return whether it has ended within so many seconds."""
+        return self._service.stop(patience)
 
 
 def _ordinary_priority() -> None:

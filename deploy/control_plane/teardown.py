@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from baton import operator_port
@@ -39,8 +39,9 @@ def tear_down(folder: Path, state: State, say: Say) -> None:
                 raise RayUnusable(f"the cluster runs on a Ray that can't be asked to end it: {error}") from None
             say(f"Ray has gone ({error}); ending the processes that are known")
     else:
-        say("ending the cluster's processes")
-        _end_actors(namespace_of(state.name))
+        say("ending the cluster's processes; requests that run have router.shutdown_timeout_ms")
+        overview = read_overview(folder)
+        _end_actors(namespace_of(state.name), {*state.routers, *(overview.routers if overview is not None else ())})
         cluster.disconnect()
     left = [process.pid for process in end(known, patience=0)]
     if own is not None:
@@ -71,23 +72,31 @@ def _sockets(folder: Path, state: State) -> list[Path]:
     return [path for path in folders if path.name == state.name and path.parent.name.startswith("baton")]
 
 
-def _end_actors(namespace: str) -> None:
+def _end_actors(namespace: str, routers: Set[str]) -> None:
+    """End all processes. Workers and stores go on until the routers' streams have ended, or have had their time."""
     from deploy.control_plane.actor_registry import NODE_KEY, ActorRegistry
+    from deploy.control_plane.actors import STOP_PATIENCE
     from deploy.control_plane.kv import RayKvKeys
-    from deploy.control_plane.supervisor import DESIRED_KEY
+    from deploy.control_plane.supervisor import DESIRED_KEY, DesiredCluster
 
+    keys = RayKvKeys(namespace)
     registry = ActorRegistry(namespace)
     registry.dismiss_supervisor()
-    names = list(registry.rediscover())
+    names = set(registry.rediscover())
     registry.poll(1.0)
+    patience = STOP_PATIENCE
+    if (desired := keys.get(DESIRED_KEY)) is not None:
+        patience += DesiredCluster.decode(desired).config.router.shutdown_timeout_ms / 1_000
+    gone: dict[str, bool] = {}
     with ThreadPoolExecutor(max(1, len(names))) as pool:
-        gone = list(pool.map(registry.retire, names))
-    for name in itertools.compress(names, gone):
-        registry.bury(name)
-    if not all(gone):
-        left = ", ".join(name for name, ended in zip(names, gone, strict=True) if not ended)
+        for some, seconds in ((names & routers, patience), (names - routers, STOP_PATIENCE)):
+            gone |= zip(some, pool.map(partial(registry.retire, patience=seconds), some), strict=True)
+    for name, ended in gone.items():
+        if ended:
+            registry.bury(name)
+    if not all(gone.values()):
+        left = ", ".join(name for name, ended in gone.items() if not ended)
         raise StartupError(f"can't end {left}; repeat `baton down`, or end Ray on the nodes where they run")
-    keys = RayKvKeys(namespace)
     for node_id, _ in list(keys.under(NODE_KEY)):
         keys.delete(NODE_KEY + node_id)
     keys.delete(DESIRED_KEY)

@@ -1,6 +1,7 @@
 """A cluster on a Ray that Baton starts itself."""
 
 import signal
+import sys
 import time
 
 import pytest
@@ -64,6 +65,18 @@ def test_a_day_with_a_cluster(machine: Machine):
     assert machine.left_behind() == []
     assert machine.run("ls", key_file).status != 0
     assert machine.baton("down").status == 1
+
+
+def test_down_waits_for_what_runs(machine: Machine):
+    """The output takes longer than processes have to end that serve nothing."""
+    assert machine.up("--prefill", 0, "--decode", 1, "--set", "router.shutdown_timeout_ms=60000").status == 0
+    long = ["--temperature", 0, "--max-tokens", 3_000, "--ignore-eos", "--token-ids", "3,4,5"]
+    with machine.start(sys.executable, "-u", "-m", "deploy", "generate", *long) as client:
+        assert client.stdout is not None
+        assert client.stdout.read(1)
+        assert machine.baton("down", timeout=120).status == 0
+        assert client.wait(60) == 0, client.stderr
+    assert machine.left_behind() == []
 
 
 def test_two_routers_of_which_one_dies(machine: Machine):

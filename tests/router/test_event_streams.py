@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from router.frontend.api import streaming
+from router.frontend.api.prompts import PromptBuilder
 from tests.router import model
 from tests.router.model import Cluster
 from tests.router.test_api import completion, door, run
@@ -86,5 +87,58 @@ def test_a_stream_that_is_refused_at_once_has_a_status(tmp_path: Path) -> None:
             for path, body, _, _ in DOORS[:3]:
                 status, _, headers = await client.post(f"/v1/{path}", body | {"stream": True, "max_tokens": 5_000})
                 assert (status, headers["baton-reason"]) == (400, "context_too_long")
+
+    run(test)
+
+
+@pytest.mark.parametrize(("path", "body", "opening", "sign"), DOORS)
+def test_a_stream_of_a_router_that_stops_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, opening: list[str], sign: str
+) -> None:
+    HeldSteps(monkeypatch)
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            async with client.http.post(f"{client.url}/v1/{path}", json=body | {"stream": True}) as answer:
+                for _ in opening:
+                    await next_event(answer.content)
+                client.router.stop.set()
+                *_, last, rest = [event for event in (await answer.text()).split("\n\n") if event != "data: [DONE]"]
+            assert rest == ""
+            error = json.loads(last.split("data: ")[1])
+            match path:
+                case "messages":
+                    assert last.startswith("event: error\n")
+                    assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+                case "responses":
+                    assert last.startswith("event: error\n")
+                    assert (error["type"], error["code"], error["sequence_number"]) == ("error", "unavailable", 2)
+                case _:
+                    assert error["error"]["code"] == 503
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_a_request_that_is_being_prepared_when_the_router_stops_has_a_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    (body,) = [body for other, body, _, _ in DOORS if other == path]
+    preparing = asyncio.Event()
+
+    async def of_chat(*_: Any) -> Any:
+        preparing.set()
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(PromptBuilder, "of_chat", of_chat)
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            asked = asyncio.create_task(client.post(f"/v1/{path}", body))
+            await preparing.wait()
+            client.router.stop.set()
+            status, answer, headers = await asked
+            assert (status, headers["baton-reason"]) == (503, "unavailable")
+            assert "router" in answer["error"]["message"]
 
     run(test)

@@ -29,6 +29,7 @@ from baton.errors import (
     InvalidGrammar,
     InvalidRequest,
     ModelMismatch,
+    Unavailable,
     shown,
 )
 from baton.logs import RequestLog
@@ -379,7 +380,9 @@ class HttpApi:
             except BatonError as error:
                 response = error_response(error, failed)
             except asyncio.CancelledError:
-                raise
+                if not self._service.driver.stopping:
+                    raise
+                response = error_response(Unavailable("the router has stopped; ask again, or ask another"), failed)
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
