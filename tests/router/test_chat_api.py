@@ -509,3 +509,16 @@ def test_the_events_of_a_cut_response_are_the_published_ones(
             assert [one.strict for one in (*offered, *members)] == [False] * (len(FUNCTIONS) + 2)
 
     run(test)
+
+
+@pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}])
+def test_a_reference_to_a_stored_item_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Any
+) -> None:
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, "Fine.") as client, client.openai() as door:
+            with pytest.raises(openai.BadRequestError, match="set store to false") as error:
+                await door.responses.create(model="", input=[*MESSAGES, reference])
+            assert error.value.param == "input[1].type"
+
+    run(test)

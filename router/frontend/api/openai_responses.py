@@ -143,6 +143,11 @@ def _messages(request: ResponsesRequest, tools: ResponseTools, repairs: Repairs)
     for number, item in enumerate(request.input):
         at = f"input[{number}]"
         match item:
+            case _ if _is_reference(item):
+                raise unsupported(
+                    f"{at}.type", "item_reference",
+                    "no item is stored here: set store to false, so that the client sends whole items",
+                )  # fmt: skip
             case {"type": "function_call", "call_id": str(id_), "name": str(name)}:
                 called[id_] = name = tools.name_of(item.get("namespace"), name)
                 arguments = arguments_of(f"{at}.arguments", item.get("arguments"), repairs)
@@ -185,6 +190,11 @@ def _messages(request: ResponsesRequest, tools: ResponseTools, repairs: Repairs)
             case _:
                 raise unsupported(f"{at}.type", item["type"], "send messages, reasoning and function calls")
     return messages
+
+
+def _is_reference(item: Json) -> bool:
+    """Whether an item stands for one that a server has stored. The published schema lets its type be left out."""
+    return item.get("type") == "item_reference" or ("id" in item and not item.get("type") and "role" not in item)
 
 
 def _is_hosted(kind: str) -> bool:
