@@ -120,6 +120,8 @@ class SimulatedCluster:
         self.routers: dict[str, SimulatedRouter] = {}  # by name
         for name in self._router_names:
             self.start_router(name)
+        self._coming = 0  # later turns of sessions that are planned
+        self._fronts = dict.fromkeys(self._router_names, 0.0)  # when they are done with all requests so far
         self._queued: list[int] = []
         self.agenda.after(_BEGIN, self._look)
         for node in nodes:
@@ -269,7 +271,7 @@ class SimulatedCluster:
         self._next(load)
         measures = self.measures
         with _rarely_collected():
-            self.agenda.run(lambda: self._exhausted and measures.over == measures.arrived, limit)
+            self.agenda.run(lambda: self._exhausted and not self._coming and measures.over == measures.arrived, limit)
         return measures
 
     def advance(self, seconds: float) -> None:
@@ -300,17 +302,29 @@ class SimulatedCluster:
         if not self.routers:
             self.agenda.after(_ASK_AGAIN, self._ask, name, arrival)
             return
-        living = list(self.routers.items())
-        home, router = living[next(self._router_turns) % len(living)]
+        living = list(self.routers)
+        home = living[next(self._router_turns) % len(living)]
         if chosen in self.routers:
-            home, router = chosen, self.routers[chosen]
+            home = chosen
         self._homes[name] = home
+        if (front := self.timing.front) is None:
+            self._enter(name, arrival, home, self.agenda.now)
+            return
+        began = max(self.agenda.now, self._fronts[home])
+        self._fronts[home] = began + front.request + front.token * arrival.prompt
+        self.agenda.at(self._fronts[home], self._enter, name, arrival, home, self.agenda.now)
+
+    def _enter(self, name: str, arrival: Arrival, home: str, received: float) -> None:
+        """Hand a request over from the front to its router, which may have died and been replaced meanwhile."""
+        router = self.routers.get(home)
+        if router is None or self._homes.get(name) != home:
+            return  # its client asks again
         router.submit(
             GenerationRequest(
                 name=name,
                 tokens=arrival.tokens(),
                 sampling=_SAMPLING,
-                received=self.agenda.now,
+                received=received,
                 max_tokens=arrival.max_tokens,
                 stop_token_ids=_STOPS,
                 tenant=arrival.tenant,
@@ -334,8 +348,18 @@ class SimulatedCluster:
         """Forward to the measures; see `simulator.router.Clients`."""
         if self._checked:
             self.measures.check_end(end)
-        self.measures.ended(end)
+        ended = self.measures.ended(end)
         self._homes.pop(end.request, None)
+        if ended is None or ended[0].play is None:
+            return
+        following = ended[0].play.next(*ended, self.agenda.now - _BEGIN)
+        if following is not None:
+            self._coming += 1
+            self.agenda.after(following.at, self._follow, following)
+
+    def _follow(self, arrival: Arrival) -> None:
+        self._coming -= 1
+        self.submit(arrival)
 
     # --- results -----------------------------------------------------------------------------------------------------
 

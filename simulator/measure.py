@@ -22,10 +22,23 @@ from engine.step.batch import Sampled
 from router.events import Cancelled, Failed, Finished, RequestEnded
 from simulator.clock import Agenda
 from simulator.worker import END, ScriptedOutput
-from simulator.workloads import Arrival
+from simulator.workloads import Arrival, scripted_answer
 
 _PERCENTILES = (50, 90, 95, 99)
-_COLUMNS = ("arrived", "ttft", "tpot", "tbt", "seconds", "prompt", "output", "cached", "attempts", "finished")
+_COLUMNS = (
+    "arrived",
+    "ttft",
+    "tpot",
+    "tbt",
+    "seconds",
+    "prompt",
+    "output",
+    "cached",
+    "attempts",
+    "finished",
+    "possible",
+    "gap",
+)
 
 
 @dataclass(slots=True)
@@ -95,12 +108,13 @@ class Measures:
         if isinstance(end.outcome, Finished) and (live := self._live.get(end.request)) is not None:
             assert live.tokens == live.arrival.output, f"{end.request} ends after {live.tokens} tokens"
 
-    def ended(self, end: RequestEnded) -> None:
+    def ended(self, end: RequestEnded) -> tuple[Arrival, bytes] | None:
+        """Take the end of a request. Return it with its whole answer, empty unless it finished; None if it was over."""
         live = self._live.pop(end.request, None)
         if live is None:
             self.ended_twice.append(end.request)
-            return
-        del self.outputs[end.request]
+            return None
+        output = self.outputs.pop(end.request)
         self.over += 1
         self.last_end = self._agenda.now
         self.ends[_outcome(end)] += 1
@@ -110,12 +124,15 @@ class Measures:
         figures = (
             live.received, ttft, tpot, longest_tenth(live.gaps), self._agenda.now - live.received, live.arrival.prompt,
             live.tokens, usage.cached, end.summary.served.attempts, isinstance(end.outcome, Finished),
+            live.arrival.possible, live.arrival.gap,
         )  # fmt: skip
         for name, figure in zip(_COLUMNS, figures, strict=True):
             self._columns[name].append(figure)
         self._tenants.append(live.arrival.tenant)
         if self.watch is not None:
             self.watch(end.request, live.arrival.tenant, ttft)
+        whole = isinstance(end.outcome, Finished) and live.tokens > 0
+        return live.arrival, scripted_answer(live.tokens, output.token.token, END.token) if whole else b""
 
     @property
     def waiting(self) -> list[str]:

@@ -3,6 +3,9 @@
 Each line is a JSON object with `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`. Each hash id
 stands for a block of 512 tokens and identifies the prompt up to and including that block.
 
+Recorded sessions have more fields. `session` names one. `parent` is the earlier turn whose prompt this one continues
+for `shared` tokens, and -1 for none. `after_ms` is the time from the answer before to this turn.
+
 Traces hold no text. Tokens are made from the hash ids, so that prompts share exactly the prefixes that they shared in
 production.
 """
@@ -27,6 +30,10 @@ class TraceLine(Struct, frozen=True):
     input_length: Annotated[int, Meta(ge=1)]
     output_length: Annotated[int, Meta(ge=0)]
     hash_ids: tuple[int, ...]
+    session: str = ""
+    parent: int = -1
+    shared: int = 0
+    after_ms: Annotated[float, Meta(ge=0)] | None = None
 
 
 def read(path: Path, count: int | None = None) -> list[TraceLine]:

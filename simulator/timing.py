@@ -53,6 +53,13 @@ class DiskTimes(Struct, frozen=True, forbid_unknown_fields=True):
     max_bytes: str = "1TiB"
 
 
+class FrontTimes(Struct, frozen=True, forbid_unknown_fields=True):
+    """A router's front, which reads one request after another, in seconds."""
+
+    request: _Seconds
+    token: _Seconds  # per prompt token: parsing and tokenizing
+
+
 @dataclass(frozen=True)
 class EqualCosts:
     """What work costs where all workers are alike: `router.placement.worker_table.CostModels`."""
@@ -86,6 +93,7 @@ class ModelTiming(Struct, frozen=True, forbid_unknown_fields=True):
     turn: _Seconds = 0.0  # of an iteration of a worker's loop, besides its step
     noise: Annotated[float, Meta(ge=0)] = 0.0  # sigma of the logarithm of a step's time
     disk: DiskTimes | None = None
+    front: FrontTimes | None = None  # nothing: it takes no time
     gpus: Annotated[int, Meta(ge=1)] = 1  # per worker
     config: Mapping[str, object] = {}  # settings of `baton.config` that suit such workers
 

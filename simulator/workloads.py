@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import random
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -24,15 +24,24 @@ T = TypeVar("T")
 
 VOCAB = 65_536
 _FILL = bytes(4 * (BLOCK - 2))
-_OWN = 2**30  # block numbers from here on occur in no trace
+FIRST_OWN = 2**30  # block numbers from here on occur in no trace
 _CHUNK = 1_000  # number of requests whose lengths are drawn together
+
+
+class Conversation(Protocol):
+    """A session whose next turn depends on the answer to the last one (`simulator.sessions`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    def next(self, arrival: Arrival, answer: bytes, now: float) -> Arrival | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """One future request. Its output has `output` tokens, but the router is told only `max_tokens`."""
 
-    at: float  # seconds after the start of the load
+    at: float  # seconds after the start of the load; for a later turn of a session, after the answer to the last
     blocks: Sequence[int]
     prompt: int  # tokens
     output: int
@@ -41,12 +50,26 @@ class Arrival:
     priority: int = 0
     ttft: float | None = None  # objectives, seconds
     tpot: float | None = None
+    text: bytes = b""  # the packed prompt, if it is not made of blocks
+    gap: float = 0.0  # seconds since the answer before, in a session
+    possible: int = 0  # tokens of the prompt that a cache without limits has; only known of sessions
+    play: Conversation | None = None  # the session of which this is a turn
 
     def tokens(self) -> bytes:
         """Return the packed prompt."""
-        packed = b"".join(struct.pack("<II", block & 0xFFFF, block >> 16 & 0x7FFF) + _FILL for block in self.blocks)
-        size = 4 * self.prompt
-        return packed[:size] if len(packed) >= size else packed + bytes(size - len(packed))
+        return self.text or packed(self.blocks, self.prompt)
+
+
+def scripted_answer(tokens: int, token: int, end: int) -> bytes:
+    """Return a packed answer of so many tokens: `token` again and again, then `end`."""
+    return struct.pack("<I", token) * (tokens - 1) + struct.pack("<I", end)
+
+
+def packed(blocks: Iterable[int], tokens: int) -> bytes:
+    """Return so many packed tokens of these blocks; zeros follow if they don't suffice."""
+    whole = b"".join(struct.pack("<II", block & 0xFFFF, block >> 16 & 0x7FFF) + _FILL for block in blocks)
+    size = 4 * tokens
+    return whole[:size] if len(whole) >= size else whole + bytes(size - len(whole))
 
 
 @dataclass(frozen=True)
@@ -120,13 +143,15 @@ class Random:
     def arrivals(self, count: int | None, wishes: Wishes, seed: int) -> Iterator[Arrival]:
         """Yield `count` requests, or endless ones if that is None."""
         rng = random.Random(seed)
-        fresh = itertools.count(_OWN)
+        fresh = itertools.count(FIRST_OWN)
         shared = self.prefix // BLOCK
         lengths = self._lengths(seed)
         for at in itertools.islice(self._instants(random.Random(seed + 1)), count):
             prompt, output = next(lengths)
             group = rng.randrange(self.groups) if self.groups else 0
-            common = range(_OWN // 2 + group * shared, _OWN // 2 + (group + 1) * shared) if self.groups else ()
+            common = (
+                range(FIRST_OWN // 2 + group * shared, FIRST_OWN // 2 + (group + 1) * shared) if self.groups else ()
+            )
             own = itertools.islice(fresh, -(-prompt // BLOCK))
             yield wishes.request(rng, at, [*common, *own], len(common) * BLOCK + prompt, output)
 

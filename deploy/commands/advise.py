@@ -17,7 +17,9 @@ from deploy.commands.terminal import Json, command, err, out, print_json
     "baton advise --poisson 4 --prompt lognormal:4000:1.0:32000 --output 300 --plot advice.svg",
 )
 def advise(
-    trace: Annotated[str, typer.Argument(help="JSON lines in Mooncake's format; empty: a load from --poisson.")] = "",
+    trace: Annotated[
+        str, typer.Argument(help="JSON lines in Mooncake's format, or recorded sessions; empty: --poisson.")
+    ] = "",
     slo_ttft: Annotated[float, typer.Option(help="Objective: seconds until the first token.")] = 30.0,
     slo_tpot: Annotated[float, typer.Option(help="Objective: seconds for each later token.")] = 0.1,
     attainment: Annotated[float, typer.Option(help="Share of requests that must meet both objectives.")] = 0.9,

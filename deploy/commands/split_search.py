@@ -33,7 +33,10 @@ _CURVES = 4  # splits in the plot
 
 @dataclass(frozen=True)
 class Question:
-    """The input of `baton advise`. The load is a trace, or Poisson arrivals of `rate` requests a second."""
+    """The input of `baton advise`. The load is a trace, or Poisson arrivals of `rate` requests a second.
+
+    If the trace has recorded sessions, users play them in a closed loop, and the load's own speed is one user.
+    """
 
     trace: Path | None
     rate: float
@@ -114,7 +117,10 @@ def advise(question: Question, say: Callable[[str], object]) -> AdviceResult:
         raise InvalidRequest(
             f"--gpus {question.gpus} is no number of workers: one of {question.model} has {model.gpus} GPUs"
         )
-    setting = Setting(_load(question), model, model.configuration(_PAGE_SIZE, {}), objectives, question.seed)
+    sessions = _sessions(question.trace)
+    load = [] if sessions else _load(question)
+    config = model.configuration(_PAGE_SIZE, {})
+    setting = Setting(load, model, config, objectives, question.seed, sessions, question.requests)
     offered = demand(setting)
     if offered.within < objectives.attainment:
         raise InvalidRequest(
@@ -166,6 +172,12 @@ def plot(advice: AdviceResult, path: Path) -> None:
 
 
 # --- the load, and trials of it ---------------------------------------------------------------------------------------
+
+
+def _sessions(trace: Path | None) -> list[mooncake.TraceLine]:
+    """Return the turns of recorded sessions, or nothing if the trace has none."""
+    lines = mooncake.read(trace) if trace is not None else []
+    return lines if any(line.after_ms is not None for line in lines) else []
 
 
 def _load(question: Question) -> list[Arrival]:
