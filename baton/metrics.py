@@ -76,6 +76,9 @@ TABLE: Mapping[str, MetricSpec] = {
     "prefix_cache_ceiling": MetricSpec(
         "gauge", "Share of prompt tokens that a cache without bounds would have had, over a time.", ("window",)
     ),
+    "prompt_tokens_not_cached": MetricSpec(
+        "counter", "Prompt tokens of finished requests that were computed, by why they were not cached.", ("reason",)
+    ),
     "prefix_map_pages": MetricSpec("gauge", "Different pages that any process holds, as far as the router knows."),
     "prefix_map_repairs": MetricSpec(
         "counter", "Holders whose pages were found known wrongly and asked for.", ("found_by",)

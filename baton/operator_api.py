@@ -106,6 +106,18 @@ class TraceFile(Struct, frozen=True):
 # --- what is told of requests ---
 
 
+class NotCached(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why prompt tokens of a request were not cached. `router.not_cached` has the reasons."""
+
+    reason: str  # of the first page
+    page: int  # its number from 0
+    token: int  # at which it begins
+    tokens: Mapping[str, int]  # by reason, in the order of the prompt; estimates, which add up to those not cached
+    tier: str = ""  # that an evicted page was on last: GPU, CPU or DISK; "": unknown, or lost with its process
+    evicted_ms: float | None = None  # how long before the request's receipt; none: unknown
+    other_request: str = ""  # that had these tokens before, as logs name it; "": none, or it is forgotten
+
+
 class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A recent request."""
 
@@ -126,6 +138,8 @@ class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill_worker: str  # "": the decode worker computed the prompt itself
     waits_because: str  # why the last placement found no worker; "": it has one, or has ended
     tenant: str
+    session: str = ""  # that the client names
+    not_cached: NotCached | None = None  # none: not placed yet
 
 
 class CostTerms(Struct, frozen=True):
@@ -229,6 +243,7 @@ class ListRequests(OperatorCall[list[RequestSummary]], frozen=True):
     """The last requests, newest first."""
 
     last: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 0  # how many; 0: 10
+    session: str = ""  # only those of this session; "": of any
 
 
 class Explain(OperatorCall[Explanation], frozen=True):
@@ -236,7 +251,8 @@ class Explain(OperatorCall[Explanation], frozen=True):
 
     request_id: str
     """The client's name of the request, or the router's: `request_id` in the last message of its stream, and
-    `x-request-id` in the initial metadata. If several have it, the latest. The name in logs works as well."""
+    `x-request-id` in the initial metadata. If several have it, the latest. The name in logs works as well, and so does
+    the id of an HTTP answer, such as `chatcmpl-…`, `msg_…` or `resp_…`."""
 
 
 class GetSnapshot(OperatorCall[Raw], frozen=True):

@@ -29,6 +29,7 @@ from baton.operator_api import NewPin
 from baton.timeline import Timeline
 from kvstore.events.wire_format import KvEventBatch
 from router.generation_request import GenerationRequest
+from router.not_cached import NotCached
 
 # --- events --------------------------------------------------------------------------------------------------------
 
@@ -202,6 +203,7 @@ class Summary(Struct, frozen=True):
     submitted: float
     usage: Usage = field(default_factory=Usage)
     served: ServingAccount = field(default_factory=ServingAccount)
+    not_cached: NotCached | None = None  # none: it was never placed
 
 
 # --- commands ------------------------------------------------------------------------------------------------------

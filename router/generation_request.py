@@ -50,6 +50,8 @@ class GenerationRequest(Struct, frozen=True):
     tpot: float | None = None  # the same
     affinity: str = ""  # requests of one key go to one decode worker while it lives
     cached_on: str = ""  # incarnation of a decode worker that has just computed all of the tokens, or all but the last
+    session: str = ""  # the conversation that it is a turn of; for Explain alone
+    template: str = ""  # digest of the chat template and its variables; "": it is no chat
     # The rest is the front end's.
     stops: tuple[str, ...] = ()  # strings that end the output
     text: TextOptions = DEFAULT_TEXT

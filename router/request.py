@@ -24,6 +24,7 @@ from baton.timeline import Timeline
 from kvstore.keys import cacheable_pages, namespace_root, pack_tokens, page_keys, split_keys
 from router.events import ServingAccount, Summary, Usage
 from router.generation_request import GenerationRequest
+from router.not_cached import NotCached
 from router.placement.types import Placement
 
 _LEVELS = 8  # of priority, to either side of 0
@@ -171,6 +172,7 @@ class Request:
     adapter_digest: str = ""  # of its adapter, as the workers know it; known with the root
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be found in caches
+    not_cached: NotCached | None = None  # as it was placed first
     queueing: QueueState = field(default_factory=QueueState)
     attempt: Attempt | None = None
     history: AttemptHistory = field(default_factory=AttemptHistory)
@@ -241,6 +243,9 @@ class Request:
     def summary(self, completion: int | None = None) -> Summary:
         """The account as it stands. `completion` tokens count, where a stop string cut the output short."""
         computed = self.account.tokens_computed(self.attempt.prefill_unreported if self.attempt else 0)
-        cached = 0 if self.account.decode_computed is None else max(0, self.prompt - computed)
+        known = self.account.decode_computed is not None
+        cached = max(0, self.prompt - computed) if known else 0
+        not_cached = self.not_cached.settled(self.prompt, cached) if known and self.not_cached else self.not_cached
         usage = Usage(self.prompt, cached, self.generated if completion is None else completion)
-        return Summary(replace(self.timeline), self.submitted, usage, self.account.served(self.history.attempts))
+        served = self.account.served(self.history.attempts)
+        return Summary(replace(self.timeline), self.submitted, usage, served, not_cached)

@@ -64,10 +64,12 @@ from router.events import (
 )
 from router.generation_request import GenerationRequest
 from router.members import ClusterMembership, GoneReason, MemberRecord
+from router.not_cached import Reason
 from router.outbox import Outbox
 from router.placement.kv_index import KvIndex, KvIndexStats
 from router.placement.policy import PlacementPolicy
 from router.placement.prediction_error import PredictionError, PredictionErrors, PredictionKind
+from router.placement.prompt_history import PromptHistory
 from router.placement.reuse_ceiling import ReuseCeiling
 from router.placement.slowness import Slowness
 from router.placement.step_costs import FittedCosts
@@ -124,6 +126,7 @@ class RouterStats:
     slowdowns: Mapping[str, float]  # of live workers, by name: see `router.placement.slowness`
     prompt_tokens: int  # of finished requests
     cached_tokens: int  # of finished requests
+    not_cached_tokens: Mapping[Reason, int]  # of finished requests, by why they are not
     generated_tokens: int
     attainment: Mapping[tuple[int, Objective, bool], int]  # requests by level of priority and whether they met it
     reuse_ceiling: Mapping[str, float]  # by window
@@ -152,13 +155,15 @@ class RouterState:
         self._out = Outbox(self._members)
         self._prediction_errors = PredictionErrors()
         self._costs, self._slowness = FittedCosts(self._prediction_errors), Slowness()
-        placer = placer or policy_named(config.router.policy, seed=crc32(me.incarnation.encode()))
+        seed = crc32(me.incarnation.encode())
+        placer = placer or policy_named(config.router.policy, seed=seed)
         self._admission = AdmissionControl(config.router)
         self._explanations = Explanations(config.router.explain_requests)
         self._utilization = UtilizationMonitor()
         self._counts = RequestCounts()
         self._attainment = SloAttainment({0, *config.router.slo_classes})
         self._reuse_ceiling = ReuseCeiling(config.pages.page_size)
+        self._prompts = PromptHistory(config.pages.page_size, seed)
         self._manager = RequestManager(
             *(config, limits, self._members, self._kv_index, self._costs, self._out, placer),
             admission=self._admission,
@@ -167,6 +172,7 @@ class RouterState:
             counts=self._counts,
             attainment=self._attainment,
             reuse_ceiling=self._reuse_ceiling,
+            prompts=self._prompts,
         )
         self._worker_messages = WorkerMessageHandler(
             *(config, limits, self._members, self._manager, self._prediction_errors, self._out),
@@ -190,6 +196,7 @@ class RouterState:
             case MessageReceived(envelope=envelope):
                 self._message_received(envelope, now)
             case KvEvents(batch=batch):
+                self._prompts.note_removals(batch.events, now)
                 self._request_snapshots(self._kv_index.apply_batch(batch, now))
             case KvSnapshot(holder=holder, part=part):
                 self._request_snapshots(self._kv_index.apply_snapshot(holder, part, now))
@@ -650,9 +657,9 @@ class RouterState:
             raise RequestNotFound(f"no request {shown(name)!r} is among the last {most} (router.explain_requests)")
         return record
 
-    def recent(self, count: int, tenant: str | None) -> list[RequestRecord]:
-        """A tenant's last requests, newest first. None: of all tenants."""
-        return self._explanations.last(count, tenant)
+    def recent(self, count: int, tenant: str | None, session: str = "") -> list[RequestRecord]:
+        """A tenant's last requests, newest first. None: of all tenants. `session`: those of one session alone."""
+        return self._explanations.last(count, tenant, session)
 
     def _adapters(self, *, queued: bool) -> list[str]:
         if not self._config.model.lora_modules:
@@ -679,6 +686,7 @@ class RouterState:
             slowdowns={m.peer.name: max(m.slowdown, m.pace) for m in self._members if m.peer.role == "decode"},
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
+            not_cached_tokens=dict(counts.not_cached_tokens),
             generated_tokens=counts.generated_tokens,
             attainment=self._attainment.counts,
             reuse_ceiling=self._reuse_ceiling.shares,

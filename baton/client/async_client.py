@@ -115,9 +115,12 @@ class AsyncClient:
         """Return the record of a recent request. Raises BatonError: RequestNotFound if there is none."""
         return await self.ask(Explain(request_id), timeout)
 
-    async def requests(self, last: int = 0, timeout: float = 5.0) -> list[RequestSummary]:
-        """Return the last requests, newest first (0: the router's default number). Raises BatonError."""
-        return await self.ask(ListRequests(last), timeout)
+    async def requests(self, last: int = 0, timeout: float = 5.0, session: str = "") -> list[RequestSummary]:
+        """Return the last requests, newest first (0: the router's default number), or those of a session.
+
+        Raises BatonError.
+        """
+        return await self.ask(ListRequests(last, session), timeout)
 
     async def profile(self, process: str, steps: int = 0, timeout: float = 5.0) -> TraceFile:
         """Have a worker or store trace its next steps (0: the router's default).

@@ -1,4 +1,4 @@
-"""`baton explain`: print a request's placement and course as JSON or as tables."""
+"""`baton explain`: print a request's placement and course, or the turns of a session, as JSON or as tables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,36 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton.errors import InvalidRequest
-from baton.operator_api import CostTerms, ExplainedAttempt, ExplainedCandidate, Explanation, Outlook, RequestSummary
+from baton.operator_api import (
+    CostTerms,
+    ExplainedAttempt,
+    ExplainedCandidate,
+    Explanation,
+    NotCached,
+    Outlook,
+    RequestSummary,
+)
 from deploy.commands.running_cluster import operator_client
 from deploy.commands.terminal import Json, Name, Operator, command, out, print_json
 
 _TERMS = [name for name in CostTerms.__struct_fields__ if name != "total_ms"]
 _WIDTH = 240
+_TURNS = 100  # of a session, unless the call says how many
+_TIERS = {"GPU": "a device", "CPU": "a host's memory", "DISK": "a disk"}
+_REASONS = {
+    "new": "never seen",
+    "changed": "seen, behind something that differs",
+    "evicted": "evicted",
+    "concurrent": "another request was computing it",
+    "template": "seen, with another chat template or other variables of it",
+    "adapter": "seen, with another adapter",
+    "salt": "seen, with another cache_salt",
+    "tenant": "seen, of another tenant",
+    "model": "seen, with another model or form of pages",
+    "recomputed": "cached, and computed again",
+    "prompt_logprobs": "all tokens are computed for prompt_logprobs",
+    "tail": "all pages were cached; the rest of the prompt never is",
+}
 _COLOURS = {"finished": "green", "failed": "red", "cancelled": "yellow"}
 _OUTLOOK = {
     "cached_tokens": ("cached tokens", "d"),
@@ -28,22 +52,27 @@ _OUTLOOK = {
 }
 
 
-@command("baton explain 5f1c2d9a70b3e846-1a2b3c4d.17", "baton explain --last 20", "baton explain --last 1 --json")
+@command("baton explain 5f1c2d9a70b3e846-1a2b3c4d.17", "baton explain --last 20", "baton explain --session my-agent")
 def explain(
-    request_id: Annotated[str, typer.Argument(help="From `baton generate --json` or the logs.")] = "",
+    request_id: Annotated[
+        str, typer.Argument(help="From `baton generate --json`, an HTTP answer (`id`) or the logs.")
+    ] = "",
     last: Annotated[int, typer.Option(min=0, help="List the last requests instead.")] = 0,
+    session: Annotated[str, typer.Option(help="List the turns of this session, the last --last or 100.")] = "",
     operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Explain a recent request's placement: every candidate's cost, predicted and actual times, hop by hop."""
-    if bool(request_id) == bool(last):
-        raise InvalidRequest("give a REQUEST_ID, or --last N")
+    """Explain a recent request's placement and why its prompt was not cached: costs, times, hop by hop."""
+    if bool(request_id) == bool(last or session):
+        raise InvalidRequest("give a REQUEST_ID, --last N or --session ID")
     with operator_client(operator, name) as client:
-        if last:
-            summaries = client.requests(last)
+        if last or session:
+            summaries = client.requests(last or _TURNS, session=session)
             if as_json:
                 print_json({"requests": msgspec.to_builtins(summaries)})
+            elif session:
+                turns(out, summaries[::-1])
             else:
                 requests(out, summaries)
             return
@@ -81,6 +110,45 @@ def requests(console: Console, summaries: Sequence[RequestSummary]) -> None:
         console.print("no request is remembered")
 
 
+def turns(console: Console, summaries: Sequence[RequestSummary]) -> None:
+    """Print a line for each turn of a session, and why its prompt was not cached."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("turn")
+    for column in ("age", "prompt", "cached", "TTFT, ms", "page"):
+        table.add_column(column, justify="right")
+    table.add_column("why")
+    table.add_column("tokens not cached")
+    for one in summaries:
+        why = one.not_cached
+        table.add_row(
+            escape(one.request_id),
+            f"{one.age_ms / 1_000:.1f} s",
+            str(one.prompt_tokens),
+            _number(one, "cached_tokens", "d"),
+            _number(one, "ttft_ms", ".1f"),
+            str(why.page) if why else "",
+            escape(_why(why)) if why else "",
+            _by_reason(why) if why else "",
+        )
+    if summaries:
+        _print(console, table)
+    else:
+        console.print("no turn of this session is remembered")
+
+
+def _why(why: NotCached) -> str:
+    """Say in words why the first page was not cached."""
+    text = _REASONS.get(why.reason, why.reason)
+    if why.reason == "evicted":
+        text += f" from {_TIERS[why.tier]}" if why.tier else ", or lost with its process"
+        text += f" {why.evicted_ms / 1_000:.1f} s before" if why.evicted_ms is not None else ""
+    return f"{text} (as {why.other_request})" if why.other_request else text
+
+
+def _by_reason(why: NotCached) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in why.tokens.items())
+
+
 def request(console: Console, explanation: Explanation) -> None:
     """Print one request: its candidates, predicted and actual times, and the time of each hop, per attempt."""
     one = explanation.request
@@ -91,6 +159,8 @@ def request(console: Console, explanation: Explanation) -> None:
         f"{one.prompt_tokens} prompt tokens{cached}, {one.completion_tokens} generated; priority {one.priority}; "
         f"received {one.age_ms / 1_000:.1f} s ago"
     )
+    if (why := one.not_cached) is not None:
+        console.print(f"not cached from page {why.page} (token {why.token}): {escape(_why(why))}; {_by_reason(why)}")
     if one.waits_because:
         console.print(f"waits: {escape(one.waits_because)}")
     _candidates(console, explanation)

@@ -13,6 +13,7 @@ from baton.operator_api import (
     ExplainedAttempt,
     ExplainedCandidate,
     Explanation,
+    NotCached,
     Outlook,
     Process,
     RequestState,
@@ -97,6 +98,22 @@ def request_summary(record: RequestRecord, now: float) -> RequestSummary:
         prefill_worker=last.prefill if last else "",
         waits_because=record.waits,
         tenant=record.tenant,
+        session=record.session,
+        not_cached=_not_cached(record),
+    )
+
+
+def _not_cached(record: RequestRecord) -> NotCached | None:
+    if (why := record.account.not_cached) is None:
+        return None
+    return NotCached(
+        reason=why.reason,
+        page=why.page,
+        token=why.token,
+        tokens={**why.tokens},
+        tier=why.tier or "",
+        evicted_ms=None if why.evicted is None else (record.timeline.received - why.evicted) * 1_000,
+        other_request=why.other,
     )
 
 

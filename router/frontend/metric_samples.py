@@ -27,6 +27,7 @@ from baton.errors import (
 from baton.messages import FinishReason
 from baton.samples import Labels, Sample
 from router.members import GONE_REASONS
+from router.not_cached import REASONS
 from router.queueing.admission import REJECTIONS
 from router.state import ProcessView, RouterStats
 
@@ -37,6 +38,7 @@ _ERRORS = (
 _FINISHED: Mapping[Labels, float] = {(reason,): 0.0 for reason in get_args(FinishReason)}
 _FAILED: Mapping[Labels, float] = {(error.reason,): 0.0 for error in _ERRORS}
 _REJECTED: Mapping[Labels, float] = {(reason,): 0.0 for reason in REJECTIONS}
+_NOT_CACHED: Mapping[Labels, float] = {(reason,): 0.0 for reason in REASONS}
 _LOST: Mapping[Labels, float] = dict.fromkeys(product(("prefill", "decode", "store"), GONE_REASONS), 0.0)
 
 
@@ -59,6 +61,7 @@ def metric_samples(stats: RouterStats) -> Mapping[str, Sample]:
         "prefix_cache_queries": stats.prompt_tokens,
         "prefix_cache_hits": stats.cached_tokens,
         "prefix_cache_ceiling": _by(stats.reuse_ceiling),
+        "prompt_tokens_not_cached": {**_NOT_CACHED, **_by(stats.not_cached_tokens)},
         "prefix_map_pages": stats.kv_index.pages,
         "prefix_map_repairs": {("gap",): stats.kv_index.gaps, ("digest",): stats.kv_index.divergences},
         "requests_waiting": {

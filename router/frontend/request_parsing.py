@@ -90,7 +90,9 @@ def generation_request(
         priority=given.get("priority", 0),
         ttft=_seconds(given.get("ttft_ms")),
         tpot=_seconds(given.get("tpot_ms")),
-        affinity=checked_name("affinity", given.get("affinity", "")),
+        affinity=(affinity := checked_name("affinity", given.get("affinity", ""))),
+        session=given.get("session", affinity),
+        template=given.get("template", ""),
         stops=stops,
         text=TextOptions(
             given.get("min_tokens", 0),

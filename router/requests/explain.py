@@ -107,6 +107,7 @@ class RequestRecord:
     name: str  # the cluster's name for it
     tenant: str
     priority: int
+    session: str  # "": the client names none
     request: Request | None  # while it has not ended
     timeline: Timeline
     attempts: deque[AttemptAccount] = field(default_factory=lambda: deque[AttemptAccount](maxlen=_ATTEMPTS))
@@ -205,7 +206,8 @@ class Explanations:
             return
         while len(self._records) >= self._most:
             self._forget(next(iter(self._records)))
-        record = RequestRecord(request.name, request.spec.tenant, request.spec.priority, request, request.timeline)
+        spec = request.spec
+        record = RequestRecord(request.name, spec.tenant, spec.priority, spec.session, request, request.timeline)
         self._records[request.name] = self._latest[record.request_id] = record
 
     def kept_waiting(self, request: Request, why: str, considered: ConsideredPlacements | None) -> None:
@@ -284,13 +286,13 @@ class Explanations:
         record = self._records.get(name) or self._latest.get(name)
         return record if record is not None and tenant in (None, record.tenant) else None
 
-    def last(self, count: int, tenant: str | None) -> list[RequestRecord]:
-        """The last requests of that tenant (none: of all), newest first."""
+    def last(self, count: int, tenant: str | None, session: str = "") -> list[RequestRecord]:
+        """The last requests of that tenant (none: of all) and that session ("": of any), newest first."""
         records: list[RequestRecord] = []
         for record in reversed(self._records.values()):
             if len(records) >= count:
                 break
-            if tenant in (None, record.tenant):
+            if tenant in (None, record.tenant) and session in ("", record.session):
                 records.append(record)
         return records
 

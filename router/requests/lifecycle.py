@@ -28,12 +28,14 @@ from kvstore.prefix_map.prefix_map import PrefixMatch
 from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome
 from router.generation_request import GenerationRequest
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
+from router.not_cached import NotCached, Reason
 from router.outbox import Outbox
 from router.placement.cached_prefix import CacheablePrefix
 from router.placement.cluster_view import ClusterView
 from router.placement.cost_matrix import PlacementCosts
 from router.placement.kv_index import KvIndex
 from router.placement.policy import PlacementPolicy
+from router.placement.prompt_history import PlacedPrompt, PromptHistory
 from router.placement.reuse_ceiling import ReuseCeiling
 from router.placement.step_costs import FittedCosts
 from router.placement.types import Placement, PlacementRequest, Reject, SecondsReservation
@@ -85,6 +87,7 @@ class RequestCounts:
     moved: int = 0  # attempts that were taken from a slow worker
     prompt_tokens: int = 0  # of requests that finished
     cached_tokens: int = 0  # of requests that finished
+    not_cached_tokens: Counter[Reason] = field(default_factory=Counter[Reason])  # the same, by why they are not
     generated_tokens: int = 0
     pages: dict[str, PageCounts] = field(default_factory=dict[str, PageCounts])  # by the worker's name
 
@@ -125,6 +128,7 @@ class RequestManager:
         counts: RequestCounts,
         attainment: SloAttainment,
         reuse_ceiling: ReuseCeiling,
+        prompts: PromptHistory,
     ) -> None:
         self._config = config
         self._policy = placer
@@ -143,7 +147,7 @@ class RequestManager:
         self._paused = False  # a request waits for the end of its pause
         self._next_expiry = -inf  # until then no request has waited for too long
         self._explanations, self._utilization, self._counts = explanations, utilization, counts
-        self._attainment, self._reuse_ceiling = attainment, reuse_ceiling
+        self._attainment, self._reuse_ceiling, self._prompts = attainment, reuse_ceiling, prompts
 
     def find(self, name: str) -> Request | None:
         """The request of that name, if it has not ended."""
@@ -311,6 +315,16 @@ class RequestManager:
         worker = request.spec.cached_on
         return worker if not request.history.attempts and self._members.get(worker) else ""
 
+    def _not_cached(self, request: Request, ask: PlacementRequest, now: float) -> NotCached:
+        """Say why pages of a prompt that is placed first are not cached."""
+        card, held = self._members.card, max((match.pages for match in ask.held.values()), default=0)
+        assert card is not None, request.name
+        return self._prompts.add(
+            PlacedPrompt(request.name, request.spec, request.root, request.keys, card.namespace, request.timeline),
+            held,
+            now,
+        )
+
     def _should_hold(self, request: Request, plan: Placement, considered: ConsideredPlacements | None) -> bool:
         """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""
         worker = self._members.require_live(plan.prefill or plan.decode)
@@ -334,6 +348,7 @@ class RequestManager:
         request.history.attempts += 1
         if request.history.attempts == 1:
             self._reuse_ceiling.count_prompt(request.keys, request.prompt, now)
+            request.not_cached = self._not_cached(request, ask, now)
         self._admission.placed(request, min(request.prompt, plan.cached_pages * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.history.attempts)
         request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
@@ -569,6 +584,8 @@ class RequestManager:
                 self._view.learn_output(request.generated)
                 self._counts.prompt_tokens += summary.usage.prompt
                 self._counts.cached_tokens += summary.usage.cached
+                if summary.not_cached is not None:
+                    self._counts.not_cached_tokens.update(summary.not_cached.tokens)
                 usage = summary.usage
                 tokens = f"{usage.prompt} prompt tokens, {usage.cached} cached, {usage.completion} generated"
                 self._out.log(f"finished: {reason}, {tokens}", request.name)

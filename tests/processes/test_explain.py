@@ -91,6 +91,32 @@ def test_the_command_and_unknown_names(cluster: LocalCluster) -> None:
         client.explain("nobody")
 
 
+def test_the_turns_of_a_session_side_by_side(cluster: LocalCluster) -> None:
+    rng = random.Random(12)
+    head, line, rest, more = ([rng.randrange(3, checkpoints.VOCAB) for _ in range(count)] for count in (64, 8, 500, 90))
+    prompts = {
+        "turn-1": [*head, *line, *rest],
+        "turn-2": [*head, *line, *rest, *more],
+        "turn-3": [*head, *line[::-1], 7, *rest, *more],
+    }
+    for name, prompt in prompts.items():
+        workload.ask(cluster.address, prompt, 4, request_id=name, affinity="agent")
+        with Client(cluster.address, cluster.operator) as client:
+            eventually(
+                lambda prompt=prompt, client=client: client.status().processes[-1].pages_known >= len(prompt) // 16
+            )
+    turns = baton(cluster, "explain", "--session", "agent")["requests"][::-1]
+    assert [one["request_id"] for one in turns] == list(prompts)
+    assert [one["not_cached"]["reason"] for one in turns] == ["new", "new", "changed"]
+    assert [one["not_cached"]["page"] for one in turns] == [0, 35, 4]
+    for one in turns:
+        assert sum(one["not_cached"]["tokens"].values()) == one["prompt_tokens"] - one["cached_tokens"]
+    shown = CliRunner().invoke(app, ["explain", "--session", "agent", "--operator", cluster.operator])
+    assert "seen, behind something that differs (as turn-2" in shown.stdout
+    shown = CliRunner().invoke(app, ["explain", "turn-3", "--operator", cluster.operator])
+    assert "not cached from page 4 (token 64)" in shown.stdout
+
+
 def test_a_worker_is_drained_and_given_work_again(cluster: LocalCluster, path: Path) -> None:
     streams = Streams(cluster)
     future = streams.start(PROMPT, 400)

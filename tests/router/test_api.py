@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.client import AsyncClient
 from baton.messages import MIXED, Namespace
 from baton.ports import FixedPort
 from kvstore.keys import system_fingerprint
@@ -112,6 +113,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
+<<<<<<< HEAD
 def test_a_body_of_many_prompts_leaves_room_in_the_queue(tmp_path: Path) -> None:
     async def test() -> None:
         async with door(tmp_path, workers=0, max_queued=20) as client:
@@ -121,6 +123,44 @@ def test_a_body_of_many_prompts_leaves_room_in_the_queue(tmp_path: Path) -> None
             while not many.done():
                 assert (await client.complete())["choices"][0]["text"] == text_of()
             assert len((await many)["choices"]) == 60
+=======
+def test_an_answer_tells_why_its_prompt_was_not_cached_and_its_id_explains_it(tmp_path: Path) -> None:
+    """In each API, whole and streamed, where the client asks for it. A session has the turns of all of them."""
+    messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog."}]
+    chat = {"messages": messages, "max_tokens": 2}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": completion(max_tokens=2),
+        "/v1/chat/completions": chat,
+        "/v1/messages": chat,
+        "/v1/responses": {"input": messages, "max_output_tokens": 16},
+    }
+
+    def details(usage: Any) -> Any:
+        return usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+
+    async def test() -> None:
+        async with door(tmp_path) as client, AsyncClient(operator=client.router.addresses.operator) as operator:
+            for path, body in bodies.items():
+                _, plain, _ = await client.post(path, body)
+                assert "not_cached" not in details(plain["usage"])
+                headers = {"baton-not-cached": "true", "X-Claude-Code-Session-Id": "turns"}
+                status, answer, _ = await client.post(path, body, **headers)
+                assert status == 200, answer
+                why, usage = details(answer["usage"])["not_cached"], answer["usage"]
+                told = (await operator.explain(answer["id"])).request
+                assert told.session == "turns"
+                assert told.not_cached is not None
+                assert (why["reason"], why["first_token"]) == (told.not_cached.reason, told.not_cached.token)
+                cached = usage.get("cache_read_input_tokens") or details(usage).get("cached_tokens", 0)
+                assert sum(why["tokens"].values()) == told.prompt_tokens - cached
+            turns = await operator.requests(session="turns")
+            assert len(turns) == len(bodies)
+            assert await operator.requests(session="none") == []
+            stream = {**chat, "stream": True, "stream_options": {"include_usage": True}}
+            headers = {"baton-not-cached": "1"}
+            async with client.http.post(f"{client.url}/v1/chat/completions", json=stream, headers=headers) as answer:
+                assert '"not_cached":{"reason":' in await answer.text()
+>>>>>>> d9b17d6 (Why a prompt was not cached: in explain, in answers, as a metric and on the overview board)
 
     run(test)
 

@@ -8,13 +8,16 @@ import pytest
 from baton import config as settings
 from baton.errors import RequestNotFound
 from baton.messages import MIXED, Accepted, Prefilled, Refused, Started
+from baton.operator_api import NotCached
+from kvstore.events.wire_format import BlockRemoved, KvEventBatch
+from kvstore.keys import namespace_root, page_keys, split_keys
 from router.dashboard import operator_views
-from router.events import ClientGone
+from router.events import ClientGone, KvEvents
 from router.placement.types import Candidate, Placement, PredictedTtft
 from router.request import Attempt, Request
 from router.requests.explain import SHOWN, ConsideredPlacements, Explanations, RequestRecord, reason
 from tests.router.lab import Lab, named
-from tests.router.model import CONFIG, NAMESPACE, card, submit
+from tests.router.model import CONFIG, NAMESPACE, PAGE, card, submit
 
 
 def explained(lab: Lab, name: str = "r") -> RequestRecord:
@@ -170,6 +173,31 @@ def test_a_tenant_sees_its_own_requests_only() -> None:
     assert [record.name for record in lab.state.recent(9, "two")] == ["b-2"]
     with pytest.raises(RequestNotFound):
         lab.state.explain("a", "two")
+
+
+def test_the_turns_of_a_session_tell_why_they_were_not_cached() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    turns = {"a-1": "agent", "b-2": "", "c-3": "agent"}
+    for name, session in turns.items():
+        order = lab.submit(name, 50, session=session, max_tokens=1)
+        lab.say(decode, Accepted(name, 1, 0))
+        lab.tokens(decode, name, 1, 50, 9, finish="length", computed=50 if name == "a-1" else 26)
+        lab.holds(decode, order, 10, medium="GPU")
+        keys = tuple(split_keys(page_keys(namespace_root(NAMESPACE), order.tokens, PAGE)))
+        lab.now += 1
+        lab.tell(KvEvents(KvEventBatch(decode, 1, (BlockRemoved(keys[6:10][::-1], "GPU"),))))
+        lab.now += 2
+    first, last = [operator_views.request_summary(one, lab.now) for one in lab.state.recent(9, None, "agent")[::-1]]
+    assert (first.request_id, first.session, last.request_id) == ("a", "agent", "c")
+    assert first.not_cached == NotCached(reason="new", page=0, token=0, tokens={"new": 48, "tail": 2})
+    assert last.not_cached == NotCached(
+        reason="evicted", page=6, token=24, tokens={"evicted": 24, "tail": 2}, tier="GPU", evicted_ms=2_000,
+        other_request="b-2",
+    )  # fmt: skip
+    counts = lab.state.stats()
+    assert counts.not_cached_tokens == {"new": 48, "evicted": 48, "tail": 6}
+    assert sum(counts.not_cached_tokens.values()) + counts.cached_tokens == counts.prompt_tokens
 
 
 def test_nothing_is_remembered_when_nothing_is_to_be() -> None:

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import asdict
 
 from baton.errors import BatonError, ContextTooLong, shown
 from router.frontend.api import errors
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.protocol import refuse_given, unsupported
-from router.frontend.api.response_builder import Choice, Count, ResponseBuilder, ResponseOptions
+from router.frontend.api.response_builder import Choice, Count, NotCachedTokens, ResponseBuilder, ResponseOptions
 from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import checked_function, is_left_out, switch, wrong
 from router.frontend.chat.deltas import Content, Item, ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream, ToolCall
@@ -217,6 +217,7 @@ class MessageUsage(Struct, kw_only=True):
     cache_creation_input_tokens: Count
     cache_read_input_tokens: Count
     output_tokens: Count
+    not_cached: NotCachedTokens | UnsetType = UNSET
 
 
 class AnthropicMessage(Struct, kw_only=True, tag_field="type", tag="message"):
@@ -292,8 +293,11 @@ class MessageBuilder(ResponseBuilder):
         (choice,) = self.choices
         content = [_block(item) for item in choice.chat.output.items] or [TextBlock()]
         counted = self.usage()
-        cached = counted.prompt_tokens_details["cached_tokens"]
-        return self._message(content, choice, counted.prompt_tokens - cached, cached, counted.completion_tokens)
+        details = counted.prompt_tokens_details
+        prompt, cached = counted.prompt_tokens - details.cached_tokens, details.cached_tokens
+        whole = self._message(content, choice, prompt, cached, counted.completion_tokens)
+        whole.usage.not_cached = details.not_cached
+        return whole
 
     def _message(
         self, content: list[Block], ended: Choice | None, prompt: int, cached: int, output: int

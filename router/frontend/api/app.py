@@ -54,7 +54,7 @@ from router.frontend.api.openai_chat import ChatBuilder, ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionBuilder, CompletionRequest
 from router.frontend.api.openai_responses import ResponsesBuilder, ResponsesRequest, chat_of_response
 from router.frontend.api.operator.calls import OperatorCalls
-from router.frontend.api.parameters import affinity_of, request_fields, rule_entries, token_ids
+from router.frontend.api.parameters import affinity_of, request_fields, rule_entries, session_of, token_ids
 from router.frontend.api.prompts import ChatOrder, PromptBuilder
 from router.frontend.api.protocol import DetokenizeRequest, GenerationFields, TokenizeRequest, refuse_unserved, samples
 from router.frontend.api.response_builder import Choice, ResponseBuilder, ResponseOptions
@@ -80,6 +80,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 LINGER = 15.0  # seconds after the end of a request in which its client must read something
+NOT_CACHED = "baton-not-cached"  # a request with this header is told why its prompt was not cached
 _DEFAULT_COMPLETION = 16  # tokens of a completion that sets no max_tokens, as OpenAI's API has it
 _MAX_RULES = 2**20  # entries of logit_bias, allowed_token_ids and bad_words, over all prompts of a request
 _JSON = "application/json"
@@ -233,6 +234,7 @@ class HttpApi:
             fields.prompt_logprobs,
             shown_tokens,
             forced,
+            chat.order.template,
         )
         return await self._answered(request, order, received)
 
@@ -255,6 +257,7 @@ class HttpApi:
             echo=echo,
             reasoning_end=self._service.model.reasoning_end,
             prompt_logprobs=fields.prompt_logprobs is not None,
+            not_cached=request.headers.get(NOT_CACHED, "false").lower() in ("1", "true"),
             prompt_only=echo is not None and fields.max_tokens == 0,
         )
 
@@ -269,9 +272,10 @@ class HttpApi:
                 f"logit_bias, allowed_token_ids and bad_words have {rules} entries for each of {len(leaders)} prompts, "
                 f"more than {_MAX_RULES} in all; send fewer prompts"
             )
+        affinity = affinity_of(order.fields.session_id, request.headers)
         read = partial(
-            request_fields, order.fields, logprobs=order.logprobs,
-            prompt_logprobs=order.prompt_logprobs, affinity=affinity_of(order.fields.session_id, request.headers),
+            request_fields, order.fields, logprobs=order.logprobs, prompt_logprobs=order.prompt_logprobs,
+            affinity=affinity, session=session_of(affinity, order.fields, request.headers), template=order.template,
             shown=order.shown_tokens,
         )  # fmt: skip
         with contextlib.ExitStack() as undo:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import asdict
 
 from baton.errors import BatonError, shown
 from router.frontend.api import errors
@@ -21,6 +22,7 @@ from router.frontend.api.response_builder import (
     Choice,
     Count,
     Metrics,
+    PromptTokensDetails,
     ResponseBuilder,
     ResponseOptions,
 )
@@ -79,6 +81,7 @@ class ResponsesRequest(Struct, kw_only=True):
     ttft_ms: int | None = None
     tpot_ms: int | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
 
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -110,6 +113,7 @@ def chat_of_response(request: ResponsesRequest, repairs: Repairs) -> ChatComplet
         ttft_ms=request.ttft_ms,
         tpot_ms=request.tpot_ms,
         cache_salt=request.cache_salt,
+        prompt_cache_key=request.prompt_cache_key,
         stream=request.stream,
         tools=tools.chat,
         tool_choice=tools.choice_of(request.tool_choice),
@@ -280,11 +284,17 @@ class OutputCustomCall(_Item, kw_only=True, tag="custom_tool_call"):
 OutputItem: TypeAlias = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
+class InputTokensDetails(PromptTokensDetails, kw_only=True):
+    """What is told of input tokens."""
+
+    cache_write_tokens: Count = 0
+
+
 class ResponseUsage(Struct, kw_only=True):
     """Tokens."""
 
     input_tokens: Count
-    input_tokens_details: dict[str, Count]
+    input_tokens_details: InputTokensDetails
     output_tokens: Count
     output_tokens_details: dict[Literal["reasoning_tokens"], Count]
     total_tokens: Count
@@ -403,7 +413,7 @@ class ResponsesBuilder(ResponseBuilder):
         whole.metrics = self.metrics()
         whole.usage = ResponseUsage(
             input_tokens=counted.prompt_tokens,
-            input_tokens_details={**counted.prompt_tokens_details, "cache_write_tokens": 0},
+            input_tokens_details=InputTokensDetails(**asdict(counted.prompt_tokens_details)),
             output_tokens=counted.completion_tokens,
             output_tokens_details={"reasoning_tokens": 0} if details is UNSET else details,
             total_tokens=counted.total_tokens,

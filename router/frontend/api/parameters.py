@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from baton.errors import ContextTooLong, InvalidRequest
@@ -20,6 +20,8 @@ _SESSION_HEADERS = (
     "x-correlation-id",
 )
 """Headers that name a session, the strongest first. The body's `session_id` comes before all of them."""
+_CONVERSATION_HEADERS = ("x-claude-code-session-id", "session_id", "session-id")
+"""Headers in which agents name a conversation, and ask for no affinity with it."""
 _MAX_KEY = 80
 SEEDS = 2**63  # clients send any 64-bit number, negative ones too
 
@@ -31,7 +33,7 @@ def rule_entries(fields: GenerationFields) -> int:
 
 def request_fields(
     fields: GenerationFields, prompt: Sequence[int], *, max_tokens: int | None, logprobs: int | None,
-    prompt_logprobs: int | None, affinity: str, shown: Sequence[int] = (),
+    prompt_logprobs: int | None, affinity: str, session: str, template: str, shown: Sequence[int] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Return the fields of a request for all outputs of one prompt. Most have the same name in all APIs. `shown` are
     special tokens that stay in the text. Raises InvalidRequest for a grammar that is none."""
@@ -53,14 +55,25 @@ def request_fields(
         "special_tokens": fields.skip_special_tokens is False,
         "shown_special_tokens": shown,
         "affinity": affinity,
+        "session": session,
+        "template": template,
         "structured_output": structured_output(fields),
     }
     return {name: value for name, value in given.items() if value is not None}
 
 
 def affinity_of(session: str | None, headers: Mapping[str, str]) -> str:
-    """The affinity key of a request's session; a name that is no key is hashed into one."""
-    names = (session, *map(headers.get, _SESSION_HEADERS))
+    """The affinity key of a request's session."""
+    return _key((session, *map(headers.get, _SESSION_HEADERS)))
+
+
+def session_of(affinity: str, fields: GenerationFields, headers: Mapping[str, str]) -> str:
+    """The conversation that a request is a turn of: its affinity key, or else the name that its agent has for it."""
+    return _key((affinity, *map(headers.get, _CONVERSATION_HEADERS), fields.prompt_cache_key))
+
+
+def _key(names: Iterable[str | None]) -> str:
+    """The first name that there is; one that is no key is hashed into one."""
     name = next((name for name in names if name), "")
     if len(name) <= _MAX_KEY and name.isascii() and name.isprintable() and " " not in name:
         return name

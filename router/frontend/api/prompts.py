@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -21,6 +22,7 @@ from router.frontend.prompt_tokens import kept_tokens, tokenized
 
 MAX_SAMPLES = 2_048  # of one request: prompts times n
 _END = 256  # characters
+_OF_THE_CHAT = ("messages", "tools", "documents", "add_generation_prompt")  # what a template is told differs with these
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class ChatOrder:
     closes: ChatFormat | None  # the prompt leaves no reasoning in this format open
     special_tokens: bool  # are added
     keep: int | None  # the prompt's last tokens; none: all
+    template: str  # digest of the template and of what it is told besides the chat
 
 
 class PromptBuilder:
@@ -122,7 +125,9 @@ class PromptBuilder:
             keep = kept_tokens(fields.truncate_prompt_tokens, fields.output_tokens, model.limits.max_context)
         order = rendering(source, variables, repairs.allowed)
         closes = model.format_of(tools=fields.tools) if constrained else None
-        return ChatOrder(order, continued, closes, bool(fields.add_special_tokens), keep)
+        told = {name: value for name, value in variables.items() if name not in _OF_THE_CHAT}
+        template = sha256(source.encode() + repr(sorted(told.items())).encode()).hexdigest()[:16]
+        return ChatOrder(order, continued, closes, bool(fields.add_special_tokens), keep, template)
 
     async def of_chat(self, order: ChatOrder, repairs: Repairs) -> ChatPrompt:
         """The prompt of a chat of this task's caller. Raises InvalidRequest and Overloaded."""

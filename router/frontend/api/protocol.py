@@ -62,6 +62,7 @@ class GenerationFields(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     prompt_logprobs: int | None = None
     length_penalty: float | None = None
     best_of: int | None = None

@@ -8,6 +8,7 @@ derives its schema. The chunks of a stream are objects with such structs in them
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias
@@ -23,11 +24,27 @@ from router.frontend.api.token_logprobs import Json, TokenNames, added_texts
 from router.frontend.chat.families import ChatParser
 from router.frontend.detokenizer import TextStream
 from router.frontend.output_stream import Output
+from router.not_cached import Reason
 
 _HOPS = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token", "ended")
 
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 StopCause: TypeAlias = Literal["stop", "length", "tool_calls"]  # baton.messages.FinishReason, and calls
+
+
+class NotCachedTokens(Struct):
+    """Why prompt tokens were not cached, as far as the client may know: `router.not_cached` has the reasons."""
+
+    reason: Reason  # of the first page
+    first_token: Count  # of that page, in its prompt
+    tokens: dict[Reason, Count]  # estimates, which add up to those not cached
+
+
+class PromptTokensDetails(Struct):
+    """Prompt tokens that came from caches, and if the client asks for it, why the others did not."""
+
+    cached_tokens: Count
+    not_cached: NotCachedTokens | UnsetType = UNSET
 
 
 class Usage(Struct, kw_only=True):
@@ -36,7 +53,7 @@ class Usage(Struct, kw_only=True):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
-    prompt_tokens_details: dict[Literal["cached_tokens"], Count]
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: dict[Literal["reasoning_tokens"], Count] | UnsetType = UNSET
 
 
@@ -144,6 +161,7 @@ class ResponseOptions:
     echo: str | None = None  # text before the output
     prompt_logprobs: bool = False
     reasoning_end: int | None = None  # the token that ends reasoning
+    not_cached: bool = False  # the usage tells why prompt tokens were not cached
     prompt_only: bool = False  # the output is not shown: it was asked for no tokens
 
 
@@ -250,9 +268,19 @@ class ResponseBuilder:
         reasoning = self._reasoning_tokens()
         return Usage(
             prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion,
-            prompt_tokens_details={"cached_tokens": cached},
+            prompt_tokens_details=PromptTokensDetails(cached, self._not_cached(ended)),
             completion_tokens_details=UNSET if reasoning is None else {"reasoning_tokens": reasoning},
         )  # fmt: skip
+
+    def _not_cached(self, ended: Sequence[RequestEnded]) -> NotCachedTokens | UnsetType:
+        """Why tokens of these prompts were not cached, if it is asked for; the first page is the first prompt's."""
+        known = [why.for_client() for end in ended if (why := end.summary.not_cached) is not None]
+        if not known or not self.options.not_cached:
+            return UNSET
+        tokens: Counter[Reason] = Counter()
+        for why in known:
+            tokens.update(why.tokens)
+        return NotCachedTokens(known[0].reason, known[0].token, dict(tokens))
 
     def _reasoning_tokens(self) -> int | None:
         """Tokens of reasoning over all samples; None if they are not known."""

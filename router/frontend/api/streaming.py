@@ -58,6 +58,7 @@ class GenerationOrder:
     prompt_logprobs: int | None = None
     shown_tokens: Sequence[int] = ()  # special tokens that stay in the text
     grammar_of: str = ""  # the field that the output's grammar comes from, if it is not in the fields
+    template: str = ""  # digest of what rendered a chat
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:

@@ -33,17 +33,23 @@ from baton.trace import new_mark, trace_path
 from kvstore.keys import pack_tokens
 from router import events
 from router.dashboard import operator_views as views
+from router.frontend.api.anthropic_messages import MessageBuilder
+from router.frontend.api.openai_chat import ChatBuilder
+from router.frontend.api.openai_completions import CompletionBuilder
+from router.frontend.api.openai_responses import ResponsesBuilder
 from router.frontend.api.operator.other_routers import OtherRouters, joined
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.dashboard_feed import DashboardFeed
 from router.frontend.prompt_tokens import tokenized
 from router.frontend.request_parsing import check_length, checked_name, checked_salt
 from router.frontend.served_model import ServedModel
+from router.requests.explain import RequestRecord
 from router.role_changes import PATIENCE
 from router.state import ProcessView
 
 A = TypeVar("A")
 
+_ID_PREFIXES = [each.prefix for each in (ChatBuilder, CompletionBuilder, MessageBuilder, ResponsesBuilder)]
 _PIN_SECONDS = 3_600.0  # in which a prefix is pinned, unless the call says how many
 _LISTED = 10  # requests, unless the call says how many
 _STEPS = 100  # of a trace, unless the call says how many
@@ -76,7 +82,7 @@ class OperatorCalls:
                 return reduce(joined, await ask(call), self._status())
             case ListRequests():
                 count = call.last or _LISTED
-                mine = [views.request_summary(record, now) for record in state.recent(count, None)]
+                mine = [views.request_summary(record, now) for record in state.recent(count, None, call.session)]
                 every = chain(mine, *await ask(call))
                 return sorted(every, key=lambda request: request.age_ms)[:count]
             case Explain():
@@ -124,11 +130,21 @@ class OperatorCalls:
         if not call.request_id:
             raise InvalidRequest("no request is named")
         try:
-            return views.explanation(self._state.explain(call.request_id, None), self._clock.now())
+            return views.explanation(self._found(call.request_id), self._clock.now())
         except RequestNotFound:
             if not (found := await ask(call)):
                 raise
             return min(found, key=lambda one: one.request.age_ms)
+
+    def _found(self, name: str) -> RequestRecord:
+        """The request of that name, or of an answer's id. Raises RequestNotFound."""
+        prefix = next((prefix for prefix in _ID_PREFIXES if name.startswith(prefix)), "")
+        try:
+            return self._state.explain(name, None)
+        except RequestNotFound:
+            if not prefix:
+                raise
+            return self._state.explain(name.removeprefix(prefix), None)
 
     def _profile(self, call: Profile) -> TraceFile:
         if call.stop and call.steps:
