@@ -16,13 +16,14 @@ from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from simulator.router_shell import RouterShell
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, load_of, submit
+from tests.support.wait_graph import assert_no_cycle
 
 Commands: TypeAlias = Sequence[events.RouterCommand]
 M = TypeVar("M", bound=msg.Message)
 
 
 class Lab(RouterShell):
-    """Time stands still unless a test moves it."""
+    """Time stands still unless a test moves it. The router's state is valid after every event."""
 
     now = 100.0
 
@@ -30,15 +31,29 @@ class Lab(RouterShell):
         self.config = config
         super().__init__(ROUTER, RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT), placer))
         self.log: list[events.RouterCommand] = []
+        self.requests: dict[str, GenerationRequest] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.ends: dict[str, events.RequestEnded] = {}
+
+    def tell(self, event: events.RouterEvent) -> Commands:
+        if isinstance(event, GenerationRequest):
+            self.requests[event.name], self.outputs[event.name] = event, []
+        commands = super().tell(event)
+        self.state.validate()
+        assert_no_cycle(self.state.waits())
+        self.log += commands
+        return commands
 
     def post(self, envelope: msg.Envelope[Any]) -> None:
         """Keep it from its peer: it is in the log."""
 
-    def tell(self, event: events.RouterEvent) -> Commands:
-        commands = super().tell(event)
-        self.state.validate()
-        self.log += commands
-        return commands
+    def emit(self, request: str, tokens: Sequence[int]) -> None:
+        assert request not in self.ends, "tokens after the end"
+        self.outputs[request] += tokens
+
+    def end_request(self, end: events.RequestEnded) -> None:
+        assert end.request not in self.ends, f"{end.request} ended twice"
+        self.ends[end.request] = end
 
     # --- peers ---
 
@@ -114,9 +129,9 @@ class Lab(RouterShell):
 
     # --- time ---
 
-    def advance(self, seconds: float) -> Commands:
+    def advance(self, seconds: float, *, paused: bool = False) -> Commands:
         self.now += seconds
-        return self.tell(Tick())
+        return self.tell(Tick(seconds if paused else 0.0))
 
     # --- what was said ---
 
@@ -142,15 +157,13 @@ class Lab(RouterShell):
         return [command.text for command in self.log if isinstance(command, events.Log)]
 
     def emitted(self, request: str = "r") -> list[int]:
-        return [t for c in self.log if isinstance(c, events.Emit) and c.request == request for t in c.tokens]
+        return self.outputs[request]
 
     def end(self, request: str = "r") -> events.RequestEnded:
-        ends = [c for c in self.log if isinstance(c, events.RequestEnded) and c.request == request]
-        assert len(ends) == 1, f"{len(ends)} ends"
-        return ends[0]
+        return self.ends[request]
 
     def alive(self, request: str = "r") -> bool:
-        return not any(isinstance(c, events.RequestEnded) and c.request == request for c in self.log)
+        return request not in self.ends
 
     def cancelled(self, peer: str, request: str = "r") -> list[int]:
         """Attempts that the peer was told to forget."""

@@ -18,7 +18,9 @@ from baton.v1 import generation_pb2
 from baton.wire import RouterSocket
 from router.service import RouterAddresses, serve
 from tests.router import tokenizers
-from tests.router.model import CONFIG, CONTEXT, EOS, ROUTER, VOCAB, Cluster, Process
+from tests.router.cluster import Cluster
+from tests.router.model import CONFIG, CONTEXT, EOS, ROUTER, VOCAB
+from tests.router.processes import Process
 from tests.support import cluster_keys
 
 
@@ -74,9 +76,9 @@ class Served:
 
     def _turn(self, process: Process, link: RouterSocket[Any]) -> None:
         for envelope in link.receive():
-            self.cluster.take(envelope, process)
-        self.cluster.turn(process)
-        self.cluster.step(process)
+            process.take(envelope)
+        process.turn()
+        process.step()
         for envelope in self.cluster.agenda.drop("message", ROUTER.incarnation, process.peer.incarnation):
             link.send(envelope.addressee, envelope.message)
 

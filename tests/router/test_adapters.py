@@ -18,9 +18,9 @@ from router.frontend import served_model
 from router.frontend.api.model_cards import ModelCards
 from router.frontend.api.operator.calls import checked
 from router.frontend.request_parsing import generation_request, message_fields
+from tests.router.cluster import Cluster
 from tests.router.lab import Lab
 from tests.router.model import CONFIG, card
-from tests.router.pin_model import PinCluster
 
 DIGESTS = {"one": "digest of one", "two": "digest of two"}
 
@@ -79,7 +79,7 @@ def test_a_request_keeps_its_adapter_through_a_fail_over() -> None:
 
 
 def test_a_pinned_prefix_is_that_of_its_adapter() -> None:
-    cluster = PinCluster(with_adapters())
+    cluster = Cluster(with_adapters())
     for role in ("prefill", "decode", "store"):
         cluster.start(role, f"{role}-0")
     cluster.pin_prefix("plain")

@@ -9,8 +9,8 @@ import pytest
 from baton.errors import InvalidRequest, ProcessNotFound
 from baton.messages import Accepted, Decode, Prefill
 from router.events import DrainWorker, Finished
+from tests.router.cluster import Cluster
 from tests.router.lab import Lab
-from tests.router.model import Cluster, submit
 
 
 def test_a_draining_worker_is_given_nothing_new_and_keeps_what_it_has() -> None:
@@ -100,7 +100,7 @@ def test_drains_at_any_time_lose_nothing_and_are_obeyed(seed: int) -> None:
     drained: dict[str, int] = {}  # with the attempts that each had left
     for i in range(60):
         if rng.random() < 0.5:
-            cluster.submit(submit(f"r{i}", rng.randrange(1, 60), rng.randrange(1, 40), i, received=cluster.now))
+            cluster.submit(f"r{i}", rng.randrange(1, 60), rng.randrange(1, 40), seed=i)
         if rng.random() < 0.3:
             name = rng.choice(workers)
             undo = name in drained or sum(other.startswith("decode") for other in drained) >= 3
@@ -113,10 +113,10 @@ def test_drains_at_any_time_lose_nothing_and_are_obeyed(seed: int) -> None:
         assert all(left[name] <= before for name, before in drained.items()), (left, drained)
         drained = {name: left[name] for name in drained}
     cluster.settle()
-    assert all(isinstance(end.outcome, Finished) for end in cluster.ended.values())
-    assert len(cluster.ended) == len(cluster.submitted)
-    for name in cluster.ended:
-        assert cluster.emitted[name] == cluster.expected(name)[0]
+    assert all(isinstance(end.outcome, Finished) for end in cluster.ends.values())
+    assert len(cluster.ends) == len(cluster.requests)
+    for name in cluster.ends:
+        assert cluster.outputs[name] == cluster.expected(name)[0]
     assert all(attempts(cluster)[name] == 0 for name in workers)
 
 

@@ -10,8 +10,9 @@ import pytest
 from baton.errors import InvalidRequest, ProcessNotFound
 from baton.messages import Accepted, ChangeRole, Heartbeat, LoadReport
 from router.events import DrainWorker, Finished, SetRole
+from tests.router.cluster import Cluster
 from tests.router.lab import Lab, held
-from tests.router.model import CONFIG, Cluster, card, submit
+from tests.router.model import CONFIG, card
 
 
 def views(lab: Lab) -> dict[str, tuple[str, bool, str | None]]:
@@ -181,7 +182,7 @@ def test_roles_may_change_at_any_time(seed: int) -> None:
     changed = 0
     for i in range(80):
         if rng.random() < 0.5:
-            cluster.submit(submit(f"r{i}", rng.randrange(1, 60), rng.randrange(1, 40), i, received=cluster.now))
+            cluster.submit(f"r{i}", rng.randrange(1, 60), rng.randrange(1, 40), seed=i)
         workers = [p for p in cluster.processes.values() if p.peer.role != "store"]
         process = rng.choice(workers)
         if rng.random() < 0.2:
@@ -198,10 +199,10 @@ def test_roles_may_change_at_any_time(seed: int) -> None:
         cluster.round(loss=0.05, lag=0.2)
     cluster.settle()
     assert changed > 3
-    assert all(isinstance(end.outcome, Finished) for end in cluster.ended.values())
-    assert len(cluster.ended) == len(cluster.submitted)
-    for name in cluster.ended:
-        assert cluster.emitted[name] == cluster.expected(name)[0]
+    assert all(isinstance(end.outcome, Finished) for end in cluster.ends.values())
+    assert len(cluster.ends) == len(cluster.requests)
+    for name in cluster.ends:
+        assert cluster.outputs[name] == cluster.expected(name)[0]
     for view in cluster.state.processes(cluster.now):
         assert (view.draining, view.changing_to, view.attempts) == (False, None, 0)
     roles = {process.peer.name: process.peer.role for process in cluster.processes.values()}

@@ -12,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.keys import pack_tokens
 from router.events import Cancelled, ClientGone, Failed, Finished, StopMatched
-from tests.router.model import CONFIG, Cluster, Process, submit
+from tests.router.cluster import Cluster
+from tests.router.model import CONFIG, submit
+from tests.router.processes import Process, Store
 from tests.support.thorough import automaton
 
 FAULTS = (
@@ -50,19 +52,19 @@ def break_process(cluster: Cluster, process: Process, fault: str) -> None:
         case "hangs":
             process.hung_since = cluster.now if process.hung_since is None else None
         case "fails":
-            cluster.fail(process)
+            process.fail()
         case "says a deadline":
-            cluster.fail(process, "deadline")
+            process.fail("deadline")
         case "fetches short":
-            cluster.give_up_fetch(process, 1)
-        case "loses its pages":
-            cluster.stores.lose(peer.incarnation)
+            process.give_up_fetch(1)
+        case "loses its pages" if isinstance(process, Store):
+            process.pages.clear()
 
 
 def check_ends(cluster: Cluster) -> None:
-    for name, end in cluster.ended.items():
+    for name, end in cluster.ends.items():
         tokens, reason = cluster.expected(name)
-        emitted = cluster.emitted[name]
+        emitted = cluster.outputs[name]
         match end.outcome:
             case Finished("length"):
                 assert emitted == tokens
@@ -129,7 +131,7 @@ class Faults(ClusterFaults):
         self.cluster.run(0.2)
 
     def _request(self, index: int) -> str | None:
-        names = list(self.cluster.submitted)
+        names = list(self.cluster.requests)
         return names[index % len(names)] if names else None
 
     # --- clients ---
@@ -158,14 +160,14 @@ class Faults(ClusterFaults):
         cluster = self.cluster
         at = None if deadline is None else cluster.now + deadline
         for i in range(count):
-            name = f"r{len(cluster.submitted)}"
+            name = f"r{len(cluster.requests)}"
             wishes: dict[str, Any] = {"priority": priority, "deadline": at, "ttft": ttft, "tenant": tenant}
-            cluster.submit(submit(name, prompt + i, max_tokens, seed + i, received=cluster.now, **wishes))
+            cluster.submit(name, prompt + i, max_tokens, seed=seed + i, **wishes)
 
     @rule(index=st.integers(0, 50), stopped=st.booleans())
     def leaves_or_is_stopped(self, index: int, stopped: bool) -> None:
         if name := self._request(index):
-            emitted = len(self.cluster.emitted[name])
+            emitted = len(self.cluster.outputs[name])
             self.cluster.tell(StopMatched(name, emitted) if stopped else ClientGone(name))
 
     # --- processes ---
@@ -189,27 +191,27 @@ class Faults(ClusterFaults):
         self.cluster.advance(seconds, paused=paused)
         assert not paused or sum(self.cluster.state.stats().live.values()) == live, "blamed for our own pause"
 
-    @precondition(lambda self: self.cluster.submitted)
+    @precondition(lambda self: self.cluster.requests)
     @rule()
     def everything_ends(self) -> None:
         self.cluster.settle()
 
-    @precondition(lambda self: self.cluster.submitted)
+    @precondition(lambda self: self.cluster.requests)
     @rule(beats=st.booleans())
     def nothing_happens_any_more(self, beats: bool) -> None:
         """No message but heartbeats, or not even those: every state there is has a limit, and so have all together."""
         cluster, router = self.cluster, CONFIG.router
         attempt = (router.queue_timeout_ms + router.attempt_timeout_ms + CONFIG.cluster.heartbeat_timeout_ms) / 1_000
         limit = cluster.now + router.max_attempts * attempt + 1
-        while len(cluster.ended) < len(cluster.submitted):
-            assert cluster.now < limit, f"still alive: {set(cluster.submitted) - set(cluster.ended)}"
+        while len(cluster.ends) < len(cluster.requests):
+            assert cluster.now < limit, f"still alive: {set(cluster.requests) - set(cluster.ends)}"
             for process in list(cluster.processes.values()) if beats else ():
                 if process.stopped or not process.membership.router:
                     continue
                 if process.hung_since is None:
-                    cluster.beat(process)
+                    process.beat()
                 else:
-                    cluster.repeat(process)
+                    process.repeat()
                 cluster.agenda.go("message", cluster.incarnation, process.peer.incarnation, True)
             cluster.advance(0.2)
 
@@ -241,9 +243,9 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
     cluster.run(0.2)
     loss, lag = dice.choice([(0.0, 0.0), (0.01, 0.2), (0.1, 0.5)])
     for turn in range(600):
-        if dice.random() < 0.15 and len(cluster.submitted) - len(cluster.ended) < 20:
-            name = f"r{len(cluster.submitted)}"
-            cluster.submit(submit(name, dice.randint(1, 80), dice.randint(1, 60), dice.randint(0, 99)))
+        if dice.random() < 0.15 and len(cluster.requests) - len(cluster.ends) < 20:
+            name = f"r{len(cluster.requests)}"
+            cluster.submit(name, dice.randint(1, 80), dice.randint(1, 60), seed=dice.randint(0, 99))
         if dice.random() < 0.03 and cluster.processes:
             break_process(cluster, dice.choice(list(cluster.processes.values())), dice.choice(FAULTS))
         if turn % 100 == 99:  # the supervisor repairs the cluster now and then
@@ -269,7 +271,7 @@ def test_without_faults_every_request_takes_one_attempt() -> None:
         cluster.start("prefill", f"prefill-{i}")
     cluster.run(0.2)
     for i in range(20):
-        cluster.submit(submit(f"r{i}", 5 + 7 * i, 20, i))
+        cluster.submit(f"r{i}", 5 + 7 * i, 20, seed=i)
         cluster.round()
     cluster.settle()
     check_ends(cluster)
@@ -294,7 +296,7 @@ def test_workers_of_different_nodes_share_every_request() -> None:
     cluster = Cluster()
     two_kinds_of_nodes(cluster)
     for i in range(20):
-        cluster.submit(submit(f"r{i}", 5 + 7 * i, 20, i))
+        cluster.submit(f"r{i}", 5 + 7 * i, 20, seed=i)
         cluster.round()
     cluster.settle()
     check_ends(cluster)
@@ -316,12 +318,12 @@ def test_no_attempt_stays_with_a_store_that_died(node: str, restarts: bool) -> N
     for moment in range(25):
         cluster = Cluster(PATIENT)
         two_kinds_of_nodes(cluster)
-        cluster.submit(submit("r0", 60, 10))
+        cluster.submit("r0", 60, 10)
         cluster.run(1.0)
         for i in range(1, 6):  # all begin like the first; the prefill worker that made that can't take all
             order = submit(f"r{i}", 60 + 20 * i, 10)
             ours = pack_tokens([200 + i]) * 20 * i
-            cluster.submit(msgspec.structs.replace(order, tokens=order.tokens[: -len(ours)] + ours))
+            cluster.tell(msgspec.structs.replace(order, tokens=order.tokens[: -len(ours)] + ours))
         for _ in range(moment):
             cluster.round()
         (store,) = cluster.named(f"store-{node}")

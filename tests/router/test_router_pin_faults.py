@@ -15,8 +15,8 @@ from baton.errors import PinNotFound
 from baton.operator_api import NewPin
 from router.events import Cancelled, ClientGone, Failed
 from router.prefix_pinning.pin import PinPhase
-from tests.router.model import CONFIG, submit
-from tests.router.pin_model import PAGE_BYTES, PinCluster
+from tests.router.cluster import Cluster
+from tests.router.model import CONFIG, PAGE_BYTES
 from tests.router.test_router_faults import ClusterFaults, break_process
 from tests.support.thorough import automaton
 
@@ -29,11 +29,9 @@ SMALL = msgspec.structs.replace(CONFIG, store=StoreConfig(pin_bytes=msgspec.conv
 class Faults(ClusterFaults):
     """The same while wishes and requests come, stores evict, and processes die, stop, wake up, refuse and fail."""
 
-    cluster: PinCluster
-
     def __init__(self) -> None:
         super().__init__()
-        self.cluster = PinCluster(SMALL)
+        self.cluster = Cluster(SMALL)
 
     @initialize(prefillers=st.integers(1, 3), nodes=st.integers(1, 2), seed=st.integers(0, 2**16))
     def begin(self, prefillers: int, nodes: int, seed: int) -> None:
@@ -74,8 +72,8 @@ class Faults(ClusterFaults):
 
     @rule(prompt=st.integers(1, 60), max_tokens=st.integers(1, 30), seed=st.integers(0, 99))
     def request(self, prompt: int, max_tokens: int, seed: int) -> None:
-        name = f"r{len(self.cluster.submitted)}"
-        self.cluster.submit(submit(name, prompt, max_tokens, seed, received=self.cluster.now))
+        name = f"r{len(self.cluster.requests)}"
+        self.cluster.submit(name, prompt, max_tokens, seed=seed)
 
     # --- processes ---
 
@@ -108,7 +106,7 @@ class Faults(ClusterFaults):
     def what_counts_as_pinned_is_pinned(self) -> None:
         for prefix in self.cluster.prefixes():
             if prefix.phase is PinPhase.PINNED and self.cluster.now < prefix.expires:
-                self.cluster.kept_at(prefix)
+                self.cluster.pin_of(prefix)
 
     def teardown(self) -> None:
         self.cluster.finish()
@@ -123,8 +121,8 @@ Faults.TestCase.settings = automaton(count=60, steps=30)
 TestFaults = Faults.TestCase
 
 
-def cluster_of(nodes: str = "a", prefillers: int = 1, **settings: Any) -> PinCluster:
-    cluster = PinCluster(msgspec.structs.replace(CONFIG, **settings))
+def cluster_of(nodes: str = "a", prefillers: int = 1, **settings: Any) -> Cluster:
+    cluster = Cluster(msgspec.structs.replace(CONFIG, **settings))
     cluster.start("decode", "decode-0", "a")
     for node in nodes:
         cluster.start("store", f"store-{node}", node)
@@ -141,12 +139,12 @@ def test_without_faults_every_prefix_takes_one_attempt_and_survives_eviction() -
         cluster.round()
         cluster.evict()
     assert all(isinstance(cluster.answers[name], NewPin) for name in names)
-    assert all(prefix.attempts == 1 and cluster.kept_at(prefix) for prefix in cluster.prefixes())
+    assert all(prefix.attempts == 1 and cluster.pin_of(prefix) for prefix in cluster.prefixes())
     cluster.finish()
     cluster.run(70)
     assert not cluster.prefixes()
     cluster.evict()
-    assert not any(pages.pins or pages.sealed for pages in cluster.pages.values())
+    assert not any(store.pins or store.pages for store in cluster.stores)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -161,8 +159,8 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
                 dice.choice("abcdefgh"), dice.randint(1, 20), dice.choice([1.0, 30.0]), dice.randint(0, 99)
             )
         if dice.random() < 0.1:
-            name = f"r{len(cluster.submitted)}"
-            cluster.submit(submit(name, dice.randint(1, 80), dice.randint(1, 20), dice.randint(0, 99)))
+            name = f"r{len(cluster.requests)}"
+            cluster.submit(name, dice.randint(1, 80), dice.randint(1, 20), seed=dice.randint(0, 99))
         if dice.random() < 0.03:
             break_process(cluster, dice.choice(list(cluster.processes.values())), dice.choice(FAULTS))
         if dice.random() < 0.1:

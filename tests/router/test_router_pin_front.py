@@ -16,9 +16,8 @@ from baton.operator_api import PinPrefix
 from kvstore.keys import unpack_tokens
 from router import events
 from router.frontend.api.operator.calls import checked
-from router.service import RouterAddresses
 from tests.router import tokenizers
-from tests.router.pin_model import PAGE_BYTES, PinCluster
+from tests.router.model import PAGE_BYTES
 from tests.router.served import Served, served, settings_for
 from tests.router.test_request_parsing import BARE, MODEL
 from tests.support.eventually import eventually_async
@@ -81,32 +80,18 @@ def test_what_is_not_said() -> None:
 # --- calls ---
 
 
-class PinFront(Served):
-    """A router whose stores keep pages."""
-
-    def __init__(self, addresses: RouterAddresses) -> None:
-        super().__init__(addresses)
-        self.cluster: PinCluster = PinCluster()
-
-    @property
-    def pinned(self) -> int:
-        return sum(len(pages.pins) for pages in self.cluster.pages.values())
+def pins(router: Served) -> int:
+    return sum(len(store.pins) for store in router.cluster.stores)
 
 
 @contextlib.asynccontextmanager
-async def cluster(folder: Path, *processes: str) -> AsyncIterator[tuple[PinFront, AsyncClient]]:
+async def cluster(folder: Path, *processes: str) -> AsyncIterator[tuple[Served, AsyncClient]]:
     async with served(settings_for(folder)) as router, AsyncClient(operator=router.addresses.operator) as client:
-        pinned = PinFront(router.addresses)
-        workers = asyncio.create_task(pinned.work())
         for name in processes:
-            pinned.start(name.partition("-")[0], name)  # type: ignore[arg-type]
-        joined = pinned.cluster.processes.values()
+            router.start(name.partition("-")[0], name)
+        joined = router.cluster.processes.values()
         await eventually_async(lambda: all(process.membership.router for process in joined))
-        try:
-            yield pinned, client
-        finally:
-            workers.cancel()
-            pinned.close()
+        yield router, client
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -122,12 +107,12 @@ def test_a_prefix_is_warmed_listed_and_let_go(tmp_path: Path) -> None:
             assert 50_000 < made.pin.expires_in_ms <= 60_000
             assert made.tokens_computed is not None
             assert made.tokens_cached == 20 - made.tokens_computed
-            assert router.pinned == 1
+            assert pins(router) == 1
             (listed,) = await client.pins()
             assert (listed.id, listed.node) == ("mine", "a")
             await client.unpin("mine")
             assert not await client.pins()
-            await eventually_async(lambda: not router.pinned)
+            await eventually_async(lambda: not pins(router))
             with pytest.raises(PinNotFound, match="'mine'"):
                 await client.unpin("mine")
 
@@ -144,7 +129,7 @@ def test_a_call_that_is_cancelled_leaves_no_pin(tmp_path: Path) -> None:
             call.cancel()
             prefill.full = False
             await asyncio.sleep(0.3)
-            assert not router.pinned
+            assert not pins(router)
             assert not prefill.jobs
 
     run(test)
