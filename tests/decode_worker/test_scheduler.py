@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
@@ -22,8 +22,7 @@ from kvstore.client.transfer import StoreUp
 from kvstore.keys import cacheable_pages, pack_tokens
 from tests.decode_worker.load import OnePageEach
 from tests.support.thorough import automaton
-from tests.support.wait_graph import assert_no_cycle, waits_of_rig
-from tests.support.workers_and_stores import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
+from tests.support.workers_and_stores import PAGE, PAGE_BYTES, ROOT, Rig, RigMachine, RigWorker, reference
 
 AGEING = 1.0  # seconds
 SHARED = list(range(1, 25))
@@ -34,7 +33,7 @@ PROMPTS = st.builds(
 )
 
 
-class DecodeMachine(RuleBasedStateMachine):
+class DecodeMachine(RigMachine):
     windows: Sequence[int | None] = [None]  # of the model; tokens
     longer = 1  # times as long are outputs
 
@@ -61,7 +60,6 @@ class DecodeMachine(RuleBasedStateMachine):
         self.prefill = self.rig.worker(
             "prefill", 24, PrefillConfig(max_num_batched_tokens=8, max_num_seqs=8, store_timeout_ms=2_000)
         )
-        self.requests: dict[str, tuple[list[int], int]] = {}
         self.got: dict[str, list[int]] = {}
         self.resumed: set[str] = set()  # by the last prepare, with no admission since
         self.steps = 0
@@ -181,8 +179,6 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_token_is_the_reference(self) -> None:
-        if not hasattr(self, "worker"):
-            return
         for message in self.worker.messages:
             match message:
                 case Tokens(deltas=deltas):
@@ -200,15 +196,8 @@ class DecodeMachine(RuleBasedStateMachine):
                     pass
         self.worker.messages.clear()
 
-    @invariant()
-    def no_wait_rests_on_itself(self) -> None:
-        if hasattr(self, "rig"):
-            assert_no_cycle(waits_of_rig(self.rig))
-
-    def teardown(self) -> None:
+    def go_to_the_end(self) -> None:
         """All that was admitted ends, in a number of steps that what is left to compute bounds."""
-        if not hasattr(self, "worker"):
-            return
         for _ in range(2_000):
             self.go_on(1)
             self.prefill.turn()
@@ -219,14 +208,6 @@ class DecodeMachine(RuleBasedStateMachine):
             self.worker.handle(Tick())
         else:
             raise AssertionError(f"somebody waits for ever: {self.phases()}")
-        for request in self.requests:
-            self.worker.handle(Cancel(request, 1))
-        for _ in range(3):
-            self.rig.settle()
-            self.rig.tick(2.0)
-        assert self.worker.state.blocks.available == self.worker.num_pages
-        assert self.worker.state.leases == ()
-        assert self.worker.state.stats().pages_differing == 0
 
 
 TestDecodeMachine = DecodeMachine.TestCase

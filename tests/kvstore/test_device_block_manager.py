@@ -6,22 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from tests.kvstore.chains import CHAINS, key, keys, parent
-from tests.support.thorough import automaton
+from tests.support.thorough import automaton, run_machine
 
 PAGES = 8
 
@@ -248,12 +239,8 @@ def test_a_mistake_in_the_epochs_is_noticed(
     mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
-    once = settings(
-        max_examples=300, stateful_step_count=40, deadline=None, phases=[Phase.generate], database=None,
-        suppress_health_check=list(HealthCheck), derandomize=True, report_multiple_bugs=False,
-    )  # fmt: skip
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(DeviceCacheMachine, settings=once)
+        run_machine(DeviceCacheMachine, 300, 40)
 
 
 def filled(chain: str, num_pages: int) -> tuple[DeviceBlockManager, list[int]]:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
+from hypothesis.stateful import RULE_MARKER
 from msgspec.structs import replace
 
 from baton.errors import MalformedMessage
@@ -28,6 +27,7 @@ from kvstore.server.tier_manager import TierManager, TierResult
 from kvstore.transport.interface import AskPeer, PagesLanded, SendPages
 from tests.kvstore.test_tiers_machine import TiersMachine
 from tests.support.fake_disk import FakeDisk, Finished, Write
+from tests.support.thorough import run_machine
 from tests.support.wait_graph import WaitCycle
 
 pytestmark = pytest.mark.slow
@@ -449,35 +449,17 @@ def test_the_machine_notices(mutate: Mutation, rules: tuple[str, ...], monkeypat
     mutate(monkeypatch)
     # A check of ours, the worker's check of a reply, or what comes of it: a thing is not there twice.
     with pytest.raises((AssertionError, KeyError, MalformedMessage)):
-        run_state_machine_as_test(
-            machine(rules),
-            settings=settings(
-                max_examples=400, stateful_step_count=60, deadline=None, derandomize=True, database=None,
-                phases=[Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
-            ),
-        )  # fmt: skip
+        run_machine(machine(rules), 400, 60)
 
 
 @pytest.mark.parametrize(("mutate", "rules"), CIRCLES, ids=[mutate.__name__ for mutate, _ in CIRCLES])
 def test_the_machine_notices_a_circle_of_waits(mutate: Mutation, rules: tuple[str, ...], monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     with pytest.raises(WaitCycle):
-        run_state_machine_as_test(
-            machine(rules),
-            settings=settings(
-                max_examples=400, stateful_step_count=60, deadline=None, derandomize=True, database=None,
-                phases=[Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
-            ),
-        )  # fmt: skip
+        run_machine(machine(rules), 400, 60)
 
 
 def test_a_machine_with_fewer_rules_finds_nothing_wrong_by_itself() -> None:
     """So whatever it notices above is the mutation."""
     for rules in dict.fromkeys(rules for _, rules in (*MUTATIONS, *CIRCLES)):
-        run_state_machine_as_test(
-            machine(rules),
-            settings=settings(
-                max_examples=15, stateful_step_count=40, deadline=None, derandomize=True, database=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )  # fmt: skip
+        run_machine(machine(rules), 15, 40)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.messages import PageSource
-from tests.kvstore.world import WORDS, Node, Worker, World, waits_of_world
+from tests.kvstore.world import WORDS, Node, Worker, World
 from tests.support.thorough import automaton
 from tests.support.wait_graph import assert_no_cycle
 
@@ -202,7 +202,7 @@ class StoreMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             for node in self.world.nodes:
                 node.check()
-            assert_no_cycle(waits_of_world(self.world))
+            assert_no_cycle(self.world.waits())
 
     def teardown(self) -> None:
         if hasattr(self, "world"):

@@ -753,8 +753,7 @@ class World(HeldAgenda):
         if numbers:
             yield numbers[pick % len(numbers)]
 
-
-def waits_of_world(world: World) -> Iterator[WaitEdge]:
-    """Stores only: their workers do what they like."""
-    for node in world.nodes:
-        yield from node.state.waits()
+    def waits(self) -> Iterator[WaitEdge]:
+        """Yield what each store waits for. Its workers do what they like."""
+        for node in self.nodes:
+            yield from node.state.waits()

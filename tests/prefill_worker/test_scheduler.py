@@ -10,17 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import Phase as Generation
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, precondition, rule
 
 from baton.clock import Tick
 from baton.config import PrefillConfig
@@ -31,9 +22,9 @@ from kvstore.keys import pack_tokens, page_keys, split_keys
 from prefill_worker import shared_prefix
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
-from tests.support.thorough import automaton
-from tests.support.wait_graph import WaitCycle, assert_no_cycle, waits_of_rig
-from tests.support.workers_and_stores import PAGE, ROOT, Rig
+from tests.support.thorough import automaton, run_machine
+from tests.support.wait_graph import WaitCycle
+from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigMachine
 
 SHARED = list(range(1, 41))
 PROMPTS = st.builds(
@@ -45,7 +36,7 @@ PROMPTS = st.builds(
 )
 
 
-class PrefillMachine(RuleBasedStateMachine):
+class PrefillMachine(RigMachine):
     @initialize(
         slots=st.integers(16, 60), pages=st.integers(14, 40), chunk=st.integers(PAGE, 6 * PAGE),
         copies=st.integers(1, 8), attentive=st.booleans(), window=st.sampled_from([1_024, 4, 2]),
@@ -61,15 +52,14 @@ class PrefillMachine(RuleBasedStateMachine):
         self.worker = self.rig.worker("prefill", pages, config, recompute_share=again)
         self.state = self.worker.state
         self.state._window = window
-        self.count = 0
         self.quiet = attentive  # nothing but orders and turns: then no page is computed twice
         self.ordered: set[bytes] = set()  # prompts' full pages
         self.partial = 0  # tokens of partial pages, which no cache keeps
 
     @rule(prompt=PROMPTS, priority=st.integers(-2, 9))
     def order(self, prompt: list[int], priority: int) -> None:
-        request = f"r{self.count}"
-        self.count += 1
+        request = f"r{len(self.requests)}"
+        self.requests[request] = prompt, 0
         self.worker.handle(Prefill(request, 1, ROOT, pack_tokens(prompt), priority=priority))
         if request in self.state._requests:
             self.ordered.update(split_keys(page_keys(ROOT, pack_tokens(prompt), PAGE)))
@@ -146,14 +136,7 @@ class PrefillMachine(RuleBasedStateMachine):
         for _ in range(hear):
             self.hear_one()
 
-    @invariant()
-    def no_wait_rests_on_itself(self) -> None:
-        if hasattr(self, "rig"):
-            assert_no_cycle(waits_of_rig(self.rig))
-
-    def teardown(self) -> None:
-        if not hasattr(self, "worker"):
-            return
+    def go_to_the_end(self) -> None:
         for _ in range(12):
             self.rig.settle()
             self.rig.tick(0.5)
@@ -164,16 +147,9 @@ class PrefillMachine(RuleBasedStateMachine):
         assert len(done) == len(set(done))
         ended = [m.request for m in self.worker.messages if isinstance(m, Prefilled | AttemptFailed | Refused)]
         if self.quiet:
-            assert len(ended) == self.count
+            assert len(ended) == len(self.requests)
             if self.state.blocks.stats().evictions == 0 and self.rig.store.stats(0.0).evictions == 0:
                 assert self.state.stats().tokens_computed <= len(self.ordered) * PAGE + self.partial, "computed twice"
-        for number in range(self.count):
-            self.worker.handle(Cancel(f"r{number}", 1))
-        self.rig.settle()
-        assert self.state.blocks.available == self.worker.num_pages
-        assert self.state.leases == ()
-        stats = self.rig.store.stats(0.0)
-        assert (stats.reserved, stats.held, stats.leases) == (0, 0, 0)
 
 
 TestPrefill = PrefillMachine.TestCase
@@ -214,18 +190,10 @@ def _who_is_behind_keeps_its_leases(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillScheduler, "_give_back", lambda self, job: [])
 
 
-def _run(machine: type[RuleBasedStateMachine], examples: int) -> None:
-    once = settings(
-        max_examples=examples, stateful_step_count=50, deadline=None, phases=[Generation.generate], database=None,
-        suppress_health_check=list(HealthCheck), derandomize=True, report_multiple_bugs=False,
-    )  # fmt: skip
-    run_state_machine_as_test(machine, settings=once)
-
-
 def test_it_notices_a_circle_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     _who_is_behind_keeps_its_leases(monkeypatch)
     with pytest.raises(AssertionError) as caught:
-        _run(PrefillMachine, 400)
+        run_machine(PrefillMachine, 400, 50)
     error: BaseException | None = caught.value  # the end of the test may find prompts that are not done, too
     while error is not None and not isinstance(error, WaitCycle):
         error = error.__context__
@@ -245,4 +213,4 @@ def test_it_notices_a_circle_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_notices(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
     with pytest.raises(AssertionError):
-        _run(PrefillMachine, 200)
+        run_machine(PrefillMachine, 200, 50)

@@ -13,7 +13,7 @@ from kvstore.server.head_of_line import HeadOfLine
 from prefill_worker.scheduler import PrefillScheduler
 from tests.decode_worker.test_state import tokens_of
 from tests.prefill_worker.test_state import awaits, order
-from tests.support.wait_graph import WaitCycle, assert_no_cycle, waits_of_rig
+from tests.support.wait_graph import WaitCycle, assert_no_cycle
 from tests.support.workers_and_stores import PAGE, Rig, RigWorker, reference
 
 WINDOW = 4  # pages of one Reserve
@@ -51,7 +51,7 @@ def run(rig: Rig, workers: list[RigWorker], prompts: int, rng: random.Random | N
                 result.append(message)
                 worker.messages.remove(message)
                 worker.handle(Cancel(message.request, message.attempt))
-        assert_no_cycle(waits_of_rig(rig))
+        assert_no_cycle(rig.waits())
         rig.tick(0.02)
     return result
 

@@ -18,15 +18,14 @@ from msgspec import structs
 
 from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import Grammar, WorkerRole
-from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Bits, Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from kvstore.client.device_block_manager import DuplicatePage
-from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, batches
-from prefill_worker.scheduler import PrefillScheduler
+from kvstore.client.transfer import Copy, CopyIn, CopyOut, batches
 from simulator.clock import Body
 from simulator.device import digests
 from simulator.transport import SlotMemory
+from simulator.worker_shell import copied
 from tests.support.workers_and_stores import PAGE, VOCAB, Device, Rig, RigStore, RigWorker
 from worker.turn import CopyEnded
 
@@ -258,25 +257,13 @@ class OverlappedWorker(RigWorker):
     """A worker of the rig that goes on while its device works."""
 
     device: OverlappedDevice
+    copies_overlap = True
 
     def __init__(
         self, rig: OverlappedRig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig,
         node: RigStore, window: int | None = None, recompute_share: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(rig, role, num_pages, config, node, window)
-        self.state = (
-            DecodeScheduler(
-                config,
-                PAGE,
-                num_pages,
-                copies_overlap=True,
-                window=window,
-                grammars=RigGrammars(rig),
-                recompute_share=recompute_share,
-            )
-            if isinstance(config, DecodeConfig)
-            else PrefillScheduler(config, PAGE, num_pages, copies_overlap=True, recompute_share=recompute_share)
-        )
+        super().__init__(rig, role, num_pages, config, node, window, recompute_share)
         self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies, window)
         self._turn: Generator[float, None, bool] | None = None
         self.most_steps = 2 if role == "decode" else 1
@@ -308,7 +295,7 @@ class OverlappedWorker(RigWorker):
             epoch, copies, operation = each
             if operation.done:
                 self._moving.remove(each)
-                yield CopyEnded(epoch, _copied(copies))
+                yield CopyEnded(epoch, copied(copies))
         yield from self.replies()
 
     def launch_copies(self, copies: Sequence[Copy], epoch: int) -> Generator[float, None, None]:
@@ -373,13 +360,6 @@ class OverlappedWorker(RigWorker):
         return mask.draw(drawn.token) if mask.ready else None
 
 
-def _copied(copies: Sequence[Copy]) -> CopiedIn | CopiedOut:
-    first = copies[0]
-    if isinstance(first, CopyOut):
-        return CopiedOut(first.lease, first.index, (0,) * len(copies))
-    return CopiedIn(first.lease, tuple(copy.index for copy in copies))
-
-
 class OverlappedRig(Rig):
     """A rig of such workers. `delays` are those of each worker's operations, in turns, over and over, and `mask_delays`
     those of grammars' masks."""
@@ -396,4 +376,5 @@ class OverlappedRig(Rig):
     ) -> None:
         self.delays, self.slow_copies = delays, slow_copies
         self.mask_delays = itertools.cycle(mask_delays)
+        self.grammars = RigGrammars(self)
         super().__init__(*args, **settings)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 _SHARE = 3  # `make test` looks at one example of so many; every run draws others
 
@@ -34,3 +35,14 @@ def examples(count: int) -> settings:
 def automaton(count: int, steps: int) -> settings:
     """The same of a state machine, whose examples have up to `steps` steps."""
     return settings(examples(count), stateful_step_count=steps)
+
+
+def run_machine(machine: type[RuleBasedStateMachine], count: int, steps: int) -> None:
+    """Run so many examples of a state machine, the same in each run. Raises the first error, which is not shrunk."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=count, stateful_step_count=steps, deadline=None, derandomize=True, database=None,
+            phases=[Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 
 from baton.waits import WaitEdge, WaitNode
-from decode_worker.scheduler import DecodeScheduler
-from tests.support.workers_and_stores import Rig
 
 
 class WaitCycle(AssertionError):
@@ -24,15 +22,3 @@ def assert_no_cycle(waits: Iterable[WaitEdge]) -> None:
     except CycleError as error:
         # The sorter names predecessors first; read backwards, each node waits for the next.
         raise WaitCycle("\n  waits for ".join(map(repr, reversed(error.args[1])))) from None
-
-
-def waits_of_rig(rig: Rig) -> Iterator[WaitEdge]:
-    """Stores and workers."""
-    for store in rig.stores.values():
-        yield from store.state.waits()
-    for worker in rig.workers.values():
-        me = worker.peer.incarnation
-        if isinstance(worker.state, DecodeScheduler):
-            yield from worker.state.waits(me)
-        else:
-            yield from worker.state.waits(me, worker.node.incarnation)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
+
+from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from baton.clock import Tick
 from baton.config import Bytes, DecodeConfig, PrefillConfig, StoreConfig
 from baton.membership import SendToRouter
-from baton.messages import FromStore, Message, Namespace, PageSource, Peer, WorkerRole
+from baton.messages import Cancel, FromStore, Message, Namespace, PageSource, Peer, Tokens, WorkerRole
 from baton.store_protocol import Attach, Attached, LeaseHeartbeat, StoreReply
+from baton.waits import WaitEdge
 from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone, StepOutOfMemory
@@ -40,6 +43,7 @@ from simulator.worker_shell import WorkerShell, at_once, copied
 from tests.support.fake_disk import FakeDisk
 from tests.support.held_agenda import HeldAgenda
 from tests.support.held_store import HeldStore
+from tests.support.wait_graph import assert_no_cycle
 from tests.support.wires import Wires
 
 PAGE = 4
@@ -74,6 +78,7 @@ class RigWorker(WorkerShell):
     """One worker: its state, its device, what the store has told it, what it has said to the router."""
 
     patience = 0.0  # time stands still during a turn
+    copies_overlap = False
 
     def __init__(
         self, rig: Rig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore,
@@ -86,10 +91,15 @@ class RigWorker(WorkerShell):
         self.most_tokens = 1_000_000  # a step of more does not fit into the device's memory
         self.device = Device(num_pages, PAGE, window)
         self.state: Any = (
-            DecodeScheduler(config, PAGE, num_pages, window=window, recompute_share=recompute_share)
+            DecodeScheduler(
+                config, PAGE, num_pages, window=window, recompute_share=recompute_share,
+                copies_overlap=self.copies_overlap, grammars=rig.grammars,
+            )
             if isinstance(config, DecodeConfig)
-            else PrefillScheduler(config, PAGE, num_pages, recompute_share=recompute_share)
-        )
+            else PrefillScheduler(
+                config, PAGE, num_pages, recompute_share=recompute_share, copies_overlap=self.copies_overlap
+            )
+        )  # fmt: skip
         self.pid = next(rig.ids)
         self.connection = 0
         self.peer = Peer(role, f"{role}-{self.pid}", node.name, f"{role}-{self.pid}", self.pid)
@@ -246,6 +256,7 @@ class Rig(HeldAgenda):
     """Stores, and the workers around them. Without further words there is one store, and it keeps nothing on disk."""
 
     worker_class: type[RigWorker] = RigWorker
+    grammars: Any = None
 
     def __init__(
         self, slots: int, hold: float = 30.0, nodes: Sequence[str] = ("n0",), admit_after: int = 1_000,
@@ -306,6 +317,14 @@ class Rig(HeldAgenda):
         for store in self.stores.values():
             store.handle(Tick())
 
+    def waits(self) -> Iterator[WaitEdge]:
+        """Yield what each store and worker waits for."""
+        for store in self.stores.values():
+            yield from store.state.waits()
+        for worker in self.workers.values():
+            stores = [] if isinstance(worker.state, DecodeScheduler) else [worker.node.incarnation]
+            yield from worker.state.waits(worker.peer.incarnation, *stores)
+
     def settle(self, limit: int = 2_000) -> None:
         """Run workers, wires and threads in turns until none has work left."""
         for _ in range(limit):
@@ -313,3 +332,60 @@ class Rig(HeldAgenda):
             if not (self.turn() or any(going_on)):
                 return
         raise AssertionError("the workers never came to rest")
+
+    def end(self, requests: Iterable[str]) -> None:
+        """Cancel these requests. Afterwards no process holds anything for one."""
+        for worker in self.workers.values():
+            for request in requests:
+                worker.handle(Cancel(request, 1))
+        for _ in range(5):
+            self.settle()
+            self.tick(2.0)
+        self.settle()
+        for worker in self.workers.values():
+            assert worker.state.blocks.available == worker.num_pages
+            assert worker.state.leases == ()
+            assert worker.state.stats().pages_differing == 0
+        for store in self.stores.values():
+            stats = store.state.stats(0.0)
+            assert (stats.reserved, stats.held, stats.leases, stats.waits, stats.unlisted) == (0, 0, 0, 0, 0)
+            assert (stats.loads.loading, stats.loads.fetches) == (0, 0)
+            assert (stats.serving.fetches, stats.serving.sending) == (0, 0)
+            assert store.state._tiers.idle
+
+
+class RigMachine(RuleBasedStateMachine):
+    """Anything that may happen to a rig. Every token is that of the reference model, and nothing is left over."""
+
+    rig: Rig
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[str, tuple[list[int], int]] = {}  # prompt, and number of tokens
+
+    def output(self, request: str) -> list[int]:
+        """Return the tokens that a request must get."""
+        return reference(*self.requests[request])
+
+    @invariant()
+    def every_token_is_the_reference(self) -> None:
+        for worker in self.rig.workers.values():
+            for message in worker.messages:
+                for delta in message.deltas if isinstance(message, Tokens) else ():
+                    first, output = delta.position - len(self.requests[delta.request][0]), self.output(delta.request)
+                    assert list(delta.tokens) == output[first : first + len(delta.tokens)]
+                    assert (delta.finish is not None) == (first + len(delta.tokens) == len(output))
+            worker.messages = [message for message in worker.messages if not isinstance(message, Tokens)]
+
+    @invariant()
+    def no_wait_rests_on_itself(self) -> None:
+        assert_no_cycle(self.rig.waits())
+
+    def go_to_the_end(self) -> None:
+        """Let every request end, without further faults."""
+        raise NotImplementedError
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.go_to_the_end()
+            self.rig.end(self.requests)
