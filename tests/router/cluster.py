@@ -17,7 +17,6 @@ from tests.router.lab import Lab
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, card
 from tests.router.processes import Process, Store, StorePin
 from tests.support.held_agenda import HeldAgenda
-from tests.support.held_messages import HeldMessages
 
 
 class Cluster(Lab):
@@ -35,7 +34,6 @@ class Cluster(Lab):
         self.births = 0
         self.random = random.Random(0)
         self.agenda = HeldAgenda()
-        self.messages = HeldMessages(self.agenda, self.random)
         self.wishes: dict[str, events.PinPrefix] = {}
         self.answers: dict[str, NewPin | events.Failed | events.Cancelled] = {}  # by the name of the wish
 
@@ -67,8 +65,9 @@ class Cluster(Lab):
         return None if latest is None or latest.stopped else latest
 
     def kill(self, process: Process) -> None:
+        """End a process. What it has said and is on its way is lost."""
         del self.processes[process.peer.incarnation]
-        self.messages.leave(process.peer.incarnation)
+        self.agenda.drop("message", self.incarnation, process.peer.incarnation)
 
     def evict(self) -> None:
         for store in self.stores:
@@ -78,11 +77,29 @@ class Cluster(Lab):
 
     def post(self, envelope: msg.Envelope[Any]) -> None:
         if (process := self.processes.get(envelope.addressee)) is not None:
-            self.messages.message(self.incarnation, envelope.addressee, process.take, envelope)
+            self._hold(envelope.addressee, self.incarnation, process.take, envelope)
 
     def send(self, envelope: msg.Envelope[Any]) -> None:
         """Send a process's message to the router."""
-        self.messages.message(envelope.sender, self.incarnation, self.hear, envelope)
+        self._hold(self.incarnation, envelope.sender, self.hear, envelope)
+
+    def _hold(self, to: str, sender: str, deliver: Callable[..., object], envelope: msg.Envelope[Any]) -> None:
+        """Let a message wait. Heartbeats have a lane of their own, as they come from a thread of their own."""
+        self.agenda.hold(("message", to, sender, isinstance(envelope.message, msg.Heartbeat)), deliver, envelope)
+
+    def arrive(self, to: str, loss: float, lag: float) -> None:
+        """Deliver what is on its way to a process, lane by lane in any order. `loss`: probability that a message is
+        lost (and, as likely, that it comes twice); `lag`: that nothing more arrives this time on its lane."""
+        dice, lanes = self.random, self.agenda.loaded("message", to)
+        dice.shuffle(lanes)
+        for lane in lanes:
+            for _ in self.agenda.waiting(*lane):
+                if lag and dice.random() < lag:
+                    break
+                chance = dice.random() if loss else 1.0
+                deliver = self.agenda.pop(lane)
+                for _ in range((chance >= loss) + (loss <= chance < 2 * loss)):
+                    deliver()
 
     def hear(self, envelope: msg.Envelope[Any]) -> None:
         """Let the router read a message."""
@@ -135,8 +152,7 @@ class Cluster(Lab):
     # --- many turns -------------------------------------------------------------------------------------------------
 
     def round(self, seconds: float = 0.02, loss: float = 0.0, lag: float = 0.0) -> None:
-        """Run each process once. `loss`: probability that a message is lost (and, as likely, that it comes twice);
-        `lag`: that a link delivers nothing more in this round."""
+        """Run each process once. `loss`, `lag`: see `arrive`."""
         for process in list(self.processes.values()):
             if process.stopped:
                 continue
@@ -144,12 +160,12 @@ class Cluster(Lab):
                 process.repeat()
                 continue
             process.turn()
-            self.messages.arrive(process.peer.incarnation, loss, lag)
+            self.arrive(process.peer.incarnation, loss, lag)
             process.step()
             if process.becomes is not None:
                 self.kill(process)
                 self.start(process.becomes, process.peer.name, process.peer.node, slots=process.slots)
-        self.messages.arrive(self.incarnation, loss, lag)
+        self.arrive(self.incarnation, loss, lag)
         holders, self.snapshots = self.snapshots, []
         for holder in holders:
             if isinstance(store := self.processes.get(holder), Store) and not store.stopped:
