@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import get_args
+from typing import TypeVar, get_args
 
 from baton.errors import (
     AttemptsExhausted,
@@ -38,6 +38,7 @@ _ERRORS = (
 _FINISHED: Mapping[Labels, float] = {(reason,): 0.0 for reason in get_args(FinishReason)}
 _FAILED: Mapping[Labels, float] = {(error.reason,): 0.0 for error in _ERRORS}
 _REJECTED: Mapping[Labels, float] = {(reason,): 0.0 for reason in REJECTIONS}
+Name = TypeVar("Name", bound=str)
 _NOT_CACHED: Mapping[Labels, float] = {(reason,): 0.0 for reason in REASONS}
 _LOST: Mapping[Labels, float] = dict.fromkeys(product(("prefill", "decode", "store"), GONE_REASONS), 0.0)
 
@@ -97,7 +98,7 @@ def heartbeat_age(processes: Sequence[ProcessView]) -> Mapping[Labels, float]:
     return oldest
 
 
-def _by(counts: Mapping[str, float]) -> Mapping[Labels, float]:
+def _by(counts: Mapping[Name, float]) -> Mapping[Labels, float]:
     return {(label,): count for label, count in counts.items()}
 
 

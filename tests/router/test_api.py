@@ -113,7 +113,6 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
-<<<<<<< HEAD
 def test_a_body_of_many_prompts_leaves_room_in_the_queue(tmp_path: Path) -> None:
     async def test() -> None:
         async with door(tmp_path, workers=0, max_queued=20) as client:
@@ -123,7 +122,10 @@ def test_a_body_of_many_prompts_leaves_room_in_the_queue(tmp_path: Path) -> None
             while not many.done():
                 assert (await client.complete())["choices"][0]["text"] == text_of()
             assert len((await many)["choices"]) == 60
-=======
+
+    run(test)
+
+
 def test_an_answer_tells_why_its_prompt_was_not_cached_and_its_id_explains_it(tmp_path: Path) -> None:
     """In each API, whole and streamed, where the client asks for it. A session has the turns of all of them."""
     messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog."}]
@@ -160,7 +162,6 @@ def test_an_answer_tells_why_its_prompt_was_not_cached_and_its_id_explains_it(tm
             headers = {"baton-not-cached": "1"}
             async with client.http.post(f"{client.url}/v1/chat/completions", json=stream, headers=headers) as answer:
                 assert '"not_cached":{"reason":' in await answer.text()
->>>>>>> d9b17d6 (Why a prompt was not cached: in explain, in answers, as a metric and on the overview board)
 
     run(test)
 
