@@ -12,7 +12,7 @@ import pytest
 from router.frontend.api import streaming
 from router.frontend.api.prompts import PromptBuilder
 from tests.router import model
-from tests.router.model import Cluster
+from tests.router.cluster import Cluster
 from tests.router.test_api import completion, door, run
 
 pytestmark = pytest.mark.slow
