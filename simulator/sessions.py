@@ -24,9 +24,9 @@ _PAUSE = 60.0  # seconds between two sessions of a user, on average
 
 def recordings(lines: Sequence[TraceLine]) -> list[list[TraceLine]]:
     """Return the turns of each recorded session. Raises ConfigError for turns that do not fit their parents."""
-    found: dict[str, list[TraceLine]] = {}
+    sessions: dict[str, list[TraceLine]] = {}
     for line in lines:
-        turns = found.setdefault(line.session, [])
+        turns = sessions.setdefault(line.session, [])
         if not -1 <= line.parent < len(turns):
             raise ConfigError(f"turn {len(turns)} of session {line.session!r} names turn {line.parent} as its parent")
         most = min(line.input_length, turns[line.parent].input_length) if line.parent >= 0 else 0
@@ -36,10 +36,10 @@ def recordings(lines: Sequence[TraceLine]) -> list[list[TraceLine]]:
                 f"most {most}"
             )
         turns.append(line)
-    return list(found.values())
+    return list(sessions.values())
 
 
-def kept(turns: Sequence[TraceLine], place: int) -> int:
+def tokens_of_parent(turns: Sequence[TraceLine], place: int) -> int:
     """Return how many tokens of a turn's prompt are its parent's prompt and answer."""
     turn = turns[place]
     if turn.parent < 0:
@@ -112,7 +112,7 @@ class Play:
         self._at = place
         turn = self._turns[place]
         if turn.parent >= 0:
-            text = self._texts[turn.parent][: 4 * kept(self._turns, place)]
+            text = self._texts[turn.parent][: 4 * tokens_of_parent(self._turns, place)]
             possible = len(text) // 4
         else:
             text, possible = self._beginning(turn)

@@ -85,12 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for when, rows in (("cold", ~warm), ("warm", warm)):
                     for figure in figures(table, rows, arguments.page_size, arguments.ttft):
                         runs.setdefault((when, figure.name), []).append(figure)
-            for (when, name), found in runs.items():
+            for (when, name), results in runs.items():
                 case = f"{arguments.cluster} {host} {policy}, {when}: {name}"
-                values, limits = [each.value for each in found], [each.limit for each in found if each.limit]
+                values, limits = [each.value for each in results], [each.limit for each in results if each.limit]
                 report.emit(
-                    report.beside("agents", case, found[0].unit, values, limits) if limits
-                    else report.median_of("agents", case, found[0].unit, values)
+                    report.beside("agents", case, results[0].unit, values, limits) if limits
+                    else report.median_of("agents", case, results[0].unit, values)
                 )  # fmt: skip
     except BatonError as error:
         report.say(f"agents: {error}")

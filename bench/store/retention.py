@@ -48,17 +48,17 @@ def uses(lines: Sequence[mooncake.TraceLine], users: int, seconds: float, seed: 
     tokens = itertools.count(1)
     coming = [(arrival.at, next(tokens), arrival) for arrival in Sessions(lines, Wishes(), seed).users(users, seconds)]
     heapq.heapify(coming)
-    found: list[Use] = []
+    uses: list[Use] = []
     while coming:
         at, token, arrival = heapq.heappop(coming)
         reply = scripted_answer(arrival.output, token % 60_000, 65_535)
         left = list(_pages(arrival.tokens() + reply, numbers))
         assert arrival.play is not None
-        found.append(Use(at, arrival.play.name, arrival.prompt, left[: arrival.prompt // PAGE], left))
+        uses.append(Use(at, arrival.play.name, arrival.prompt, left[: arrival.prompt // PAGE], left))
         end = at + _FIRST + _TOKEN * arrival.output
         if (following := arrival.play.next(arrival, reply, end)) is not None:
             heapq.heappush(coming, (end + following.at, next(tokens), following))
-    return found
+    return uses
 
 
 def _pages(text: bytes, numbers: dict[tuple[int, bytes], int]) -> Iterator[int]:
@@ -74,37 +74,37 @@ Rank: TypeAlias = Callable[[int, int, int], "float | None"]
 first. None: it is not kept."""
 
 
-def hits(found: Sequence[Use], capacity: int, rank: Rank) -> float:
+def hits(uses: Sequence[Use], capacity: int, rank: Rank) -> float:
     """Return the share of prompt tokens that a cache of so many pages has. Later pages go before earlier ones."""
-    kept: dict[int, tuple[float, int]] = {}
+    cached: dict[int, tuple[float, int]] = {}
     order: list[tuple[float, int, int]] = []
     count: Counter[int] = Counter()
     hit = 0
-    for index, use in enumerate(found):
-        hit += min(PAGE * sum(1 for _ in itertools.takewhile(kept.__contains__, use.read)), use.prompt - 1)
+    for index, use in enumerate(uses):
+        hit += min(PAGE * sum(1 for _ in itertools.takewhile(cached.__contains__, use.read)), use.prompt - 1)
         for place, page in enumerate(use.left):
             count[page] += 1
             level = rank(index, place, count[page])
             if level is None:
-                kept.pop(page, None)
+                cached.pop(page, None)
                 continue
-            kept[page] = (level, -place)
+            cached[page] = (level, -place)
             heapq.heappush(order, (level, -place, page))
-        while len(kept) > capacity:
+        while len(cached) > capacity:
             level, place, page = heapq.heappop(order)
-            if kept.get(page) == (level, place):
-                del kept[page]
-    return hit / sum(use.prompt for use in found)
+            if cached.get(page) == (level, place):
+                del cached[page]
+    return hit / sum(use.prompt for use in uses)
 
 
-def s3_fifo(found: Sequence[Use], capacity: int) -> float:
+def s3_fifo(uses: Sequence[Use], capacity: int) -> float:
     """Return the same for S3-FIFO (SOSP'23): a tenth of the pages is on probation, and evicted ones are remembered."""
     probation: OrderedDict[int, None] = OrderedDict()
     main: OrderedDict[int, None] = OrderedDict()
     gone: OrderedDict[int, None] = OrderedDict()
     again: dict[int, int] = {}
     hit = 0
-    for use in found:
+    for use in uses:
         hit += min(PAGE * sum(1 for _ in itertools.takewhile(again.__contains__, use.read)), use.prompt - 1)
         for page in use.left:
             if page in again:
@@ -129,43 +129,43 @@ def s3_fifo(found: Sequence[Use], capacity: int) -> float:
             again[page] = 0
             (main if page in gone else probation)[page] = None
             gone.pop(page, None)
-    return hit / sum(use.prompt for use in found)
+    return hit / sum(use.prompt for use in uses)
 
 
-def ranks(found: Sequence[Use]) -> Mapping[str, Rank]:
+def ranks(uses: Sequence[Use]) -> Mapping[str, Rank]:
     """Return the orders of eviction by name."""
-    later = _next_uses(found)
+    later = _next_uses(uses)
     turns: Counter[str] = Counter()
     longest: dict[str, float] = defaultdict(float)
     last: dict[str, float] = {}
     known: list[tuple[int, float]] = []  # at each use, the turns and the longest gap of its session so far
-    for use in found:
+    for use in uses:
         turns[use.session] += 1
         longest[use.session] = max(longest[use.session], use.at - last.get(use.session, use.at))
         last[use.session] = use.at
         known.append((turns[use.session], longest[use.session]))
     return {
-        "lru": lambda index, place, count: found[index].at,
-        "lru, 100 s per doubling of a page's uses": lambda index, place, count: found[index].at + 100 * log2(count),
-        "lfu, aged: 5 s per use": lambda index, place, count: found[index].at + 5 * count,
+        "lru": lambda index, place, count: uses[index].at,
+        "lru, 100 s per doubling of a page's uses": lambda index, place, count: uses[index].at + 100 * log2(count),
+        "lfu, aged: 5 s per use": lambda index, place, count: uses[index].at + 5 * count,
         "lru, 60 s per doubling of a session's turns": lambda index, place, count: (
-            found[index].at + 60 * log2(known[index][0])
+            uses[index].at + 60 * log2(known[index][0])
         ),
         "lru, and half the longest gap of the session": lambda index, place, count: (
-            found[index].at + known[index][1] / 2
+            uses[index].at + known[index][1] / 2
         ),
-        "returning": lambda index, place, count: found[index].at if later[index][place] < inf else None,
+        "returning": lambda index, place, count: uses[index].at if later[index][place] < inf else None,
         "belady": lambda index, place, count: -later[index][place] if later[index][place] < inf else None,
     }
 
 
-def _next_uses(found: Sequence[Use]) -> list[list[float]]:
+def _next_uses(uses: Sequence[Use]) -> list[list[float]]:
     """Return, for each page that a request leaves, the index of the next request that reads it."""
     after: dict[int, float] = {}
     later: list[list[float]] = []
-    for index in range(len(found) - 1, -1, -1):
-        later.append([after.get(page, inf) for page in found[index].left])
-        after.update(dict.fromkeys(found[index].read, float(index)))
+    for index in range(len(uses) - 1, -1, -1):
+        later.append([after.get(page, inf) for page in uses[index].left])
+        after.update(dict.fromkeys(uses[index].read, float(index)))
     return later[::-1]
 
 
@@ -183,14 +183,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BatonError as error:
         report.say(f"retention: {error}")
         return 1
-    orders = [ranks(found) for found in runs]
+    orders = [ranks(uses) for uses in runs]
     for tokens in [*arguments.tokens, sys.maxsize]:
         size = "no limit" if tokens == sys.maxsize else f"{tokens // 1_000} k tokens"
         for name in ("lru",) if tokens == sys.maxsize else orders[0]:
-            shares = [hits(found, tokens // PAGE, of_run[name]) for found, of_run in zip(runs, orders, strict=True)]
+            shares = [hits(uses, tokens // PAGE, of_run[name]) for uses, of_run in zip(runs, orders, strict=True)]
             report.emit(report.median_of("retention", f"{size}: {name}", "ratio", shares))
         if tokens < sys.maxsize:
-            shares = [s3_fifo(found, tokens // PAGE) for found in runs]
+            shares = [s3_fifo(uses, tokens // PAGE) for uses in runs]
             report.emit(report.median_of("retention", f"{size}: s3-fifo", "ratio", shares))
     return 0
 

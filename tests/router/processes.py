@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,9 +21,6 @@ from kvstore.keys import START, split_keys, unpack_tokens
 from router import events
 from tests.router import model
 from tests.router.model import PAGE, PAGE_BYTES, chain_of, load_of, logprob_at
-
-if TYPE_CHECKING:
-    from tests.router.cluster import Cluster
 
 
 @dataclass
@@ -52,7 +49,8 @@ class Job:
 class Process:
     """A process, with the work of a worker of either role."""
 
-    def __init__(self, cluster: Cluster, hello: msg.Hello, slots: int) -> None:
+    def __init__(self, cluster: Any, hello: msg.Hello, slots: int) -> None:
+        """`cluster`: the `tests.router.cluster.Cluster` that it is part of."""
         self.cluster, self.peer, self.slots = cluster, hello.peer, slots
         self.membership = Membership(hello)
         self.sequences: dict[str, DecodeSequence] = {}
@@ -309,7 +307,7 @@ class StorePin:
 class Store(Process):
     """A store. Its pages are their keys."""
 
-    def __init__(self, cluster: Cluster, hello: msg.Hello, slots: int) -> None:
+    def __init__(self, cluster: Any, hello: msg.Hello, slots: int) -> None:
         super().__init__(cluster, hello, slots)
         self.pages: dict[bytes, bytes] = {}  # each with the one before it, parents first
         self.batches = 0  # of KV events

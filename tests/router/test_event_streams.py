@@ -12,7 +12,7 @@ import pytest
 from router.frontend.api import streaming
 from router.frontend.api.prompts import PromptBuilder
 from tests.router import model
-from tests.router.cluster import Cluster
+from tests.router.processes import Process
 from tests.router.test_api import completion, door, run
 
 pytestmark = pytest.mark.slow
@@ -36,9 +36,9 @@ class HeldSteps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = True
-        step = Cluster.step
+        step = Process.step
         monkeypatch.setattr(model, "token_at", lambda seed, position: 20 + position % 40)
-        monkeypatch.setattr(Cluster, "step", lambda cluster, process: None if self.held else step(cluster, process))
+        monkeypatch.setattr(Process, "step", lambda process: None if self.held else step(process))
 
 
 async def next_event(stream: Any) -> str:
