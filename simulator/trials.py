@@ -16,7 +16,7 @@ from baton.errors import InvalidRequest
 from simulator.advice import Objectives, Trial, TrialResult
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.mooncake import BLOCK, TraceLine
-from simulator.sessions import Sessions, kept, recordings
+from simulator.sessions import Sessions, recordings, tokens_of_parent
 from simulator.timing import ModelTiming
 from simulator.workloads import Arrival, Wishes
 
@@ -110,7 +110,7 @@ def _work_of_load(load: Sequence[Arrival]) -> _Work:
 
 def _work_of_sessions(setting: Setting) -> _Work:
     return [
-        (turn.input_length, min(kept(turns, place), turn.input_length - 1), max(1, turn.output_length))
+        (turn.input_length, min(tokens_of_parent(turns, place), turn.input_length - 1), max(1, turn.output_length))
         for turns in recordings(setting.sessions)
         for place, turn in enumerate(turns)
     ]
