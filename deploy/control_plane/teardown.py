@@ -39,7 +39,7 @@ def tear_down(folder: Path, state: State, say: Say) -> None:
                 raise RayUnusable(f"the cluster runs on a Ray that can't be asked to end it: {error}") from None
             say(f"Ray has gone ({error}); ending the processes that are known")
     else:
-        say("ending the cluster's processes; requests that run have router.shutdown_timeout_ms")
+        say("ending the cluster's processes once their requests have ended")
         overview = read_overview(folder)
         _end_actors(namespace_of(state.name), {*state.routers, *(overview.routers if overview is not None else ())})
         cluster.disconnect()
