@@ -150,3 +150,48 @@ def test_at_the_door(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.M
             assert all(len(one["top_logprobs"]) == 5 for one in told)
 
     run(test)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("stop", "keeps"), [("東", False), ("ö", False), ("fo", False), ("e 東京", False), ("naïve", True), ("zz", False)]
+)
+def test_a_stop_string_takes_back_what_tokens_add(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str, keeps: bool
+) -> None:
+    raw = tokenizers.byte_level() if tokenizer is BYTES else tokenizers.byte_fallback()
+    monkeypatch.setattr("tests.router.served.tokenizers.byte_level", lambda: raw)
+    said, begun = tokenizer.encode(SAMPLE, special_tokens=False), dict[int, int]()
+    monkeypatch.setattr("tests.router.model.token_at", lambda seed, at: said[at - begun.setdefault(seed, at)])
+    asked = {"max_tokens": len(said), "ignore_eos": True, "stop": stop, "include_stop_str_in_output": keeps}
+
+    def check(text: str, content: list[Any], count: int) -> None:
+        """Check the log-probabilities of a chat."""
+        assert "".join(one["token"] for one in content) == text
+        assert b"".join(bytes(one["bytes"]) for one in content) == text.encode()
+        assert len(content) == count
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            fields = asked | {"prompt": [7] * 5, "logprobs": 5}
+            answer = await client.complete(**fields, seed=1)
+            (choice,), count = answer["choices"], answer["usage"]["completion_tokens"]
+            found = SAMPLE.partition(stop)
+            assert choice["text"].strip() == (found[0] + (found[1] if keeps else "")).strip()
+            told = choice["logprobs"]
+            assert "".join(told["tokens"]) == choice["text"]
+            assert len(told["tokens"]) == count
+            assert max(told["text_offset"]) <= len(choice["text"])
+            events = await client.events("/v1/completions", fields | {"stream": True, "seed": 2})
+            parts = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
+            assert [token for part in parts for token in part["tokens"]] == told["tokens"]
+            assert [offset for part in parts for offset in part["text_offset"]] == told["text_offset"]
+            body = asked | {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 5}
+            _, chat, _ = await client.post("/v1/chat/completions", body | {"seed": 3})
+            check(chat["choices"][0]["message"]["content"], chat["choices"][0]["logprobs"]["content"], count)
+            pieces = await client.events("/v1/chat/completions", body | {"stream": True, "seed": 4})
+            choices = [event["choices"][0] for event in pieces]
+            text = "".join(one["delta"].get("content", "") for one in choices)
+            check(text, [entry for one in choices if one["logprobs"] for entry in one["logprobs"]["content"]], count)
+
+    run(test)

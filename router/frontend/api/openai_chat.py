@@ -128,17 +128,19 @@ class ChatBuilder(ResponseBuilder):
 
     def _delta(self, choice: Choice, piece: Output) -> Json | None:
         delta = _chat_delta(choice.chat.feed(piece.text), choice.chat.output)
-        if not delta and not self._shows_tokens(piece):
+        scored, texts = choice.released(piece)
+        if not delta and not scored and not self._shows_tokens(piece):
             return None
-        logprobs = self._logprobs(piece.logprobs, choice.added(piece.logprobs))
-        part = _chunk_choice(choice.index, delta or {"content": ""}, logprobs)
+        part = _chunk_choice(choice.index, delta or {"content": ""}, self._logprobs(scored, texts))
         return part | {"token_ids": piece.tokens} if self.options.token_ids else part
 
     def ending(self, choice: Choice) -> Iterator[Json]:
         if delta := _chat_delta(choice.chat.finish(), choice.chat.output):
             yield self._chunk([_chunk_choice(choice.index, delta)])
+        choice.finish_tokens()
+        rest = self._logprobs(choice.logprobs, choice.token_texts, choice.whole_tokens) if choice.logprobs else None
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        yield self._chunk([_chunk_choice(choice.index, {}) | end])
+        yield self._chunk([_chunk_choice(choice.index, {}, rest) | end])
 
     def whole(self) -> ChatCompletion:
         first = self.choices[0]
@@ -155,14 +157,16 @@ class ChatBuilder(ResponseBuilder):
         return ChatChoice(
             index=choice.index,
             message=self._message(choice.chat.output),
-            logprobs=self._logprobs(choice.logprobs, choice.token_texts),
+            logprobs=self._logprobs(choice.logprobs, choice.token_texts, choice.whole_tokens),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=choice.tokens if self.options.token_ids else UNSET,
         )
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob], texts: Sequence[str]) -> ChatLogprobs | None:
-        return chat_logprobs(self.options.names, logprobs, texts) if self.options.logprobs else None
+    def _logprobs(
+        self, logprobs: Sequence[TokenLogprob], texts: Sequence[str], whole: int | None = None
+    ) -> ChatLogprobs | None:
+        return chat_logprobs(self.options.names, logprobs, texts, whole) if self.options.logprobs else None
 
     def _message(self, output: ChatOutput) -> AssistantMessage:
         text = (self.options.echo or "") + output.content

@@ -71,22 +71,28 @@ class CompletionBuilder(ResponseBuilder):
         return self.options.echo is not None and self.options.logprobs
 
     def _delta(self, choice: Choice, piece: Output) -> CompletionChoice | None:
-        if not piece.text and not self._shows_tokens(piece):
+        if not piece.text and not piece.tokens:
             return None
-        text, texts = piece.text, choice.added(piece.logprobs)
-        logprobs = self._logprobs(piece.logprobs, texts, choice.offset)
-        if self._scored_echo and not choice.characters:
-            echo = self.options.echo or ""
-            choice.characters = choice.offset = len(echo)
-            text, logprobs = echo + text, self._logprobs_with_prompt(choice, piece.logprobs, texts)
-        choice.characters += len(piece.text)
-        choice.offset += sum(map(len, texts))
+        with_echo = self._scored_echo and not choice.characters
+        text = (self.options.echo or "") if with_echo else ""
+        choice.characters += len(text)
+        choice.offset += len(text)
+        offset, (scored, texts) = choice.offset, choice.released(piece)
+        text += piece.text
+        if not text and not scored and not self._shows_tokens(piece):
+            return None
+        if with_echo:
+            logprobs = self._logprobs_with_prompt(choice, scored, texts)
+        else:
+            logprobs = self._logprobs(scored, texts, offset)
         token_ids = piece.tokens if self.options.token_ids else UNSET
         return CompletionChoice(choice.index, text, logprobs, None, None, token_ids=token_ids)
 
     def ending(self, choice: Choice) -> Iterator[Json]:
         reason, stop = choice.finish_reason, choice.stop_reason
-        yield self._chunk([CompletionChoice(choice.index, "", None, reason, stop)])
+        choice.finish_tokens()
+        rest = self._logprobs(choice.logprobs, choice.token_texts, choice.offset) if choice.logprobs else None
+        yield self._chunk([CompletionChoice(choice.index, "", rest, reason, stop)])
 
     def whole(self) -> Completion:
         choices = [self._whole_choice(choice) for choice in self.choices]

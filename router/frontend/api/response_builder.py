@@ -20,7 +20,7 @@ from baton.errors import BatonError
 from baton.messages import PromptTokenLogprob, TokenLogprob
 from router.events import Finished, RequestEnded
 from router.frontend.api import errors
-from router.frontend.api.token_logprobs import Json, TokenNames, added_texts
+from router.frontend.api.token_logprobs import Json, TokenNames, added_texts, cut_texts
 from router.frontend.chat.families import ChatParser
 from router.frontend.detokenizer import TextStream
 from router.frontend.output_stream import Output
@@ -96,6 +96,7 @@ class Choice:
     characters: int = 0  # of the text so far
     stream: TextStream | None = None  # tells what each token adds to the text
     token_texts: list[str] = field(default_factory=list[str])  # of the tokens in `logprobs`
+    whole_tokens: int = 0  # of these: all of what they add is in the text
     offset: int = 0  # of the next token's text
     end: RequestEnded | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
@@ -112,20 +113,41 @@ class Choice:
             self.parser.feed(piece.text)
         self.text.append(piece.text)
         self.tokens += piece.tokens
-        self.logprobs += piece.logprobs
-        self.token_texts += self.added(piece.logprobs)
         self.prompt_logprobs += piece.prompt_logprobs
+        self._take_tokens(piece)
 
-    def added(self, logprobs: Sequence[TokenLogprob]) -> list[str]:
-        """Return what the next tokens add to the text."""
-        return added_texts(self.stream, (one.token for one in logprobs)) if self.stream is not None else []
+    def _take_tokens(self, piece: Output) -> None:
+        self.characters += len(piece.text)
+        self.logprobs += piece.logprobs
+        if self.stream is not None:
+            self.token_texts += added_texts(self.stream, (one.token for one in piece.logprobs))
+
+    def released(self, piece: Output) -> tuple[list[TokenLogprob], list[str]]:
+        """Take the tokens of a stream's piece. Return those whose text has been given out, and these texts. Others wait
+        for the end of a character, or because a stop string may take them back."""
+        self._take_tokens(piece)
+        end, count = self.offset, 0
+        for number, text in enumerate(self.token_texts, start=1):
+            end += len(text)
+            if end > self.characters:
+                break
+            if text:
+                self.offset, count = end, number
+        ready = self.logprobs[:count], self.token_texts[:count]
+        del self.logprobs[:count], self.token_texts[:count]
+        return ready
 
     def finish(self) -> None:
         """The output is whole."""
         if self.parser is not None:
             self.parser.finish()
+        self.finish_tokens()
+
+    def finish_tokens(self) -> None:
+        """No more tokens come: those that are left have the rest of the text."""
         if self.stream is not None and self.token_texts:
             self.token_texts[-1] += self.stream.flush().text  # bytes that have become no character
+        self.token_texts, self.whole_tokens = cut_texts(self.token_texts, self.characters - self.offset)
 
     @property
     def first_of_prompt(self) -> bool:
@@ -194,8 +216,8 @@ class ResponseBuilder:
             yield self._chunk([delta])
 
     def _shows_tokens(self, piece: Output) -> bool:
-        """Whether a piece has more than text to show."""
-        return bool((self.options.logprobs and piece.logprobs) or (self.options.token_ids and piece.tokens))
+        """Whether a piece has ids of tokens to show."""
+        return self.options.token_ids and bool(piece.tokens)
 
     def ending(self, choice: Choice) -> Iterator[Json]:
         """Yield the chunks after a choice's output, with the reason why it ended."""

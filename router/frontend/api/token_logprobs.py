@@ -91,6 +91,19 @@ def added_texts(stream: TextStream, tokens: Iterable[int]) -> list[str]:
     return [stream.feed([token]).text for token in tokens]
 
 
+def cut_texts(texts: Sequence[str], length: int) -> tuple[list[str], int]:
+    """Cut what tokens add to a text that ends after so many characters, as a stop string ends it. Return also how many
+    tokens come before those that complete a character beyond the end, or begin one."""
+    cut: list[str] = []
+    whole = 0
+    for number, text in enumerate(texts, start=1):
+        cut.append(text[:length])
+        if text and len(text) <= length:
+            whole = number
+        length = max(0, length - len(text))
+    return cut, whole if cut != [*texts] else len(cut)
+
+
 def completion_logprobs(
     names: TokenNames, logprobs: Sequence[TokenLogprob | PromptTokenLogprob], texts: Sequence[str], offset: int
 ) -> CompletionLogprobs:
@@ -120,11 +133,15 @@ def _by_name(names: TokenNames, one: TokenLogprob | PromptTokenLogprob, text: st
     return found
 
 
-def chat_logprobs(names: TokenNames, logprobs: Sequence[TokenLogprob], texts: Sequence[str]) -> ChatLogprobs:
-    """Return those of OpenAI's chat completions."""
+def chat_logprobs(
+    names: TokenNames, logprobs: Sequence[TokenLogprob], texts: Sequence[str], whole: int | None = None
+) -> ChatLogprobs:
+    """Return those of OpenAI's chat completions. Only so many tokens have all of their bytes in the text; none: all."""
     content: list[ChatTokenLogprob] = []
-    for one, text in zip(logprobs, texts, strict=True):
-        name, encoded = names.in_text(one.token, text), list(names.bytes_in_text(one.token, text))
+    for number, (one, text) in enumerate(zip(logprobs, texts, strict=True)):
+        name = names.in_text(one.token, text)
+        is_cut = whole is not None and number >= whole
+        encoded = [*(text.encode() if is_cut else names.bytes_in_text(one.token, text))]
         top = [
             TopLogprob(name, encoded, value)
             if token == one.token
