@@ -254,6 +254,7 @@ Repair: TypeAlias = Literal[
     "telemetry",
     "surrogate",
     "tool",
+    "schema",
 ]
 REPAIRS: tuple[Repair, ...] = get_args(Repair)
 """What the HTTP APIs may repair in a request."""
@@ -272,6 +273,7 @@ class ApiConfig(_Section, frozen=True):
     allowed_hosts: list[str] = []  # that clients may write in Host besides this machine's names; *: all
     repairs: bool | list[Repair] = True  # of requests that a model can't take as they came: all, none, or these kinds
     clamp_max_tokens: bool = False  # of completions and chats to what fits the context, as Messages and Responses are
+    json_whitespace: Annotated[int, Meta(ge=0, le=1_000)] = 32  # most characters in one place of JSON by a schema
 
 
 class TlsConfig(_Section, frozen=True):

@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from baton.errors import InvalidGrammar, ModelError, shown
 from baton.messages import Grammar
 
-_LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
+LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
 """llguidance's own, except for the lexer's memory, which is 1 to 2 KB for each state: 50 MB and not 500. They bound a
 compilation to about a second, and one mask to about 0.2 s."""
 _TRIED = 12  # tokens of a trial: enough to be inside of an object, where a grammar's rows are widest
@@ -42,9 +42,9 @@ def load_tokenizer(file: Path, vocab_size: int, eos: int) -> LLTokenizer:
 def matcher_of(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """Compile a grammar. Raises InvalidGrammar with llguidance's reason."""
     try:
-        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LIMITS)
     except ValueError as error:
-        raise _invalid(grammar, str(error)) from None
+        raise refusal(grammar, str(error)) from None
     raise_error_of(matcher, grammar)
     return matcher
 
@@ -52,12 +52,12 @@ def matcher_of(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 def raise_error_of(matcher: LLMatcher, grammar: Grammar) -> None:
     """Raise InvalidGrammar if a matcher has failed, from which it never recovers."""
     if matcher.is_error():
-        raise _invalid(grammar, matcher.get_error())
+        raise refusal(grammar, matcher.get_error())
 
 
 def left(grammar: Grammar) -> InvalidGrammar:
     """The error for an output that is not the beginning of anything that the grammar allows."""
-    return _invalid(grammar, "the output so far does not match it")
+    return refusal(grammar, "the output so far does not match it")
 
 
 def try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
@@ -95,7 +95,7 @@ def _source(grammar: Grammar) -> str:
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 
 
-def _invalid(grammar: Grammar, reason: str) -> InvalidGrammar:
-    """llguidance's first lines, without the parser's state that follows them."""
+def refusal(grammar: Grammar, reason: str) -> InvalidGrammar:
+    """Return the error for a grammar: llguidance's first lines, without the parser's state that follows them."""
     reason = reason.split("\n<state>")[0].split("\n<non-verbose/>")[0].strip()
     return InvalidGrammar(f"the {_NAMES[grammar.kind]} can't be used: {shown(reason, 500)}")

@@ -84,7 +84,7 @@ async def serve(
     Where router.host is every interface, the link to workers and stores, which is told to them by its address, takes
     `host`, this node's own. Raises PortInUse, StartupError or ModelError when it
     can't start."""
-    model = await asyncio.to_thread(load, config.model)
+    model = replace(await asyncio.to_thread(load, config.model), json_whitespace=config.api.json_whitespace)
     for note in model.notes:
         log.warning("%s", note)
     router, clock = config.router, MonotonicClock()

@@ -66,11 +66,11 @@ class GenerationService:
         self.clock = clock
         self.tracer = tracer
         self._tokenizing = tokenizing
-        self._grammars = GrammarChecker(driver.model)
+        self.grammars = GrammarChecker(driver.model)
 
     async def close(self) -> None:
         """End what runs beside the service."""
-        await self._grammars.close()
+        await self.grammars.close()
 
     @property
     def model(self) -> ServedModel:
@@ -135,7 +135,7 @@ class GenerationService:
         if request.length_penalty is not None:
             check_width(request.best_of, len(request.stop_token_ids))
         if (grammar := request.sampling.grammar) is not None:
-            grammar = await self._grammars.check(grammar, identity.tenant)
+            grammar = await self.grammars.check(grammar, identity.tenant)
             return replace(request, sampling=replace(request.sampling, grammar=grammar))
         return request
 

@@ -27,11 +27,12 @@ def grammar_of(output: Mapping[str, Any] | None, model: ServedModel, *, ignore_e
         missing = "end-of-sequence token" if model.tokenizer_file else "tokenizer.json"
         raise UnsupportedField(f"{model.name} has no {missing}, so its output can't follow a grammar; leave it out")
     kind: Any = "lark"
+    compact = output.get("compact", False)
     match output:
         case {"json_schema": schema}:
-            kind, text = "json_schema", _json(schema, compact=output.get("compact", False))
+            kind, text = "json_schema", _json(schema, model, compact=compact)
         case {"json_object": True}:
-            kind, text = "json_schema", _json('{"type":"object"}', compact=output.get("compact", False))
+            kind, text = "json_schema", _json('{"type":"object"}', model, compact=compact)
         case {"regex": text}:
             kind = "regex"
         case {"choice": choices}:
@@ -45,20 +46,24 @@ def grammar_of(output: Mapping[str, Any] | None, model: ServedModel, *, ignore_e
     return Grammar(kind, text, model.grammar_end, ignore_eos)
 
 
-def _json(text: str, *, compact: bool) -> str:
-    """Return a schema as it is compiled."""
+def _json(text: str, model: ServedModel, *, compact: bool) -> str:
+    """Return a schema as it is compiled: with a bound on white space, unless it has its own."""
     if len(text) > MAX_GRAMMAR:
         return text  # refused by its size, before it is parsed
     try:
         schema = msgspec.json.decode(text, type=dict[str, Any] | bool)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidGrammar(f"the schema must be a JSON object, or true: {error}") from None
-    if not compact:
-        return text
     members = {"anyOf": [schema]} if isinstance(schema, bool) else schema
     given: Any = members.get("x-guidance")
     options: dict[str, Any] = {**given} if isinstance(given, dict) else {}
-    return json.dumps(members | {"x-guidance": options | {"whitespace_flexible": False}}, ensure_ascii=False)
+    if not compact and options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
+        return text
+    if compact or not model.json_whitespace:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = rf"[ \t\r\n]{{1,{model.json_whitespace}}}"
+    return json.dumps(members | {"x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
 
 
 def _choice(texts: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,14 +32,11 @@ from baton import grammars
 from baton.errors import BatonError, InvalidGrammar, shown
 from baton.messages import MAX_GRAMMAR, Grammar
 from router.frontend.helper_main import serve
-
-Schema: TypeAlias = Any  # an object, or true or false
+from router.frontend.schema_faults import Schema, faults_of, members_of
 
 _MEMORY = 2 << 30  # bytes of address space: a tokenizer of 256,000 tokens takes a quarter of it
 _STACK = 1 << 20
-_MEMBERS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
+_MOST_PATHS, _MOST_PATH = 32, 200  # of what was left out, and characters of one
 _QUOTE = ord('"')
 
 
@@ -49,7 +46,7 @@ def _tokenizer(file: str, vocab_size: int, eos: int) -> LLTokenizer:
 
 
 def _answer(order: dict[str, Any], file: str, vocab_size: int, eos: int) -> dict[str, Any]:
-    grammar = msgspec.convert(order, Grammar)
+    grammar = msgspec.convert(order["grammar"], Grammar)
     try:
         if grammar.kind == "lark":
             grammar = replace(grammar, text=grammars.lark_of(grammar.text))
@@ -57,10 +54,15 @@ def _answer(order: dict[str, Any], file: str, vocab_size: int, eos: int) -> dict
                 raise InvalidGrammar(
                     f"the grammar has {len(grammar.text)} characters in Lark; at most {MAX_GRAMMAR} may be"
                 )
-        grammars.try_out(_tokenizer(file, vocab_size, eos), grammar)
-        if grammar.kind == "json_schema":
-            check_ends(json.loads(grammar.text))
-        return {"text": grammar.text}
+        try:
+            _try_out(grammar, file, vocab_size, eos)
+            return {"text": grammar.text}
+        except InvalidGrammar as error:
+            if grammar.kind != "json_schema":
+                raise
+            grammar, left_out = _without_faults(grammar, error, lenient=order["lenient"])
+        _try_out(grammar, file, vocab_size, eos)
+        return {"text": grammar.text, "left_out": left_out}
     except BatonError as error:
         return {"reason": error.reason, "error": str(error)}
     except RecursionError:
@@ -69,13 +71,31 @@ def _answer(order: dict[str, Any], file: str, vocab_size: int, eos: int) -> dict
         return {"reason": "invalid_grammar", "error": "it takes too much memory"}
 
 
+def _try_out(grammar: Grammar, file: str, vocab_size: int, eos: int) -> None:
+    grammars.try_out(_tokenizer(file, vocab_size, eos), grammar)
+    if grammar.kind == "json_schema":
+        check_ends(json.loads(grammar.text))
+
+
+def _without_faults(grammar: Grammar, error: InvalidGrammar, *, lenient: bool) -> tuple[Grammar, list[str]]:
+    """Return a schema without the keywords that can't be enforced, and their paths. Raises InvalidGrammar for a schema
+    that must stay, or has no such keyword: with the path of a fault, else `error`."""
+    faults = faults_of(json.loads(grammar.text))
+    if lenient and faults.left_out:
+        paths = [shown(path, _MOST_PATH) for path in list(faults.left_out)[:_MOST_PATHS]]
+        return replace(grammar, text=json.dumps(faults.schema, ensure_ascii=False)), paths
+    for path, reason in (*faults.left_out.items(), *faults.others.items()):
+        raise grammars.refusal(grammar, f"{shown(path, _MOST_PATH)}: {reason}")
+    raise error
+
+
 @dataclass(frozen=True)
 class _Part:
     """An object of a schema that is a schema itself."""
 
     path: str  # a JSON pointer behind "#"
     base: str  # the path of the resource that it belongs to: the nearest part around it with an `$id`
-    schema: Mapping[str, Any]
+    schema: dict[str, Any]
 
 
 def check_ends(schema: Schema) -> None:
@@ -103,20 +123,8 @@ def _parts(schema: Schema) -> Iterator[_Part]:
             continue
         base = path if "$id" in schema else base
         yield _Part(path, base, schema)
-        waiting += [(f"{path}/{step}", base, member) for step, member in _members(schema)]
-
-
-def _members(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
-    """Yield the schemas directly within one, each with its part of a JSON pointer."""
-    for name, members in schema.items():
-        if name in _MEMBERS and isinstance(members, dict):
-            for key, member in members.items():
-                yield f"{name}/{key.replace('~', '~0').replace('/', '~1')}", member
-        elif name in _LISTS and isinstance(members, list):
-            for number, member in enumerate(members):
-                yield f"{name}/{number}", member
-        elif name in _SINGLE:
-            yield name, members
+        members = [(f"{path}/{step}", base, holder[key]) for step, holder, key in members_of(schema)]
+        waiting += reversed(members)
 
 
 def _inhabited(parts: Mapping[str, _Part], *, start: bool) -> dict[str, bool]:
@@ -143,7 +151,7 @@ def _is_met(part: _Part, known: Mapping[str, bool]) -> bool:
     reference = schema.get("$ref")
     if isinstance(reference, str) and not known.get(part.base + reference.removeprefix("#"), True):
         return False
-    steps = dict(_members(schema))
+    steps = {step: holder[key] for step, holder, key in members_of(schema)}
     for name in ("anyOf", "oneOf"):
         chosen = [holds(step, member) for step, member in steps.items() if step.startswith(f"{name}/")]
         if chosen and not any(chosen):

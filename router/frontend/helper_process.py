@@ -64,6 +64,7 @@ class HelperAnswer(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     reason: str = ""
     repairs: tuple[Repair, ...] = ()  # what was repaired to get the text
+    left_out: tuple[str, ...] = ()  # paths of a schema's keywords that the text lacks
 
 
 class HelperProcess:

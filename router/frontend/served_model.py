@@ -15,7 +15,7 @@ import msgspec
 
 from baton.checkpoint_files import read_object, read_optional, text_settings
 from baton.checkpoints import hub
-from baton.config import ModelConfig
+from baton.config import ApiConfig, ModelConfig
 from baton.errors import InvalidRequest, ModelError, ModelMismatch, ModelNotFound, shown
 from baton.messages import DrawParams, SamplingParams
 from baton.tokenizer_files import tokenizer_folder
@@ -44,6 +44,7 @@ class ServedModel:
     folder: Path | None = None  # of its files
     chat_format: ChatFormat = NO_FORMAT  # how it writes reasoning
     tool_format: ChatFormat = NO_FORMAT  # the same, and tool calls, where its prompt shows tools
+    json_whitespace: int = ApiConfig().json_whitespace  # most characters in one place of JSON by a schema
     notes: tuple[str, ...] = ()  # what is odd in its files and does no harm
 
     @cached_property

@@ -137,13 +137,14 @@ class HelperPipes:
         case.sending(grammar.text.encode())
         outcome = f"{kind} refused"
         try:
-            reply = await self._grammars.ask(msgspec.json.encode(grammar))
+            reply = await self._grammars.ask(msgspec.json.encode({"grammar": grammar, "lenient": rng.random() < 0.5}))
             outcome = outcome if reply.text is None else f"{kind} compiled"
             known = (InvalidGrammar.reason, InvalidRequest.reason, Overloaded.reason)
             assert reply.text is not None or reply.reason in known, f"it says {reply.reason}: {reply.error}"
         except (HelperLate, HelperDied, Overloaded):
             outcome = f"{kind} ended its process"
-        again = await _answered(lambda: self._grammars.ask(msgspec.json.encode(Grammar("regex", "a", 2))))
+        plain = msgspec.json.encode({"grammar": Grammar("regex", "a", 2), "lenient": False})
+        again = await _answered(lambda: self._grammars.ask(plain))
         assert again.text == "a", f"a plain grammar is not compiled: {again}"
         return outcome
 

@@ -15,6 +15,7 @@ import pytest
 from baton.config import REPAIRS
 from router.frontend.api.prompts import PromptBuilder
 from router.frontend.chat.repairs import Repairs, arguments_of, with_whole_characters
+from router.frontend.generation import GenerationService
 from tests.router.model import CONTEXT
 from tests.router.served import settings_for
 from tests.router.test_api import Door, door, run
@@ -444,5 +445,113 @@ def test_what_is_turned_off_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
                     assert (status, told) == ((200, kind) if kind in allowed else (400, "")), (setting, kind)
                 kept = await it.prompt("messages", {"system": f"{LINE}\nA", "messages": [USER]})
                 assert (LINE in kept[0]) == (setting is not True)
+
+    run(test)
+
+
+NO_GRAMMAR: dict[str, Any] = {  # what no grammar enforces: the parameters of a tool, and what binds a call of it
+    "propertyNames": ({"propertyNames": {"maxLength": 3}}, {}),
+    "not": (
+        {"properties": {"a": {"type": "string", "not": {"const": "x"}}}},
+        {"properties": {"a": {"type": "string"}}},
+    ),
+    "uniqueItems": ({"properties": {"a": {"uniqueItems": True}}}, {"properties": {"a": {}}}),
+    "if": ({"if": {}, "then": {"required": ["a"]}, "else": {}}, {}),
+    "format": ({"properties": {"a": {"format": "uri-reference"}}}, {"properties": {"a": {}}}),
+    "pattern": ({"properties": {"a": {"pattern": "(?=x)y", "minLength": 1}}}, {"properties": {"a": {"minLength": 1}}}),
+    "$schema": ({"$schema": "https://example.com/own"}, {}),
+    "anyOf/0/not": (
+        {"properties": {"a": {"anyOf": [{"not": {}}, {"type": "string"}]}}},
+        {"properties": {"a": {"anyOf": [False, {"type": "string"}]}}},
+    ),
+    "oneOf": (
+        {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"allOf": [{"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}]},
+    ),
+    "patternProperties": ({"patternProperties": {"(?!x)": {}}, "additionalProperties": False}, {}),
+    "dependentRequired": ({"dependentRequired": {"a": ["b"]}}, {}),
+    "type": ({"properties": {"a": {"type": "file"}}}, {"properties": {"a": {}}}),
+    "$ref": ({"properties": {"a": {"$ref": "#/nowhere"}}}, {"properties": {"a": {}}}),
+}
+FINE = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+
+
+def tools_of(path: str, schema: Any, **more: Any) -> dict[str, Any]:
+    """Two tools, of which one must be called: `odd`, with this schema, and `fine`."""
+    two = [("fine", FINE, {}), ("odd", {"type": "object"} | schema, more)]
+    match path:
+        case "messages":
+            tools = [{"name": name, "input_schema": given} | rest for name, given, rest in two]
+            return {"messages": [USER], "tools": tools, "tool_choice": {"type": "any"}}
+        case "responses":
+            tools = [{"type": "function", "name": name, "parameters": given} | rest for name, given, rest in two]
+            return {"input": [USER], "tools": tools, "tool_choice": "required"}
+        case _:
+            tools = [
+                {"type": "function", "function": {"name": name, "parameters": given} | rest}
+                for name, given, rest in two
+            ]
+            return {"messages": [USER], "tools": tools, "tool_choice": "required"}
+
+
+@pytest.fixture
+def grammars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The schemas that outputs were bound to, the last one last."""
+    found: list[Any] = []
+    begun: Callable[..., Any] = GenerationService._begun
+
+    async def noted(self: GenerationService, request: Any, spans: Any) -> Any:
+        found.append(json.loads(request.sampling.grammar.text))
+        return await begun(self, request, spans)
+
+    monkeypatch.setattr(GenerationService, "_begun", noted)
+    return found
+
+
+def test_what_no_grammar_enforces_is_left_out_of_a_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grammars: list[Any]
+) -> None:
+    async def test() -> None:
+        async with front(tmp_path, monkeypatch) as it:
+            for number, (schema, right) in enumerate(NO_GRAMMAR.values()):
+                path = ("chat/completions", "messages", "responses")[number % 3]
+                assert (await it.prompt(path, tools_of(path, schema)))[1] == "schema", schema
+                fine, odd = [dict(one) for one in grammars[-1]["$defs"].values()]
+                assert (fine.pop("$id"), odd.pop("$id")) == ("baton://tools/0/", "baton://tools/1/")
+                assert (fine, odd) == (FINE, {"type": "object"} | right)
+            named = {"tool_choice": {"type": "function", "function": {"name": "odd"}}}
+            body = tools_of("chat/completions", {"uniqueItems": True}) | named
+            assert (await it.prompt("chat/completions", body))[1] == "schema"
+            assert grammars[-1].keys() == {"type", "x-guidance"}
+            assert (await it.prompt("chat/completions", tools_of("chat/completions", FINE)))[1] == ""
+
+    run(test)
+
+
+def test_what_a_grammar_must_enforce_is_refused_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unmet = {"properties": {"a": {"type": "string", "minLength": 5, "maxLength": 2}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+
+    async def test() -> None:
+        async with front(tmp_path, monkeypatch) as it:
+
+            async def refused(path: str, body: Any, *words: str) -> None:
+                status, answer, repairs = await it.send(path, body)
+                said = json.dumps(answer, ensure_ascii=False).replace('\\"', '"')
+                assert (status, repairs, [one for one in words if one not in said]) == (400, "", []), said
+
+            for keyword, (schema, _) in NO_GRAMMAR.items():
+                for path in ("chat/completions", "messages", "responses"):
+                    await refused(path, tools_of(path, schema, strict=True), "'odd'", "#/", f"{keyword}: ")
+                form["json_schema"] = {"name": "x", "schema": schema}
+                body = {"messages": [USER], "response_format": form}
+                await refused("chat/completions", body, "#/", f"{keyword}: ", "response_format")
+                body = {"messages": [USER], "output_config": {"format": {"type": "json_schema", "schema": schema}}}
+                await refused("messages", body, "#/", f"{keyword}: ")
+            await refused("messages", tools_of("messages", unmet), "'odd'", "#/properties/a: Unsatisfiable")
+        async with front(tmp_path, monkeypatch, repairs=["tool"]) as it:
+            await it.send("messages", tools_of("messages", FINE))
+            status, answer, _ = await it.send("messages", tools_of("messages", {"not": {"type": "string"}}))
+            assert (status, "#/not: " in answer["error"]["message"]) == (400, True), answer
 
     run(test)

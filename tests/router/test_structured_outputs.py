@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 
 from baton.config import ModelConfig
 from baton.errors import InvalidGrammar, InvalidRequest, Overloaded, UnsupportedField
+from baton.grammars import matcher_of
 from baton.messages import MAX_GRAMMAR, Grammar
 from baton.v1 import generation_pb2 as pb
 from router.frontend.api.openai_completions import CompletionRequest
@@ -33,6 +35,12 @@ from tests.router.test_api import door
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"const": 'é"'}}, "required": ["z"]}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"), ensure_ascii=False)
+OWN = '{"x-guidance": {"whitespace_flexible": true}}'
+
+
+def bounded(text: str, count: int = 32) -> str:
+    """A schema as it is compiled."""
+    return f'{text[:-1]},"x-guidance":{{"whitespace_pattern":"[ \\\\t\\\\r\\\\n]{{1,{count}}}"}}}}'
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +61,19 @@ def output_of(**fields: Any) -> dict[str, Any] | None:
         ({"response_format": {"type": "text"}}, None),
         ({"structured_outputs": {}}, None),
         ({"structured_outputs": {"json": None, "json_object": False}}, None),
-        ({"response_format": {"type": "json_object"}}, ("json_schema", '{"type":"object"}')),
+        ({"response_format": {"type": "json_object"}}, ("json_schema", bounded('{"type":"object"}'))),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
-            ("json_schema", TEXT),
+            ("json_schema", bounded(TEXT)),
         ),
-        ({"structured_outputs": {"json": SCHEMA}, "response_format": {"type": "text"}}, ("json_schema", TEXT)),
-        ({"structured_outputs": {"json": TEXT}}, ("json_schema", TEXT)),
-        ({"structured_outputs": {"json": True}}, ("json_schema", "true")),
-        ({"structured_outputs": {"json_object": True}}, ("json_schema", '{"type":"object"}')),
+        ({"structured_outputs": {"json": SCHEMA}, "response_format": {"type": "text"}}, ("json_schema", bounded(TEXT))),
+        ({"structured_outputs": {"json": TEXT}}, ("json_schema", bounded(TEXT))),
+        ({"structured_outputs": {"json": True}}, ("json_schema", bounded('{"anyOf":[true]}'))),
+        ({"structured_outputs": {"json_object": True}}, ("json_schema", bounded('{"type":"object"}'))),
+        ({"structured_outputs": {"json": OWN}}, ("json_schema", OWN)),
         (
             {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
-            ("json_schema", '{"type": "object", "x-guidance": {"whitespace_flexible": false}}'),
+            ("json_schema", '{"type":"object","x-guidance":{"whitespace_flexible":false}}'),
         ),
         ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+")),
         ({"structured_outputs": {"choice": ["a", 'b"', "a"]}}, ("lark", 'start: "a" | "b\\""')),
@@ -74,6 +83,23 @@ def output_of(**fields: Any) -> dict[str, Any] | None:
 def test_fields_become_a_grammar(model: ServedModel, fields: dict[str, Any], right: tuple[Any, str] | None) -> None:
     grammar = grammar_of(output_of(**fields), model)
     assert grammar == (None if right is None else Grammar(*right, EOS))
+
+
+def test_json_has_little_white_space(model: ServedModel) -> None:
+    def allows(text: str, **fields: Any) -> bool:
+        grammar = grammar_of(output_of(**fields), replace(model, json_whitespace=spaces))
+        assert grammar is not None
+        matcher = matcher_of(LLTokenizer("byte"), grammar)
+        return matcher.consume_tokens([*text.encode()])
+
+    for spaces in (0, 3):
+        for form in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json": True}}):
+            for many in range(5):
+                gap = "\n" + " " * (many - 1) if many else ""
+                text = f'{{{gap}"a"{gap}:{gap}[{gap}1{gap},{gap}{{{gap}}}{gap}]{gap}}}'
+                assert allows(text, **form) == (many <= spaces), (text, spaces)
+        assert allows("[" + " " * 90, structured_outputs={"json": OWN})
+        assert not allows("[ ", structured_outputs={"json": True, "disable_any_whitespace": True})
 
 
 @pytest.mark.parametrize(
@@ -169,7 +195,11 @@ def test_grammars_are_compiled(model: ServedModel) -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "says"),
     [
-        ("json_schema", '{"not": {"type": "string"}}', r"JSON schema can't be used: Unimplemented keys: \[\"not\"\]"),
+        (
+            "json_schema",
+            '{"not": {"type": "string"}}',
+            r"JSON schema can't be used: #/not: Unimplemented keys: \[\"not\"\]",
+        ),
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "Unsatisfiable"),
         ("json_schema", '{"$ref": "http://example.com/x.json"}', "example.com"),

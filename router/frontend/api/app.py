@@ -68,6 +68,7 @@ from router.frontend.api.streaming import (
 )
 from router.frontend.api.structured_outputs import name_field
 from router.frontend.api.token_logprobs import TokenNames
+from router.frontend.api.tool_schemas import fitted
 from router.frontend.api.tools import ToolPlan, checked, planned
 from router.frontend.chat.repairs import HEADER, Repairs
 from router.frontend.generation import Generation, GenerationService
@@ -210,7 +211,8 @@ class HttpApi:
         received = self._service.clock.now()
         repairs: Repairs = request.state.repairs
         asked, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted, repairs))
-        fields, plan, model = chat.fields, chat.plan, self._service.model
+        plan, model = chat.plan, self._service.model
+        fields = await fitted(chat.fields, plan, self._service, repairs)
         prompt = await self._prompts.of_chat(chat.order, repairs)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         echo = _last_text(fields) if fields.echo else None

@@ -8,9 +8,10 @@ reasoning. Templates that can switch reasoning off are told so; where one begins
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -48,6 +49,8 @@ class ToolPlan:
     parallel: bool = True
     constrained: bool = False  # the output is constrained, so it is neither reasoning nor in the model's own format
     texts: frozenset[str] = frozenset()  # tools that take a text
+    schemas: Mapping[str, Json] = field(default_factory=dict[str, Json])  # of their parameters, by the names
+    exact: frozenset[str] = frozenset()  # tools whose calls must match all of their schemas
     plain: bool = False  # the output is such a text itself
 
     @property
@@ -61,7 +64,11 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
     calls, names = _choice(fields.tool_choice, tuple(tools))
     parallel = fields.parallel_tool_calls is not False
     texts = {one["custom"]["name"]: one["custom"].get("format") for one in fields.tools or () if _takes_text(one)}
-    plan = ToolPlan(calls, names, parallel, constrained=_is_constrained(fields), texts=frozenset(texts))
+    plan = ToolPlan(
+        calls, names, parallel, constrained=_is_constrained(fields), texts=frozenset(texts),
+        schemas={name: tools[name]["function"]["parameters"] for name in names},
+        exact=frozenset(texts) | {one["function"]["name"] for one in fields.tools or () if _is_strict(one)},
+    )  # fmt: skip
     if calls is Calls.AUTO and form.tool_parser is None:
         raise wrong(
             "tools",
@@ -74,8 +81,8 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
                 "tool_choice", "it insists on a call beside a response_format or structured_outputs; choose one"
             )
         grammar = _lark_of(texts.get(names[0])) if calls is Calls.NAMED else None
-        plan = ToolPlan(calls, names, parallel, constrained=True, texts=frozenset(texts), plain=grammar is not None)
-        fields = replace(fields, structured_outputs=grammar or _constraint(plan, tools))
+        plan = dataclasses.replace(plan, constrained=True, plain=grammar is not None)
+        fields = replace(fields, structured_outputs=grammar or constraint(plan, plan.schemas))
     if (plan.constrained and form.reasoning_parser) or fields.reasoning_effort == "none":
         fields = replace(fields, chat_template_kwargs=switch(fields.chat_template_kwargs, on=False))
     seen = [] if calls is Calls.NONE else [tool for name, tool in tools.items() if name in names or plan.forced]
@@ -164,6 +171,10 @@ def checked_custom(at: str, custom: Any) -> Json:
     return function | {"parameters": {"type": "object", **members}}
 
 
+def _is_strict(tool: Json) -> bool:
+    return tool.get("type") != "custom" and tool["function"].get("strict") is True
+
+
 def _takes_text(tool: Json) -> bool:
     return tool.get("type") == "custom" and isinstance(tool.get("custom"), dict)
 
@@ -245,13 +256,12 @@ def _known(name: Any, names: tuple[str, ...], field: str) -> str:
 # --- what the output is constrained to --------------------------------------------------------------------------------
 
 
-def _constraint(plan: ToolPlan, tools: Mapping[str, Json]) -> Json:
-    """The schema of a call's parameters, or of a list of calls, as vLLM has it."""
-    schemas: list[Json] = [tools[name]["function"]["parameters"] for name in plan.names]
+def constraint(plan: ToolPlan, schemas: Mapping[str, Json]) -> Json:
+    """Return what binds a forced call: the schema of its parameters, or of a list of calls, as vLLM has it."""
     if plan.calls is Calls.NAMED:
-        return {"json": schemas[0], "disable_any_whitespace": True}
+        return {"json": schemas[plan.names[0]], "disable_any_whitespace": True}
     definitions: Json = {}
-    for number, schema in enumerate(schemas):
+    for number, schema in enumerate(schemas.values()):
         # With an identifier it is a resource of its own, within which its references mean what they meant before.
         own = schema.get("$id")
         taken = any(own == other.get("$id") for other in definitions.values())
