@@ -7,6 +7,7 @@ away.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -85,11 +86,15 @@ def lark_of(text: str) -> str:
 def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text)
+            source = LLMatcher.grammar_from_json_schema(grammar.text)
         case "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
+            source = LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
-            return LLMatcher.grammar_from_lark(grammar.text)
+            source = json.dumps({"grammars": [{"lark_grammar": grammar.text}]})
+    if not grammar.frame:
+        return source
+    (output,) = json.loads(source)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": grammar.frame}, output | {"name": "output"}]})
 
 
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 MAX_NAME = 128  # characters
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MIXED = "mixed"  # as numerics of a namespace: its pages come from several classes of arithmetic
 KEY_BYTES = 16
 TOKEN_BYTES = 4
@@ -320,12 +320,14 @@ class LogitsRules(Struct, frozen=True, omit_defaults=True):
 class Grammar(Struct, frozen=True, omit_defaults=True):
     """A grammar that the output must match from its first token on: a JSON schema, a regular expression or a grammar in
     llguidance's Lark. `eos` is an end-of-sequence token that the tokenizer has. The tokens in `Decode.stop_token_ids`
-    may come where the grammar accepts an end; with `ignore_eos`, only where it accepts nothing else."""
+    may come where the grammar accepts an end; with `ignore_eos`, only where it accepts nothing else. A `frame` is a
+    grammar in Lark around it, such as for reasoning, which calls it `@output`."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)]
     eos: Count
     ignore_eos: bool = False
+    frame: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""
 
 
 class DrawParams(Struct, frozen=True):

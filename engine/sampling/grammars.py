@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+from msgspec.structs import replace
 
 from baton import grammars
 from baton.errors import BatonError
@@ -139,7 +140,7 @@ class GrammarCompiler:
         self._wake = wake
         self._thread = ThreadPoolExecutor(1, "grammar")
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str, int], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def follow(self, grammar: Grammar, ends: Collection[int], tokens: Sequence[int], prompt: int) -> FollowedGrammar:
         followed = FollowedGrammar(grammar, ends, self._vocab_size, len(tokens))
@@ -182,5 +183,5 @@ class GrammarCompiler:
         return matcher
 
 
-def _key(grammar: Grammar) -> tuple[str, str, int]:
-    return grammar.kind, grammar.text, grammar.eos
+def _key(grammar: Grammar) -> Grammar:
+    return replace(grammar, ignore_eos=False)

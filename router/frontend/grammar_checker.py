@@ -34,6 +34,10 @@ class _Order(msgspec.Struct, frozen=True):
     grammar: Grammar
     lenient: bool = False
 
+    @property
+    def size(self) -> int:
+        return len(self.grammar.text) + len(self.grammar.frame)
+
 
 class CheckedGrammar(NamedTuple):
     """A grammar as decode workers compile it, and the paths of the keywords that its schema lacks."""
@@ -106,7 +110,7 @@ class GrammarChecker:
 
     def _remember(self, order: _Order, outcome: CheckedGrammar | BatonError) -> None:
         self._known[order] = outcome
-        self._size += len(order.grammar.text)
+        self._size += order.size
         while self._size > _REMEMBERED:
             old, _ = self._known.popitem(last=False)
-            self._size -= len(old.grammar.text)
+            self._size -= old.size

@@ -43,7 +43,7 @@ def grammar_of(output: Mapping[str, Any] | None, model: ServedModel, *, ignore_e
             raise InvalidGrammar("structured_output is empty; it needs a schema, a regex, a choice or a grammar")
     if not 0 < len(text) <= MAX_GRAMMAR:
         raise InvalidGrammar(f"the grammar has {len(text)} characters; it must have 1 to {MAX_GRAMMAR}")
-    return Grammar(kind, text, model.grammar_end, ignore_eos)
+    return Grammar(kind, text, model.grammar_end, ignore_eos, output.get("frame", ""))
 
 
 def _json(text: str, model: ServedModel, *, compact: bool) -> str:
@@ -55,15 +55,20 @@ def _json(text: str, model: ServedModel, *, compact: bool) -> str:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidGrammar(f"the schema must be a JSON object, or true: {error}") from None
     members = {"anyOf": [schema]} if isinstance(schema, bool) else schema
-    given: Any = members.get("x-guidance")
+    return json.dumps(
+        bounded(members, 0 if compact else model.json_whitespace, own=not compact),
+        ensure_ascii=False,
+        separators=(",", ":"),
+    )
+
+
+def bounded(schema: dict[str, Any], spaces: int, *, own: bool = True) -> dict[str, Any]:
+    """Return a schema with at most so many characters of white space in one place; `own`: unless it says so itself."""
+    given: Any = schema.get("x-guidance")
     options: dict[str, Any] = {**given} if isinstance(given, dict) else {}
-    if not compact and options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
-        return text
-    if compact or not model.json_whitespace:
-        options["whitespace_flexible"] = False
-    else:
-        options["whitespace_pattern"] = rf"[ \t\r\n]{{1,{model.json_whitespace}}}"
-    return json.dumps(members | {"x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
+    if not own or not options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
+        options |= {"whitespace_pattern": rf"[ \t\r\n]{{1,{spaces}}}"} if spaces else {"whitespace_flexible": False}
+    return schema | {"x-guidance": options}
 
 
 def _choice(texts: Sequence[str]) -> str:

@@ -212,8 +212,8 @@ class HttpApi:
         repairs: Repairs = request.state.repairs
         asked, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted, repairs))
         plan, model = chat.plan, self._service.model
-        fields = await fitted(chat.fields, plan, self._service, repairs)
         prompt = await self._prompts.of_chat(chat.order, repairs)
+        fields, frame = await fitted(chat.fields, plan, prompt, self._service, repairs)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         echo = _last_text(fields) if fields.echo else None
         options = self._options(builder, request, fields, logprobs=logprobs is not None, echo=echo, body=asked)
@@ -237,6 +237,7 @@ class HttpApi:
             shown_tokens,
             forced,
             chat.order.template,
+            frame,
         )
         return await self._answered(request, order, received)
 
@@ -278,7 +279,7 @@ class HttpApi:
         read = partial(
             request_fields, order.fields, logprobs=order.logprobs, prompt_logprobs=order.prompt_logprobs,
             affinity=affinity, session=session_of(affinity, order.fields, request.headers), template=order.template,
-            shown=order.shown_tokens,
+            shown=order.shown_tokens, frame=order.frame,
         )  # fmt: skip
         with contextlib.ExitStack() as undo:
             for leader in leaders:

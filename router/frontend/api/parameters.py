@@ -34,9 +34,12 @@ def rule_entries(fields: GenerationFields) -> int:
 def request_fields(
     fields: GenerationFields, prompt: Sequence[int], *, max_tokens: int | None, logprobs: int | None,
     prompt_logprobs: int | None, affinity: str, session: str, template: str, shown: Sequence[int] = (),
+    frame: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return the fields of a request for all outputs of one prompt. Most have the same name in all APIs. `shown` are
-    special tokens that stay in the text. Raises InvalidRequest for a grammar that is none."""
+    special tokens that stay in the text, `frame` is that of the output's grammar. Raises InvalidRequest for a grammar
+    that is none."""
+    output = structured_output(fields)
     given: dict[str, Any] = {name: getattr(fields, name) for name in fields.__struct_fields__}
     if fields.use_beam_search:
         penalty = fields.length_penalty
@@ -57,7 +60,7 @@ def request_fields(
         "affinity": affinity,
         "session": session,
         "template": template,
-        "structured_output": structured_output(fields),
+        "structured_output": output and output | {"frame": frame},
     }
     return {name: value for name, value in given.items() if value is not None}
 

@@ -59,6 +59,7 @@ class GenerationOrder:
     shown_tokens: Sequence[int] = ()  # special tokens that stay in the text
     grammar_of: str = ""  # the field that the output's grammar comes from, if it is not in the fields
     template: str = ""  # digest of what rendered a chat
+    frame: str = ""  # of that grammar: see `grammar_frames`
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:

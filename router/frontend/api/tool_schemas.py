@@ -10,6 +10,7 @@ of it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -17,9 +18,12 @@ from msgspec.structs import replace
 from baton.errors import InvalidGrammar, shown
 from baton.logs import RateLimitedLog
 from baton.messages import Grammar
+from router.frontend.api.grammar_frames import Frames
 from router.frontend.api.openai_chat import ChatCompletionRequest
+from router.frontend.api.prompts import ChatPrompt
 from router.frontend.api.structured_outputs import structured_output
 from router.frontend.api.tools import Json, ToolPlan, constraint
+from router.frontend.chat.families import Calls
 from router.frontend.chat.repairs import Repairs
 from router.frontend.generation import GenerationService
 from router.frontend.grammar_parsing import grammar_of
@@ -29,23 +33,40 @@ log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these li
 
 
 async def fitted(
-    fields: ChatCompletionRequest, plan: ToolPlan, service: GenerationService, repairs: Repairs
-) -> ChatCompletionRequest:
-    """Return a chat of this task's caller with a constraint that compiles. Raises InvalidGrammar with the tool's name
-    and the keyword's path where none does, Overloaded and UnsupportedField."""
-    if not plan.forced or plan.plain:
-        return fields
-    grammar = grammar_of(structured_output(fields), service.model, ignore_eos=bool(fields.ignore_eos))
-    assert grammar is not None
+    fields: ChatCompletionRequest, plan: ToolPlan, prompt: ChatPrompt, service: GenerationService, repairs: Repairs
+) -> tuple[ChatCompletionRequest, str]:
+    """Return a chat of this task's caller with a constraint that compiles, and the frame of its output's grammar.
+    Raises InvalidGrammar with the tool's name and the keyword's path where none does, Overloaded and
+    UnsupportedField."""
+    model = service.model
+
+    def built(schemas: Mapping[str, Json]) -> tuple[ChatCompletionRequest, str]:
+        if plan.forced:
+            return replace(fields, structured_outputs=constraint(plan, schemas)), ""
+        if not plan.framed or model.tokenizer is None:
+            return fields, ""
+        frames = Frames(model.chat_format, model.tokenizer, model.json_whitespace)
+        return fields, frames.frame(plan, schemas, prompt.end, prompt.continued)
+
+    if plan.plain:
+        return fields, ""
+    chat, frame = built(plan.schemas)
+    if not plan.forced and not (plan.framed and plan.calls is Calls.AUTO):
+        return chat, frame
+    output = structured_output(chat)
+    grammar = grammar_of(output and output | {"frame": frame}, model, ignore_eos=bool(fields.ignore_eos))
+    if grammar is None:
+        return chat, frame
     try:
         await service.grammars.check(grammar, caller.get().tenant)
     except InvalidGrammar:
-        schemas = dict(plan.schemas)
+        schemas: dict[str, Json] = {}
         for name, schema in plan.schemas.items():
-            alone = replace(grammar, text=msgspec.json.encode(schema).decode())
-            schemas[name] = await _fitted(name, alone, plan, service, repairs) or schema
-        return replace(fields, structured_outputs=constraint(plan, schemas))
-    return fields
+            alone = Grammar("json_schema", msgspec.json.encode(schema).decode(), grammar.eos)
+            left = await _fitted(name, alone, plan, service, repairs)
+            schemas[name] = schema if left is None else left
+        return built(schemas)
+    return chat, frame
 
 
 async def _fitted(

@@ -47,7 +47,8 @@ class ToolPlan:
     calls: Calls = Calls.NONE
     names: tuple[str, ...] = ()
     parallel: bool = True
-    constrained: bool = False  # the output is constrained, so it is neither reasoning nor in the model's own format
+    constrained: bool = False  # all of the output is, so it is neither reasoning nor in the model's own format
+    framed: bool = False  # the output is constrained but for reasoning and calls in the model's own format
     texts: frozenset[str] = frozenset()  # tools that take a text
     schemas: Mapping[str, Json] = field(default_factory=dict[str, Json])  # of their parameters, by the names
     exact: frozenset[str] = frozenset()  # tools whose calls must match all of their schemas
@@ -64,8 +65,10 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
     calls, names = _choice(fields.tool_choice, tuple(tools))
     parallel = fields.parallel_tool_calls is not False
     texts = {one["custom"]["name"]: one["custom"].get("format") for one in fields.tools or () if _takes_text(one)}
+    constrained, frames = _is_constrained(fields), calls is Calls.AUTO or form.reasoning_parser is not None
     plan = ToolPlan(
-        calls, names, parallel, constrained=_is_constrained(fields), texts=frozenset(texts),
+        calls, names, parallel, constrained=constrained and not frames, framed=constrained and frames,
+        texts=frozenset(texts),
         schemas={name: tools[name]["function"]["parameters"] for name in names},
         exact=frozenset(texts) | {one["function"]["name"] for one in fields.tools or () if _is_strict(one)},
     )  # fmt: skip
@@ -76,12 +79,12 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
             "tool_choice of 'required' or a function",
         )
     if plan.forced:
-        if plan.constrained:
+        if constrained:
             raise wrong(
                 "tool_choice", "it insists on a call beside a response_format or structured_outputs; choose one"
             )
         grammar = _lark_of(texts.get(names[0])) if calls is Calls.NAMED else None
-        plan = dataclasses.replace(plan, constrained=True, plain=grammar is not None)
+        plan = dataclasses.replace(plan, constrained=True, framed=False, plain=grammar is not None)
         fields = replace(fields, structured_outputs=grammar or constraint(plan, plan.schemas))
     if (plan.constrained and form.reasoning_parser) or fields.reasoning_effort == "none":
         fields = replace(fields, chat_template_kwargs=switch(fields.chat_template_kwargs, on=False))

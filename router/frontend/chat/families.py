@@ -131,7 +131,7 @@ class ChatFormat:
         """The texts that a parser must see, even if they are special tokens."""
         if constrained:
             return ()
-        if self._harmony:
+        if self.is_harmony:
             return HarmonyParser.markers
         found: tuple[str, ...] = ()
         if calls is Calls.AUTO and self.tool_parser:
@@ -173,7 +173,7 @@ class ChatFormat:
             reader = TextCall(out, tools) if plain else NamedCall(out, tools)
         elif constrained:
             reader = PlainText(out)
-        elif self._harmony:
+        elif self.is_harmony:
             reader = HarmonyParser(
                 out, tools,
                 calls=calls is Calls.AUTO and self.tool_parser == "openai",
@@ -187,7 +187,8 @@ class ChatFormat:
         return ChatParser(out, reader, show_reasoning=show_reasoning, parallel_calls=parallel_calls, texts=texts)
 
     @property
-    def _harmony(self) -> bool:
+    def is_harmony(self) -> bool:
+        """Whether the model writes messages on channels, as gpt-oss does."""
         return self.tool_parser == "openai" or self.reasoning_parser == "openai_gptoss"
 
     @property
