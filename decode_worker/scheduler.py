@@ -471,7 +471,10 @@ class DecodeScheduler:
         self._step += 1
         self._planner.step_ended(done.plan, now, done.seconds)
         scored = self._take_scores(done)
-        drawn = [() if each is None else (each,) for each in done.sampled]
+        chunks = done.plan.values()
+        drawn = [
+            () if each is None else _with_forced(chunk, each) for chunk, each in zip(chunks, done.sampled, strict=True)
+        ]
         return scored + self._take_tokens(done.plan, drawn, now)
 
     def _take_scores(self, done: StepDone) -> list[DecodeCommand]:
@@ -530,7 +533,7 @@ class DecodeScheduler:
                 sequence.append(drawn)
                 self._generated += len(sequence.tokens) - position
                 deltas.setdefault(sequence.owner, []).append(sequence.delta(position))
-                sequence.computed = len(sequence.tokens) - 1
+                sequence.computed = chunk.end
             self._pages.cache_full(sequence)
             if self._store_up:
                 commands += self._write_through.store(sequence, now)
@@ -696,6 +699,16 @@ def _load(sequences: Iterable[Sequence]) -> LoadReport:
         if (pending := known - sequence.computed) > 1:
             queued += pending
     return LoadReport(running=running, waiting=waiting, tokens_queued=queued, context=context)
+
+
+def _with_forced(chunk: Chunk, drawn: Sampled) -> tuple[Sampled, ...]:
+    """Return a token with those behind it that its grammar leaves no choice of. They are not drawn, so they have no
+    log-probabilities and know no other rules: a request with these draws them one by one."""
+    draw = chunk.sample
+    if draw is None or draw.mask is None or draw.logprobs is not None or draw.edits is not None:
+        return (drawn,)
+    forced = draw.mask.forced
+    return (drawn, *map(Sampled, forced[1:])) if forced and drawn.token == forced[0] and drawn.finite else (drawn,)
 
 
 def _failure(drawn: Items[Sampled], position: int) -> tuple[str, str] | None:

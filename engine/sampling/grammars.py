@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _MOST_COMPILED = 64  # compiled grammars
 _AT_ONCE = 64  # tokens of an output that are followed at once; a longer one is followed by the thread
 _SLOW = 0.005  # seconds for one mask
+_FEW = 64  # tokens: the beginnings of a text that must come are fewer
 
 
 class GrammarMask:
@@ -41,6 +42,7 @@ class GrammarMask:
         self.ready = False
         self.allowed: Bits | None = None
         self.may_end = False
+        self.forced: Sequence[int] = ()
         self.failure = ""
 
     @property
@@ -60,7 +62,7 @@ class GrammarMask:
     def compute(self) -> None:
         began = time.perf_counter()
         try:
-            self.allowed, self.may_end = self._owner.advance(self._new)
+            self.allowed, self.may_end, self.forced = self._owner.advance(self._new)
         except BatonError as error:
             self.failure = str(error)
         except Exception as error:  # what an extension raises is not known; the request hears of it
@@ -106,9 +108,9 @@ class FollowedGrammar:
     def fail(self, error: BatonError) -> None:
         self._failure = error
 
-    def advance(self, new: Sequence[int]) -> tuple[Bits, bool]:
-        """Follow new tokens. Returns the tokens that may come then, as bits, and whether the output may end. Raises
-        InvalidGrammar."""
+    def advance(self, new: Sequence[int]) -> tuple[Bits, bool, Sequence[int]]:
+        """Follow new tokens. Returns the tokens that may come then, as bits, whether the output may end, and what must
+        come. Raises InvalidGrammar."""
         if self._failure is not None:
             raise self._failure
         matcher, grammar = self._matcher, self._grammar
@@ -122,7 +124,9 @@ class FollowedGrammar:
         allowed[self._ends] = 0
         if may_end and not (grammar.ignore_eos and allowed.any()):
             allowed[self._ends] = 1
-        return allowed.view(np.bool_), may_end
+        forced = () if may_end or np.count_nonzero(allowed) > _FEW else matcher.compute_ff_tokens()
+        others = (number for number, token in enumerate(forced) if token >= self._vocab_size or token in self.ends)
+        return allowed.view(np.bool_), may_end, forced[: next(others, None)]
 
     def _follow(self, matcher: LLMatcher, tokens: Sequence[int]) -> None:
         if tokens and not matcher.consume_tokens(list(tokens)):

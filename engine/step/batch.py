@@ -29,6 +29,7 @@ class TokenMask(Protocol):
     ready: bool
     allowed: Bits | None  # [vocab]
     may_end: bool  # the output is complete as it is
+    forced: Sequence[int]  # the only text that may come next, as tokens; empty if there is a choice
     failure: str  # why there is no mask; "" otherwise
 
     @property
@@ -55,6 +56,7 @@ class ComputedMask(Struct, gc=False):
 
     allowed: Bits | None
     may_end: bool = False
+    forced: tuple[int, ...] = ()
     failure: str = ""
     ends: tuple[int, ...] = ()
     ready: bool = True

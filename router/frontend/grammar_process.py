@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,9 @@ def _answer(order: dict[str, Any], file: str, vocab_size: int, eos: int) -> dict
         except InvalidGrammar as error:
             if grammar.kind != "json_schema":
                 raise
-            grammar, left_out = _without_faults(grammar, error, lenient=order["lenient"])
-        _try_out(grammar, file, vocab_size, eos)
-        return {"text": grammar.text, "left_out": left_out}
+            return _without_faults(
+                grammar, error, partial(_try_out, file=file, vocab_size=vocab_size, eos=eos), lenient=order["lenient"]
+            )
     except BatonError as error:
         return {"reason": error.reason, "error": str(error)}
     except RecursionError:
@@ -77,14 +77,22 @@ def _try_out(grammar: Grammar, file: str, vocab_size: int, eos: int) -> None:
         check_ends(json.loads(grammar.text))
 
 
-def _without_faults(grammar: Grammar, error: InvalidGrammar, *, lenient: bool) -> tuple[Grammar, list[str]]:
-    """Return a schema without the keywords that can't be enforced, and their paths. Raises InvalidGrammar for a schema
-    that must stay, or has no such keyword: with the path of a fault, else `error`."""
+def _without_faults(
+    grammar: Grammar, error: InvalidGrammar, try_out: Callable[[Grammar], None], *, lenient: bool
+) -> dict[str, Any]:
+    """Answer with a schema without the keywords that can't be enforced, and their paths. Raises InvalidGrammar for a
+    schema that must stay, or fails without them: with the path of a fault, else `error`."""
     faults = faults_of(json.loads(grammar.text))
+    found = faults.left_out | faults.others
     if lenient and faults.left_out:
-        paths = [shown(path, _MOST_PATH) for path in list(faults.left_out)[:_MOST_PATHS]]
-        return replace(grammar, text=json.dumps(faults.schema, ensure_ascii=False)), paths
-    for path, reason in (*faults.left_out.items(), *faults.others.items()):
+        loose = replace(grammar, text=json.dumps(faults.schema, ensure_ascii=False))
+        try:
+            try_out(loose)
+            paths = [shown(path, _MOST_PATH) for path in list(faults.left_out)[:_MOST_PATHS]]
+            return {"text": loose.text, "left_out": paths}
+        except InvalidGrammar as again:
+            error, found = again, faults.others
+    for path, reason in found.items():
         raise grammars.refusal(grammar, f"{shown(path, _MOST_PATH)}: {reason}")
     raise error
 

@@ -12,6 +12,7 @@ What is left out makes a schema accept more, never less. A schema that nothing c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ _SINGLE = ("items", "additionalItems", "additionalProperties", "not", "if", "the
 _NEVER_ENFORCED = ("not", "if", "then", "else", "contains", "dependentSchemas")
 _WELL_FORMED: dict[str, type | tuple[type, ...]] = {
     "$defs": dict, "definitions": dict, "properties": dict, "items": (dict, list, bool), "prefixItems": list,
-    "additionalProperties": (dict, bool), "required": list, "anyOf": list, "$id": str, "$ref": str,
+    "additionalProperties": (dict, bool), "required": list, "anyOf": list, "$id": str, "$ref": str, "type": (str, list),
 }  # fmt: skip
 """Keywords that stay, unless their values are of other types."""
 _WHOLE = "http://whole.invalid/"
@@ -144,7 +145,7 @@ class _Search:
         reason = self._reason(path)
         if not reason:
             return True
-        if isinstance(part, bool) or reason.startswith(_UNMET) or (path != "#" and "$id" in part):
+        if isinstance(part, bool) or (path != "#" and "$id" in part):
             self.faults.others[path] = reason
             return reason.startswith(_UNMET)
         part = cast("dict[str, Any]", part)
@@ -155,20 +156,26 @@ class _Search:
         for keyword in list(part):
             if holder[key] is part and keyword in part and (reason := self._fault(path, holder, key, keyword)):
                 self._leave_out(path, holder, key, keyword, reason)
-        if not (reason := self._reason(path)):
+        if holder[key] is not part or not (reason := self._reason(path)):
             return True
-        for keyword in list(part) if holder[key] is part and not reason.startswith(_UNMET) else ():
+        for keyword in list(part) if not reason.startswith(_UNMET) else ():
             rest = {name: value for name, value in part.items() if name != keyword}
             if _may_go(keyword, part[keyword]) and not self._reason_with(path, holder, key, rest):
                 self._leave_out(path, holder, key, keyword, reason)
                 return True
-        self.faults.others[path] = reason
+        single = (name for name in part if self._reason_with(path, holder, key, self._alone(path, part, name)))
+        at = path if reason.startswith(_UNMET) else "/".join([path, *itertools.islice(single, 1)])
+        self.faults.others[at] = reason
         return reason.startswith(_UNMET)
+
+    def _alone(self, path: str, part: dict[str, Any], keyword: str) -> dict[str, Any]:
+        """Return a part with one of its keywords alone."""
+        return {keyword: part[keyword]} | ({"$id": part["$id"]} if path == "#" else {})
 
     def _fault(self, path: str, holder: Any, key: Any, keyword: str) -> str:
         """Return why a keyword fails without its neighbours; "" if it does not, or must stay."""
         value = holder[key][keyword]
-        alone = {keyword: value} | ({"$id": holder[key]["$id"]} if path == "#" else {})
+        alone = self._alone(path, holder[key], keyword)
         if keyword == "$ref" and isinstance(value, str) and self._blames_references:
             reason = self._reason_with(path, holder, key, alone)
             resource, _, pointer = value.partition("#")
@@ -194,6 +201,8 @@ class _Search:
 
     def _reason(self, path: str) -> str:
         """Return why a part fails; "" if it compiles."""
+        if not isinstance(self._root["whole"], dict):
+            return self._reason_of(self._root["whole"])
         return self._reason_of({"$ref": f"{self._identifier}#{quote(path[1:])}", "$defs": self._root})
 
     def _reason_with(self, path: str, holder: Any, key: Any, part: dict[str, Any]) -> str:

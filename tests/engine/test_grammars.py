@@ -152,6 +152,21 @@ def test_the_same_tokens_have_the_same_mask_and_it_is_computed_once(compiler: Gr
     assert grammar.mask([*PROMPT, allowed(grammar, [])[0]]) is not mask
 
 
+def test_what_must_come_is_told_in_tokens(compiler: GrammarCompiler, text_of: Callable[[Sequence[int]], str]) -> None:
+    schema = {"type": "object", "properties": {"temperature": {"enum": [1, 2]}}, "required": ["temperature"]}
+    grammar = json_grammar(schema | {"additionalProperties": False})
+    output, texts = list[int](), list[str]()
+    while EOS not in output:
+        mask = followed(compiler, grammar, output).mask([*PROMPT, *output])
+        mask.compute()
+        texts += [text_of(mask.forced)] if mask.forced else []
+        for token in mask.forced or allowed(followed(compiler, grammar, output), output)[:1]:
+            assert token in allowed(followed(compiler, grammar, output), output)
+            output.append(token)
+    assert text_of(output) == '{"temperature":1}'
+    assert texts == ['{"temperature":', "}"]
+
+
 def test_an_end_may_come_where_the_grammar_accepts_it(compiler: GrammarCompiler, ids: Callable[[str], int]) -> None:
     x, stop = ids("x"), ids("y")
     grammar = followed(compiler, Grammar("regex", "x{2,3}", EOS), ends=(EOS, stop))
@@ -205,7 +220,7 @@ def test_other_rules_hold_beside_a_grammar(
 class FixedMask:
     """A mask that a test gives."""
 
-    ready, may_end, failure, ends, slow = True, False, "", (), False
+    ready, may_end, failure, ends, slow, forced = True, False, "", (), False, ()
 
     def __init__(self, allowed: Collection[int]) -> None:
         self.allowed = np.isin(np.arange(VOCAB), list(allowed))
@@ -299,7 +314,7 @@ def idle(threads: MaskThreads, masks: Sequence[TokenMask]) -> bool:
 class Hung:
     """A mask that is late until `release`."""
 
-    ready, allowed, may_end, failure, ends = False, None, False, "late", ()
+    ready, allowed, may_end, failure, ends, forced = False, None, False, "late", (), ()
 
     def __init__(self, *, slow: bool = False) -> None:
         self.slow = slow

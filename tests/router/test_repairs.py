@@ -470,7 +470,6 @@ NO_GRAMMAR: dict[str, Any] = {  # what no grammar enforces: the parameters of a 
     ),
     "patternProperties": ({"patternProperties": {"(?!x)": {}}, "additionalProperties": False}, {}),
     "dependentRequired": ({"dependentRequired": {"a": ["b"]}}, {}),
-    "type": ({"properties": {"a": {"type": "file"}}}, {"properties": {"a": {}}}),
     "$ref": ({"properties": {"a": {"$ref": "#/nowhere"}}}, {"properties": {"a": {}}}),
 }
 FINE = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -549,6 +548,8 @@ def test_what_a_grammar_must_enforce_is_refused_by_its_path(tmp_path: Path, monk
                 body = {"messages": [USER], "output_config": {"format": {"type": "json_schema", "schema": schema}}}
                 await refused("messages", body, "#/", f"{keyword}: ")
             await refused("messages", tools_of("messages", unmet), "'odd'", "#/properties/a: Unsatisfiable")
+            wrong = {"properties": {"a": {"type": "file", "uniqueItems": True}}}
+            await refused("responses", tools_of("responses", wrong), "'odd'", "#/properties/a/type: Invalid type: file")
         async with front(tmp_path, monkeypatch, repairs=["tool"]) as it:
             await it.send("messages", tools_of("messages", FINE))
             status, answer, _ = await it.send("messages", tools_of("messages", {"not": {"type": "string"}}))

@@ -26,7 +26,16 @@ from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CallStore, CopyQueue
 from kvstore.keys import pack_tokens
 from tests.simulator.test_hand_off import SHARED, HandOff
-from tests.support.overlapped_workers import EVEN, FAILS, MISLEADS, ODD_ENDS, OverlappedRig, OverlappedWorker, even
+from tests.support.overlapped_workers import (
+    EVEN,
+    FAILS,
+    FORCED,
+    MISLEADS,
+    ODD_ENDS,
+    OverlappedRig,
+    OverlappedWorker,
+    forced,
+)
 from tests.support.thorough import automaton, run_machine
 from tests.support.workers_and_stores import PAGE, ROOT, VOCAB, RigMachine, RigWorker, next_token
 from worker import turn
@@ -57,10 +66,11 @@ TestOverlapped.settings = automaton(count=100, steps=60)
 
 def outputs(prompt: Sequence[int], count: int, grammar: Grammar | None = None) -> list[int]:
     """The tokens that a request must get, unless its grammar fails."""
+    if grammar is not None:
+        return [*forced(prompt, count)]
     tokens = list(prompt)
     for _ in range(count):
-        token = next_token(tokens)
-        tokens.append(token if grammar is None else even(token))
+        tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
 
 
@@ -221,7 +231,7 @@ class MaskedCrowd(Crowded):
         self.masks = masks
 
     @rule(own=st.lists(st.integers(30, 33), min_size=1, max_size=9), count=st.integers(1, 9),
-          stops=st.sampled_from([(), STOPS]), grammar=st.sampled_from([EVEN, EVEN, ODD_ENDS]))  # fmt: skip
+          stops=st.sampled_from([(), STOPS]), grammar=st.sampled_from([EVEN, FORCED, ODD_ENDS]))  # fmt: skip
     def order_with_grammar(self, own: list[int], count: int, stops: tuple[int, ...], grammar: Grammar) -> None:
         self.rig.mask_delays = itertools.cycle(self.masks)
         self.order(0, own, count, 0, remote=False, stops=stops, grammar=grammar)
@@ -310,6 +320,15 @@ def test_many_go_ahead_of_one_that_follows_a_grammar_and_few_wait_for_it():
     assert few.ahead == 0
     # Every other step of the eight is ahead, and all of them once the one has ended... or they have.
     assert many.ahead >= 8 * 5
+
+
+def test_tokens_without_a_choice_take_no_step():
+    steps: list[int] = []
+    for grammar in (EVEN, FORCED):
+        worker = served(0, [0], grammar)
+        assert tokens_of(worker, "r0") == outputs([30], 12, EVEN)
+        steps.append(sum(isinstance(message, Tokens) for message in worker.said))
+    assert steps == [12, 9]
 
 
 def test_a_late_mask_costs_its_sequence_steps_and_others_nothing():

@@ -26,7 +26,7 @@ from simulator.clock import Body
 from simulator.device import digests
 from simulator.transport import SlotMemory
 from simulator.worker_shell import copied
-from tests.support.workers_and_stores import PAGE, VOCAB, Device, Rig, RigStore, RigWorker
+from tests.support.workers_and_stores import PAGE, VOCAB, Device, Rig, RigStore, RigWorker, next_token
 from worker.turn import CopyEnded
 
 FAILS = -1
@@ -36,7 +36,9 @@ MISLEADS = -2
 """The delay of a step whose tokens the host corrects: a step launched ahead has gone on from others."""
 
 EVEN, ODD_ENDS = Grammar("regex", "even", VOCAB), Grammar("regex", "odd ends", VOCAB)
-"""Grammars whose masks allow even tokens. The second one is exhausted where an odd token would have come."""
+FORCED = Grammar("regex", "forced", VOCAB)
+"""Grammars whose masks allow even tokens. The second one is exhausted where an odd token would have come, and the third
+one foretells the next tokens."""
 
 
 class RigMask:
@@ -49,6 +51,7 @@ class RigMask:
         self.ready = False
         self.allowed: Bits | None = None
         self.may_end, self.failure = False, ""
+        self.forced = forced(tokens, len(tokens) % 4 if owner.text == FORCED.text else 0)
         self.ends: Collection[int] = ()
 
     def begin(self) -> bool:
@@ -94,6 +97,14 @@ class RigGrammars:
 
 def even(token: int) -> int:
     return token // 2 * 2
+
+
+def forced(tokens: Sequence[int], count: int) -> Sequence[int]:
+    """The next tokens, if none but even ones may be."""
+    known = list(tokens)
+    for _ in range(count):
+        known.append(even(next_token(known)))
+    return known[len(tokens) :]
 
 
 Contents = Mapping[tuple[int, int], int]

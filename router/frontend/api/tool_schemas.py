@@ -45,7 +45,7 @@ async def fitted(
             return replace(fields, structured_outputs=constraint(plan, schemas)), ""
         if not plan.framed or model.tokenizer is None:
             return fields, ""
-        frames = Frames(model.chat_format, model.tokenizer, model.json_whitespace)
+        frames = Frames(model.format_of(tools=fields.tools), model.tokenizer, model.json_whitespace)
         return fields, frames.frame(plan, schemas, prompt.end, prompt.continued)
 
     if plan.plain:
