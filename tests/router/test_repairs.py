@@ -499,9 +499,9 @@ def grammars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     begun: Callable[..., Any] = GenerationService._begun
 
-    async def noted(self: GenerationService, request: Any, spans: Any) -> Any:
+    async def noted(self: GenerationService, request: Any, *more: Any) -> Any:
         found.append(json.loads(request.sampling.grammar.text))
-        return await begun(self, request, spans)
+        return await begun(self, request, *more)
 
     monkeypatch.setattr(GenerationService, "_begun", noted)
     return found
