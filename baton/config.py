@@ -96,6 +96,16 @@ class _Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pass
 
 
+ToolCallParser: TypeAlias = Literal[
+    "auto", "none", "deepseek_v3", "deepseek_v31", "glm45", "glm47", "hermes", "hf", "kimi_k2", "llama3_json",
+    "minimax_m2", "mistral", "openai", "qwen3_coder", "qwen3_xml",
+]  # fmt: skip
+ReasoningParser: TypeAlias = Literal[
+    "auto", "none", "deepseek_r1", "deepseek_v3", "glm45", "hf", "kimi_k2", "minimax_m2", "mistral", "openai_gptoss",
+    "qwen3",
+]  # fmt: skip
+
+
 class ModelConfig(_Section, frozen=True):
     """What is served."""
 
@@ -107,12 +117,8 @@ class ModelConfig(_Section, frozen=True):
     )
     served_model_name: str | tuple[str, ...] = ""  # names clients use, the first in answers; default: end of path
     device: str = "auto"  # torch device; auto: cuda where there is one, else cpu
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "openai"] = (
-        "auto"  # format of tool calls, by vLLM's names; auto: as the chat template tells
-    )
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss", "qwen3"] = (
-        "auto"  # format of reasoning, in the same way
-    )
+    tool_call_parser: ToolCallParser = "auto"  # format of tool calls, by vLLM's names; auto: as the chat template tells
+    reasoning_parser: ReasoningParser = "auto"  # format of reasoning, in the same way
     lora_modules: dict[str, str] = {}  # LoRA adapters that vLLM's runner serves: a name for clients, and its directory
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16  # the largest rank of an adapter
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # processes that share a worker's model; vLLM's
@@ -255,9 +261,10 @@ Repair: TypeAlias = Literal[
     "surrogate",
     "tool",
     "schema",
+    "reasoning",
 ]
 REPAIRS: tuple[Repair, ...] = get_args(Repair)
-"""What the HTTP APIs may repair in a request."""
+"""What the HTTP APIs may repair in a request, or in its answer."""
 
 
 class ApiConfig(_Section, frozen=True):

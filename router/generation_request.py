@@ -22,7 +22,8 @@ class TextOptions(Struct, frozen=True):
     min_tokens: int = 0  # no stop string counts in the text of the tokens before
     include_stop: bool = False  # the stop string that ends the output stays at its end
     special_tokens: bool = False  # they are in the text
-    shown: frozenset[int] = frozenset()  # special tokens that are in the text in any case
+    shown: frozenset[int] = frozenset()  # special tokens that are in the text in any case, ...
+    marked: bool = False  # ... with a mark before each
 
 
 DEFAULT_TEXT = TextOptions()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -26,6 +27,8 @@ from router.generation_request import DEFAULT_TEXT, GenerationRequest, TextOptio
 
 LOST = "\N{REPLACEMENT CHARACTER}"
 """Stands for bytes that are no character."""
+MARK = "\ufdd0"
+"""Stands before the text of a special token. Unicode leaves this character to the inner use of programs."""
 _BYTES_OF_CHARACTER = 4  # at most
 _CONTEXT = 6  # prompt tokens that a detokenizer looks back on, so that the output continues the prompt's last word
 _SHRINKING = 4  # bytes of a prompt for a byte that is tokenized, where normalizing may shorten text: NFKC makes 1 of 4
@@ -365,6 +368,10 @@ class TextStream:
         if tokenizer and options.shown:
             silent |= frozenset(tokenizer.special_tokens.values()) - options.shown
         self._detokenizer = Detokenizer(tokenizer, prompt, special_tokens=special) if tokenizer else None
+        marked = options.shown if tokenizer and options.marked else ()
+        self._marked = {token: len(tokenizer.text_of(token)) for token in marked} if tokenizer else {}
+        self._marks = deque[int]()  # where these tokens begin in the whole text, as far as it has not been given out
+        self._fed = self._given = 0  # characters
         self._matcher = StopMatcher(stops)
         self._silent = frozenset[int]() if options.special_tokens else silent
         self._unstoppable = options.min_tokens
@@ -383,9 +390,12 @@ class TextStream:
         parts: list[str] = []
         for taken, token in enumerate(tokens, start=1):
             text = "" if token in self._silent else self._detokenizer.feed(token)
+            self._fed += len(text)
+            if token in self._marked:
+                self._marks.append(self._fed - self._marked[token])
             safe, stopped = self._match(text, ends=self._unstoppable <= 0)
             self._unstoppable -= 1
-            parts.append(safe)
+            parts.append(self._with_marks(safe))
             if stopped:
                 return Piece("".join(parts), taken, stopped=True)
         return Piece("".join(parts), len(tokens))
@@ -395,7 +405,17 @@ class TextStream:
         if self._detokenizer is None:
             return Piece("", 0)
         safe, stopped = self._match(self._detokenizer.flush())
-        return Piece(safe if stopped else safe + self._matcher.flush(), 0, stopped)
+        return Piece(self._with_marks(safe if stopped else safe + self._matcher.flush()), 0, stopped)
+
+    def _with_marks(self, text: str) -> str:
+        """Return text that is given out, with a mark before each special token."""
+        parts, begin = list[str](), 0
+        while self._marks and (at := self._marks[0] - self._given) < len(text):
+            parts += (text[begin:at], MARK)
+            begin = at
+            self._marks.popleft()
+        self._given += len(text)
+        return "".join((*parts, text[begin:]))
 
     def _match(self, text: str, *, ends: bool = True) -> tuple[str, bool]:
         safe, self.stop = self._matcher.feed(text, ends=ends)

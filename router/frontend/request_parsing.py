@@ -99,6 +99,7 @@ def generation_request(
             given.get("include_stop", False),
             given.get("special_tokens", False),
             frozenset(given.get("shown_special_tokens", ())),
+            given.get("marked", False),
         ),
         n=n,
         best_of=best_of,

@@ -5,7 +5,7 @@ Never the weights: those are the workers' business, and so is whether the engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,8 @@ from baton.config import ApiConfig, ModelConfig
 from baton.errors import InvalidRequest, ModelError, ModelMismatch, ModelNotFound, shown
 from baton.messages import DrawParams, SamplingParams
 from baton.tokenizer_files import tokenizer_folder
-from router.frontend.chat.families import NO_FORMAT, ChatFormat, chosen
+from router.frontend.chat.formats import NO_FORMAT, ChatFormat, chosen, read_template
+from router.frontend.chat.response_template import ResponseTemplate
 from router.frontend.chat.template import ChatTemplate, special_token
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.parameter_bounds import check_bounds
@@ -48,10 +49,9 @@ class ServedModel:
     notes: tuple[str, ...] = ()  # what is odd in its files and does no harm
 
     @cached_property
-    def reasoning_end(self) -> int | None:
-        """The token that ends reasoning, if one does."""
-        marker = self.chat_format.reasoning_end or self.tool_format.reasoning_end
-        return self.tokenizer.token_of(marker) if self.tokenizer and marker else None
+    def reasoning_end(self) -> str | None:
+        """The text that ends reasoning, if one does."""
+        return self.chat_format.reasoning_end or self.tool_format.reasoning_end
 
     @cached_property
     def grammar_end(self) -> int | None:
@@ -63,10 +63,9 @@ class ServedModel:
         """How the model writes an output whose prompt shows such tools."""
         return self.tool_format if tools else self.chat_format
 
-    def special_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Those of some texts that are special tokens."""
-        known = self.tokenizer.special_tokens if self.tokenizer else {}
-        return [known[text] for text in texts if text in known]
+    def special_tokens(self, texts: Iterable[str]) -> list[int]:
+        """The special tokens with some texts."""
+        return [self.tokenizer.special_tokens[text] for text in texts] if self.tokenizer else []
 
     def check(self, asked: str | None) -> None:
         """Raise ModelMismatch if a request asks for another model; no name is this one."""
@@ -92,11 +91,13 @@ def load(config: ModelConfig) -> ServedModel:
     tokenizer = Tokenizer.load(of_tokenizer / "tokenizer.json") if of_tokenizer else None
     named = _eos_text(of_tokenizer) if of_tokenizer else None
     token_of = tokenizer.token_of if tokenizer else lambda _: None
+    response, odd = _response_template(of_tokenizer, config) if of_tokenizer else (None, ())
     eos, notes = end_tokens(named, token_of, generation, settings, limits.vocab_size)
     template = ChatTemplate.load(folder)
+    special = tokenizer.special_tokens if tokenizer else ()
+    parsers = config.tool_call_parser, config.reasoning_parser
     plain, with_tools = (
-        chosen(template and template.source(tools=tools), config.tool_call_parser, config.reasoning_parser)
-        for tools in (False, True)
+        chosen(template and template.source(tools=tools), *parsers, special, response) for tools in (False, True)
     )
     return ServedModel(
         name=config.served_name,
@@ -111,8 +112,23 @@ def load(config: ModelConfig) -> ServedModel:
         tool_format=with_tools,
         tokenizer_file=of_tokenizer / "tokenizer.json" if of_tokenizer else None,
         folder=folder,
-        notes=notes,
+        notes=(*notes, *odd),
     )
+
+
+def _response_template(folder: Path, config: ModelConfig) -> tuple[ResponseTemplate | None, tuple[str, ...]]:
+    """Return how the tokenizer's settings describe answers, and what is odd in that. Raises ModelError if it can't be
+    read and the configuration names it."""
+    spec = read_optional(folder / "tokenizer_config.json").get("response_template")
+    try:
+        if spec is not None:
+            return read_template(spec), ()
+        reason = "there is none in tokenizer_config.json"
+    except ValueError as error:
+        reason = f"that of tokenizer_config.json can't be read: {error}"
+    if "hf" in (config.tool_call_parser, config.reasoning_parser):
+        raise ModelError(f"a parser is hf, the tokenizer's response_template: {reason}; name another parser")
+    return None, (f"response_template: {reason}",) if spec is not None else ()
 
 
 def _eos_text(folder: Path) -> str | None:

@@ -18,7 +18,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from router.frontend.api.prompts import PromptBuilder
-from router.frontend.detokenizer import TextOptions, TextStream, Tokenizer
+from router.frontend.api.token_logprobs import added_texts
+from router.frontend.detokenizer import MARK, TextOptions, TextStream, Tokenizer
 from tests.router import model, tokenizers
 from tests.router.model import EOS
 from tests.router.served import Served, served, settings_for
@@ -57,17 +58,18 @@ class Client:
     def __init__(self, router: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         self.url = f"http://{router.addresses.api}"
         self._begun: dict[int, int] = {}
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         monkeypatch.setattr(model, "token_at", self._token_at)
 
-    def say(self, text: str) -> None:
-        self._tokens = tokenizer().encode(text, add_special_tokens=False).ids
+    def say(self, *texts: str) -> None:
+        """Let the model say texts. No token is of two of them."""
+        self.tokens = [token for text in texts for token in tokenizer().encode(text, add_special_tokens=False).ids]
         self._begun.clear()
 
     def _token_at(self, seed: int, position: int) -> int:
         """Seeds are drawn, so that every request has its own."""
         place = position - self._begun.setdefault(seed, position)
-        return self._tokens[place] if place < len(self._tokens) else EOS
+        return self.tokens[place] if place < len(self.tokens) else EOS
 
     def openai(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", _strict_response_validation=True)
@@ -132,6 +134,60 @@ def test_openais_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert none.message.content.startswith(f"I'll look.\n{CALL}\n{TIME}<|im_end|>")
             client.say(CALL)
             assert (await ask()).message.content is None
+            client.say("I write <tool", TIME.removeprefix("<tool"))  # the marker is no token
+            spelt = await ask()
+            assert (spelt.message.content, spelt.message.tool_calls) == (f"I write {TIME}", None)
+
+    run(test)
+
+
+def test_calls_count_in_reasoning_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        thought = "<think>\nHmm."
+        async with saying(tmp_path, monkeypatch, f"{thought}\n{TIME}<|im_end|>") as client, client.openai() as door:
+            asked: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS}
+            answer = await door.chat.completions.create(**asked)
+            (choice,) = answer.choices
+            message: Any = choice.message
+            assert (choice.finish_reason, message.reasoning, message.content) == ("tool_calls", "Hmm.", None)
+            assert [call.function.name for call in message.tool_calls] == ["get_time"]
+            count = len(tokenizer().encode(thought, add_special_tokens=False).ids)
+            assert answer.usage.completion_tokens_details.reasoning_tokens == count
+            reasoning, names, ends = "", list[str](), list[str]()
+            async for chunk in await door.chat.completions.create(**asked, stream=True):
+                delta: Any = chunk.choices[0].delta
+                reasoning += getattr(delta, "reasoning", "")
+                names += [call.function.name for call in delta.tool_calls or ()]
+                ends += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+            assert (reasoning, names, ends) == ("Hmm.", ["get_time"], ["tool_calls"])
+
+            async def counted() -> bool:
+                page = (await door._client.get(f"{client.url}/metrics")).text
+                return 'baton_request_repairs_total{kind="reasoning"} 2.0' in page
+
+            await eventually_async(counted)
+            # A limit has cut it: what was thought until then may have been a draft.
+            cut = await door.chat.completions.create(**asked, max_completion_tokens=len(client.tokens) - 1)
+            assert cut.choices[0].finish_reason == "length"
+            assert cut.choices[0].message.tool_calls is None
+
+    run(test)
+
+
+def test_reasoning_tokens_are_those_of_reasoning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the end of it is no token, or comes again as one."""
+
+    async def test() -> None:
+        async with saying(tmp_path, monkeypatch, "") as client, client.openai() as door:
+            for end in (("</think>",), ("<", "/think>"), ("</", "think", ">")):
+                thought = ["<think>Hmm.", *end]
+                client.say(*thought)
+                count = len(client.tokens)
+                client.say(*thought, "I say ", "</think>", ".", "<|im_end|>")
+                answer = await door.chat.completions.create(model="", messages=MESSAGES)
+                assert answer.choices[0].message.content == "I say </think>."
+                usage: Any = answer.usage
+                assert usage.completion_tokens_details.reasoning_tokens == count
 
     run(test)
 
@@ -287,10 +343,37 @@ def test_markers_stay_and_other_special_tokens_go() -> None:
     for options, text in (
         (TextOptions(), "ab"),
         (TextOptions(shown=shown), "a<tool_call>b"),
+        (TextOptions(shown=shown, marked=True), f"a{MARK}<tool_call>b"),
         (TextOptions(special_tokens=True, shown=shown), "<s>a<tool_call>b</tool_call><|im_end|>"),
     ):
         stream = TextStream(made, [], (), frozenset(), options)
         assert "".join(stream.feed([token]).text for token in tokens) + stream.flush().text == text
+
+
+def test_marks_stand_before_special_tokens_alone() -> None:
+    """Also where a stop string holds them back, and never in what logprobs show."""
+    made = Tokenizer(tokenizer())
+    options = TextOptions(shown=frozenset({made.special_tokens["<tool_call>"]}), marked=True)
+    spelt = [token for text in ("<tool", "_call>") for token in made.encode(text, special_tokens=False)]
+    tokens = [*spelt, *made.encode("é<tool_call>x<tool_call>", special_tokens=False)]
+    for stops, text in (
+        ((), f"<tool_call>é{MARK}<tool_call>x{MARK}<tool_call>"),
+        (("é<tool_call>y", "l>z"), f"<tool_call>é{MARK}<tool_call>x{MARK}<tool_call>"),
+        (("call>x",), f"<tool_call>é{MARK}<tool_"),
+        (("<tool_call>x",), "<tool_call>é"),
+    ):
+        stream = TextStream(made, [], stops, frozenset(), options)
+        pieces: list[str] = []
+        for token in tokens:
+            piece = stream.feed([token])
+            pieces.append(piece.text)
+            if piece.stopped:
+                break
+        else:
+            pieces.append(stream.flush().text)
+        assert "".join(pieces) == text
+    added = added_texts(TextStream(made, [], (), frozenset(), options), tokens)
+    assert "".join(added) == "<tool_call>é<tool_call>x<tool_call>"
 
 
 PATCH = '+ "é" \\ 😀\n'

@@ -16,7 +16,7 @@ from baton.messages import Grammar
 from router.frontend.api.grammar_frames import Frames
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.tools import planned
-from router.frontend.chat.families import TOOL_PARSERS, ChatFormat
+from router.frontend.chat.formats import CALLS, ChatFormat
 from router.frontend.detokenizer import Tokenizer
 from tests.router import test_chat_api
 from tests.router.test_chat_api import saying
@@ -105,7 +105,7 @@ def test_an_output_is_reasoning_and_then_calls_or_the_answer(
 
 
 def test_every_format_of_calls_has_a_frame(tokenizer: HfTokenizer) -> None:
-    for name in TOOL_PARSERS:
+    for name in CALLS.keys() - {"hf"}:
         form = ChatFormat(name, "openai_gptoss" if name == "openai" else None)
         _, plan = planned(ChatCompletionRequest(messages=[], response_format=FORM, tools=TOOLS), form)
         frame = Frames(form, Tokenizer(tokenizer), 4).frame(plan, plan.schemas, "", None)

@@ -208,6 +208,23 @@ def test_ends_that_no_output_can_come_to_are_told(tmp_path: Path) -> None:
     ]
 
 
+def test_the_tokenizer_may_describe_answers(tmp_path: Path) -> None:
+    made = checkpoint(tmp_path, CONFIG)
+    by_name = ModelConfig(path=made.path, tool_call_parser="hf")
+    with pytest.raises(ModelError, match="there is none"):
+        load(by_name)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({"response_template": {"fields": {"images": {}}}}))
+    assert "'images' is not served" in "".join(load(made).notes)
+    with pytest.raises(ModelError, match="'images' is not served"):
+        load(by_name)
+    fields = {"content": {}, "thinking": {"open": "<t>", "close": "</t>"}}
+    settings.write_text(json.dumps({"response_template": {"fields": fields}}))
+    model = load(made)
+    assert (model.notes, model.chat_format.reasoning_end) == ((), "</t>")
+    assert load(by_name).chat_format.tool_parser == "hf"
+
+
 @pytest.mark.parametrize(
     ("config", "generation", "kind", "says"),
     [

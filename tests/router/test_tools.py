@@ -15,7 +15,7 @@ from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.openai_responses import ResponsesRequest, chat_of_response
 from router.frontend.api.protocol import refuse_unserved
 from router.frontend.api.tools import planned
-from router.frontend.chat.families import REASONING, TOOL_PARSERS, Calls, ChatFormat, chosen
+from router.frontend.chat.formats import CALLS, REASONING, Calls, ChatFormat, chosen
 from router.frontend.chat.repairs import Repairs
 
 HERMES = ChatFormat("hermes", "qwen3")
@@ -246,7 +246,12 @@ def test_the_template_tells_the_format() -> None:
         (None, None, None),
         ("{{ messages }}", None, None),
         ("{{ tools }}<tool_call>{{ enable_thinking }}<think></think>", "hermes", "qwen3"),
-        ("{{ tools }}<tool_call><function=", None, None),
+        ("{{ tools }}<tool_call><function=", "qwen3_coder", None),
+        ("{{ tools }}<tool_call><arg_key>{{ enable_thinking }}</think>", "glm45", "qwen3"),
+        ("{{ tools }}<minimax:tool_call><invoke name=", "minimax_m2", None),
+        ("{{ tools }}<|tool_calls_section_begin|>", "kimi_k2", None),
+        ("{{ tools }}<｜tool▁calls▁begin｜>```json", "deepseek_v3", None),
+        ("{{ tools }}<｜tool▁calls▁begin｜><｜Assistant｜></think>", "deepseek_v31", "deepseek_r1"),
         ("{{ tools }}<|start_header_id|>", "llama3_json", None),
         ("<|start_header_id|>", None, None),
         ("{{ tools }}<|start_header_id|>[func_name1(", None, None),
@@ -256,13 +261,13 @@ def test_the_template_tells_the_format() -> None:
     ):
         assert chosen(template, "auto", "auto") == ChatFormat(tools, reasoning)
     assert chosen("{{ tools }}<tool_call>", "none", "deepseek_r1") == ChatFormat(None, "deepseek_r1")
-    for name in TOOL_PARSERS:
+    for name in CALLS:
         assert chosen(None, name, "none") == ChatFormat(name)
 
 
 def test_the_configuration_knows_every_parser() -> None:
     hints = get_type_hints(ModelConfig)
-    assert set(get_args(hints["tool_call_parser"])) == {"auto", "none", *TOOL_PARSERS}
+    assert set(get_args(hints["tool_call_parser"])) == {"auto", "none", *CALLS}
     assert set(get_args(hints["reasoning_parser"])) == {"auto", "none", *REASONING}
 
 

@@ -19,7 +19,7 @@ from router.frontend.api.response_builder import Choice, Count, NotCachedTokens,
 from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import checked_function, is_left_out, switch, wrong
 from router.frontend.chat.deltas import Content, Item, ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream, ToolCall
-from router.frontend.chat.json_calls import decoded
+from router.frontend.chat.json_values import decoded
 from router.frontend.chat.repairs import Repairs, arguments_of, content_of
 from router.frontend.output_stream import Output
 
@@ -268,7 +268,7 @@ class MessageBuilder(ResponseBuilder):
         yield from self._events(self._items.steps(choice.chat.feed(piece.text)))
 
     def ending(self, choice: Choice) -> Iterator[Json]:
-        yield from self._events(self._items.steps(choice.chat.finish()))
+        yield from self._events(self._items.steps(choice.finish_chat()))
         yield from self._events(self._items.end())
         if self._empty:
             yield {"type": "content_block_start", "index": 0, "content_block": TextBlock()}

@@ -219,10 +219,12 @@ class HttpApi:
         options = self._options(builder, request, fields, logprobs=logprobs is not None, echo=echo, body=asked)
         outputs = _choices_of([prompt.tokens], samples(fields))
         form = model.format_of(tools=fields.tools)
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in fields.tools or ()}
+        tools = {name: schemas[name] for name in plan.names if name in schemas}
         for output in outputs:
             output.parser = form.parser(
-                plan.calls, plan.names, constrained=plan.constrained, plain=plan.plain, prompt=prompt.end,
-                continued=prompt.continued, texts=plan.texts,
+                plan.calls, tools, constrained=plan.constrained, plain=plan.plain, prompt=prompt.end,
+                continued=prompt.continued, texts=plan.texts, rescues=partial(self._rescues, repairs),
                 show_reasoning=fields.include_reasoning is not False, parallel_calls=plan.parallel,
             )  # fmt: skip
         shown_tokens = model.special_tokens(form.markers(plan.calls, constrained=plan.constrained))
@@ -263,6 +265,11 @@ class HttpApi:
             not_cached=request.headers.get(NOT_CACHED, "false").lower() in ("1", "true"),
             prompt_only=echo is not None and fields.max_tokens == 0,
         )
+
+    def _rescues(self, repairs: Repairs) -> bool:
+        """Whether calls count in reasoning that never ended. Those that do are counted."""
+        self._service.driver.repairs.update(["reasoning"] if "reasoning" in repairs.allowed else [])
+        return "reasoning" in repairs.allowed
 
     async def _answered(self, request: Request, order: GenerationOrder, received: float) -> Response:
         """Start the generations of a request. Raises BatonError if one of them is refused."""

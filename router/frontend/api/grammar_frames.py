@@ -16,7 +16,7 @@ from typing import Any
 from baton.errors import InvalidGrammar
 from baton.messages import MAX_GRAMMAR
 from router.frontend.api.tools import Json, ToolPlan
-from router.frontend.chat.families import REASONING, Calls, ChatFormat
+from router.frontend.chat.formats import REASONING, Calls, ChatFormat
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.grammar_parsing import bounded
 
@@ -88,6 +88,10 @@ class Frames:
         elif name == "llama3_json":
             objects = repeated("object", 'GAP ";" GAP')
             yield f"calls: {self._text('<|python_tag|>')}? {objects}"
+        elif name not in _MARKERS:
+            raise InvalidGrammar(
+                f"no grammar of calls is known for the format {name!r}: send tools or a response_format, not both"
+            )
         else:
             begin, end = _MARKERS[name]
             yield f"calls: {repeated('call', 'GAP')}"

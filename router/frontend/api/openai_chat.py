@@ -135,7 +135,7 @@ class ChatBuilder(ResponseBuilder):
         return part | {"token_ids": piece.tokens} if self.options.token_ids else part
 
     def ending(self, choice: Choice) -> Iterator[Json]:
-        if delta := _chat_delta(choice.chat.finish(), choice.chat.output):
+        if delta := _chat_delta(choice.finish_chat(), choice.chat.output):
             yield self._chunk([_chunk_choice(choice.index, delta)])
         choice.finish_tokens()
         rest = self._logprobs(choice.logprobs, choice.token_texts, choice.whole_tokens) if choice.logprobs else None

@@ -359,7 +359,7 @@ class ResponsesBuilder(ResponseBuilder):
         yield from self._item_events(self._items.steps(choice.chat.feed(piece.text)))
 
     def ending(self, choice: Choice) -> Iterator[Json]:
-        yield from self._item_events(self._items.steps(choice.chat.finish()))
+        yield from self._item_events(self._items.steps(choice.finish_chat()))
         whole = self.whole()
         yield from self._item_events(self._items.end(), whole.status)
         if not choice.chat.output.items:

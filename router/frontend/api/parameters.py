@@ -37,8 +37,8 @@ def request_fields(
     frame: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return the fields of a request for all outputs of one prompt. Most have the same name in all APIs. `shown` are
-    special tokens that stay in the text, `frame` is that of the output's grammar. Raises InvalidRequest for a grammar
-    that is none."""
+    special tokens that stay in the text, with a mark, `frame` is that of the output's grammar. Raises InvalidRequest
+    for a grammar that is none."""
     output = structured_output(fields)
     given: dict[str, Any] = {name: getattr(fields, name) for name in fields.__struct_fields__}
     if fields.use_beam_search:
@@ -57,6 +57,7 @@ def request_fields(
         "include_stop": fields.include_stop_str_in_output,
         "special_tokens": fields.skip_special_tokens is False,
         "shown_special_tokens": shown,
+        "marked": True,
         "affinity": affinity,
         "session": session,
         "template": template,

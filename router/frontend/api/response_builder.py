@@ -21,8 +21,9 @@ from baton.messages import PromptTokenLogprob, TokenLogprob
 from router.events import Finished, RequestEnded
 from router.frontend.api import errors
 from router.frontend.api.token_logprobs import Json, TokenNames, added_texts, cut_texts
-from router.frontend.chat.families import ChatParser
-from router.frontend.detokenizer import TextStream
+from router.frontend.chat.deltas import ChatDelta
+from router.frontend.chat.parser import ChatParser
+from router.frontend.detokenizer import MARK, TextStream
 from router.frontend.output_stream import Output
 from router.not_cached import Reason
 
@@ -117,7 +118,7 @@ class Choice:
         self._take_tokens(piece)
 
     def _take_tokens(self, piece: Output) -> None:
-        self.characters += len(piece.text)
+        self.characters += len(piece.text) - piece.text.count(MARK)
         self.logprobs += piece.logprobs
         if self.stream is not None:
             self.token_texts += added_texts(self.stream, (one.token for one in piece.logprobs))
@@ -140,7 +141,7 @@ class Choice:
     def finish(self) -> None:
         """The output is whole."""
         if self.parser is not None:
-            self.parser.finish()
+            self.finish_chat()
         self.finish_tokens()
 
     def finish_tokens(self) -> None:
@@ -148,6 +149,10 @@ class Choice:
         if self.stream is not None and self.token_texts:
             self.token_texts[-1] += self.stream.flush().text  # bytes that have become no character
         self.token_texts, self.whole_tokens = cut_texts(self.token_texts, self.characters - self.offset)
+
+    def finish_chat(self) -> Sequence[ChatDelta]:
+        """Return what the parser held back, once the output has ended."""
+        return self.chat.finish(cut=self.finish_reason == "length")
 
     @property
     def first_of_prompt(self) -> bool:
@@ -182,7 +187,7 @@ class ResponseOptions:
     usage_always: bool = False
     echo: str | None = None  # text before the output
     prompt_logprobs: bool = False
-    reasoning_end: int | None = None  # the token that ends reasoning
+    reasoning_end: str | None = None  # the text that ends reasoning
     not_cached: bool = False  # the usage tells why prompt tokens were not cached
     prompt_only: bool = False  # the output is not shown: it was asked for no tokens
 
@@ -306,10 +311,11 @@ class ResponseBuilder:
 
     def _reasoning_tokens(self) -> int | None:
         """Tokens of reasoning over all samples; None if they are not known."""
-        end = self.options.reasoning_end
-        counts = [choice.parser.reasoning_tokens(choice.tokens, end) for choice in self.choices if choice.parser]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known else None
+        end, tokenizer = self.options.reasoning_end, self.options.names.tokenizer
+        parsers = [(choice.parser, choice.tokens) for choice in self.choices if choice.parser]
+        if end is None or tokenizer is None or not parsers:
+            return None
+        return sum(parser.reasoning_tokens(tokens, tokenizer, end) for parser, tokens in parsers)
 
     def metrics(self) -> Metrics:
         """Return the times of the first choice, which has ended."""

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 
 from baton.messages import PromptTokenLogprob, TokenLogprob
-from router.frontend.detokenizer import LOST, TextStream, Tokenizer
+from router.frontend.detokenizer import LOST, MARK, TextStream, Tokenizer
 
 Json: TypeAlias = dict[str, Any]
 
@@ -88,7 +88,7 @@ class TokenNames:
 
 def added_texts(stream: TextStream, tokens: Iterable[int]) -> list[str]:
     """Return what each of some tokens adds to a text without stop strings."""
-    return [stream.feed([token]).text for token in tokens]
+    return [stream.feed([token]).text.replace(MARK, "") for token in tokens]
 
 
 def cut_texts(texts: Sequence[str], length: int) -> tuple[list[str], int]:

@@ -23,7 +23,7 @@ from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.prompts import ChatPrompt
 from router.frontend.api.structured_outputs import structured_output
 from router.frontend.api.tools import Json, ToolPlan, constraint
-from router.frontend.chat.families import Calls
+from router.frontend.chat.formats import Calls
 from router.frontend.chat.repairs import Repairs
 from router.frontend.generation import GenerationService
 from router.frontend.grammar_parsing import grammar_of

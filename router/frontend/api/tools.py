@@ -21,7 +21,7 @@ from baton.errors import InvalidRequest, shown
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.protocol import unsupported
 from router.frontend.chat import text_argument
-from router.frontend.chat.families import Calls, ChatFormat
+from router.frontend.chat.formats import Calls, ChatFormat
 from router.frontend.chat.repairs import Repairs
 
 Json = dict[str, Any]

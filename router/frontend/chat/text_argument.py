@@ -8,10 +8,9 @@ import json
 import re
 from typing import Any
 
-from router.frontend.chat.json_calls import decoded
+from router.frontend.chat.json_values import decoded
 
 NAME = "input"
-BEGIN, END = f'{{"{NAME}": "', '"}'
 _BEGIN = re.compile(rf'\s*\{{\s*"{NAME}"\s*:\s*"')
 _RUN = re.compile(r'(?:[^"\\]|\\u(?![dD][89a-bA-B])[0-9a-fA-F]{4}|\\u[dD][89a-bA-B][0-9a-fA-F]{2}'
                   r"\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])*")  # fmt: skip

@@ -7,13 +7,16 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_parsing import parse_response
 
 from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, Content, Reasoning
-from router.frontend.chat.families import TOOL_PARSERS, Calls, ChatFormat, ChatParser
+from router.frontend.chat.formats import CALLS, Calls, ChatFormat, chosen, read_template
+from router.frontend.chat.parser import ChatParser
 from tests.router.chat import transcripts
 from tests.router.chat.transcripts import TOOLS, Transcript
 
@@ -27,7 +30,7 @@ class Family:
     transcripts: Sequence[Transcript]
 
     def parser(self, transcript: Transcript | None = None) -> ChatParser:
-        tools = TOOLS[:1] if self.calls is Calls.NAMED else TOOLS
+        tools = {"get_weather": TOOLS["get_weather"]} if self.calls is Calls.NAMED else TOOLS
         return self.format.parser(self.calls, tools, prompt=transcript.prompt if transcript else "")
 
 
@@ -40,6 +43,16 @@ FAMILIES = {
     "qwen3": Family(ChatFormat(None, "qwen3"), Calls.NONE, transcripts.QWEN3),
     "mistral reasoning": Family(ChatFormat(None, "mistral"), Calls.NONE, transcripts.MAGISTRAL),
     "qwen3 with calls": Family(ChatFormat("hermes", "qwen3"), Calls.AUTO, transcripts.QWEN3_CALLS),
+    "qwen3 unclosed": Family(ChatFormat("hermes", "qwen3"), Calls.AUTO, transcripts.UNCLOSED),
+    "qwen3_coder": Family(ChatFormat("qwen3_coder"), Calls.AUTO, transcripts.QWEN3_CODER),
+    "glm45": Family(ChatFormat("glm45", "glm45"), Calls.AUTO, transcripts.GLM),
+    "minimax_m2": Family(ChatFormat("minimax_m2", "minimax_m2"), Calls.AUTO, transcripts.MINIMAX),
+    "deepseek_v3": Family(ChatFormat("deepseek_v3"), Calls.AUTO, transcripts.DEEPSEEK_V3),
+    "deepseek_v31": Family(ChatFormat("deepseek_v31"), Calls.AUTO, transcripts.DEEPSEEK_V31),
+    "kimi_k2": Family(ChatFormat("kimi_k2", "kimi_k2"), Calls.AUTO, transcripts.KIMI),
+    "openai by tokens": Family(
+        ChatFormat("openai", "openai_gptoss", transcripts.HARMONY_SPECIAL), Calls.AUTO, transcripts.HARMONY_TOKENS
+    ),
     "required": Family(ChatFormat("hermes", "qwen3"), Calls.REQUIRED, transcripts.REQUIRED),
     "named": Family(ChatFormat("mistral"), Calls.NAMED, transcripts.NAMED),
 }
@@ -48,7 +61,12 @@ MARKERS = [
     "<tool_call>", "</tool_call>", '{"name": "', "get_time", '", "arguments": {', "}", "]", "[", "(", ")",
     "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<|start|>", "<|channel|>", "<|message|>",
     "<|end|>", "analysis", "to=", " ", "\n", '"', "'", "\\", ",", "=", ":", ";", "1", "\\u12", "🙂",
-    "commentary to=functions.get_time",
+    "commentary to=functions.get_time", transcripts.MARK, "<function=get_time>", "<parameter=a>", "</parameter>",
+    "</function>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.add:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<minimax:tool_call>",
+    '<invoke name="add">', '<parameter name="a">', "</invoke>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>get_time",
+    "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "\n```json\n", "<tool_call>get_time", transcripts.CALL, "assistant",
 ]  # fmt: skip
 
 
@@ -96,6 +114,8 @@ def test_a_transcript_comes_to_what_it_says(name: str, number: int) -> None:
     assert [(call.name, call.arguments) for call in parser.output.calls] == calls
     by_character = summed(parsed(family.parser(transcript), list(transcript.text)))
     assert by_character == (content, reasoning, calls)
+    for at in range(len(transcript.text)):
+        assert summed(parsed(family.parser(transcript), [transcript.text[:at], transcript.text[at:]])) == by_character
 
 
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 2_000), max_size=12))
@@ -118,9 +138,114 @@ def test_any_text_comes_to_the_same_however_it_is_cut(name: str, parts: list[str
     whole = summed(parsed(family.parser(), [text]))
     assert summed(parsed(family.parser(), cut(text, points))) == whole
     content, _, calls = whole
-    if name in TOOL_PARSERS and name != "openai" and not calls:
-        assert content == text
+    if name in CALLS and family.format.reasoning_parser is None and not calls:
+        assert content == text.replace(transcripts.MARK, "")
     json.dumps(whole, ensure_ascii=False).encode()
+
+
+def test_calls_in_reasoning_that_never_ends_may_not_count() -> None:
+    said = transcripts.UNCLOSED[0]
+    parser = ChatFormat("hermes", "qwen3").parser(Calls.AUTO, TOOLS, prompt=said.prompt, rescues=lambda: False)
+    assert summed(parsed(parser, [said.text])) == ("", said.text, [])
+
+
+def test_a_call_has_the_name_that_the_model_gives_it() -> None:
+    parser = ChatFormat("kimi_k2").parser(Calls.AUTO, TOOLS)
+    parsed(parser, [transcripts.kimi(transcripts.TIME, transcripts.TIME)])
+    assert [call.id for call in parser.output.calls] == ["functions.get_time:0", "functions.get_time:1"]
+
+
+CODER = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)"},
+    },
+}
+OBJECTS = {
+    "start_anchor": ["<|im_start|>assistant\n", "<tool_response|>"],
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}  # fmt: skip
+LIST = OBJECTS | {
+    "fields": {
+        "tool_calls": {
+            "open": "<calls>", "close": "</calls>", "content": "json", "transform_each": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+        },
+        "content": {"open": "<answer>", "close": "</answer>"},
+    },
+}  # fmt: skip
+CUTS = {
+    "hf xml": (
+        CODER,
+        "Hm.\n</think>\n\nLook:\n\n" + transcripts.coder(("add", {"a": 3.5, "ok": True})),
+        "<|im_start|>assistant\n<think>\n",
+    ),
+    "hf json": (OBJECTS, f"<think>Hm.</think>Look: {transcripts.CALL}\n{transcripts.CALL}", "<|im_start|>assistant\n"),
+    "hf list": (LIST, f"x<answer>Look.</answer>\n<calls>[{transcripts.named(transcripts.ADD)}]</calls>y", ""),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_response_template_parses_as_with_transformers(name: str) -> None:
+    """The same calls at every cut. White space beside reasoning and calls is not compared."""
+    spec, text, prompt = CUTS[name]
+    tools: Any = [{"function": {"name": tool, "parameters": given}} for tool, given in TOOLS.items()]
+    right = parse_response(text, spec, prefix=prompt, tools=tools)
+    form = chosen(None, "auto", "auto", (), read_template(spec))
+    assert form.tool_parser == "hf"
+    for at in range(len(text) + 1):
+        content, reasoning, calls = summed(
+            parsed(form.parser(Calls.AUTO, TOOLS, prompt=prompt), [text[:at], text[at:]])
+        )
+        assert content.split() == right.get("content", "").split()
+        assert reasoning == right.get("reasoning_content", right.get("thinking", ""))
+        assert [{"name": called, "arguments": json.loads(given)} for called, given in calls] == [
+            call["function"] for call in right["tool_calls"]
+        ]
+    without = summed(parsed(form.parser(prompt=prompt), [text]))
+    assert without[1:] == (right.get("reasoning_content", right.get("thinking", "")), [])
+    if form.reasoning_parser:
+        assert form.reasoning_end == "</think>"
+
+
+def test_reasoning_of_a_response_template_goes_with_calls_of_another_format() -> None:
+    form = chosen("{{ tools }}<tool_call>", "auto", "auto", (), read_template(OBJECTS))
+    assert (form.tool_parser, form.reasoning_parser) == ("hermes", "hf")
+    said = transcripts.QWEN3_CALLS[1]
+    parser = form.parser(Calls.AUTO, TOOLS, prompt=said.prompt)
+    assert summed(parsed(parser, [said.text]))[1] == said.reasoning
+    assert len(parser.output.calls) == 1
+
+
+def test_a_response_template_that_is_not_served_is_refused_with_what_it_has() -> None:
+    call = OBJECTS["fields"]["tool_calls"]
+    for spec, reason in (
+        ({"fields": {"content": {}}, "version": 2}, "version 2"),
+        ({"fields": {"images": {}}}, "'images'"),
+        ({"fields": {"tool_calls": call | {"content": "kv-lines"}}}, "kv-lines"),
+        ({"fields": {"tool_calls": call | {"open_pattern": "(a)+"}}}, r"\(a\)\+"),
+        ({"fields": {"content": {"open": 5}}}, "open"),
+        ({"fields": {"content": {}}, "start_anchor_pattern": "("}, "subpattern"),
+        (5, "object"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            read_template(spec)
 
 
 BEGINNINGS = [
@@ -130,7 +255,10 @@ BEGINNINGS = [
 REPEATED = [
     "<tool_call>", '{"name": ', "[", "(", "{", " ", "\n", "<", '"', "\\", "[TOOL_CALLS]", "[get_time(a=[",
     "<|channel|>", "<think>", "get_time", '<tool_call>{"name": "get_time"', "; ", "[get_time(a='\\u",
-    "<|start|>x", "a b ", "'",
+    "<|start|>x", "a b ", "'", "<tool_call><function=f>", "<function=f>\n<parameter=a>", "</parameter>", "<arg_key>a",
+    "<tool_call>f<arg_key>a</arg_key><arg_value>", "<minimax:tool_call>", '<parameter name="', "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    transcripts.MARK, "assistant",
 ]  # fmt: skip
 
 

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
-TOOLS = ("get_weather", "add", "get_time", "fs.read_file")
+MARK = "\ufdd0"  # stands before a special token
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "kelvin"]}}},
+    "add": {
+        "properties": {
+            "a": {"type": "number"}, "b": {"$ref": "#/$defs/list"}, "ok": {"type": ["boolean", "null"]},
+            "text": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+        "$defs": {"list": {"type": "array"}},
+    },
+    "get_time": {},
+    "fs.read_file": {"properties": {"path": {"type": "string"}}},
+}  # fmt: skip
 WEATHER = ("get_weather", {"city": "Rome", "unit": "celsius"})
 ADD = ("add", {"a": 3.5, "b": [1, {"c": None}], "ok": True})
 TIME = ("get_time", {})
@@ -39,10 +52,10 @@ HERMES = [
     Transcript(f"<tool_call>{named(ADD)}</tool_call>", calls=[ADD]),
     Transcript(
         f"I'll look it up.\n\n<tool_call>\n{named(WEATHER)}\n</tool_call>\n<tool_call>\n{named(TIME)}\n</tool_call>",
-        content="I'll look it up.",
+        content="I'll look it up.\n",
         calls=[WEATHER, TIME],
     ),
-    Transcript(f"<tool_call>\n{named(WEATHER)}\n</tool_call>\nDone.", content="Done.", calls=[WEATHER]),
+    Transcript(f"<tool_call>\n{named(WEATHER)}\n</tool_call>\nDone.", content="\nDone.", calls=[WEATHER]),
     # The arguments come first, as Hermes 2 Pro has it.
     Transcript(
         '<tool_call>\n{"arguments": {"city": "Rome", "unit": "celsius"}, "name": "get_weather"}\n</tool_call>',
@@ -159,7 +172,7 @@ MISTRAL = [
     plain('[TOOL_CALLS] [{"name": "get_time", "arg'),
     Transcript('[TOOL_CALLS]add{"a": "x', calls=[("add", '{"a": "x')]),
     Transcript(f"[TOOL_CALLS][{named(TIME)}", calls=[TIME]),
-    Transcript(f"[TOOL_CALLS][{named(TIME)} oops]", content="oops]", calls=[TIME]),
+    Transcript(f"[TOOL_CALLS][{named(TIME)} oops]", content=" oops]", calls=[TIME]),
 ]
 
 HARMONY = [
@@ -186,7 +199,7 @@ HARMONY = [
         "<|channel|>commentary<|message|>I'll look.\n<|end|><|start|>assistant<|channel|>commentary "
         "to=functions.get_time<|message|><|call|><|start|>assistant<|channel|>commentary to=functions.get_time"
         "<|message|>{}",
-        content="I'll look.",
+        content="I'll look.\n",
         calls=[TIME, TIME],
     ),
     Transcript(
@@ -266,6 +279,173 @@ NAMED = [
     Transcript('{"city": "Rome", "unit": "celsius"}', calls=[WEATHER]),
     Transcript('\n {"city": "Rome", "unit": "celsius"}\n', calls=[WEATHER]),
     Transcript('{"city": "Ro', calls=[("get_weather", '{"city": "Ro')]),
-    Transcript("{} and more", content="and more", calls=[("get_weather", {})]),
+    Transcript("{} and more", content=" and more", calls=[("get_weather", {})]),
     Transcript(""),
 ]
+
+
+# --- calls between markers, with parameters one by one or as one JSON value -------------------------------------------
+
+CODE = 'if a < b:\n    print("</tool_call> \\ 東京")'
+
+
+def coder(call: tuple[str, dict[str, Any]]) -> str:
+    """A call as Qwen3-Coder writes it: texts as they are, everything else as JSON."""
+    name, arguments = call
+    return f"<tool_call>\n<function={name}>\n{''.join(map(_parameter, arguments.items()))}</function>\n</tool_call>"
+
+
+def _parameter(item: tuple[str, Any]) -> str:
+    return f"<parameter={item[0]}>\n{shown(item[1])}\n</parameter>\n"
+
+
+def shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+QWEN3_CODER = [
+    plain("Use <function=f> or <tool_call>, a < b."),
+    Transcript(f"I'll look.\n\n{coder(WEATHER)}", content="I'll look.\n", calls=[WEATHER]),
+    Transcript(f"{coder(ADD)}\n{coder(TIME)}", calls=[ADD, TIME]),
+    Transcript(f"{coder(WEATHER)}\n\nDone. ", content="\n\nDone. ", calls=[WEATHER]),
+    # A text stays one, whatever it looks like; anything else is read as JSON, also as Python spells it.
+    Transcript(coder(("get_weather", {"city": "7 "})), calls=[("get_weather", {"city": "7 "})]),
+    Transcript(coder(("fs.read_file", {"path": CODE})), calls=[("fs.read_file", {"path": CODE})]),
+    Transcript(coder(("add", {"text": "7", "ok": None})), calls=[("add", {"text": "7", "ok": None})]),
+    Transcript(coder(("add", {"text": "null", "ok": "True", "a": "many", "b": "NaN"})),
+               calls=[("add", {"text": None, "ok": True, "a": "many", "b": "NaN"})]),
+    Transcript(coder(("unknown", {"x": {"y": [1]}, "z": "word"})), calls=[("unknown", {"x": {"y": [1]}, "z": "word"})]),
+    # Markers that models leave out.
+    Transcript(coder(WEATHER).removeprefix("<tool_call>\n"), calls=[WEATHER]),
+    Transcript(coder(WEATHER).removesuffix("\n</tool_call>"), calls=[WEATHER]),
+    Transcript(coder(WEATHER).replace("celsius\n</parameter>\n", "celsius\n"), calls=[WEATHER]),
+    Transcript(f"<tool_call>{'<function=get_time></function>' * 2}</tool_call>", calls=[TIME, TIME]),
+    # It was cut.
+    Transcript("<tool_call>\n<function=get_weather>\n<parameter=city>\nRo", calls=[("get_weather", '{"city": "Ro')]),
+    Transcript("<tool_call>\n<function=add>\n<parameter=a>\n1", calls=[("add", '{"a": ')]),
+    plain("<tool_call>\n<function=get_w"),
+]  # fmt: skip
+
+
+def glm(call: tuple[str, dict[str, Any]], line: str = "\n") -> str:
+    pairs = [
+        f"<arg_key>{key}</arg_key>{line}<arg_value>{shown(value)}</arg_value>{line}" for key, value in call[1].items()
+    ]
+    return f"<tool_call>{call[0]}{line}{''.join(pairs)}</tool_call>"
+
+
+GLM = [
+    plain("<tool_call>, then <arg_key>"),
+    Transcript(f"I'll look.\n{glm(WEATHER)}\n{glm(ADD)}", content="I'll look.", calls=[WEATHER, ADD]),
+    Transcript(glm(WEATHER, ""), calls=[WEATHER]),
+    Transcript(glm(TIME, ""), calls=[TIME]),
+    Transcript(glm(("fs.read_file", {"path": f"\n{CODE}\n"})), calls=[("fs.read_file", {"path": f"\n{CODE}\n"})]),
+    Transcript("<tool_call>get_weather<arg_key>city</arg_key><arg_value>Ro", calls=[("get_weather", '{"city": "Ro')]),
+    Transcript(f"Hm.</think>{glm(TIME)}", reasoning="Hm.", calls=[TIME], prompt="<|assistant|><think>"),
+]
+
+
+def minimax(*calls: tuple[str, dict[str, Any]]) -> str:
+    made = ""
+    for name, arguments in calls:
+        pairs = [f'<parameter name="{key}">{shown(value)}</parameter>\n' for key, value in arguments.items()]
+        made += f'<invoke name="{name}">\n{"".join(pairs)}</invoke>\n'
+    return f"<minimax:tool_call>\n{made}</minimax:tool_call>"
+
+
+MINIMAX = [
+    plain('<minimax:tool_call> and <invoke name="f">'),
+    Transcript(f"Hm.\n</think>\n\nI'll look.\n{minimax(WEATHER, ADD)}", reasoning="Hm.", content="I'll look.",
+               calls=[WEATHER, ADD], prompt="ai\n<think>\n"),
+    Transcript(minimax(TIME), calls=[TIME]),
+    Transcript(minimax(("fs.read_file", {"path": CODE})), calls=[("fs.read_file", {"path": CODE})]),
+]  # fmt: skip
+
+
+def deepseek(*calls: tuple[str, dict[str, Any]], v3: bool = False) -> str:
+    made = ""
+    for name, arguments in calls:
+        value = json.dumps(arguments)
+        inner = f"function<｜tool▁sep｜>{name}\n```json\n{value}\n```" if v3 else f"{name}<｜tool▁sep｜>{value}"
+        made += f"<｜tool▁call▁begin｜>{inner}<｜tool▁call▁end｜>" + "\n" * v3
+    return f"<｜tool▁calls▁begin｜>{made}<｜tool▁calls▁end｜>"
+
+
+DEEPSEEK_V3 = [
+    plain("It is <｜fine｜>."),
+    Transcript(f"I'll look. {deepseek(WEATHER, ADD, v3=True)}", content="I'll look. ", calls=[WEATHER, ADD]),
+    Transcript(deepseek(TIME, v3=True) + "Done.", content="Done.", calls=[TIME]),
+    plain("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\nx"),
+]
+DEEPSEEK_V31 = [
+    plain("It is <｜tool｜>."),
+    Transcript(f"I'll look. {deepseek(WEATHER, ADD)}", content="I'll look. ", calls=[WEATHER, ADD]),
+    Transcript(deepseek(("add", {"text": CODE})), calls=[("add", {"text": CODE})]),
+    Transcript(deepseek(WEATHER).partition('it"')[0], calls=[("get_weather", '{"city": "Rome", "un')]),
+    Transcript("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_time<｜tool▁sep｜><｜tool▁call▁end｜>", calls=[TIME]),
+]
+
+
+def kimi(*calls: tuple[str, dict[str, Any]]) -> str:
+    made = [
+        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{json.dumps(value)}<|tool_call_end|>"
+        for number, (name, value) in enumerate(calls)
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(made)}<|tool_calls_section_end|>"
+
+
+KIMI = [
+    plain("<|tool_calls|> are <|tool_call_begin|>"),
+    Transcript(f"I'll look.{kimi(WEATHER, ADD)}", content="I'll look.", calls=[WEATHER, ADD]),
+    Transcript(f"<think>Hm.</think>{kimi(('fs.read_file', {'path': CODE}))}", reasoning="Hm.",
+               calls=[("fs.read_file", {"path": CODE})]),
+]  # fmt: skip
+
+# --- markers that are special tokens, which as other tokens are text --------------------------------------------------
+
+
+HARMONY_SPECIAL = frozenset(
+    f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "return", "call")
+)
+
+
+def tokens(text: str) -> str:
+    """A text whose markers are tokens, but for those with a backslash before them."""
+    return re.sub(r"(?<!\\)(<\|\w+\|>)", rf"{MARK}\1", text).replace("\\<", "<")
+
+
+HARMONY_TOKENS = [
+    Transcript(tokens(r"<|channel|>final<|message|>It ends with \<|end|> or \<|start|>assistant."),
+               content="It ends with <|end|> or <|start|>assistant."),
+    Transcript(
+        tokens("<|channel|>commentary to=functions.add <|constrain|>json<|message|>")
+        + '{"text": "<|call|><|channel|>"}' + tokens("<|call|>"),
+        calls=[("add", {"text": "<|call|><|channel|>"})],
+    ),
+    Transcript(
+        tokens("<|channel|>analysis<|message|>Hm.<|end|>assistant<|channel|>final<|message|>Hello."),
+        content="Hello.", reasoning="Hm.",
+    ),
+    Transcript(
+        tokens("<|channel|>analysis<|message|>Hm.<|end|>assistant")
+        + tokens(" to=functions.get_time<|channel|>commentary<|message|>{}"),
+        calls=[TIME], reasoning="Hm.",
+    ),
+    Transcript(
+        tokens("<|channel|>analysis<|message|>Hm.assistant<|channel|>final<|message|>Hello."),
+        content="Hello.", reasoning="Hm.",
+    ),
+    plain("<|channel|>final<|message|>Hello."),
+]  # fmt: skip
+
+# --- calls in reasoning that never ends -------------------------------------------------------------------------------
+
+CALL = f"<tool_call>\n{named(WEATHER)}\n</tool_call>"
+UNCLOSED = [
+    Transcript(f"I need it.\n{CALL}", reasoning="I need it.", calls=[WEATHER], prompt="<think>\n"),
+    Transcript(f"<think>One.\n{CALL}\n{CALL}\nTwo.", reasoning="One.", calls=[WEATHER] * 2, content="\nTwo."),
+    Transcript(f"So: {CALL} {CALL} Or not.</think>No.", reasoning=f"So: {CALL} {CALL} Or not.", content="No.",
+               prompt="<think>"),
+    Transcript(f"So: {CALL}</think>{CALL}", reasoning=f"So: {CALL}", calls=[WEATHER], prompt="<think>"),
+    Transcript('A <tool_call>{"name" and so on', reasoning='A <tool_call>{"name" and so on', prompt="<think>"),
+]  # fmt: skip

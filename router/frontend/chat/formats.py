@@ -1,0 +1,422 @@
+"""How models write reasoning and tool calls: an entry for each format, by the names that vLLM gives them.
+
+A chat template tells which of them its model has. A `response_template` of the tokenizer is read as one more.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import TypeAlias
+
+from router.frontend.chat.deltas import MakeId
+from router.frontend.chat.parser import (
+    ChatParser,
+    DeltaWriter,
+    Machine,
+    Sink,
+    State,
+    StreamParser,
+    Terminals,
+    Tools,
+    call_id,
+)
+from router.frontend.chat.response_template import ResponseTemplate, response_template
+from router.frontend.detokenizer import MARK
+
+States: TypeAlias = dict[str, State]
+
+_LETTERS = string.ascii_letters + string.digits
+_NAME = r'"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*'
+_OTHER = r'"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*'
+_OBJECT = rf'\{{\s*(?:{_OTHER})?{_NAME}(?:{_OTHER})?"(?:arguments|parameters)"\s*:\s*(?=\{{\s*(?:"|\}}))'
+
+
+_OBJECTS = {
+    "object": State(Sink.NOTHING, ((_OBJECT, "arguments"),), otherwise="whole"),
+    "arguments": State(Sink.JSON, then="rest"),
+    "rest": State(Sink.REST, then="next"),
+    "whole": State(Sink.OBJECT, then="next"),
+}
+
+
+def _blank(name: str, otherwise: str) -> State:
+    """A state with a name that drops white space."""
+    return State(Sink.NOTHING, ((r"\s+", name),), otherwise=otherwise)
+
+
+def _objects(content: Terminals, *after: tuple[str, str], start: Terminals = ()) -> States:
+    """A format whose calls are objects such as `{"name": …, "arguments": {…}}`. Keys may have another order."""
+    return {
+        **_OBJECTS,
+        "content": State(Sink.CONTENT, content),
+        "next": State(Sink.NOTHING, after),
+    } | ({"start": State(Sink.NOTHING, start)} if start else {})
+
+
+def _values(content: Terminals, *after: tuple[str, str], end: str) -> States:
+    """A format whose calls are a name and a JSON value between markers."""
+    return {
+        "content": State(Sink.CONTENT, content),
+        "arguments": State(Sink.JSON, then="end", otherwise="end"),
+        "end": State(Sink.NOTHING, ((end, "next"),)),
+        "next": State(Sink.NOTHING, after),
+    }
+
+
+def _parameters(content: Terminals, key: str, value_ends: Terminals, *after: tuple[str, str], **more: State) -> States:
+    """A format whose calls are a name and parameters between markers."""
+    return {
+        "content": State(Sink.CONTENT, content),
+        "parameters": State(Sink.NOTHING, ((key, "value"), *after)),
+        "value": State(Sink.VALUE, value_ends),
+        **more,
+    }
+
+
+def mistral_id() -> str:
+    """Return a name for a call as the family's templates insist on: nine letters and digits."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a family writes calls."""
+
+    states: Mapping[str, State]
+    make_id: MakeId = call_id
+    known_only: bool = False  # an object is a call only if it has no other keys and names a tool
+
+    @property
+    def start(self) -> str:
+        return "start" if "start" in self.states else "content"
+
+
+_PLAIN: States = {"content": State(Sink.CONTENT)}
+_NO_CALLS = CallFormat(_PLAIN)
+_JSON_KEY = r'\{\s*"(?:name|type|id|function|arguments|parameters)"'
+_TAG = r"<\|python_tag\|>\s*"
+_ARGS = r'\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(?=\{\s*(?:"|\}))'
+_FUNCTION = r"<function=(?P<name>[^>\n]+)>"
+_INVOKE = r'<invoke name="(?P<name>[^"\n]+)">'
+_V3 = r"<｜tool▁call▁begin｜>\w*<｜tool▁sep｜>(?P<name>[^\s<]+)\s*```json\s*"
+_V31 = r"<｜tool▁call▁begin｜>(?P<name>[^\s<]+)\s*<｜tool▁sep｜>\s*"
+_KIMI = r"<\|tool_call_begin\|>\s*(?P<id>[^\s<]+)\s*<\|tool_call_argument_begin\|>\s*"
+_HEADERS = (
+    (r"\bto=functions\.(?P<name>[^\s<]+)|\bto=(?P<known>[^\s<]+)", "arguments"),
+    (r"<\|channel\|>\s*analysis\b", "reasoning"),
+)
+_BODY_ENDS = (
+    (r"<\|end\|>|<\|call\|>|<\|return\|>", "between"),
+    (r"<\|start\|>|(?:assistant)?(?=<\|channel\|>)", "header"),
+)
+_HEADER = (r"\s*(?:assistant\s*)?(?:<\|start\|>|(?=<\|channel\|>))", "header")
+_TO = rf"(?=to=[^<{MARK}]+<\|(?:channel|constrain|message)\|>)"
+HARMONY = {
+    "start": State(Sink.NOTHING, (_HEADER, (rf"\s*{_TO}", "header"))),
+    "header": State(Sink.HEADER, ((r"<\|message\|>", ""),), headers=_HEADERS),
+    "content": State(Sink.CONTENT, _BODY_ENDS),
+    "reasoning": State(Sink.REASONING, _BODY_ENDS),
+    "arguments": State(Sink.ARGUMENTS, _BODY_ENDS),
+    "between": State(Sink.NOTHING, (_HEADER, (rf"\s*assistant\s*{_TO}", "header"))),
+}
+"""gpt-oss: messages with a header each, on the channels analysis, commentary and final. The prompt ends within the
+first header."""
+
+_CALLS = {
+    "hf": _NO_CALLS,  # the tokenizer's response_template
+    "hermes": CallFormat(
+        _objects(((r"\n?<tool_call>\s*(?=\{)", "object"),), (r"\s*</tool_call>", "content"), (r"\s*(?=\{)", "object"))
+    ),
+    "llama3_json": CallFormat(
+        _objects(
+            ((rf"{_TAG}(?=\{{)", "object"), (rf"\n\s*(?={_JSON_KEY})", "object")),
+            (rf"[\s;,]*(?:{_TAG})?(?=\{{)", "object"),
+            start=((rf"\s*(?:(?={_JSON_KEY})|{_TAG}(?=\{{))", "object"),),
+        ),
+        known_only=True,
+    ),  # nothing marks its calls but the beginning of a line
+    "mistral": CallFormat(
+        _objects(
+            (
+                (r"\[TOOL_CALLS\]\s*\[\s*(?=\{)", "object"),
+                (rf"\[TOOL_CALLS\]\s*(?P<name>[\w.\-]+){_ARGS}", "value"),
+            ),
+            (r"[\s,]*(?=\{)", "object"),
+            (r"[\s,]*\]", "content"),
+        )
+        | {"value": State(Sink.JSON)},
+        mistral_id,
+    ),
+    "openai": CallFormat(HARMONY),
+    "qwen3_coder": CallFormat(
+        _parameters(
+            ((rf"\n?<tool_call>\s*{_FUNCTION}", "parameters"), (rf"\n?{_FUNCTION}(?=\s*<parameter=)", "parameters")),
+            r"\s*<parameter=(?P<key>[^>\n]+)>\n?",
+            ((r"\n?</parameter>", "parameters"), (r"\n?(?=</function>\s*</tool_call>)", "parameters")),
+            (r"\s*</function>", "next"),
+            next=State(Sink.NOTHING, ((r"\s*</tool_call>", "content"), (rf"\s*{_FUNCTION}", "parameters"))),
+        )
+    ),
+    "glm45": CallFormat(
+        _parameters(
+            ((r"\n?<tool_call>\s*(?P<name>[^\s<{]+)\s*(?=<arg_key>|</tool_call>)", "parameters"),),
+            r"\s*<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>",
+            ((r"</arg_value>", "parameters"),),
+            (r"\s*</tool_call>", "content"),
+        )
+    ),
+    "deepseek_v3": CallFormat(
+        _values(
+            ((rf"<｜tool▁calls▁begin｜>\s*{_V3}", "arguments"),),
+            (rf"\s*{_V3}", "arguments"),
+            (r"\s*<｜tool▁calls▁end｜>", "content"),
+            end=r"\s*(?:```\s*)?<｜tool▁call▁end｜>",
+        )
+    ),
+    "deepseek_v31": CallFormat(
+        _values(
+            ((rf"<｜tool▁calls▁begin｜>\s*{_V31}", "arguments"),),
+            (rf"\s*{_V31}", "arguments"),
+            (r"\s*<｜tool▁calls▁end｜>", "content"),
+            end=r"\s*<｜tool▁call▁end｜>",
+        )
+    ),
+    "kimi_k2": CallFormat(
+        _values(
+            ((rf"<\|tool_calls_section_begin\|>\s*{_KIMI}", "arguments"),),
+            (rf"\s*{_KIMI}", "arguments"),
+            (r"\s*<\|tool_calls_section_end\|>", "content"),
+            end=r"\s*<\|tool_call_end\|>",
+        )
+    ),  # the model names its calls, and its template shows these names
+    "minimax_m2": CallFormat(
+        _parameters(
+            ((rf"\n?<minimax:tool_call>\s*{_INVOKE}", "parameters"),),
+            r'\s*<parameter name="(?P<key>[^"\n]+)">',
+            ((r"</parameter>", "parameters"),),
+            (r"\s*</invoke>", "next"),
+            next=State(Sink.NOTHING, ((r"\s*</minimax:tool_call>", "content"), (rf"\s*{_INVOKE}", "parameters"))),
+        )
+    ),
+}  # fmt: skip
+CALLS = _CALLS | {"qwen3_xml": _CALLS["qwen3_coder"], "glm47": _CALLS["glm45"]}
+
+
+@dataclass(frozen=True)
+class ThinkMarkers:
+    """Texts around reasoning, and whether an output begins within them where the prompt has neither."""
+
+    begin: str
+    end: str
+    begins_inside: bool = False
+
+    def inside(self, prompt: str, continued: str | None = None) -> bool:
+        """Whether the output begins with reasoning. `continued` is the message that it continues, if any.
+
+        Some templates end a prompt with the opening marker, some models write it themselves, and a template that
+        switches reasoning off ends the prompt with a closed pair."""
+        if continued is not None:
+            return continued.rfind(self.begin) > continued.rfind(self.end)
+        prompt = prompt.rstrip()
+        if prompt.endswith(self.begin):
+            return True
+        return self.begins_inside and not prompt.endswith(self.end)
+
+    def before(self, states: States, start: str) -> States:
+        """The states of a format with reasoning before its answer, as far as calls in it are drafts."""
+        begin, end = (f"(?:{MARK})?{re.escape(marker)}" for marker in (self.begin, self.end))
+        drafts = tuple((pattern, "draft") for pattern, _ in states["content"].terminals)
+        return states | {
+            "outside": State(Sink.NOTHING, ((rf"\s*{begin}", "reasoning"),), otherwise=start),
+            "inside": State(Sink.NOTHING, ((rf"\s*{begin}", "reasoning"),), otherwise="reasoning"),
+            "reasoning": State(Sink.REASONING, ((end, "answer"), *drafts)),
+            "draft": State(Sink.DRAFT, ((end, "answer"),)),
+            "answer": _blank("answer", start),
+        }
+
+
+_THINK = ThinkMarkers("<think>", "</think>")
+REASONING: dict[str, ThinkMarkers | None] = {
+    "deepseek_r1": ThinkMarkers("<think>", "</think>", begins_inside=True),
+    "mistral": ThinkMarkers("[THINK]", "[/THINK]"),
+    "openai_gptoss": None,  # harmony
+    "hf": None,  # the tokenizer's response_template
+} | dict.fromkeys(("deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "qwen3"), _THINK)
+
+_REQUIRED = Machine(
+    _objects((), (r"[\s,]*(?=\{)", "object"), (r"[\s,]*\]", "content"), start=((r"\s*\[\s*(?=\{)", "object"),))
+)
+
+
+class Calls(Enum):
+    """Which calls an output may have."""
+
+    NONE = "none"
+    AUTO = "auto"  # as the model likes, in its own format
+    REQUIRED = "required"  # at least one, as a list of `{"name": …, "parameters": {…}}` in JSON
+    NAMED = "named"  # one of a given function, whose parameters are the output
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a model writes reasoning and calls. None: it has no such format, or none that is known here."""
+
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    special: frozenset[str] = frozenset()  # texts of the tokenizer's special tokens
+    response: ResponseTemplate | None = None  # what "hf" stands for
+
+    def markers(self, calls: Calls, *, constrained: bool = False) -> frozenset[str]:
+        """The special tokens that a parser must see."""
+        return frozenset[str]() if constrained else self._machines[calls is Calls.AUTO].special
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether the model writes messages on channels, as gpt-oss does."""
+        return self.reasoning_parser == "openai_gptoss" or self._calls is CALLS["openai"]
+
+    @property
+    def reasoning_end(self) -> str | None:
+        """The marker that ends reasoning, if one does."""
+        return think.end if (think := self._think) else None
+
+    def without_reasoning(self, prompt: str) -> str:
+        """The prompt of an output that can't reason: reasoning that it begins at its end is closed."""
+        think = self._think
+        return f"{prompt}\n{think.end}\n\n" if think and prompt.rstrip().endswith(think.begin) else prompt
+
+    def parser(
+        self,
+        calls: Calls = Calls.NONE,
+        tools: Tools | None = None,
+        *,
+        constrained: bool = False,
+        plain: bool = False,
+        prompt: str = "",
+        continued: str | None = None,
+        show_reasoning: bool = True,
+        parallel_calls: bool = True,
+        texts: Collection[str] = (),
+        rescues: Callable[[], bool] = lambda: True,
+    ) -> ChatParser:
+        """A parser for one output. `prompt` is the end of the prompt. A constrained output has no format but that of
+        forced calls. A `plain` one is the text that a named tool takes."""
+        machine, start = self._machines[calls is Calls.AUTO], "outside" if self._think or self._template else "start"
+        if calls is Calls.REQUIRED:
+            machine, start = _REQUIRED, "start"
+        elif calls is Calls.NAMED:
+            (name,) = tools or ("",)
+            before = State(Sink.NOTHING, otherwise="call") if plain else _blank("start", "call")
+            call = State(Sink.ARGUMENTS if plain else Sink.JSON, call=name)
+            machine, start = Machine(_PLAIN | {"start": before, "call": call}), "start"
+        elif constrained:
+            machine, start = Machine(_PLAIN), "content"
+        elif not self._template and self._think and self._think.inside(prompt, continued):
+            start = "inside"
+        out = DeltaWriter(self._calls.make_id)
+        reader = StreamParser(machine, start if start in machine.states else "content", out, tools or {})
+        if self._template and machine in self._machines:
+            reader.feed(self._template.begun(prompt))
+            out.take()
+        return ChatParser(
+            reader, out, show_reasoning=show_reasoning, parallel_calls=parallel_calls, texts=texts, plain=plain,
+            rescues=rescues,
+        )  # fmt: skip
+
+    @property
+    def _template(self) -> ResponseTemplate | None:
+        return self.response if (self.tool_parser or self.reasoning_parser) == "hf" else None
+
+    @property
+    def _think(self) -> ThinkMarkers | None:
+        if self.reasoning_parser == "hf":
+            return ThinkMarkers(*self.response.reasoning) if self.response and self.response.reasoning else None
+        return REASONING[self.reasoning_parser] if self.reasoning_parser else None
+
+    @property
+    def _calls(self) -> CallFormat:
+        return CALLS[self.tool_parser] if self.tool_parser else _NO_CALLS
+
+    @cached_property
+    def _machines(self) -> tuple[Machine, Machine]:
+        """Those without and with calls."""
+        return self._machine(calls=False), self._machine(calls=True)
+
+    def _machine(self, *, calls: bool) -> Machine:
+        if template := self._template:
+            states = template.states if calls and self.tool_parser == "hf" else template.without_calls()
+            return Machine(states, self.special, spelt=template.reasoning or ())
+        form = self._calls if calls else _NO_CALLS
+        if self.is_harmony:
+            routes = {"arguments": form is CALLS["openai"], "reasoning": self.reasoning_parser == "openai_gptoss"}
+            headers = tuple(one for one in _HEADERS if routes[one[1]])
+            return Machine(HARMONY | {"header": replace(HARMONY["header"], headers=headers)}, self.special)
+        if think := self._think:
+            states = think.before(dict(form.states), form.start)
+            return Machine(states, self.special, spelt=(think.begin, think.end), known_only=form.known_only)
+        return Machine(form.states, self.special, known_only=form.known_only)
+
+
+NO_FORMAT = ChatFormat()
+
+
+def read_template(spec: object) -> ResponseTemplate:
+    """Read a `response_template`. Raises ValueError."""
+    read = response_template(spec, _OBJECTS)
+    Machine(read.states)  # its patterns can be read
+    return read
+
+
+def chosen(
+    template: str | None, tools: str, reasoning: str, special: Collection[str] = (),
+    response: ResponseTemplate | None = None,
+) -> ChatFormat:  # fmt: skip
+    """The format that the configuration names: a parser, "none", or "auto" for the one that the template tells. A
+    `response` template counts where the chat template tells none."""
+    if tools == "auto":
+        tools = _tool_parser(template or "") or ("hf" if response and response.has_calls else "none")
+    if reasoning == "auto":
+        reasoning = _reasoning_parser(template or "") or ("hf" if response and response.reasoning else "none")
+    return ChatFormat(
+        None if tools == "none" else tools, None if reasoning == "none" else reasoning, frozenset(special), response
+    )
+
+
+_TOOL_MARKS = {
+    "<|channel|>": "openai",
+    "[TOOL_CALLS]": "mistral",
+    "<minimax:tool_call>": "minimax_m2",
+    "<|tool_calls_section_begin|>": "kimi_k2",
+    "<function=": "qwen3_coder",
+    "<arg_key>": "glm45",
+    "<tool_call>": "hermes",
+    "[func_name1(": None,  # asks for Python
+    "<|python_tag|>": "llama3_json",
+    "<|start_header_id|>": "llama3_json",
+}
+
+
+def _tool_parser(template: str) -> str | None:
+    if "tools" not in template:
+        return None
+    if "<｜tool▁calls▁begin｜>" in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    return next((name for mark, name in _TOOL_MARKS.items() if mark in template), None)
+
+
+def _reasoning_parser(template: str) -> str | None:
+    if "<|channel|>" in template:
+        return "openai_gptoss"
+    if "[THINK]" in template:
+        return "mistral"
+    if "</think>" not in template and "<think>" not in template:
+        return None
+    return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
