@@ -35,7 +35,7 @@ from tests.router.test_api import door
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"const": 'é"'}}, "required": ["z"]}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"), ensure_ascii=False)
-OWN = '{"x-guidance": {"whitespace_flexible": true}}'
+OWN = '{"x-guidance":{"whitespace_flexible":true}}'
 
 
 def bounded(text: str, count: int = 32) -> str:
