@@ -50,6 +50,12 @@ def tokens_of_parent(turns: Sequence[TraceLine], place: int) -> int:
     return min(parent.input_length + max(1, parent.output_length), turn.input_length)
 
 
+def common_blocks(recorded: Sequence[Sequence[TraceLine]]) -> set[int]:
+    """Return the blocks that several recorded sessions have."""
+    blocks = [block for turns in recorded for block in {block for turn in turns for block in turn.hash_ids}]
+    return {block for block, again in itertools.pairwise(sorted(blocks)) if block == again}
+
+
 class Sessions:
     """Draws plays of recorded sessions, the same for the same seed. Every recording is played before one repeats."""
 
@@ -59,9 +65,7 @@ class Sessions:
         self._wishes, self._rng = wishes, random.Random(seed)
         self._bag: list[list[TraceLine]] = []
         self._numbers, self.blocks = itertools.count(1), itertools.count(FIRST_OWN)
-        everywhere = [{block for turn in turns for block in turn.hash_ids} for turns in self.recordings]
-        each = sorted(itertools.chain.from_iterable(everywhere))
-        self.common = {block for block, again in itertools.pairwise(each) if block == again}
+        self.common = common_blocks(self.recordings)
         self.known: set[int] = set()  # the common blocks that a prompt has begun with
 
     def users(self, count: int, seconds: float) -> Iterator[Arrival]:
