@@ -31,12 +31,13 @@ from bench import clusters, models, report
 from deploy.models import DEMO_MODEL
 from simulator import mooncake
 from simulator.mooncake import BLOCK, TraceLine
-from simulator.sessions import common_blocks, kept, recordings
+from simulator.sessions import common_blocks, recordings, tokens_of_parent
 
 _DOORS = {"chat": "/v1/chat/completions", "messages": "/v1/messages"}
 _VERSION = {"anthropic-version": "2023-06-01"}
 _SLACK = 64  # tokens by which a recording's template may end otherwise than the next turn goes on
 _ROOM = 0.9  # of the context, for the longest prompt and its answer: the lengths of texts are estimates
+_FRAME = 16  # tokens of a template around the messages of a turn, which do not scale
 _WORDS = ("page", "prompt", "session", "waits", "tool", "answer", "router", "store", "reads", "keeps", "next", "file")
 
 
@@ -105,7 +106,7 @@ class Player:
         """Play one session when there is room. Raises Unavailable."""
         own, shared = random.Random(f"{turns[0].session} {seed}"), random.Random(seed)
         prompts: list[list[Message]] = []
-        found: list[Turn] = []
+        outcomes: list[Turn] = []
         async with room:
             for place, turn in enumerate(turns):
                 if place:
@@ -119,17 +120,17 @@ class Player:
                 history.append(Message("user", self._text(own, self._words(new)), turn.input_length))
                 count = max(1, round(turn.output_length * self._scale))
                 answer, outcome = await self._ask(turns[0].session, history, count)
-                found.append(outcome)
+                outcomes.append(outcome)
                 end = turn.input_length + max(1, turn.output_length)
                 prompts.append([*history, Message("assistant", answer.strip() or "ok", end)])
-        return found
+        return outcomes
 
     @staticmethod
     def _continued(before: list[Message], turns: Sequence[TraceLine], place: int) -> list[Message]:
         """Return the messages of the parent that a turn begins with: all of them, or those that it shares."""
         if turns[place].shared >= turns[turns[place].parent].input_length - _SLACK:
             return before[:]
-        return [message for message in before if message.end <= kept(turns, place)]
+        return [message for message in before if message.end <= tokens_of_parent(turns, place)]
 
     def _words(self, tokens: int) -> int:
         return max(1, round(tokens * self._scale / self._per_word))
@@ -195,19 +196,20 @@ async def measure(url: str, context: int, page: int, lines: Sequence[TraceLine],
     sessions = recordings(lines)
     common = common_blocks(sessions)
     longest = max(line.input_length + line.output_length for line in lines)
-    scale = arguments.length_scale or min(1.0, _ROOM * context / longest)
+    room = context - _FRAME * max(map(len, sessions))
+    scale = arguments.length_scale or min(1.0, _ROOM * room / longest)
     report.say(f"{len(sessions)} sessions, {len(lines)} turns, lengths x{scale:.3g}")
     timeout = aiohttp.ClientTimeout(total=arguments.timeout)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         for seed, door in enumerate(arguments.doors, arguments.seed):
             player = Player(http, url, door, Pages(page), scale, arguments.time_scale)
             await player.calibrate()
-            room = asyncio.Semaphore(arguments.users)
+            users = asyncio.Semaphore(arguments.users)
             for when in ("cold", "warm"):
-                found = await asyncio.gather(*(player.play(turns, common, seed, room) for turns in sessions))
-                for turns in found:
+                played = await asyncio.gather(*(player.play(turns, common, seed, users) for turns in sessions))
+                for turns in played:
                     _emit(f"{door}, {when}, {turns[0].session}", turns)
-                _emit(f"{door}, {when}, all", [turn for turns in found for turn in turns])
+                _emit(f"{door}, {when}, all", [turn for turns in played for turn in turns])
 
 
 def _emit(case: str, turns: Sequence[Turn]) -> None:
@@ -227,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = models.directory(arguments.model)
         context = json.loads((model / "config.json").read_text())["max_position_embeddings"]
         settings = dict(map(parse_override, arguments.settings)) | {"model.served_model_name": "agents"}
-        cluster = clusters.local(model, arguments.prefill, arguments.decode, settings)
+        cluster = clusters.local(model, arguments.prefill, arguments.decode, settings, patience=300.0)
         report.say(report.machine())
         with cluster:
             url = f"http://{cluster.api_of('router')}"

@@ -111,7 +111,7 @@ def s3_fifo(uses: Sequence[Use], capacity: int) -> float:
                 again[page] = min(3, again[page] + 1)
                 continue
             while len(again) >= capacity:
-                if len(probation) >= capacity // 10 or not main:
+                if len(probation) >= max(1, capacity // 10) or not main:
                     out, _ = probation.popitem(last=False)
                     if again[out]:
                         main[out], again[out] = None, 0
