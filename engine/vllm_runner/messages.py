@@ -148,7 +148,7 @@ Answer: TypeAlias = Loaded | Drawn | Copied | Failed
 def _plain(value: npt.NDArray[Any] | TokenMask) -> Any:
     """Return an array or a mask as what msgpack knows. The bits of a mask are packed."""
     if not isinstance(value, np.ndarray):
-        return ComputedMask(value.allowed, value.may_end, value.failure, tuple(value.ends))
+        return ComputedMask(value.allowed, value.may_end, failure=value.failure, ends=tuple(value.ends))
     return (len(value), np.packbits(value).tobytes()) if value.dtype == np.bool_ else value.tobytes()
 
 

@@ -1,8 +1,8 @@
 """Patterns in text that comes in pieces: which one matches first, and where one may still begin.
 
 A pattern is a part of a regular expression: literals, classes of characters (`\\s*`, `[^>]+`), groups of alternatives,
-classes with a name, and a look-ahead at its end. A class takes up to 256 characters, all that it can, and gives none
-back. So pieces match as their whole does, and the work is proportional to the text.
+classes with a name, and a look-ahead at its end. A class takes up to 256 characters (white space: 32), all that it
+can, and gives none back. So pieces match as their whole does, and the work is proportional to the text.
 """
 
 # pyright: strict
@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from router.frontend.detokenizer import MARK
 
-MOST = 256  # characters of a class
+MOST, _MOST_SPACE = 256, 32  # characters of a class
 _CLASS = r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\[swd]"
 _RUN = re.compile(rf"(?P<cls>{_CLASS})(?P<times>[*+]?)")
 _NAMED = re.compile(rf"\(\?P<(?P<group>\w+)>(?P<cls>{_CLASS})(?P<times>[*+])\)")
@@ -33,10 +33,15 @@ class _Atom:
     least: int | None = None
     group: str = ""
 
+    @property
+    def most(self) -> int:
+        """The characters that it has at most."""
+        return len(self.text) if self.least is None else _MOST_SPACE if self.text == r"\s" else MOST
+
     def expression(self, number: int) -> str:
         if self.least is None:
             return re.escape(self.text)
-        run = f"{self.text}{{{self.least},{MOST}}}+"
+        run = f"{self.text}{{{self.least},{self.most}}}+"
         return f"(?P<{self.group}_{number}>{run})" if self.group else f"(?:{run})"
 
 
@@ -126,7 +131,7 @@ class Patterns:
             wholes.append(f"(?P<n_{number}>{'|'.join(alternatives)})")
         self._whole = re.compile("|".join(wholes)) if wholes else None
         self._first = re.compile("|".join(sorted(set[str]().union(*map(_firsts, self._sequences)))) or "(?!)")
-        self._longest = max((sum(_size(atom) for atom in one) for one in self._sequences), default=0)
+        self._longest = max((sum(atom.most for atom in one) for one in self._sequences), default=0)
 
     @property
     def literals(self) -> str:
@@ -180,10 +185,6 @@ def _expression(sequence: _Sequence, number: int) -> str:
     return "".join(parts) + ")" * parts.count("(?=")
 
 
-def _size(atom: _Atom) -> int:
-    return len(atom.text) if atom.least is None else MOST
-
-
 def _firsts(sequence: _Sequence) -> set[str]:
     """Return expressions for the characters that a sequence can begin with."""
     found: set[str] = set()
@@ -206,7 +207,7 @@ def _may_come(sequence: _Sequence, text: str, at: int) -> bool:
                 return len(text) - at < len(atom.text) and atom.text.startswith(text[at:])
             at += len(atom.text)
         else:
-            run = re.match(f"{atom.text}{{0,{MOST}}}", text[at : at + MOST])
+            run = re.match(f"{atom.text}{{0,{atom.most}}}", text[at : at + atom.most])
             assert run is not None  # it matches the empty text
             at += run.end()
             if at == len(text):
