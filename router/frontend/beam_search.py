@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from baton.messages import SamplingParams
 from kvstore.keys import pack_tokens
-from router.events import Finished, RequestEnded, Summary, Usage
+from router.events import Finished, RequestEnded, Usage
 from router.frontend.beams import Beam, BeamSearch, FinishedBeam
 from router.frontend.output_stream import Output, OutputStream
 from router.frontend.parallel_sampling import Result, collect
@@ -80,6 +80,6 @@ def _result(
     beam, asked, summary = output.beam, request.sampling.logprobs, first.summary
     logprobs = [] if asked is None else [replace(one, top=one.top[:asked]) for one in beam.logprobs]
     usage = Usage(request.prompt, summary.usage.cached, len(beam.tokens))
-    account = Summary(dataclasses.replace(summary.timeline, ended=now), summary.submitted, usage, summary.served)
+    account = replace(summary, timeline=dataclasses.replace(summary.timeline, ended=now), usage=usage)
     ended = replace(first, outcome=Finished(output.reason), summary=account)
     return Result(Output(text_of(beam.tokens), list(beam.tokens), logprobs), ended)

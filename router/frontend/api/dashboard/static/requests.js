@@ -144,7 +144,7 @@ class Drawer {
         ["Prompt", `${count(one.prompt_tokens)} tokens`], ["Cached", one.cached_tokens === undefined ? "–" : `${count(one.cached_tokens)} tokens`],
         ["Output", `${count(one.completion_tokens)} tokens`], ["First token", durationText(one.ttft_ms)],
         ["Per further token", durationText(one.tpot_ms)], ["In all", durationText(one.e2e_ms)],
-        ["Priority", String(one.priority)], ["Tenant", one.tenant || "–"],
+        ["Priority", String(one.priority)], ["Tenant", one.tenant || "–"], ["Not cached", one.not_cached ? `${one.not_cached.reason}, from page ${one.not_cached.page}` : "–"],
       ]),
       found.candidates.length ? candidates(found) : null,
       ...(found.attempts_omitted ? [h("p", { class: "note" }, `${found.attempts_omitted} earlier attempts are not kept.`)] : []),
