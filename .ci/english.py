@@ -25,12 +25,6 @@ PARTICIPLE = re.compile(
     r"(?:^|_)(?:asked|told|wanted|said|given|made|taken|found|kept)"
     r"(?:_(?:again|anew|as|at|away|back|before|by|for|from|here|in|now|of|off|on|out|over|to|up|with))*$"
 )
-NAMES_LATER = (
-    "router/frontend/",
-    "tests/router/",
-)
-"""Where names are not read yet."""
-
 _VERB = re.compile(r"(?:^|_)(?:is|are|was|were|be|been|being|has|have|had|not)_")
 _NAMES_OF_OTHERS = frozenset({"connection_made", "pages_found"})  # asyncio calls it; a column of the dashboard's page
 
@@ -60,7 +54,7 @@ def check(path: Path) -> Iterator[Text]:
     """What is wrong with a file, with its line."""
     text = path.read_text()
     blocks = _paragraphs(text.split("\n"), 1) if path.suffix == ".md" else _python(text)
-    if path.suffix == ".py" and not str(path.resolve()).removeprefix(f"{_ROOT}/").startswith(NAMES_LATER):
+    if path.suffix == ".py":
         yield from ((line, problem) for line, name in _names(ast.parse(text)) if (problem := _wrong_name(name)))
     for line, paragraph in blocks:
         plain = re.sub(r"``[^`]+``|`[^`]+`|\[([^\]]*)\]\([^)]*\)", lambda m: m[1] or "CODE", paragraph)

@@ -113,7 +113,7 @@ class FakeDriver:
 
     def abandon(self, stream: OutputStream) -> None:
         self._engine.drop(stream)
-        stream.end(RequestEnded("r", Cancelled("the client does not read"), _summary(stream.taken)))
+        stream.end(RequestEnded("r", Cancelled("the client does not read"), _summary(stream.token_count)))
 
     async def run(self) -> None:
         """Pass the engine's tokens on."""
@@ -122,7 +122,7 @@ class FakeDriver:
                 if each.stream.emit((each.token,), ()) is StopVerdict.UNREAD:
                     self.abandon(each.stream)
                 elif each.last:
-                    each.stream.end(RequestEnded("r", Finished("length"), _summary(each.stream.taken)))
+                    each.stream.end(RequestEnded("r", Finished("length"), _summary(each.stream.token_count)))
 
 
 def _summary(completion: int) -> Summary:

@@ -77,8 +77,8 @@ def _step(request: GenerationRequest, sampling: SamplingParams, beam: Beam, work
 def _result(
     output: FinishedBeam, first: RequestEnded, request: GenerationRequest, text_of: TextOf, now: float
 ) -> Result:
-    beam, asked, summary = output.beam, request.sampling.logprobs, first.summary
-    logprobs = [] if asked is None else [replace(one, top=one.top[:asked]) for one in beam.logprobs]
+    beam, most, summary = output.beam, request.sampling.logprobs, first.summary
+    logprobs = [] if most is None else [replace(one, top=one.top[:most]) for one in beam.logprobs]
     usage = Usage(request.prompt, summary.usage.cached, len(beam.tokens))
     account = replace(summary, timeline=dataclasses.replace(summary.timeline, ended=now), usage=usage)
     ended = replace(first, outcome=Finished(output.reason), summary=account)

@@ -302,7 +302,7 @@ class RouterDriver:
         self._last_token[name] = now
         match stream.emit(command.tokens, command.logprobs):
             case StopVerdict.STOPPED:
-                self._events.append(StopMatched(name, stream.taken))
+                self._events.append(StopMatched(name, stream.token_count))
             case StopVerdict.UNREAD:
                 self._events.append(ClientGone(name, "the client does not read its tokens"))
             case StopVerdict.GOES_ON:

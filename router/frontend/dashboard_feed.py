@@ -62,8 +62,8 @@ class DashboardFeed:
         self._seen = self._clock.now()
         monitor = self._driver.monitor
         if self._snapshot[0] != monitor.sequence:
-            made = monitor.snapshot(self._seen, _unix_ms(), self._driver.unready)
-            self._snapshot = (made.sequence, msgspec.json.encode(made))
+            latest = monitor.snapshot(self._seen, _unix_ms(), self._driver.unready)
+            self._snapshot = (latest.sequence, msgspec.json.encode(latest))
             self.snapshots += 1
         return self._snapshot[1]
 

@@ -116,12 +116,12 @@ class Tokenizer:
         The text is tokenized in windows. Cutting a text changes its tokens only around the cut: there it splits a token
         into at most as many as that has bytes. So many are forgiven for each window."""
         width = max(_WINDOW, self.longest**2)
-        found = 0
+        count = 0
         for start in range(0, len(text), width):
             window = text[start : start + width]
-            found += len(self._tokenizer.encode_batch_fast([window], add_special_tokens=False)[0])
-            found -= max(self.longest, 64)
-            if found > tokens:
+            count += len(self._tokenizer.encode_batch_fast([window], add_special_tokens=False)[0])
+            count -= max(self.longest, 64)
+            if count > tokens:
                 return True
         return False
 
@@ -191,8 +191,8 @@ class Tokenizer:
 
 def _word_after(text: str, start: int) -> int:
     """Where a word begins, the space before it included, soon after `start`; `start` itself if there is none."""
-    found = _BEFORE_WORD.search(text, start, start + _NEAR)
-    return found.start() if found else start
+    match = _BEFORE_WORD.search(text, start, start + _NEAR)
+    return match.start() if match else start
 
 
 def _utf8(text: str) -> int:
@@ -221,7 +221,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, special_tokens: bool = False) -> None:
         self._decode = partial(tokenizer.decode, special_tokens=special_tokens)
         self._window, self._known = _end_of(prompt, self._decode)
-        self._given = len(self._window)  # tokens of the window whose text has been given out
+        self._known_tokens = len(self._window)  # tokens of the window whose text has been given out
         # Whether the known part may end inside a character.
         self._inside = self._decode(self._window).endswith(LOST)
 
@@ -232,7 +232,7 @@ class Detokenizer:
         unfinished = text.endswith(LOST) or not self._new(text)
         if not unfinished:
             return self._give(text)
-        if len(self._window) - self._given < _PATIENCE:
+        if len(self._window) - self._known_tokens < _PATIENCE:
             return ""
         return self._give(text, keep=_BYTES_OF_CHARACTER - 1)
 
@@ -249,16 +249,16 @@ class Detokenizer:
 
     def _give(self, text: str, keep: int = 0) -> str:
         """Give out what is new, but for up to `keep` U+FFFD at its end, which may be the beginning of a character."""
-        new, kept = self._new(text), 0
-        while kept < keep and new.endswith(LOST):
-            new, kept = new[:-1], kept + 1
+        new, count = self._new(text), 0
+        while count < keep and new.endswith(LOST):
+            new, count = new[:-1], count + 1
         # The window may begin inside no character: where its known part ended in one that is now complete, it stays.
         if not self._inside or text.endswith(LOST):
-            self._window = self._window[self._given :]
-        self._inside = kept > 0
-        self._given = len(self._window)
+            self._window = self._window[self._known_tokens :]
+        self._inside = count > 0
+        self._known_tokens = len(self._window)
         known = self._decode(self._window)
-        self._known = known[: len(known) - kept]
+        self._known = known[: len(known) - count]
         return new
 
 
@@ -299,13 +299,13 @@ class StopMatcher:
         before = len(self._held)
         text = self._held + text
         for at in range(before, len(text)):
-            found = ""
+            match = ""
             for stop in self._stops:
-                if stop.follow(text[at]) and len(stop.text) > len(found):
-                    found = stop.text
-            if found and ends:
+                if stop.follow(text[at]) and len(stop.text) > len(match):
+                    match = stop.text
+            if match and ends:
                 self._held = ""
-                return text[: at + 1 - len(found)], found
+                return text[: at + 1 - len(match)], match
         safe = len(text) - max(stop.matched for stop in self._stops)
         self._held = text[safe:]
         return text[:safe], None
@@ -345,10 +345,10 @@ class _Stop:
 
 @dataclass(frozen=True)
 class Piece:
-    """What some tokens came to: `taken` of them count, fewer than were fed only when `stopped` by a stop string."""
+    """What some tokens came to: `count` of them are output, fewer than were fed only when a stop string ended it."""
 
     text: str
-    taken: int
+    count: int
     stopped: bool = False
 
 
@@ -371,7 +371,7 @@ class TextStream:
         marked = options.shown if tokenizer and options.marked else ()
         self._marked = {token: len(tokenizer.text_of(token)) for token in marked} if tokenizer else {}
         self._marks = deque[int]()  # where these tokens begin in the whole text, as far as it has not been given out
-        self._fed = self._given = 0  # characters
+        self._fed = self._shown_length = 0  # characters
         self._matcher = StopMatcher(stops)
         self._silent = frozenset[int]() if options.special_tokens else silent
         self._unstoppable = options.min_tokens
@@ -388,7 +388,7 @@ class TextStream:
         if self._detokenizer is None:
             return Piece("", len(tokens))
         parts: list[str] = []
-        for taken, token in enumerate(tokens, start=1):
+        for count, token in enumerate(tokens, start=1):
             text = "" if token in self._silent else self._detokenizer.feed(token)
             self._fed += len(text)
             if token in self._marked:
@@ -397,7 +397,7 @@ class TextStream:
             self._unstoppable -= 1
             parts.append(self._with_marks(safe))
             if stopped:
-                return Piece("".join(parts), taken, stopped=True)
+                return Piece("".join(parts), count, stopped=True)
         return Piece("".join(parts), len(tokens))
 
     def flush(self) -> Piece:
@@ -410,11 +410,11 @@ class TextStream:
     def _with_marks(self, text: str) -> str:
         """Return text that is given out, with a mark before each special token."""
         parts, begin = list[str](), 0
-        while self._marks and (at := self._marks[0] - self._given) < len(text):
+        while self._marks and (at := self._marks[0] - self._shown_length) < len(text):
             parts += (text[begin:at], MARK)
             begin = at
             self._marks.popleft()
-        self._given += len(text)
+        self._shown_length += len(text)
         return "".join((*parts, text[begin:]))
 
     def _match(self, text: str, *, ends: bool = True) -> tuple[str, bool]:

@@ -64,8 +64,8 @@ def _json(text: str, model: ServedModel, *, compact: bool) -> str:
 
 def bounded(schema: dict[str, Any], spaces: int, *, own: bool = True) -> dict[str, Any]:
     """Return a schema with at most so many characters of white space in one place; `own`: unless it says so itself."""
-    given: Any = schema.get("x-guidance")
-    options: dict[str, Any] = {**given} if isinstance(given, dict) else {}
+    guidance: Any = schema.get("x-guidance")
+    options: dict[str, Any] = {**guidance} if isinstance(guidance, dict) else {}
     if not own or not options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
         options |= {"whitespace_pattern": rf"[ \t\r\n]{{1,{spaces}}}"} if spaces else {"whitespace_flexible": False}
     return schema | {"x-guidance": options}

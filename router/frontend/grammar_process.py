@@ -83,7 +83,7 @@ def _without_faults(
     """Answer with a schema without the keywords that can't be enforced, and their paths. Raises InvalidGrammar for a
     schema that must stay, or fails without them: with the path of a fault, else `error`."""
     faults = faults_of(json.loads(grammar.text))
-    found = faults.left_out | faults.others
+    keywords = faults.left_out | faults.others
     if lenient and faults.left_out:
         loose = replace(grammar, text=json.dumps(faults.schema, ensure_ascii=False))
         try:
@@ -91,8 +91,8 @@ def _without_faults(
             paths = [shown(path, _MOST_PATH) for path in list(faults.left_out)[:_MOST_PATHS]]
             return {"text": loose.text, "left_out": paths}
         except InvalidGrammar as again:
-            error, found = again, faults.others
-    for path, reason in found.items():
+            error, keywords = again, faults.others
+    for path, reason in keywords.items():
         raise grammars.refusal(grammar, f"{shown(path, _MOST_PATH)}: {reason}")
     raise error
 

@@ -175,8 +175,8 @@ class HelperProcess:
         orders, answers = process.stdin, process.stdout
         assert orders is not None
         assert answers is not None
-        said = b'{"number":%d,"order":%b}' % (number, order)
-        orders.write(len(said).to_bytes(4, "big") + said)
+        message = b'{"number":%d,"order":%b}' % (number, order)
+        orders.write(len(message).to_bytes(4, "big") + message)
         await orders.drain()
         size = int.from_bytes(await answers.readexactly(4), "big")
         if size > self._most_bytes:

@@ -34,16 +34,16 @@ class Gatekeeper:
         if not self.keys.required:
             return ANONYMOUS
         offered = [*_credentials(headers)]
-        found = next((identity for one in offered if (identity := self.keys.find(one)) is not None), None)
-        if found is None:
+        owner = next((identity for one in offered if (identity := self.keys.find(one)) is not None), None)
+        if owner is None:
             raise Unauthenticated(
                 "this API key is not known here; `baton keys list` shows the names of those that are"
                 if offered
                 else "there is no API key; send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
             )
-        if operator and not found.operator:
-            raise PermissionDenied(f"the API key {found.name!r} is no operator's, and this call is for operators only")
-        return found
+        if operator and not owner.operator:
+            raise PermissionDenied(f"the API key {owner.name!r} is no operator's, and this call is for operators only")
+        return owner
 
     def enter(self, identity: Identity) -> Callable[[], None]:
         """Count a request of a client, and return what ends it. Raises TooManyStreams."""

@@ -62,7 +62,7 @@ class OutputStream:
         self._stopped = False
         self._news = asyncio.Event()
         self.worker = ""  # incarnation of the decode worker that the last tokens came from
-        self.taken = 0  # tokens that count as output
+        self.token_count = 0  # tokens that count as output
         self.reads = 0  # pieces that the client's task has asked for: it asks again when one is written
 
     @property
@@ -84,8 +84,8 @@ class OutputStream:
         if self._stopped:
             return StopVerdict.GOES_ON
         piece = self._text.feed(tokens)
-        self.taken += piece.taken
-        self._put(piece.text, tokens[: piece.taken], logprobs[: piece.taken])
+        self.token_count += piece.count
+        self._put(piece.text, tokens[: piece.count], logprobs[: piece.count])
         self._stopped = piece.stopped
         self._news.set()
         if self._stopped:
@@ -129,7 +129,7 @@ class OutputStream:
             self._put(rest.text, (), ())
             self._stopped = rest.stopped
         if self._stopped and not isinstance(outcome, Cancelled):
-            outcome, summary = Finished("stop"), _cut(summary, self.taken)
+            outcome, summary = Finished("stop"), _cut(summary, self.token_count)
         self._end = RequestEnded(end.request, outcome, summary)
         self._news.set()
 

@@ -41,9 +41,9 @@ _MOST_ENTRIES = {
 }
 
 
-def check_bounds(given: Mapping[str, Any]) -> None:
+def check_bounds(fields: Mapping[str, Any]) -> None:
     """Check the numbers and the lengths of lists, by their names. Raises InvalidRequest with the value."""
-    for name, value in given.items():
+    for name, value in fields.items():
         if (bounds := _NUMBERS.get(name)) is not None:
             least, most = bounds
             if not least <= value <= most:  # NaN compares false

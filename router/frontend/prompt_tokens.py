@@ -53,19 +53,19 @@ def _check_size(text: str, tokenizer: Tokenizer, most: int) -> None:
         )  # fmt: skip
 
 
-def kept_tokens(asked: int | None, max_tokens: int | None, context: int) -> int | None:
+def kept_tokens(truncation: int | None, max_tokens: int | None, context: int) -> int | None:
     """Return how many of a prompt's last tokens are kept; None: all.
 
-    `asked` is `truncate_prompt_tokens`, and -1 stands for as many as the context has room for beside `max_tokens` of
+    `truncation` is `truncate_prompt_tokens`. -1 stands for as many as the context has room for beside `max_tokens` of
     output. Raises InvalidRequest, as vLLM does, if it is more than that."""
-    if asked is None:
+    if truncation is None:
         return None
-    if asked < -1 or asked == 0:
-        raise InvalidRequest(f"truncate_prompt_tokens is {asked}; it must be -1 or at least 1")
+    if truncation < -1 or truncation == 0:
+        raise InvalidRequest(f"truncate_prompt_tokens is {truncation}; it must be -1 or at least 1")
     room = context - max(1, max_tokens or 0)
-    if room < max(1, asked):
+    if room < max(1, truncation):
         raise InvalidRequest(
-            f"truncate_prompt_tokens is {asked}, and the model's context of {context} has room for {max(0, room)} "
+            f"truncate_prompt_tokens is {truncation}, and the model's context of {context} has room for {max(0, room)} "
             f"prompt tokens beside {max(1, max_tokens or 0)} to generate"
         )
-    return room if asked == -1 else asked
+    return room if truncation == -1 else truncation

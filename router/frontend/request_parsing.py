@@ -40,14 +40,14 @@ def name_of(request: pb.GenerateRequest) -> str:
     return checked_name("request_id", request.request_id) or secrets.token_hex(8)
 
 
-def checked_name(field: str, given: str) -> str:
+def checked_name(field: str, name: str) -> str:
     """Return a name that a caller chose. Raises InvalidRequest."""
     # It may become a header of the answer, where gRPC takes nothing else.
-    if len(given) > _MAX_ID or not given.isascii() or not given.isprintable() or " " in given:
+    if len(name) > _MAX_ID or not name.isascii() or not name.isprintable() or " " in name:
         raise InvalidRequest(
-            f"{field} is {shown(given)!r}; it must have at most {_MAX_ID} printable ASCII characters without spaces"
+            f"{field} is {shown(name)!r}; it must have at most {_MAX_ID} printable ASCII characters without spaces"
         )
-    return given
+    return name
 
 
 def message_fields(message: Message) -> Fields:
@@ -65,45 +65,45 @@ def generation_request(
     model.check(fields.get("model"))
     check_bounds(fields)
     # Floats have 32 bits at every door, so that one request draws the same tokens at each.
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: c_float(value).value if isinstance(value, float) else value for name, value in fields.items()
     }
-    stop_ids = tuple(dict.fromkeys(given.get("stop_token_ids", ())))
+    stop_ids = tuple(dict.fromkeys(values.get("stop_token_ids", ())))
     for token in stop_ids:
         _check_token("stop_token_ids", token, model)
-    sampling, stops = _sampling(given, model, draw_seed), _stops(given, model)
-    prompt = _prompt(given, model)  # the only check that may take long comes last
+    sampling, stops = _sampling(values, model, draw_seed), _stops(values, model)
+    prompt = _prompt(values, model)  # the only check that may take long comes last
     _check_prompt_logprobs(sampling, len(prompt))
-    n = given.get("n", 1)
-    if (best_of := given.get("best_of", n)) < n:
+    n = values.get("n", 1)
+    if (best_of := values.get("best_of", n)) < n:
         raise InvalidRequest(f"best_of is {best_of}; it must be at least n, which is {n}")
     # Behind a grammar's last token an end-of-sequence token comes in any case; the worker knows of `ignore_eos`.
-    eos = () if given.get("ignore_eos") and sampling.grammar is None else model.eos
+    eos = () if values.get("ignore_eos") and sampling.grammar is None else model.eos
     return GenerationRequest(
         name=name,
         tokens=pack_tokens(prompt),
         sampling=sampling,
-        max_tokens=given.get("max_tokens"),
+        max_tokens=values.get("max_tokens"),
         stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
-        salt=checked_salt(given.get("cache_salt", "")),
-        adapter=model.adapter_of(given.get("model")),
-        priority=given.get("priority", 0),
-        ttft=_seconds(given.get("ttft_ms")),
-        tpot=_seconds(given.get("tpot_ms")),
-        affinity=(affinity := checked_name("affinity", given.get("affinity", ""))),
-        session=given.get("session", affinity),
-        template=given.get("template", ""),
+        salt=checked_salt(values.get("cache_salt", "")),
+        adapter=model.adapter_of(values.get("model")),
+        priority=values.get("priority", 0),
+        ttft=_seconds(values.get("ttft_ms")),
+        tpot=_seconds(values.get("tpot_ms")),
+        affinity=(affinity := checked_name("affinity", values.get("affinity", ""))),
+        session=values.get("session", affinity),
+        template=values.get("template", ""),
         stops=stops,
         text=TextOptions(
-            given.get("min_tokens", 0),
-            given.get("include_stop", False),
-            given.get("special_tokens", False),
-            frozenset(given.get("shown_special_tokens", ())),
-            given.get("marked", False),
+            values.get("min_tokens", 0),
+            values.get("include_stop", False),
+            values.get("special_tokens", False),
+            frozenset(values.get("shown_special_tokens", ())),
+            values.get("marked", False),
         ),
         n=n,
         best_of=best_of,
-        length_penalty=_length_penalty(given, sampling),
+        length_penalty=_length_penalty(values, sampling),
     )
 
 
@@ -111,15 +111,15 @@ def _seconds(milliseconds: int | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1_000
 
 
-def _length_penalty(given: Fields, sampling: SamplingParams) -> float | None:
+def _length_penalty(fields: Fields, sampling: SamplingParams) -> float | None:
     """The length penalty of a beam search; none without one. Raises InvalidRequest for what a search can't honour."""
-    if (search := given.get("beam_search")) is None:
+    if (search := fields.get("beam_search")) is None:
         return None
     check_bounds(search)
-    if "max_tokens" not in given:
+    if "max_tokens" not in fields:
         raise InvalidRequest("a beam search needs max_tokens")
     unserved = (sampling.rules, sampling.prompt_logprobs, sampling.grammar)
-    if given.get("stop") or any(each is not None for each in unserved):
+    if fields.get("stop") or any(each is not None for each in unserved):
         raise InvalidRequest(
             "a beam search knows no stop strings, prompt_logprobs, structured output, penalties, bias or rules for "
             "tokens; leave them out, or use stop_token_ids"
@@ -127,23 +127,23 @@ def _length_penalty(given: Fields, sampling: SamplingParams) -> float | None:
     return c_float(search.get("length_penalty", 1.0)).value
 
 
-def checked_salt(given: str) -> str:
+def checked_salt(salt: str) -> str:
     """Return a request's cache salt, which has vLLM's limits. Raises InvalidRequest."""
-    if len(given) > _MAX_SALT or _NOT_IN_SALT & set(given):
+    if len(salt) > _MAX_SALT or _NOT_IN_SALT & set(salt):
         raise InvalidRequest(
-            f"cache_salt is {shown(repr(given))}; it must have at most {_MAX_SALT} characters, without @, /, \\ and NUL"
+            f"cache_salt is {shown(repr(salt))}; it must have at most {_MAX_SALT} characters, without @, /, \\ and NUL"
         )
-    return given
+    return salt
 
 
-def _prompt(given: Fields, model: ServedModel) -> Sequence[int]:
+def _prompt(fields: Fields, model: ServedModel) -> Sequence[int]:
     """Return the prompt's tokens, or the last that are to be kept. Raises InvalidRequest. Raises ContextTooLong before
     any work per token, which would keep the router from other requests for seconds."""
     most = model.limits.max_context
-    keep = kept_tokens(given.get("truncate_prompt_tokens"), given.get("max_tokens"), most)
-    if (text := given.get("text")) is not None:
+    keep = kept_tokens(fields.get("truncate_prompt_tokens"), fields.get("max_tokens"), most)
+    if (text := fields.get("text")) is not None:
         tokens = tokenized([text], model, keep=keep)[0]
-    elif (token_ids := given.get("token_ids")) is not None:
+    elif (token_ids := fields.get("token_ids")) is not None:
         ids = token_ids.get("ids", ())
         tokens = ids if keep is None else ids[-keep:]
     else:
@@ -158,12 +158,12 @@ def check_length(tokens: Sequence[int], model: ServedModel) -> None:
         raise ContextTooLong(prompt=len(tokens), context=most)
 
 
-def _sampling(given: Fields, model: ServedModel, draw_seed: Callable[[], int]) -> SamplingParams:
+def _sampling(fields: Fields, model: ServedModel, draw_seed: Callable[[], int]) -> SamplingParams:
     """Return how tokens are drawn: as the model's authors recommend where the request leaves it open."""
-    chosen = {name: given[name] for name in SamplingParams.__struct_fields__ if name in given}
-    chosen["seed"] = given["seed"] if "seed" in given else draw_seed()
-    grammar = grammar_of(given.get("structured_output"), model, ignore_eos=given.get("ignore_eos", False))
-    return replace(model.defaults, **chosen, rules=_rules(given, model), grammar=grammar)
+    chosen = {name: fields[name] for name in SamplingParams.__struct_fields__ if name in fields}
+    chosen["seed"] = fields["seed"] if "seed" in fields else draw_seed()
+    grammar = grammar_of(fields.get("structured_output"), model, ignore_eos=fields.get("ignore_eos", False))
+    return replace(model.defaults, **chosen, rules=_rules(fields, model), grammar=grammar)
 
 
 def _check_prompt_logprobs(sampling: SamplingParams, prompt: int) -> None:
@@ -176,26 +176,26 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompt: int) -> None:
         )
 
 
-def _rules(given: Fields, model: ServedModel) -> LogitsRules | None:
+def _rules(fields: Fields, model: ServedModel) -> LogitsRules | None:
     """How logits are changed; None if they are not."""
-    biases = given.get("logit_bias", {})
+    biases = fields.get("logit_bias", {})
     for token, value in biases.items():
         _check_token("logit_bias", token, model)
         if not -_MAX_BIAS <= value <= _MAX_BIAS:
             raise InvalidRequest(f"logit_bias of token {token} is {value}; it must be from -{_MAX_BIAS} to {_MAX_BIAS}")
-    allowed = given.get("allowed_token_ids", ())
+    allowed = fields.get("allowed_token_ids", ())
     for token in allowed:
         _check_token("allowed_token_ids", token, model)
-    least, most = given.get("min_tokens", 0), given.get("max_tokens")
+    least, most = fields.get("min_tokens", 0), fields.get("max_tokens")
     if most is not None and least > most:
         raise InvalidRequest(f"min_tokens is {least}, above max_tokens, which is {most}")
     rules = LogitsRules(
-        presence_penalty=given.get("presence_penalty", 0.0),
-        frequency_penalty=given.get("frequency_penalty", 0.0),
-        repetition_penalty=given.get("repetition_penalty", 1.0),
+        presence_penalty=fields.get("presence_penalty", 0.0),
+        frequency_penalty=fields.get("frequency_penalty", 0.0),
+        repetition_penalty=fields.get("repetition_penalty", 1.0),
         logit_bias=tuple((token, c_float(biases[token]).value) for token in sorted(biases)),
         min_tokens=least,
-        bad_words=_bad_words(given.get("bad_words", ()), model),
+        bad_words=_bad_words(fields.get("bad_words", ()), model),
         allowed_token_ids=tuple(dict.fromkeys(allowed)),
     )
     return None if rules == LogitsRules() else rules
@@ -219,17 +219,17 @@ def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...
         raise InvalidRequest(f"bad_words has {characters} characters in all; at most {_MAX_BAD_CHARACTERS} are allowed")
     bare = [word.lstrip() for word in words]
     tokens = model.tokenizer.encode_all([*bare, *(" " + word for word in bare)], special_tokens=False)
-    found: dict[tuple[int, ...], None] = {}
+    result: dict[tuple[int, ...], None] = {}
     for plain, spaced in zip(tokens[: len(bare)], tokens[len(bare) :], strict=True):
-        found[tuple(plain)] = None
+        result[tuple(plain)] = None
         if len(spaced) == len(plain):  # else it begins with a token that is the space alone
-            found[tuple(spaced)] = None
+            result[tuple(spaced)] = None
     # A tokenizer may have more tokens than the model, which never draws them.
-    return tuple(word for word in found if word and max(word) < model.limits.vocab_size)
+    return tuple(word for word in result if word and max(word) < model.limits.vocab_size)
 
 
-def _stops(given: Fields, model: ServedModel) -> tuple[str, ...]:
-    stops = tuple(dict.fromkeys(given.get("stop", ())))
+def _stops(fields: Fields, model: ServedModel) -> tuple[str, ...]:
+    stops = tuple(dict.fromkeys(fields.get("stop", ())))
     if stops and model.tokenizer is None:
         raise InvalidRequest(f"{model.name} has no tokenizer.json, so there is no text to find stop strings in")
     for stop in stops:

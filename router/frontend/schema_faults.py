@@ -99,9 +99,9 @@ class _Search:
         whole["$id"] = self._identifier
         try:
             for self._blames_references in (False, True):
-                found = -1
-                while found < len(self.faults.left_out):
-                    found = len(self.faults.left_out)
+                before = -1
+                while before < len(self.faults.left_out):
+                    before = len(self.faults.left_out)
                     self._mend("#", self._root, "whole")
         finally:
             whole["$id"] = own

@@ -67,18 +67,18 @@ class ServedModel:
         """The special tokens with some texts."""
         return [self.tokenizer.special_tokens[text] for text in texts] if self.tokenizer else []
 
-    def check(self, asked: str | None) -> None:
+    def check(self, name: str | None) -> None:
         """Raise ModelMismatch if a request asks for another model; no name is this one."""
-        if asked and asked not in (self.name, *self.aliases, *self.adapters):
-            raise ModelMismatch(f"model {shown(asked)!r} is not served here; this cluster serves {self.name!r}")
+        if name and name not in (self.name, *self.aliases, *self.adapters):
+            raise ModelMismatch(f"model {shown(name)!r} is not served here; this cluster serves {self.name!r}")
 
-    def adapter_of(self, asked: str | None) -> str:
+    def adapter_of(self, name: str | None) -> str:
         """The LoRA adapter that a request asks for, by the model's name in it; "" for none."""
-        return asked if asked and asked in self.adapters else ""
+        return name if name and name in self.adapters else ""
 
-    def answered_as(self, asked: str | None) -> str:
+    def answered_as(self, name: str | None) -> str:
         """What an answer calls the model: an adapter by its name, else the first of the model's."""
-        return self.adapter_of(asked) or self.name
+        return self.adapter_of(name) or self.name
 
 
 def load(config: ModelConfig) -> ServedModel:
@@ -157,17 +157,17 @@ def _defaults(generation: Mapping[str, Any]) -> SamplingParams:
     """What the model's authors recommend, where they recommend sampling; otherwise plain sampling at temperature 1."""
     if not generation.get("do_sample"):
         return SamplingParams()
-    given = {name: generation[name] for name in DrawParams.__struct_fields__ if generation.get(name)}
-    if given.get("top_k") == -1:
-        del given["top_k"]  # no limit
+    values = {name: generation[name] for name in DrawParams.__struct_fields__ if generation.get(name)}
+    if values.get("top_k") == -1:
+        del values["top_k"]  # no limit
     try:
-        made = msgspec.convert(given, SamplingParams)
-        check_bounds(given)  # Python's JSON knows NaN and Infinity, and whole numbers of any size
+        result = msgspec.convert(values, SamplingParams)
+        check_bounds(values)  # Python's JSON knows NaN and Infinity, and whole numbers of any size
     except (msgspec.ValidationError, InvalidRequest) as error:
         raise ModelError(
-            f"generation_config.json recommends {given}, which is no sampling: {error}; correct it or remove it"
+            f"generation_config.json recommends {values}, which is no sampling: {error}; correct it or remove it"
         ) from None
-    return made
+    return result
 
 
 def end_tokens(

@@ -77,7 +77,7 @@ class VllmMetrics(Collector):
         self.load = EngineLoad(0, 0, 0, 0)
         self._values = (model.name, _ENGINE)
         self._page_size, self._max_lora = page_size, len(model.adapters)
-        self._seconds = {name: self._histogram(name, *told) for name, told in _SECONDS.items()}
+        self._seconds = {name: self._histogram(name, *parts) for name, parts in _SECONDS.items()}
         buckets = _one_two_five(model.limits.max_context)
         self._tokens = {name: self._histogram(name, text, buckets) for name, text in _TOKENS.items()}
         self._between = self._seconds["inter_token_latency_seconds"]
@@ -150,8 +150,8 @@ class VllmMetrics(Collector):
             adapters = GaugeMetricFamily(
                 "vllm:lora_requests_info", "LoRA adapters of requests; the value is the time.", labels=names
             )
-            told = (str(self._max_lora), ",".join(load.waiting_adapters), ",".join(load.running_adapters))
-            adapters.add_metric(told, time.time())
+            values = (str(self._max_lora), ",".join(load.waiting_adapters), ",".join(load.running_adapters))
+            adapters.add_metric(values, time.time())
             yield adapters
 
     def describe(self) -> Iterable[Metric]:
@@ -163,8 +163,8 @@ class VllmMetrics(Collector):
         return family
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets)
-        return made.labels(*self._values)
+        histogram = Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets)
+        return histogram.labels(*self._values)
 
     def _count(self, name: str, amount: float, *labels: str) -> None:
         self._counters[name].labels(*self._values, *labels).inc(amount)

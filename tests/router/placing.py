@@ -45,7 +45,7 @@ class Cluster:
     prefills: dict[str, PrefillCost] = field(default_factory=dict[str, PrefillCost])
     steps: dict[str, DecodeCost] = field(default_factory=dict[str, DecodeCost])
     now: float = 100.0
-    given: int = 0
+    attempts: int = 0
 
     def __post_init__(self) -> None:
         self.view = ClusterView(CONFIG, self.members, self)
@@ -73,8 +73,8 @@ class Cluster:
         self, name: str = "p0", node: str = "a", device: int = 0, busy: int = 0, slots: int = 1
     ) -> MemberRecord:
         member = self._worker(self.join("prefill", name, node), device, busy)
-        for taken in range(len(member.pending_prefills), 2 - slots):
-            member.assign_prefill(AttemptName(f"slot {taken}", 1), PendingPrefill(0), self.now)
+        for number in range(len(member.pending_prefills), 2 - slots):
+            member.assign_prefill(AttemptName(f"slot {number}", 1), PendingPrefill(0), self.now)
         return member
 
     def _worker(self, member: MemberRecord, device: int, busy: int) -> MemberRecord:
@@ -106,9 +106,9 @@ class Cluster:
     ) -> None:
         """Give a decode worker sequences."""
         for _ in range(count):
-            self.given += 1
-            work = AssignedAttempt(self.given, 1, context=context, new_pages=pages, tpot=tpot)
-            member.assign(AttemptName(f"running {self.given}", 1), work)
+            self.attempts += 1
+            work = AssignedAttempt(self.attempts, 1, context=context, new_pages=pages, tpot=tpot)
+            member.assign(AttemptName(f"running {self.attempts}", 1), work)
 
     def ask(self, **more: Any) -> PlacementRequest:
         prefix: CacheablePrefix = more.pop("prefix", PREFIX)
@@ -149,14 +149,14 @@ class Cluster:
 
     def begin(self, plan: Placement, name: str = "") -> AttemptName:
         """Count a plan as the router does when it sends it."""
-        self.given += 1
-        attempt = AttemptName(name or f"r{self.given}", 1)
+        self.attempts += 1
+        attempt = AttemptName(name or f"r{self.attempts}", 1)
         new, known = (PREFIX.pages - plan.cached_pages) * 10, plan.cached_pages * 10
         if plan.prefill is not None:
             self.members.require_live(plan.prefill).assign_prefill(attempt, PendingPrefill(new, known), self.now)
         else:
             self.members.require_live(plan.decode).assign_prefill(attempt, PendingPrefill(new + TAIL, known), self.now)
-        self.members.require_live(plan.decode).assign(attempt, AssignedAttempt(self.given, 9, context=100.0))
+        self.members.require_live(plan.decode).assign(attempt, AssignedAttempt(self.attempts, 9, context=100.0))
         return attempt
 
 

@@ -30,11 +30,11 @@ def with_adapters() -> Config:
 
 
 def lab(*roles: str) -> Lab:
-    made = Lab(with_adapters())
+    one = Lab(with_adapters())
     for role in roles:
-        made.join(role, f"{role}-0", model=card(adapters=DIGESTS))
-    made.join("store", "store-0")
-    return made
+        one.join(role, f"{role}-0", model=card(adapters=DIGESTS))
+    one.join("store", "store-0")
+    return one
 
 
 def test_workers_hear_the_digest_and_prefixes_of_adapters_are_apart() -> None:
@@ -99,10 +99,10 @@ def model(folder: Path) -> served_model.ServedModel:
 
 def test_the_model_field_names_the_adapter(tmp_path: Path) -> None:
     small = model(tmp_path)
-    for asked, adapter in (("", ""), ("small", ""), ("tiny", ""), ("one", "one")):
-        request = pb.GenerateRequest(model=asked, token_ids=pb.TokenIds(ids=[1, 2, 3]))
+    for name, adapter in (("", ""), ("small", ""), ("tiny", ""), ("one", "one")):
+        request = pb.GenerateRequest(model=name, token_ids=pb.TokenIds(ids=[1, 2, 3]))
         assert generation_request(message_fields(request), "r", small, lambda: 1).adapter == adapter
-        pin = checked(PinPrefix(model=asked, token_ids=[1, 2, 3]), small, 0.0)
+        pin = checked(PinPrefix(model=name, token_ids=[1, 2, 3]), small, 0.0)
         assert isinstance(pin, events.PinPrefix)
         assert pin.adapter == adapter
     with pytest.raises(ModelMismatch, match="'two'"):

@@ -50,10 +50,10 @@ class Watching(LowestTtft):
 
     def __init__(self, answer: PlacementChoice | None = None) -> None:
         self.answer = answer
-        self.asked: list[PlacementRequest] = []
+        self.requests: list[PlacementRequest] = []
 
     def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
-        self.asked.append(ask)
+        self.requests.append(ask)
         return PlacementDecision(self.answer) if self.answer else super().place(ask, view)
 
 
@@ -67,7 +67,7 @@ def test_objectives_come_from_the_request_or_from_its_class() -> None:
     cluster.submit("b", ttft=7.0)
     cluster.submit("c", priority=1)
     cluster.submit("d", priority=2)
-    assert [(ask.ttft, ask.tpot) for ask in placer.asked] == [(2.0, 0.05), (7.0, 0.05), (None, 0.2), (None, None)]
+    assert [(ask.ttft, ask.tpot) for ask in placer.requests] == [(2.0, 0.05), (7.0, 0.05), (None, 0.2), (None, None)]
 
 
 def test_what_placement_rejects_is_refused_at_once_with_its_hint() -> None:
@@ -92,7 +92,7 @@ def test_what_has_been_begun_is_not_rejected_for_an_objective() -> None:
     cluster.now += 0.9
     placer.answer = Reject("too late")
     cluster.say(one, WorkerFailed("r", 1, "internal", "a step failed"))
-    assert placer.asked[-1].ttft is None
+    assert placer.requests[-1].ttft is None
     assert cluster.alive()
     placer.answer = None
     cluster.advance(0.01)

@@ -149,12 +149,12 @@ def test_an_answer_tells_why_its_prompt_was_not_cached_and_its_id_explains_it(tm
                 status, answer, _ = await client.post(path, body, **headers)
                 assert status == 200, answer
                 why, usage = details(answer["usage"])["not_cached"], answer["usage"]
-                told = (await operator.explain(answer["id"])).request
-                assert told.session == "turns"
-                assert told.not_cached is not None
-                assert (why["reason"], why["first_token"]) == (told.not_cached.reason, told.not_cached.token)
+                request = (await operator.explain(answer["id"])).request
+                assert request.session == "turns"
+                assert request.not_cached is not None
+                assert (why["reason"], why["first_token"]) == (request.not_cached.reason, request.not_cached.token)
                 cached = usage.get("cache_read_input_tokens") or details(usage).get("cached_tokens", 0)
-                assert sum(why["tokens"].values()) == told.prompt_tokens - cached
+                assert sum(why["tokens"].values()) == request.prompt_tokens - cached
             turns = await operator.requests(session="turns")
             assert len(turns) == len(bodies)
             assert await operator.requests(session="none") == []
@@ -309,7 +309,7 @@ def test_several_samples_have_seeds_in_a_row(tmp_path: Path, stream: bool) -> No
     async def test() -> None:
         async with door(tmp_path, workers=2) as client:
             body = completion(n=3, prompt=[PROMPT, PROMPT[:4]], stream=stream)
-            wanted = [text_of(SEED + sample, length) for length in (len(PROMPT), 4) for sample in range(3)]
+            right = [text_of(SEED + sample, length) for length in (len(PROMPT), 4) for sample in range(3)]
             if stream:
                 texts = [""] * 6
                 for chunk in await client.events("/v1/completions", body):
@@ -319,7 +319,7 @@ def test_several_samples_have_seeds_in_a_row(tmp_path: Path, stream: bool) -> No
                 answer = await client.complete(**body)
                 texts = [choice["text"] for choice in answer["choices"]]
                 assert answer["usage"]["prompt_tokens"] == len(PROMPT) + 4
-            assert texts == wanted
+            assert texts == right
 
     run(test)
 
@@ -539,11 +539,11 @@ def test_log_probabilities_of_the_prompt(tmp_path: Path) -> None:
                 first, *others = choice["prompt_logprobs"]
                 assert first is None
                 assert len(others) == len(PROMPT) - 1
-                for at, told in enumerate(others, start=1):
-                    assert told[str(PROMPT[at])] == {
+                for at, entry in enumerate(others, start=1):
+                    assert entry[str(PROMPT[at])] == {
                         "logprob": -at / 8, "rank": at, "decoded_token": TOKENIZER.text_of(PROMPT[at])
                     }  # fmt: skip
-                    assert told["2"]["rank"] == 2
+                    assert entry["2"]["rank"] == 2
             assert scored["choices"][0]["text"] == plain["choices"][0]["text"]
             status, answer, _ = await client.post(
                 "/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}], "prompt_logprobs": 0}
@@ -560,22 +560,22 @@ def test_echo_with_log_probabilities_has_those_of_the_prompt(tmp_path: Path) -> 
     async def test() -> None:
         async with door(tmp_path) as client:
             (choice,) = (await client.complete(echo=True, logprobs=1, max_tokens=2))["choices"]
-            told = choice["logprobs"]
+            logprobs = choice["logprobs"]
             output = expected(SEED, len(PROMPT), 2)[0]
-            assert told["tokens"] == [TOKENIZER.text_of(token) for token in (*PROMPT, *output)]
-            assert told["token_logprobs"] == [None, *(-at / 8 for at in range(1, len(PROMPT) + 2))]
-            assert told["top_logprobs"][0] is None
-            assert told["top_logprobs"][1] == {TOKENIZER.text_of(1): -0.25}
-            assert told["text_offset"][-1] == len("".join(told["tokens"][:-1]))
+            assert logprobs["tokens"] == [TOKENIZER.text_of(token) for token in (*PROMPT, *output)]
+            assert logprobs["token_logprobs"] == [None, *(-at / 8 for at in range(1, len(PROMPT) + 2))]
+            assert logprobs["top_logprobs"][0] is None
+            assert logprobs["top_logprobs"][1] == {TOKENIZER.text_of(1): -0.25}
+            assert logprobs["text_offset"][-1] == len("".join(logprobs["tokens"][:-1]))
             assert choice["text"] == TOKENIZER.decode(PROMPT) + text_of(count=2)
             events = await client.events(
                 "/v1/completions", completion(echo=True, logprobs=1, max_tokens=2, stream=True, n=2)
             )
             for index in (0, 1):
                 parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
-                assert [value for part in parts for value in (part["logprobs"] or told | {"tokens": []})["tokens"]][
+                assert [value for part in parts for value in (part["logprobs"] or logprobs | {"tokens": []})["tokens"]][
                     : len(PROMPT)
-                ] == told["tokens"][: len(PROMPT)]
+                ] == logprobs["tokens"][: len(PROMPT)]
                 assert "".join(part["text"] for part in parts).startswith(TOKENIZER.decode(PROMPT))
 
     run(test)
@@ -665,8 +665,8 @@ def test_a_router_that_stops_lets_streams_end_and_takes_no_more(tmp_path: Path) 
     async def test() -> None:
         async with door(tmp_path, shutdown_timeout_ms=60_000) as client:
             client.router.step_seconds = 0.02
-            asked = completion(max_tokens=60, ignore_eos=True)
-            running = asyncio.create_task(client.complete(**asked))
+            fields = completion(max_tokens=60, ignore_eos=True)
+            running = asyncio.create_task(client.complete(**fields))
 
             async def begun() -> bool:
                 return any(process.sequences for process in client.router.cluster.processes.values())
@@ -693,16 +693,16 @@ def test_small_segments_are_sent_at_once() -> None:
 
     async def test() -> None:
         with await FixedPort("api.port", "127.0.0.1", 0).listener() as listener:
-            made: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            no_delay: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
             async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 peer = writer.get_extra_info("socket")
-                made.set_result(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+                no_delay.set_result(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
                 writer.close()
 
             async with await asyncio.start_server(connected, sock=listener):
                 _, writer = await asyncio.open_connection(*listener.getsockname())
-                assert await made
+                assert await no_delay
                 writer.close()
 
     run(test)
@@ -713,14 +713,14 @@ def test_small_segments_are_sent_at_once() -> None:
 
 def named_events(raw: str) -> list[tuple[str, Any]]:
     """Events with a name each."""
-    found: list[tuple[str, Any]] = []
+    result: list[tuple[str, Any]] = []
     *events, rest = raw.split("\n\n")
     assert rest == ""
     for event in events:
         name, data = event.split("\n")
-        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-        assert found[-1][1]["type"] == found[-1][0]
-    return found
+        result.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+        assert result[-1][1]["type"] == result[-1][0]
+    return result
 
 
 async def stream_of(client: Door, path: str, body: Any) -> list[tuple[str, Any]]:

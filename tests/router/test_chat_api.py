@@ -38,18 +38,18 @@ TEMPLATE = (
 WEATHER = {"city": "Rome", "unit": "°C"}
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {json.dumps(WEATHER, ensure_ascii=False)}}}\n</tool_call>'
 TIME = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-SAID = f"<think>\nHmm, the weather.\n</think>\n\nI'll look.\n{CALL}\n{TIME}<|im_end|>"
+OUTPUT = f"<think>\nHmm, the weather.\n</think>\n\nI'll look.\n{CALL}\n{TIME}<|im_end|>"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string"}}}
 FUNCTIONS = [("get_weather", PARAMETERS), ("get_time", {"type": "object", "properties": {}})]
-TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": given}} for name, given in FUNCTIONS]
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in FUNCTIONS]
 MESSAGES: Any = [{"role": "user", "content": "How is it in Rome?"}]
 
 
 def tokenizer() -> HfTokenizer:
-    made = HfTokenizer.from_str(tokenizers.byte_level().to_str())
-    made.add_special_tokens(["<tool_call>", "</tool_call>", "<|im_end|>"])
-    made.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
-    return made
+    result = HfTokenizer.from_str(tokenizers.byte_level().to_str())
+    result.add_special_tokens(["<tool_call>", "</tool_call>", "<|im_end|>"])
+    result.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    return result
 
 
 class Client:
@@ -105,14 +105,14 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 def test_openais_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with saying(tmp_path, monkeypatch, SAID) as client, client.openai() as door:
+        async with saying(tmp_path, monkeypatch, OUTPUT) as client, client.openai() as door:
 
             async def ask(**more: Any) -> Any:
-                asked = {"model": "", "messages": MESSAGES, "tools": TOOLS} | more
-                return (await door.chat.completions.create(**asked)).choices[0]
+                fields = {"model": "", "messages": MESSAGES, "tools": TOOLS} | more
+                return (await door.chat.completions.create(**fields)).choices[0]
 
             usage = (await door.chat.completions.create(model="", messages=MESSAGES, tools=TOOLS)).usage
-            thought = SAID[: SAID.index("</think>") + len("</think>")]
+            thought = OUTPUT[: OUTPUT.index("</think>") + len("</think>")]
             reasoning = len(tokenizer().encode(thought, add_special_tokens=False).ids)
             assert usage is not None
             assert usage.completion_tokens_details is not None
@@ -127,7 +127,7 @@ def test_openais_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert len((await ask(parallel_tool_calls=False)).message.tool_calls) == 1
             quiet = await ask(extra_body={"include_reasoning": False})
             assert not hasattr(quiet.message, "reasoning")
-            cut = await ask(max_completion_tokens=len(tokenizer().encode(SAID).ids) // 2)
+            cut = await ask(max_completion_tokens=len(tokenizer().encode(OUTPUT).ids) // 2)
             assert cut.finish_reason == "length"
             none = await ask(tool_choice="none", extra_body={"skip_special_tokens": False})
             assert none.message.tool_calls is None
@@ -145,8 +145,8 @@ def test_calls_count_in_reasoning_that_never_ends(tmp_path: Path, monkeypatch: p
     async def test() -> None:
         thought = "<think>\nHmm."
         async with saying(tmp_path, monkeypatch, f"{thought}\n{TIME}<|im_end|>") as client, client.openai() as door:
-            asked: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS}
-            answer = await door.chat.completions.create(**asked)
+            free: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS}
+            answer = await door.chat.completions.create(**free)
             (choice,) = answer.choices
             message: Any = choice.message
             assert (choice.finish_reason, message.reasoning, message.content) == ("tool_calls", "Hmm.", None)
@@ -154,7 +154,7 @@ def test_calls_count_in_reasoning_that_never_ends(tmp_path: Path, monkeypatch: p
             count = len(tokenizer().encode(thought, add_special_tokens=False).ids)
             assert answer.usage.completion_tokens_details.reasoning_tokens == count
             reasoning, names, ends = "", list[str](), list[str]()
-            async for chunk in await door.chat.completions.create(**asked, stream=True):
+            async for chunk in await door.chat.completions.create(**free, stream=True):
                 delta: Any = chunk.choices[0].delta
                 reasoning += getattr(delta, "reasoning", "")
                 names += [call.function.name for call in delta.tool_calls or ()]
@@ -167,7 +167,7 @@ def test_calls_count_in_reasoning_that_never_ends(tmp_path: Path, monkeypatch: p
 
             await eventually_async(counted)
             # A limit has cut it: what was thought until then may have been a draft.
-            cut = await door.chat.completions.create(**asked, max_completion_tokens=len(client.tokens) - 1)
+            cut = await door.chat.completions.create(**free, max_completion_tokens=len(client.tokens) - 1)
             assert cut.choices[0].finish_reason == "length"
             assert cut.choices[0].message.tool_calls is None
 
@@ -194,10 +194,10 @@ def test_reasoning_tokens_are_those_of_reasoning(tmp_path: Path, monkeypatch: py
 
 def test_openais_chats_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with saying(tmp_path, monkeypatch, SAID) as client, client.openai() as door:
-            asked: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "stream": True}
+        async with saying(tmp_path, monkeypatch, OUTPUT) as client, client.openai() as door:
+            fields: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "stream": True}
             content, reasoning, calls, fragments, ends = "", "", list[list[str]](), 0, list[str]()
-            async for chunk in await door.chat.completions.create(**asked):
+            async for chunk in await door.chat.completions.create(**fields):
                 delta: Any = chunk.choices[0].delta
                 content += delta.content or ""
                 reasoning += getattr(delta, "reasoning", "")
@@ -225,8 +225,8 @@ def test_calls_that_the_request_insists_on(tmp_path: Path, monkeypatch: pytest.M
         async with saying(tmp_path, monkeypatch, listed) as client, client.openai() as door:
 
             async def ask(choice: Any, **more: Any) -> Any:
-                asked: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice} | more
-                return (await door.chat.completions.create(**asked)).choices[0]
+                fields: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice} | more
+                return (await door.chat.completions.create(**fields)).choices[0]
 
             both = (await ask("required")).message
             assert both.content is None
@@ -237,37 +237,37 @@ def test_calls_that_the_request_insists_on(tmp_path: Path, monkeypatch: pytest.M
             assert one.finish_reason == "tool_calls"
             (call,) = one.message.tool_calls
             assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", WEATHER)
-            asked: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+            forced: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
             wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "no such"}}}]
             with pytest.raises(openai.BadRequestError) as error:
-                await door.chat.completions.create(**asked | {"tools": wrong})
+                await door.chat.completions.create(**forced | {"tools": wrong})
             assert error.value.param == "tools"
 
     run(test)
 
 
 def test_anthropics_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = [{"name": name, "input_schema": given} for name, given in FUNCTIONS]
+    tools = [{"name": name, "input_schema": schema} for name, schema in FUNCTIONS]
 
     async def test() -> None:
-        async with saying(tmp_path, monkeypatch, SAID) as client, client.anthropic() as door:
-            asked: Any = {"model": "", "max_tokens": 500, "messages": MESSAGES, "tools": tools}
+        async with saying(tmp_path, monkeypatch, OUTPUT) as client, client.anthropic() as door:
+            fields: Any = {"model": "", "max_tokens": 500, "messages": MESSAGES, "tools": tools}
             thinks: Any = {"thinking": {"type": "enabled", "budget_tokens": 1_024}}
-            message = await door.messages.create(**asked, **thinks)
+            message = await door.messages.create(**fields, **thinks)
             assert message.stop_reason == "tool_use"
             thought, text, weather, time = message.content
             assert (thought.type, text.type, weather.type, time.type) == ("thinking", "text", "tool_use", "tool_use")
             assert (thought.thinking, text.text) == ("Hmm, the weather.", "I'll look.")
             assert (weather.name, weather.input, time.input) == ("get_weather", WEATHER, {})
-            async with door.messages.stream(**asked, **thinks) as stream:
+            async with door.messages.stream(**fields, **thinks) as stream:
                 streamed = await stream.get_final_message()
             assert streamed.stop_reason == "tool_use"
-            told = [block.model_dump(exclude={"id"}) for block in message.content]
+            blocks = [block.model_dump(exclude={"id"}) for block in message.content]
             assert [
-                block.model_dump(include=set(one)) for block, one in zip(streamed.content, told, strict=True)
-            ] == told
+                block.model_dump(include=set(one)) for block, one in zip(streamed.content, blocks, strict=True)
+            ] == blocks
             hidden = await door.messages.create(
-                **asked, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
+                **fields, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
             )
             assert [block.type for block in hidden.content] == ["text", "tool_use"]
             results = [
@@ -282,13 +282,13 @@ def test_anthropics_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 },
             ]
             client.say("<think>\n\n</think>\n\nFine.")
-            last = await door.messages.create(**asked | {"messages": results})
+            last = await door.messages.create(**fields | {"messages": results})
             assert (last.stop_reason, [block.text for block in last.content]) == ("end_turn", ["Fine."])
             client.say(json.dumps(WEATHER))
-            forced = await door.messages.create(**asked, tool_choice={"type": "tool", "name": "get_weather"})
+            forced = await door.messages.create(**fields, tool_choice={"type": "tool", "name": "get_weather"})
             assert [block.input for block in forced.content] == [WEATHER]
             client.say("")
-            async with door.messages.stream(**asked) as stream:
+            async with door.messages.stream(**fields) as stream:
                 empty = await stream.get_final_message()
             assert [block.type for block in empty.content] == ["text"]
 
@@ -296,18 +296,18 @@ def test_anthropics_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_openais_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = [{"type": "function", "name": name, "parameters": given, "strict": False} for name, given in FUNCTIONS]
+    tools = [{"type": "function", "name": name, "parameters": schema, "strict": False} for name, schema in FUNCTIONS]
 
     async def test() -> None:
-        async with saying(tmp_path, monkeypatch, SAID) as client, client.openai() as door:
-            asked: Any = {"model": "", "input": "How is it in Rome?", "tools": tools}
-            response = await door.responses.create(**asked)
+        async with saying(tmp_path, monkeypatch, OUTPUT) as client, client.openai() as door:
+            fields: Any = {"model": "", "input": "How is it in Rome?", "tools": tools}
+            response = await door.responses.create(**fields)
             thought, text, weather, time = response.output
             assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
             assert thought.content[0].text == "Hmm, the weather."
             assert (response.output_text, text.status) == ("I'll look.", "completed")
             assert (weather.name, json.loads(weather.arguments), time.arguments) == ("get_weather", WEATHER, "{}")
-            events: Any = [event async for event in await door.responses.create(**asked, stream=True)]
+            events: Any = [event async for event in await door.responses.create(**fields, stream=True)]
             assert [event.sequence_number for event in events] == list(range(len(events)))
             last = events[-1].response
             for one, other in zip(response.output, last.output, strict=True):
@@ -316,53 +316,53 @@ def test_openais_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert done == last.output
             added = [event.item for event in events if event.type == "response.output_item.added"]
             assert [item.id for item in added] == [item.id for item in done]
-            said = {
+            texts = {
                 kind: "".join(event.delta for event in events if event.type == f"response.{kind}.delta")
                 for kind in ("output_text", "reasoning_text", "function_call_arguments")
             }
-            assert said["output_text"] == "I'll look."
-            assert said["reasoning_text"] == "Hmm, the weather."
-            assert said["function_call_arguments"] == weather.arguments + "{}"
+            assert texts["output_text"] == "I'll look."
+            assert texts["reasoning_text"] == "Hmm, the weather."
+            assert texts["function_call_arguments"] == weather.arguments + "{}"
             client.say("Fine.")
             results = [
                 {"type": "function_call_output", "call_id": call.call_id, "output": "20"} for call in (weather, time)
             ]
-            given = [*MESSAGES, *(item.model_dump(exclude_none=True) for item in response.output), *results]
-            assert (await door.responses.create(**asked | {"input": given})).output_text == "Fine."
+            history = [*MESSAGES, *(item.model_dump(exclude_none=True) for item in response.output), *results]
+            assert (await door.responses.create(**fields | {"input": history})).output_text == "Fine."
             client.say(json.dumps([{"name": "get_time", "parameters": {}}]))
-            (forced,) = (await door.responses.create(**asked, tool_choice="required")).output
+            (forced,) = (await door.responses.create(**fields, tool_choice="required")).output
             assert (forced.type, forced.arguments) == ("function_call", "{}")
 
     run(test)
 
 
 def test_markers_stay_and_other_special_tokens_go() -> None:
-    made = Tokenizer(tokenizer())
-    shown = frozenset({made.special_tokens["<tool_call>"]})
-    tokens = made.encode("a<tool_call>b</tool_call><|im_end|>", special_tokens=True)
+    one = Tokenizer(tokenizer())
+    shown = frozenset({one.special_tokens["<tool_call>"]})
+    tokens = one.encode("a<tool_call>b</tool_call><|im_end|>", special_tokens=True)
     for options, text in (
         (TextOptions(), "ab"),
         (TextOptions(shown=shown), "a<tool_call>b"),
         (TextOptions(shown=shown, marked=True), f"a{MARK}<tool_call>b"),
         (TextOptions(special_tokens=True, shown=shown), "<s>a<tool_call>b</tool_call><|im_end|>"),
     ):
-        stream = TextStream(made, [], (), frozenset(), options)
+        stream = TextStream(one, [], (), frozenset(), options)
         assert "".join(stream.feed([token]).text for token in tokens) + stream.flush().text == text
 
 
 def test_marks_stand_before_special_tokens_alone() -> None:
     """Also where a stop string holds them back, and never in what logprobs show."""
-    made = Tokenizer(tokenizer())
-    options = TextOptions(shown=frozenset({made.special_tokens["<tool_call>"]}), marked=True)
-    spelt = [token for text in ("<tool", "_call>") for token in made.encode(text, special_tokens=False)]
-    tokens = [*spelt, *made.encode("é<tool_call>x<tool_call>", special_tokens=False)]
+    model_tokenizer = Tokenizer(tokenizer())
+    options = TextOptions(shown=frozenset({model_tokenizer.special_tokens["<tool_call>"]}), marked=True)
+    spelt = [token for text in ("<tool", "_call>") for token in model_tokenizer.encode(text, special_tokens=False)]
+    tokens = [*spelt, *model_tokenizer.encode("é<tool_call>x<tool_call>", special_tokens=False)]
     for stops, text in (
         ((), f"<tool_call>é{MARK}<tool_call>x{MARK}<tool_call>"),
         (("é<tool_call>y", "l>z"), f"<tool_call>é{MARK}<tool_call>x{MARK}<tool_call>"),
         (("call>x",), f"<tool_call>é{MARK}<tool_"),
         (("<tool_call>x",), "<tool_call>é"),
     ):
-        stream = TextStream(made, [], stops, frozenset(), options)
+        stream = TextStream(model_tokenizer, [], stops, frozenset(), options)
         pieces: list[str] = []
         for token in tokens:
             piece = stream.feed([token])
@@ -372,7 +372,7 @@ def test_marks_stand_before_special_tokens_alone() -> None:
         else:
             pieces.append(stream.flush().text)
         assert "".join(pieces) == text
-    added = added_texts(TextStream(made, [], (), frozenset(), options), tokens)
+    added = added_texts(TextStream(model_tokenizer, [], (), frozenset(), options), tokens)
     assert "".join(added) == "<tool_call>é<tool_call>x<tool_call>"
 
 
@@ -397,8 +397,8 @@ def test_codexs_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test() -> None:
         async with saying(tmp_path, monkeypatch, "".join(calls)) as client, client.openai() as door:
-            asked: Any = {"model": "", "input": "Go.", "tools": AGENTS_TOOLS, "max_output_tokens": 200}
-            response = await door.responses.create(**asked)
+            fields: Any = {"model": "", "input": "Go.", "tools": AGENTS_TOOLS, "max_output_tokens": 200}
+            response = await door.responses.create(**fields)
             patch, docs, bugs = response.output
             assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "patch", PATCH)
             assert (docs.type, docs.namespace, docs.name) == ("function_call", "docs", "find")
@@ -406,7 +406,7 @@ def test_codexs_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert (bugs.namespace, bugs.name) == ("bugs", "find")
             assert [tool.type for tool in response.tools] == [tool["type"] for tool in AGENTS_TOOLS]
 
-            events: Any = [event async for event in await door.responses.create(**asked, stream=True)]
+            events: Any = [event async for event in await door.responses.create(**fields, stream=True)]
             for one, other in zip(response.output, events[-1].response.output, strict=True):
                 assert one.model_dump(exclude={"id", "call_id"}) == other.model_dump(exclude={"id", "call_id"})
             inputs = [event for event in events if event.type.startswith("response.custom_tool_call_input")]
@@ -420,23 +420,23 @@ def test_codexs_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 {"type": f"{item.type}_output", "call_id": item.call_id, "output": "ok"} for item in response.output
             ]
             history = [*(item.model_dump(exclude_none=True) for item in response.output), *outputs]
-            later = asked | {"input": [*MESSAGES, *history], "max_output_tokens": 20}
+            later = fields | {"input": [*MESSAGES, *history], "max_output_tokens": 20}
             assert (await door.responses.create(**later)).output_text == "Fine."
             choice: Any = {"type": "custom", "name": "patch"}
             client.say(json.dumps({"input": PATCH}))
-            (forced,) = (await door.responses.create(**asked, tool_choice=choice)).output
+            (forced,) = (await door.responses.create(**fields, tool_choice=choice)).output
             assert (forced.type, forced.input) == ("custom_tool_call", PATCH)
             members = [{"type": "namespace", "name": "bugs"}, {"type": "web_search"}]
             client.say(json.dumps([{"name": "bugs__find", "parameters": {}}]))
             choice = {"type": "allowed_tools", "mode": "required", "tools": members}
-            (chosen,) = (await door.responses.create(**asked, tool_choice=choice)).output
+            (chosen,) = (await door.responses.create(**fields, tool_choice=choice)).output
             assert (chosen.namespace, chosen.name) == ("bugs", "find")
             # A text under a grammar in Lark is the whole output.
             lark = {"type": "grammar", "syntax": "lark", "definition": "start: /(.|\\n)+/"}
             bound = [{"type": "custom", "name": "patch", "format": lark}]
             client.say(PATCH)
             choice = {"type": "custom", "name": "patch"}
-            (forced,) = (await door.responses.create(**asked | {"tools": bound}, tool_choice=choice)).output
+            (forced,) = (await door.responses.create(**fields | {"tools": bound}, tool_choice=choice)).output
             assert forced.input == PATCH
             for tools, path in (
                 ([{"type": "wizard"}], "tools[0].type"),
@@ -448,7 +448,7 @@ def test_codexs_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 ([{"type": "custom", "name": "n", "format": {"type": "odd"}}], "tools[0].format"),
             ):
                 with pytest.raises(openai.BadRequestError) as error:
-                    await door.responses.create(**asked | {"tools": tools})
+                    await door.responses.create(**fields | {"tools": tools})
                 assert error.value.param == path
 
     run(test)
@@ -456,24 +456,24 @@ def test_codexs_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_custom_tools_of_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        said = call_of("apply_patch", {"input": PATCH}) + call_of("get_time", {})
-        async with saying(tmp_path, monkeypatch, said) as client, client.openai() as door:
+        output = call_of("apply_patch", {"input": PATCH}) + call_of("get_time", {})
+        async with saying(tmp_path, monkeypatch, output) as client, client.openai() as door:
             custom = {"type": "custom", "custom": {"name": "apply_patch", "format": {"type": "text"}}}
-            asked: Any = {"model": "", "messages": MESSAGES, "tools": [*TOOLS, custom]}
-            message = (await door.chat.completions.create(**asked)).choices[0].message
+            fields: Any = {"model": "", "messages": MESSAGES, "tools": [*TOOLS, custom]}
+            message = (await door.chat.completions.create(**fields)).choices[0].message
             assert message.tool_calls is not None
             patch, time = message.tool_calls
             assert (patch.type, time.type) == ("custom", "function")
             assert (patch.custom.name, patch.custom.input) == ("apply_patch", PATCH)
             texts = ""
-            async for chunk in await door.chat.completions.create(**asked, stream=True):
+            async for chunk in await door.chat.completions.create(**fields, stream=True):
                 for call in chunk.choices[0].delta.tool_calls or ():
                     texts += (call.model_extra or {}).get("custom", {}).get("input", "")
             assert texts == PATCH
             client.say("Fine.")
             result = {"role": "tool", "tool_call_id": patch.id, "content": "ok"}
             later = [*MESSAGES, message.model_dump(exclude_none=True), result, {**result, "tool_call_id": time.id}]
-            last = await door.chat.completions.create(**asked | {"messages": later})
+            last = await door.chat.completions.create(**fields | {"messages": later})
             assert last.choices[0].message.content == "Fine."
 
     run(test)
@@ -481,7 +481,7 @@ def test_custom_tools_of_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_anthropics_own_tools_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with saying(tmp_path, monkeypatch, SAID) as client, client.anthropic() as door:
+        async with saying(tmp_path, monkeypatch, OUTPUT) as client, client.anthropic() as door:
             kinds = (
                 "web_search_20250305",
                 "code_execution_20250825",
@@ -490,13 +490,13 @@ def test_anthropics_own_tools_are_left_out(tmp_path: Path, monkeypatch: pytest.M
             )
             hosted = [{"type": kind, "name": kind.rpartition("_")[0]} for kind in kinds]
             tools: Any = [hosted[0], {"name": "get_weather", "input_schema": PARAMETERS}, *hosted[1:]]
-            asked: Any = {"model": "", "max_tokens": 500, "messages": MESSAGES, "tools": tools}
-            message = await door.messages.create(**asked)
+            fields: Any = {"model": "", "max_tokens": 500, "messages": MESSAGES, "tools": tools}
+            message = await door.messages.create(**fields)
             assert next(block.name for block in message.content if block.type == "tool_use") == "get_weather"
-            alone = await door.messages.create(**asked | {"tools": hosted})
+            alone = await door.messages.create(**fields | {"tools": hosted})
             assert alone.stop_reason == "end_turn"
             with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.type"):
-                await door.messages.create(**asked | {"tools": [{"type": "wizard", "name": "w"}]})
+                await door.messages.create(**fields | {"tools": [{"type": "wizard", "name": "w"}]})
 
     run(test)
 
@@ -516,12 +516,12 @@ def test_a_stop_string_that_completes_after_min_tokens(tmp_path: Path, monkeypat
 def test_a_schema_of_anthropics_binds_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with saying(tmp_path, monkeypatch, "{}") as client, client.anthropic() as door:
-            asked: Any = {"model": "", "max_tokens": 50, "messages": MESSAGES}
+            fields: Any = {"model": "", "max_tokens": 50, "messages": MESSAGES}
             form: Any = {"type": "json_schema", "schema": {"type": "no such"}}
             with pytest.raises(anthropic.BadRequestError, match="no such"):
-                await door.messages.create(**asked, output_config={"format": form})
+                await door.messages.create(**fields, output_config={"format": form})
             with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
-                await door.messages.create(**asked, extra_body={"mcp_servers": [{"type": "url", "url": "x"}]})
+                await door.messages.create(**fields, extra_body={"mcp_servers": [{"type": "url", "url": "x"}]})
 
     run(test)
 
@@ -542,21 +542,21 @@ def test_with_tools_the_prompt_and_the_parser_are_those_of_tool_use(
 
     async def test() -> None:
         async with saying(tmp_path, monkeypatch, f"I'll look.{CALL}", named) as client, client.openai() as door:
-            asked: Any = {"model": "", "messages": MESSAGES}
-            message = (await door.chat.completions.create(**asked, tools=TOOLS)).choices[0].message
+            fields: Any = {"model": "", "messages": MESSAGES}
+            message = (await door.chat.completions.create(**fields, tools=TOOLS)).choices[0].message
             assert (message.content, message.tool_calls[0].function.name) == ("I'll look.", "get_weather")
             assert "get_weather" in prompts[-1]
             for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-                message = (await door.chat.completions.create(**asked, **more)).choices[0].message
+                message = (await door.chat.completions.create(**fields, **more)).choices[0].message
                 assert prompts[-1] == "[user]How is it in Rome?"
                 assert not message.tool_calls
                 assert message.content.startswith("I'll look.")
-            named_one = await door.chat.completions.create(**asked, extra_body={"chat_template": "tool_use"})
+            named_one = await door.chat.completions.create(**fields, extra_body={"chat_template": "tool_use"})
             assert named_one.usage.prompt_tokens
             assert prompts[-1] == "<s>[user]How is it in Rome?[assistant]"
             client.say(json.dumps(WEATHER))
             forced: Any = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
-            message = (await door.chat.completions.create(**asked, **forced, tools=TOOLS)).choices[0].message
+            message = (await door.chat.completions.create(**fields, **forced, tools=TOOLS)).choices[0].message
             assert json.loads(message.tool_calls[0].function.arguments) == WEATHER
             assert "get_weather" in prompts[-1]
 
@@ -572,14 +572,14 @@ def test_the_events_of_a_cut_response_are_the_published_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     published: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    tools = [*AGENTS_TOOLS, *({"type": "function", "name": name, "parameters": given} for name, given in FUNCTIONS)]
+    tools = [*AGENTS_TOOLS, *({"type": "function", "name": name, "parameters": schema} for name, schema in FUNCTIONS)]
 
     async def test() -> None:
         async with saying(tmp_path, monkeypatch, text) as client, client.openai() as door:
             count = max(1, len(tokenizer().encode(text, add_special_tokens=False).ids))
-            asked: Any = {"model": "", "input": "Hi", "tools": tools, "max_output_tokens": count}
-            asked["extra_body"] = {"ignore_eos": True}
-            events: Any = [event async for event in await door.responses.create(**asked, stream=True)]
+            fields: Any = {"model": "", "input": "Hi", "tools": tools, "max_output_tokens": count}
+            fields["extra_body"] = {"ignore_eos": True}
+            events: Any = [event async for event in await door.responses.create(**fields, stream=True)]
             for event in events:
                 published.validate_python(event.model_dump())
             last = events[-1]

@@ -57,15 +57,15 @@ def test_generate_chat_status_and_explain(tmp_path: Path) -> None:
             tokens, reason = expected(SEED, len(PROMPT), 12)
             stream = client.generate(PROMPT, seed=SEED, max_tokens=12, request_id="mine", timeout=30)
             deltas = [delta async for delta in stream]
-            made = await stream.result()
-            assert [token for delta in deltas for token in delta.token_ids] == made.token_ids == tokens
-            assert made.text == TOKENIZER.decode([token for token in tokens if token != EOS])
-            assert (made.finish_reason, made.request_id, made.seed) == (reason, "mine", SEED)
-            assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (len(PROMPT), len(tokens))
-            assert made.work.decode_workers == ("decode-0",)
-            assert made.timing.first_token is not None
-            assert made.timing.finished is not None
-            assert made.timing.first_token <= made.timing.finished
+            result = await stream.result()
+            assert [token for delta in deltas for token in delta.token_ids] == result.token_ids == tokens
+            assert result.text == TOKENIZER.decode([token for token in tokens if token != EOS])
+            assert (result.finish_reason, result.request_id, result.seed) == (reason, "mine", SEED)
+            assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (len(PROMPT), len(tokens))
+            assert result.work.decode_workers == ("decode-0",)
+            assert result.timing.first_token is not None
+            assert result.timing.finished is not None
+            assert result.timing.first_token <= result.timing.finished
 
             several = await client.generate(PROMPT, seed=SEED, max_tokens=12, n=3).results()
             assert [one.index for one in several] == [0, 1, 2]
@@ -82,7 +82,7 @@ def test_generate_chat_status_and_explain(tmp_path: Path) -> None:
 
             status = await client.status()
             assert {process.name for process in status.processes if is_up(process)} == {"router", "decode-0"}
-            assert (await client.explain("mine")).request.completion_tokens == made.usage.completion_tokens
+            assert (await client.explain("mine")).request.completion_tokens == result.usage.completion_tokens
             assert "mine" in [one.request_id for one in await client.requests()]
 
     run(test)

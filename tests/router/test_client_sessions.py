@@ -75,9 +75,9 @@ class Client:
 
         await eventually_async(all_here)
 
-    async def refused(self, asked: generation_pb2.GenerateRequest, **options: Any) -> tuple[Any, str, dict[str, str]]:
+    async def refused(self, request: generation_pb2.GenerateRequest, **options: Any) -> tuple[Any, str, dict[str, str]]:
         """Status, details and trailing metadata of a request that must fail."""
-        call = self.generation.Generate(asked, **options)
+        call = self.generation.Generate(request, **options)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(call)
         error = caught.value
@@ -128,8 +128,8 @@ def test_a_request_is_named_at_once_and_explained_afterwards(tmp_path: Path) -> 
             name = dict(await call.initial_metadata())[grpc_calls.REQUEST_ID]
             _, _, finished = await collect(call)
             assert finished.request_id == name
-            told = await client.operator.explain(name)
-            assert told.request.ttft_ms == told.attempts[0].actual.ttft_ms == finished.timing.first_token
+            report = await client.operator.explain(name)
+            assert report.request.ttft_ms == report.attempts[0].actual.ttft_ms == finished.timing.first_token
             assert [one.request_id for one in await client.operator.requests()] == [name]
             with pytest.raises(RequestNotFound):
                 await client.operator.explain("none")
@@ -361,10 +361,10 @@ def test_off_loopback_the_http_port_asks_for_an_operators_key(tmp_path: Path) ->
             plain = api_keys.add(path, Identity(name="one", tenant="acme"), "")
             operator = api_keys.add(path, Identity(name="ops", operator=True), "")
 
-            async def asked_for() -> bool:
+            async def needs_key() -> bool:
                 return await status("/metrics") == 401
 
-            await eventually_async(asked_for)
+            await eventually_async(needs_key)
             for page in ("/metrics", "/discovery"):
                 assert await status(page) == 401
                 assert await status(page, plain) == 403
@@ -381,10 +381,10 @@ def test_off_loopback_the_http_port_asks_for_an_operators_key(tmp_path: Path) ->
 
 @pytest.mark.parametrize("port", ["grpc_port", "internal_port", "http_port"])
 def test_a_port_in_use_is_named(tmp_path: Path, port: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        number = taken.getsockname()[1]
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        number = holder.getsockname()[1]
 
         async def test() -> None:
             async with served(settings_for(tmp_path, **{port: number})):
@@ -408,9 +408,9 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
             assert process.stdout is not None
             addresses = json.loads(process.stdout.readline())
             assert set(addresses) == {"grpc", "internal", "http", "operator", "api"}
-            taken = addresses["grpc"].rpartition(":")[2]
+            port = addresses["grpc"].rpartition(":")[2]
             file.write_text(
-                settings.dump(settings_for(tmp_path, grpc_port=int(taken), operator=str(tmp_path / "other.sock")))
+                settings.dump(settings_for(tmp_path, grpc_port=int(port), operator=str(tmp_path / "other.sock")))
             )
             second = subprocess.run(
                 [sys.executable, "-m", "router", "--config", str(file), "--name", "router"],
@@ -420,7 +420,7 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
                 check=False,
             )
             assert second.returncode == 1
-            assert taken in second.stderr
+            assert port in second.stderr
             assert "Traceback" not in second.stderr
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 0

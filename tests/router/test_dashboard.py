@@ -71,14 +71,14 @@ async def page(folder: Path) -> AsyncIterator[Page]:
         yield Page(router, http)
 
 
-async def with_workers(found: Page) -> None:
+async def with_workers(board: Page) -> None:
     """A whole cluster joins."""
-    found.router.start("store", "store-0")
-    found.router.start("prefill", "prefill-0")
-    found.router.start("decode", "decode-0")
+    board.router.start("store", "store-0")
+    board.router.start("prefill", "prefill-0")
+    board.router.start("decode", "decode-0")
 
     async def live() -> bool:
-        return {one.name for one in (await found.snapshot()).processes} == {"store-0", "prefill-0", "decode-0"}
+        return {one.name for one in (await board.snapshot()).processes} == {"store-0", "prefill-0", "decode-0"}
 
     await eventually_async(live)
 
@@ -92,9 +92,9 @@ def test_a_quantile_is_that_of_the_durations_themselves(durations: list[float], 
     for duration in durations:
         sketch.add(duration)
     sketch.turn()
-    (found,) = sketch.quantiles(share)
+    (quantile,) = sketch.quantiles(share)
     exact = sorted(durations)[int(share * (len(durations) - 1))]
-    assert found == pytest.approx(exact, rel=0.026)
+    assert quantile == pytest.approx(exact, rel=0.026)
 
 
 def test_a_sketch_forgets_what_is_older_than_its_seconds() -> None:
@@ -118,10 +118,10 @@ def test_a_storm_of_faults_is_told_in_a_few_notices_that_count_the_rest() -> Non
     for number in range(1_000):
         line = Log(f"attempt 1 is over: {number}", f"mine-{number}-1.a", warning=True, kind="attempt")
         notices.logged(line, 1.0 + number / 1_000)
-    told = notices.last(100)
-    assert [one.level for one in told] == ["warning"] * 6 + ["error"]
-    assert told[0].more == 994
-    assert told[0].text.startswith("mine-5: attempt 1 is over")
+    latest = notices.last(100)
+    assert [one.level for one in latest] == ["warning"] * 6 + ["error"]
+    assert latest[0].more == 994
+    assert latest[0].text.startswith("mine-5: attempt 1 is over")
     notices.logged(Log("attempt 1 is over: later", "mine-1-1.a", warning=True, kind="attempt"), 60.0)
     assert notices.last(1)[0].more == 0
 
@@ -162,19 +162,19 @@ def test_only_so_many_pages_may_be_open_at_a_time() -> None:
 
 def test_a_snapshot_tells_of_processes_requests_pages_and_events(tmp_path: Path) -> None:
     async def test() -> None:
-        async with page(tmp_path) as found:
-            empty = await found.snapshot()
+        async with page(tmp_path) as board:
+            empty = await board.snapshot()
             assert not empty.processes
             assert empty.unready == "no decode worker is live"
-            await with_workers(found)
+            await with_workers(board)
             for number in range(3):
-                await found.complete(f"mine-{number}")
+                await board.complete(f"mine-{number}")
 
-            async def told() -> bool:
-                return (await found.snapshot()).totals.finished == 3
+            async def is_shown() -> bool:
+                return (await board.snapshot()).totals.finished == 3
 
-            await eventually_async(told)
-            shown = await found.snapshot()
+            await eventually_async(is_shown)
+            shown = await board.snapshot()
             assert shown.unready == ""
             assert [one.request_id for one in shown.requests] == ["mine-2", "mine-1", "mine-0"]
             row = shown.requests[-1]
@@ -189,77 +189,77 @@ def test_a_snapshot_tells_of_processes_requests_pages_and_events(tmp_path: Path)
             sample = dict(zip(shown.columns, msgspec.to_builtins(shown.samples[-1]), strict=True))
             assert sample["sequence"] == shown.sequence
 
-            status, body, _ = await found.ask("/dashboard/api/history")
+            status, body, _ = await board.ask("/dashboard/api/history")
             history = msgspec.json.decode(body, type=History)
             assert status == 200
             assert [one.sequence for one in history.samples] == [*range(1, history.samples[-1].sequence + 1)]
             assert sum(one.finished for one in history.samples) > 0
 
-            status, body, _ = await found.ask(f"/dashboard/api/request?name={row.name}")
+            status, body, _ = await board.ask(f"/dashboard/api/request?name={row.name}")
             assert status == 200
             assert json.loads(body)["request"]["request_id"] == "mine-0"
             assert json.loads(body)["attempts"][0]["candidates"]
-            status, body, _ = await found.ask("/dashboard/api/request?name=none")
+            status, body, _ = await board.ask("/dashboard/api/request?name=none")
             assert status == 404
             assert "none" in json.loads(body)["error"]["message"]
-            assert (await found.ask("/dashboard/api/request"))[0] == 400
+            assert (await board.ask("/dashboard/api/request"))[0] == 400
 
     run(test)
 
 
 def test_a_worker_that_dies_is_told_and_its_request_is_among_the_troubled(tmp_path: Path) -> None:
     async def test() -> None:
-        async with page(tmp_path) as found:
-            await with_workers(found)
-            found.router.step_seconds = 0.1  # so that it dies in the middle of the request
-            asking = asyncio.create_task(found.complete("mine", 100))
+        async with page(tmp_path) as board:
+            await with_workers(board)
+            board.router.step_seconds = 0.1  # so that it dies in the middle of the request
+            asking = asyncio.create_task(board.complete("mine", 100))
 
             async def runs() -> bool:
-                return any(one.state == "running" for one in (await found.snapshot()).requests)
+                return any(one.state == "running" for one in (await board.snapshot()).requests)
 
             await eventually_async(runs)
-            workers = found.router.cluster.processes.values()
-            found.router.kill(next(one for one in workers if one.peer.name == "decode-0"))
-            found.router.step_seconds = 0.002
-            found.router.start("decode", "decode-1")
+            workers = board.router.cluster.processes.values()
+            board.router.kill(next(one for one in workers if one.peer.name == "decode-0"))
+            board.router.step_seconds = 0.002
+            board.router.start("decode", "decode-1")
             await asking
 
-            async def told() -> bool:
-                shown = await found.snapshot()
+            async def is_shown() -> bool:
+                shown = await board.snapshot()
                 troubled = [one.request_id for one in shown.requests if "troubled" in one.tags]
                 gone = [one for one in shown.notices if one.kind == "gone" and one.level == "error"]
                 states = {one.name: one.state for one in shown.processes}
                 return troubled == ["mine"] and len(gone) == 1 and states["decode-0"] == "silent"
 
-            await eventually_async(told)
+            await eventually_async(is_shown)
 
     run(test)
 
 
 def test_there_is_one_snapshot_a_second_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dashboard_feed.DashboardFeed] = []
+    feeds: list[dashboard_feed.DashboardFeed] = []
     original = dashboard_feed.DashboardFeed.__init__
 
-    def remembered(self: dashboard_feed.DashboardFeed, *given: Any) -> None:
-        made.append(self)
-        original(self, *given)
+    def remembered(self: dashboard_feed.DashboardFeed, *args: Any) -> None:
+        feeds.append(self)
+        original(self, *args)
 
     monkeypatch.setattr(dashboard_feed.DashboardFeed, "__init__", remembered)
 
     async def test() -> None:
-        async with page(tmp_path) as found:
-            await eventually_async(lambda: _sampled(found))
-            before, began = made[0].snapshots, asyncio.get_running_loop().time()
-            bodies = await asyncio.gather(*(found.ask("/dashboard/api/snapshot") for _ in range(200)))
+        async with page(tmp_path) as board:
+            await eventually_async(lambda: _sampled(board))
+            before, began = feeds[0].snapshots, asyncio.get_running_loop().time()
+            bodies = await asyncio.gather(*(board.ask("/dashboard/api/snapshot") for _ in range(200)))
             seconds = asyncio.get_running_loop().time() - began
             assert {status for status, _, _ in bodies} == {200}
-            assert made[0].snapshots - before <= ceil(seconds / dashboard_feed.PERIOD) + 1
+            assert feeds[0].snapshots - before <= ceil(seconds / dashboard_feed.PERIOD) + 1
 
     run(test)
 
 
-async def _sampled(found: Page) -> bool:
-    return (await found.snapshot()).sequence > 0
+async def _sampled(board: Page) -> bool:
+    return (await board.snapshot()).sequence > 0
 
 
 # --- who may read it --------------------------------------------------------------------------------------------------
@@ -270,35 +270,35 @@ def test_the_page_is_open_and_its_data_is_for_operators(tmp_path: Path) -> None:
     operator = api_keys.add(tmp_path / "api-keys.json", Identity(name="two", operator=True), "")
 
     async def test() -> None:
-        async with page(tmp_path) as found:
+        async with page(tmp_path) as board:
             for path in ("/dashboard", *(f"/dashboard/static/{name}" for name in static_files())):
-                assert (await found.ask(path))[0] == 200
+                assert (await board.ask(path))[0] == 200
             data = ("/dashboard/api/snapshot", "/dashboard/api/history", "/dashboard/api/request?name=a")
             for path in data:
-                assert (await found.ask(path))[0] == 401
-                assert (await found.ask(path, authorization="Bearer wrong"))[0] == 401
-                status, body, _ = await found.ask(path, authorization=f"Bearer {tenant}")
+                assert (await board.ask(path))[0] == 401
+                assert (await board.ask(path, authorization="Bearer wrong"))[0] == 401
+                status, body, _ = await board.ask(path, authorization=f"Bearer {tenant}")
                 assert status == 403
                 assert "operator" in json.loads(body)["error"]["message"]
-            assert (await found.ask(data[0], authorization=f"Bearer {operator}"))[0] == 200
-            assert (await found.ask("/dashboard/other", authorization=f"Bearer {tenant}"))[0] == 404
-            assert (await found.ask("/dashboard/other"))[0] == 401
+            assert (await board.ask(data[0], authorization=f"Bearer {operator}"))[0] == 200
+            assert (await board.ask("/dashboard/other", authorization=f"Bearer {tenant}"))[0] == 404
+            assert (await board.ask("/dashboard/other"))[0] == 401
 
     run(test)
 
 
 def test_names_of_clients_go_out_as_json_that_no_browser_takes_for_a_page(tmp_path: Path) -> None:
     async def test() -> None:
-        async with page(tmp_path) as found:
-            await with_workers(found)
-            await found.complete(HOSTILE)
+        async with page(tmp_path) as board:
+            await with_workers(board)
+            await board.complete(HOSTILE)
 
-            async def told() -> bool:
-                return bool((await found.snapshot()).requests)
+            async def is_shown() -> bool:
+                return bool((await board.snapshot()).requests)
 
-            await eventually_async(told)
-            assert (await found.snapshot()).requests[0].request_id == HOSTILE
-            _, _, headers = await found.ask("/dashboard/api/snapshot")
+            await eventually_async(is_shown)
+            assert (await board.snapshot()).requests[0].request_id == HOSTILE
+            _, _, headers = await board.ask("/dashboard/api/snapshot")
             assert headers["content-type"] == "application/json"
             assert headers["x-content-type-options"] == "nosniff"
             assert headers["cache-control"] == "no-store"
@@ -312,22 +312,22 @@ def test_names_of_clients_go_out_as_json_that_no_browser_takes_for_a_page(tmp_pa
 
 def test_files_have_their_types_and_are_sent_again_only_when_they_changed(tmp_path: Path) -> None:
     async def test() -> None:
-        async with page(tmp_path) as found:
+        async with page(tmp_path) as board:
             kinds = {"/dashboard": "text/html", "main.js": "text/javascript", "dashboard.css": "text/css"}
             for name, kind in {**kinds, "icon.svg": "image/svg+xml"}.items():
                 path = name if name.startswith("/") else f"/dashboard/static/{name}"
-                status, body, headers = await found.ask(path)
+                status, body, headers = await board.ask(path)
                 assert status == 200
                 assert headers["content-type"].partition(";")[0] == kind
                 assert {name: headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
                 assert headers["cache-control"] == "no-cache"
-                status, again, unchanged = await found.ask(path, if_none_match=headers["etag"])
+                status, again, unchanged = await board.ask(path, if_none_match=headers["etag"])
                 assert (status, again) == (304, b"")
                 assert unchanged["etag"] == headers["etag"]
-                assert (await found.ask(path, if_none_match='"other"'))[1] == body
+                assert (await board.ask(path, if_none_match='"other"'))[1] == body
             for path in ("none.js", "..%2froutes.py", "%2e%2e/routes.py", "..%2f..%2fapp.py"):
-                assert (await found.ask(f"/dashboard/static/{path}"))[0] in (401, 404)
-            status, _, headers = await found.ask("/dashboard/")
+                assert (await board.ask(f"/dashboard/static/{path}"))[0] in (401, 404)
+            status, _, headers = await board.ask("/dashboard/")
             assert (status, headers["location"]) == (308, "../dashboard")
 
     run(test)
@@ -337,19 +337,19 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_no_inline_script() -> No
     policy = SECURITY_HEADERS["content-security-policy"]
     assert "unsafe" not in policy
     assert "frame-ancestors 'none'" in policy
-    found: list[str] = []
+    paths: list[str] = []
 
     class Reader(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            given = dict(attrs)
+            attributes = dict(attrs)
             if tag in ("script", "link", "img"):
-                found.append(given.get("src") or given.get("href") or f"an inline {tag}")
+                paths.append(attributes.get("src") or attributes.get("href") or f"an inline {tag}")
             assert tag != "style"
-            assert not [name for name in given if name.startswith("on") or name == "style"]
+            assert not [name for name in attributes if name.startswith("on") or name == "style"]
 
     Reader().feed((STATIC / "index.html").read_text())
-    assert found
-    for address in found:
+    assert paths
+    for address in paths:
         assert address.removeprefix("dashboard/static/") in static_files(), address
     for path in STATIC.iterdir():
         text = path.read_text()

@@ -190,8 +190,8 @@ def test_a_stop_string_across_tokens_cuts_text_and_tokens() -> None:
     out = stream(["\n\nUser:"])
     piece = out.feed(tokens)
     assert (piece.text, piece.stopped) == ("The fox", True)
-    assert BYTES.decode(tokens[: piece.taken]).startswith("The fox\n\nUser:")
-    assert not BYTES.decode(tokens[: piece.taken - 1]).startswith("The fox\n\nUser:")
+    assert BYTES.decode(tokens[: piece.count]).startswith("The fox\n\nUser:")
+    assert not BYTES.decode(tokens[: piece.count - 1]).startswith("The fox\n\nUser:")
 
 
 def test_what_was_held_back_comes_at_the_end() -> None:
@@ -210,11 +210,11 @@ def test_the_token_that_ends_the_output_has_no_text() -> None:
     (_, *tokens) = BYTES.encode("fox dog")
     out = stream([], silent=frozenset(tokens[-1:]))
     piece = out.feed(tokens)
-    assert piece.taken == len(tokens)
+    assert piece.count == len(tokens)
     assert "fox dog".startswith(piece.text + out.flush().text)
     assert piece.text != "fox dog"
 
 
 def test_without_a_tokenizer_tokens_pass_through() -> None:
     out = stream([], tokenizer=None)
-    assert (out.feed([5, 6]).text, out.feed([7]).taken, out.flush().text) == ("", 1, "")
+    assert (out.feed([5, 6]).text, out.feed([7]).count, out.flush().text) == ("", 1, "")

@@ -134,10 +134,10 @@ def test_a_request_that_is_being_prepared_when_the_router_stops_has_a_status(
 
     async def test() -> None:
         async with door(tmp_path) as client:
-            asked = asyncio.create_task(client.post(f"/v1/{path}", body))
+            post = asyncio.create_task(client.post(f"/v1/{path}", body))
             await preparing.wait()
             client.router.stop.set()
-            status, answer, headers = await asked
+            status, answer, headers = await post
             assert (status, headers["baton-reason"]) == (503, "unavailable")
             assert "router" in answer["error"]["message"]
 

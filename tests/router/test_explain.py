@@ -54,8 +54,8 @@ def test_a_split_request_hop_by_hop() -> None:
     assert account.actually_cached == 0
     lab.now += 3
     lab.tokens(decode, "r", 1, 52, 9, 9, 9, 9, finish="length")
-    found = operator_views.explanation(explained(lab), lab.now)
-    assert found.attempts[0].hops == {
+    report = operator_views.explanation(explained(lab), lab.now)
+    assert report.attempts[0].hops == {
         "placed": 0,
         "accepted": 1_000,
         "prefill_sent": 1_000,
@@ -64,11 +64,11 @@ def test_a_split_request_hop_by_hop() -> None:
         "first_token": 4_000,
         "ended": 7_000,
     }
-    assert (found.request.outcome, found.request.completion_tokens, found.request.attempts) == ("length", 6, 1)
-    assert (found.request.ttft_ms, found.request.tpot_ms, found.request.e2e_ms) == (4_000, 600, 7_000)
-    assert found.attempts[0].actual.ttft_ms == 4_000
-    assert found.attempts[0].actual.start_ms == 4_000
-    assert found.attempts[0].predicted.ttft_ms == pytest.approx(account.placement.predicted.total * 1_000)
+    assert (report.request.outcome, report.request.completion_tokens, report.request.attempts) == ("length", 6, 1)
+    assert (report.request.ttft_ms, report.request.tpot_ms, report.request.e2e_ms) == (4_000, 600, 7_000)
+    assert report.attempts[0].actual.ttft_ms == 4_000
+    assert report.attempts[0].actual.start_ms == 4_000
+    assert report.attempts[0].predicted.ttft_ms == pytest.approx(account.placement.predicted.total * 1_000)
     assert not explained(lab).running
 
 
@@ -109,9 +109,9 @@ def test_attempts_keep_their_own_instants_and_why_they_ended() -> None:
     lab.beat(chosen)  # it may have room again
     third = explained(lab).attempts[2]
     assert (third.start, third.resumes, third.predicted_ttft) == (11, True, None)
-    found = operator_views.explanation(explained(lab), lab.now)
-    assert [attempt.number for attempt in found.attempts] == [1, 2, 3]
-    assert found.attempts[2].predicted.ttft_ms is None
+    report = operator_views.explanation(explained(lab), lab.now)
+    assert [attempt.number for attempt in report.attempts] == [1, 2, 3]
+    assert report.attempts[2].predicted.ttft_ms is None
 
 
 def test_a_refusal_to_prefill_is_noted() -> None:
@@ -119,10 +119,10 @@ def test_a_refusal_to_prefill_is_noted() -> None:
     decode, _prefill, _store = lab.split()
     lab.join("prefill", "prefill-1")
     lab.submit(prompt=50)
-    asked = explained(lab).attempts[0].prefill
+    worker = explained(lab).attempts[0].prefill
     lab.say(decode, Accepted("r", 1, 0))
-    lab.say(f"{asked}.1", Refused("r", 1, "busy", "two prompts here"))
-    assert explained(lab).attempts[0].notes == [f"{asked} refuses to prefill: two prompts here"]
+    lab.say(f"{worker}.1", Refused("r", 1, "busy", "two prompts here"))
+    assert explained(lab).attempts[0].notes == [f"{worker} refuses to prefill: two prompts here"]
 
 
 @pytest.mark.parametrize("numerics", ["test", MIXED])
@@ -143,9 +143,9 @@ def test_a_queued_request_tells_why() -> None:
     lab.advance(0.1)
     assert not explained(lab).running
     lab.tell(ClientGone("r"))
-    found = operator_views.explanation(explained(lab), lab.now)
-    assert (found.request.outcome, found.request.waits_because) == ("the client went away", "")
-    assert found.request.cached_tokens is None
+    report = operator_views.explanation(explained(lab), lab.now)
+    assert (report.request.outcome, report.request.waits_because) == ("the client went away", "")
+    assert report.request.cached_tokens is None
 
 
 # --- remembered requests ---
@@ -322,11 +322,11 @@ def test_a_wait_is_explained_by_what_was_weighed() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit("r", prompt=40, ttft=0.000_001)
-    found = operator_views.explanation(explained(lab), lab.now)
-    assert found.request.state == "failed"
-    assert [one.decode_worker for one in found.candidates] == ["decode-0"]
-    assert found.candidates[0].cost.total_ms > 0
-    assert not found.attempts
+    report = operator_views.explanation(explained(lab), lab.now)
+    assert report.request.state == "failed"
+    assert [one.decode_worker for one in report.candidates] == ["decode-0"]
+    assert report.candidates[0].cost.total_ms > 0
+    assert not report.attempts
     lab.submit("s")
     lab.say(decode, Refused("s", 1, "busy", "full"))
     lab.join("decode", "decode-1", model=card(pool_pages=1))  # never large enough

@@ -26,7 +26,7 @@ ANSWER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 SCHEMAS = {"f": {"type": "object", "properties": {"x": {"$ref": "#/$defs/i"}}, "required": ["x"],
                  "additionalProperties": False, "$defs": {"i": {"type": "integer"}}},
            "get-é": {"type": "object", "properties": {}, "additionalProperties": False}}  # fmt: skip
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": given}} for name, given in SCHEMAS.items()]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 MARKERS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>", "[TOOL_CALLS]", "[ARGS]"]
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
 HERMES, HARMONY = ChatFormat("hermes", "qwen3"), ChatFormat("openai", "openai_gptoss")
@@ -43,9 +43,9 @@ def tokenizer(request: pytest.FixtureRequest) -> HfTokenizer:
     """One that has the formats' markers as tokens, and one that spells them."""
     if not request.param:
         return HfTokenizer.from_str(test_chat_api.tokenizers.byte_level().to_str())
-    made = test_chat_api.tokenizer()
-    made.add_special_tokens(MARKERS)
-    return made
+    with_markers = test_chat_api.tokenizer()
+    with_markers.add_special_tokens(MARKERS)
+    return with_markers
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_clients_read_reasoning_and_calls_or_the_answer(
     async def test() -> None:
         async with saying(tmp_path, monkeypatch, "") as model, model.openai() as client:
             create: Callable[..., Any] = client.chat.completions.create
-            asked: Any = {"model": "", "messages": test_chat_api.MESSAGES, "response_format": FORM}
-            for said, thought, content, calls in ANSWERS:
-                model.say(f"{said}<|im_end|>")
+            fields: Any = {"model": "", "messages": test_chat_api.MESSAGES, "response_format": FORM}
+            for output, thought, content, calls in ANSWERS:
+                model.say(f"{output}<|im_end|>")
                 for tools in ({"tools": test_chat_api.TOOLS}, {"tools": test_chat_api.TOOLS, "tool_choice": "auto"}):
-                    message = (await create(**asked, **tools)).choices[0].message
+                    message = (await create(**fields, **tools)).choices[0].message
                     names = [call.function.name for call in message.tool_calls or ()]
                     assert (getattr(message, "reasoning", ""), message.content or "", names) == (
                         thought,
@@ -138,13 +138,13 @@ def test_clients_read_reasoning_and_calls_or_the_answer(
                         calls,
                     )
                 if not calls:
-                    message = (await create(**asked)).choices[0].message
+                    message = (await create(**fields)).choices[0].message
                     assert (getattr(message, "reasoning", ""), message.content) == (thought, content)
             odd = {"type": "function", "function": {"name": "odd", "parameters": {"uniqueItems": True}}}
             raw: Any = client.chat.completions.with_raw_response.create
-            assert (await raw(**asked, tools=[odd])).headers["baton-repairs"] == "schema"
+            assert (await raw(**fields, tools=[odd])).headers["baton-repairs"] == "schema"
             odd["function"]["strict"] = True
             with pytest.raises(test_chat_api.openai.BadRequestError, match=r"'odd'.*#/uniqueItems"):
-                await raw(**asked, tools=[odd])
+                await raw(**fields, tools=[odd])
 
     test_chat_api.run(test)

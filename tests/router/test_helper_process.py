@@ -44,7 +44,7 @@ def run(test: Callable[[HelperProcess], Awaitable[None]], deadline: float = 30.0
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         answer(b""), answer(b"{"), answer(b"\xff"), answer(b"[]"), answer(b"null"), answer(b"{}"),
         answer(NUMBERED + b"}"), answer(NUMBERED + b', "text": 1}'), answer(NUMBERED + b', "text": null}'),
@@ -52,32 +52,32 @@ def run(test: Callable[[HelperProcess], Awaitable[None]], deadline: float = 30.0
         answer(NUMBERED + b', "text": ["x"]}'), answer(b'{"text": "x"}'),
         answer(b'{"number": 1, "text": "of another"}'), (2**32 - 1).to_bytes(4, "big"), (2**20).to_bytes(4, "big"),
     ],
-    ids=lambda said: str(said[:30]),
+    ids=lambda output: str(output[:30]),
 )  # fmt: skip
-def test_what_is_no_answer(said: bytes) -> None:
+def test_what_is_no_answer(output: bytes) -> None:
     async def test(helper: HelperProcess) -> None:
         with pytest.raises(HelperDied):
-            await helper.ask(order(said))
+            await helper.ask(order(output))
 
     run(test)
 
 
-@pytest.mark.parametrize("said", [b"", b"\0", GOOD[:6]])
-def test_a_helper_that_ends_in_the_middle(said: bytes) -> None:
+@pytest.mark.parametrize("output", [b"", b"\0", GOOD[:6]])
+def test_a_helper_that_ends_in_the_middle(output: bytes) -> None:
     async def test(helper: HelperProcess) -> None:
         with pytest.raises(HelperDied):
-            await helper.ask(order(said, end=True))
+            await helper.ask(order(output, end=True))
 
     run(test)
 
 
-@pytest.mark.parametrize("said", [b"", b"\0", GOOD[:6]])
-def test_a_helper_that_says_nothing_more_and_computes_nothing(said: bytes) -> None:
+@pytest.mark.parametrize("output", [b"", b"\0", GOOD[:6]])
+def test_a_helper_that_says_nothing_more_and_computes_nothing(output: bytes) -> None:
     """Its order is done again by another process, once."""
 
     async def test(helper: HelperProcess) -> None:
         with pytest.raises(Overloaded, match="interrupted twice"):
-            await helper.ask(order(said))
+            await helper.ask(order(output))
 
     run(test, deadline=0.2)
 
@@ -93,8 +93,8 @@ def test_no_order_gets_the_answer_of_another() -> None:
 
 def test_the_longest_text_is_taken_however_it_is_escaped() -> None:
     async def test(helper: HelperProcess) -> None:
-        said = answer(NUMBERED + b', "text": "' + b"\\ud83d\\udc4d" * MOST + b'"}')
-        assert (await helper.ask(order(said))).text == "👍" * MOST
+        output = answer(NUMBERED + b', "text": "' + b"\\ud83d\\udc4d" * MOST + b'"}')
+        assert (await helper.ask(order(output))).text == "👍" * MOST
 
     run(test)
 

@@ -57,16 +57,16 @@ class Doors:
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.http.request(method, self.url + path, json=body, headers=named) as answer:
-            found = await (answer.json() if answer.content_type == "application/json" else answer.text())
-            return answer.status, found, {name.lower(): value for name, value in answer.headers.items()}
+            content = await (answer.json() if answer.content_type == "application/json" else answer.text())
+            return answer.status, content, {name.lower(): value for name, value in answer.headers.items()}
 
     async def status(self, **headers: str) -> int:
         """What a completion over HTTP is answered with."""
         return (await self.ask("POST", "/v1/completions", BODY, **headers))[0]
 
-    async def refusal(self, key: str = "", asked: Message | None = None) -> tuple[str, str, str]:
+    async def refusal(self, key: str = "", message: Message | None = None) -> tuple[str, str, str]:
         """The status, reason and text with which gRPC refuses a request."""
-        call = self.generation.Generate(asked or request(), metadata=bearer(key))
+        call = self.generation.Generate(message or request(), metadata=bearer(key))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(call)
         error = caught.value
@@ -120,7 +120,7 @@ def test_a_key_opens_both_doors_and_nothing_else_does(
         async with doors(tmp_path) as client:
             await opens_both(client, key)
             for headers in ({}, {"authorization": f"Bearer {wrong}"}, {"authorization": f"Basic {key}"}):
-                status, body, told = await client.ask("POST", "/v1/completions", BODY, **headers)
+                status, body, reply_headers = await client.ask("POST", "/v1/completions", BODY, **headers)
                 assert status == 401
                 assert body["error"] | {"message": ""} == {
                     "message": "",
@@ -128,25 +128,25 @@ def test_a_key_opens_both_doors_and_nothing_else_does(
                     "param": None,
                     "code": "invalid_api_key",
                 }
-                assert told["www-authenticate"] == "Bearer"
-                assert told["baton-reason"] == "invalid_api_key"
-            asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
-            status, body, _ = await client.ask("POST", "/v1/messages", asked, x_api_key=wrong)
+                assert reply_headers["www-authenticate"] == "Bearer"
+                assert reply_headers["baton-reason"] == "invalid_api_key"
+            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+            status, body, _ = await client.ask("POST", "/v1/messages", chat, x_api_key=wrong)
             assert status == 401
             assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
             status, body, _ = await client.ask("GET", "/v1/models", anthropic_version="2023-06-01")
             assert (status, body["error"]["type"]) == (401, "authentication_error")
             for path in ("/v1/models", "/v1/models/small", "/no/such/path", "/metrics"):
                 assert (await client.ask("GET", path))[0] == 401
-            for given in ("", wrong):
-                status, reason, _ = await client.refusal(given)
+            for credential in ("", wrong):
+                status, reason, _ = await client.refusal(credential)
                 assert (status, reason) == ("UNAUTHENTICATED", "invalid_api_key")
 
     run(test)
-    said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "refused POST /v1/completions of 127.0.0.1" in said
-    assert key not in said
-    assert wrong not in said
+    log = "\n".join(record.getMessage() for record in caplog.records)
+    assert "refused POST /v1/completions of 127.0.0.1" in log
+    assert key not in log
+    assert wrong not in log
 
 
 def test_health_needs_no_key(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_the_tenant_of_a_key_is_that_of_its_requests(tmp_path: Path) -> None:
             assert status == 429
             assert "the tenant's requests of this minute are used up" in body["error"]["message"]
             await collect(client.generation.Generate(request(), metadata=bearer(other)))
-            assert [found.tenant for found in await operator.requests()] == ["umbrella", "acme", "acme"]
+            assert [entry.tenant for entry in await operator.requests()] == ["umbrella", "acme", "acme"]
 
     run(test)
 

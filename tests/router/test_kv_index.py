@@ -68,7 +68,7 @@ class PrefixesMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.numbers = itertools.count()
         self.prefixes = KvIndex()
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.answers: list[tuple[str, Snapshot]] = []
         self.beats: list[tuple[str, int, int]] = []
         self.restart()
@@ -78,7 +78,7 @@ class PrefixesMachine(RuleBasedStateMachine):
         if hasattr(self, "source"):
             self.prefixes.forget(self.source.holder)
         self.source = Source(f"incarnation-{next(self.numbers)}")
-        self.asked += self.prefixes.follow(self.source.holder, self.now)
+        self.requests += self.prefixes.follow(self.source.holder, self.now)
 
     @rule(chain=CHAINS, medium=TIERS)
     def work(self, chain: str, medium: Medium) -> None:
@@ -89,7 +89,7 @@ class PrefixesMachine(RuleBasedStateMachine):
         """Remove a page from the map, or add a wrong one, without an event."""
         if self.source.holder in self.prefixes.holders():
             change = (
-                self.prefixes._map.removed if gone else lambda *said: self.prefixes._map.stored(said[0], b"", *said[1:])
+                self.prefixes._map.removed if gone else lambda *args: self.prefixes._map.stored(args[0], b"", *args[1:])
             )
             change(self.source.holder, [name], medium)
 
@@ -108,18 +108,18 @@ class PrefixesMachine(RuleBasedStateMachine):
     def batch_travels(self, fate: str) -> None:
         for batch in self.next_of(self.source.sent, fate):
             read = decode(batch.topic, batch.sequence, batch.payload)
-            self.asked += self.prefixes.apply_batch(read, self.now)
+            self.requests += self.prefixes.apply_batch(read, self.now)
 
     @rule(fate=FATES)
     def request_travels(self, fate: str) -> None:
-        for holder in self.next_of(self.asked, fate):
+        for holder in self.next_of(self.requests, fate):
             if holder == self.source.holder:
                 self.answers += [(holder, part) for part in self.source.snapshot()]
 
     @rule(fate=FATES)
     def answer_travels(self, fate: str) -> None:
         for holder, part in self.next_of(self.answers, fate):
-            self.asked += self.prefixes.apply_snapshot(holder, part, self.now)
+            self.requests += self.prefixes.apply_snapshot(holder, part, self.now)
 
     @rule()
     def beat(self) -> None:
@@ -128,36 +128,36 @@ class PrefixesMachine(RuleBasedStateMachine):
     @rule(fate=FATES)
     def beat_travels(self, fate: str) -> None:
         for holder, sequence, digest in self.next_of(self.beats, fate):
-            self.asked += self.prefixes.heartbeat(holder, sequence, digest, self.now)
+            self.requests += self.prefixes.heartbeat(holder, sequence, digest, self.now)
 
     @rule()
     def all_is_lost(self) -> None:
-        for link in (self.source.sent, self.asked, self.answers, self.beats):
+        for link in (self.source.sent, self.requests, self.answers, self.beats):
             link.clear()
 
     @rule()
     def time_passes(self) -> None:
         self.now += 0.6
-        self.asked += self.prefixes.tick(self.now)
+        self.requests += self.prefixes.tick(self.now)
 
     @rule()
     def quiet(self) -> None:
         """Nothing is lost for a while, and nothing happens any more."""
         for _ in range(150):
             for _ in range(3):
-                while self.source.sent or self.asked or self.answers or self.beats:
+                while self.source.sent or self.requests or self.answers or self.beats:
                     self.request_travels("arrives")
                     self.answer_travels("arrives")
                     self.batch_travels("arrives")
                     self.beat_travels("arrives")
                 self.beat()
-            if self.told() == self.source.holds() and self.prefixes._tracker.following(self.source.holder):
+            if self.contents() == self.source.holds() and self.prefixes._tracker.following(self.source.holder):
                 break
             self.time_passes()
-        assert self.told() == self.source.holds()
+        assert self.contents() == self.source.holds()
         assert self.prefixes._tracker.following(self.source.holder)
 
-    def told(self) -> set[tuple[bytes, Medium]]:
+    def contents(self) -> set[tuple[bytes, Medium]]:
         """What the map knows of the one holder that there is, whose place is then the first."""
         runs = self.prefixes._map._all_runs()
         return {
@@ -179,10 +179,10 @@ class PrefixesMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_log_has_the_digest_of_what_is_held(self) -> None:
-        told = 0
+        result = 0
         for run in self.source.runs():
-            told ^= packed_digest(run.keys, run.medium)
-        assert self.source.log.digest == told
+            result ^= packed_digest(run.keys, run.medium)
+        assert self.source.log.digest == result
 
 
 PrefixesMachine.TestCase.settings = automaton(count=150, steps=50)
@@ -192,7 +192,7 @@ TestPrefixes = PrefixesMachine.TestCase
 # --- the machine finds what it is there to find -----------------------------------------------------------------------
 
 
-def believe_every_digest(self: EventTracker, *told: object) -> list[TrackerAction]:
+def believe_every_digest(self: EventTracker, *args: object) -> list[TrackerAction]:
     return []
 
 

@@ -160,29 +160,29 @@ def test_a_decode_worker_that_had_the_pages_all_along_spares_the_prefill() -> No
 
 def test_a_pair_of_two_nodes_passes_pages_from_store_to_store() -> None:
     lab = Lab()
-    decode, prefill, made, wanted = lab.split_over_nodes()
+    decode, prefill, store_a, store_b = lab.split_over_nodes()
     lab.submit(prompt=14)
-    source = msg.PageSource(made, "tcp://a:1", 4)
+    source = msg.PageSource(store_a, "tcp://a:1", 4)
     assert (lab.decode.fetch, lab.decode.prefilled_remotely, lab.decode.sources) == (4, True, (source,))
     lab.say(decode, msg.Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
     assert lab.prefill.sources == ()
     lab.say(prefill, msg.Prefilled("r", 1, computed=12, hit=0, stored=3))
     lab.say(decode, msg.Started("r", 1, fetched_pages=3))
-    lab.leaves(made)
-    lab.leaves(wanted)
+    lab.leaves(store_a)
+    lab.leaves(store_b)
     lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
     assert lab.end().summary.served.attempts == 1
 
 
 def test_a_prefill_worker_hears_of_better_sources() -> None:
     lab = Lab()
-    decode, _, _, wanted = lab.split_over_nodes()
-    lab.holds(wanted, lab.submit("first", prompt=100), 20)
+    decode, _, _, store_b = lab.split_over_nodes()
+    lab.holds(store_b, lab.submit("first", prompt=100), 20)
     lab.submit(prompt=100)
     lab.say(decode, msg.Accepted("r", 1))
     assert lab.prefill.request == "r"
-    assert lab.prefill.sources == (msg.PageSource(wanted, "tcp://b:1", 20),)
+    assert lab.prefill.sources == (msg.PageSource(store_b, "tcp://b:1", 20),)
 
 
 @pytest.mark.parametrize(("medium", "others"), [("CPU", True), ("DISK", True), ("CPU", False)])
@@ -243,10 +243,10 @@ def test_without_loads_there_are_no_figures() -> None:
 
 
 @pytest.mark.parametrize("moment", ["placed", "accepted", "prefilled", "started"])
-@pytest.mark.parametrize("whose", ["made", "wanted"])
-def test_a_store_that_goes_takes_those_along_whose_pages_pass_through_it(moment: str, whose: str) -> None:
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_store_that_goes_takes_those_along_whose_pages_pass_through_it(moment: str, node: str) -> None:
     lab = Lab()
-    decode, prefill, made, wanted = lab.split_over_nodes()
+    decode, prefill, store_a, store_b = lab.split_over_nodes()
     lab.submit(prompt=14)
     if moment != "placed":
         lab.say(decode, msg.Accepted("r", 1))
@@ -254,7 +254,7 @@ def test_a_store_that_goes_takes_those_along_whose_pages_pass_through_it(moment:
         lab.say(prefill, msg.Prefilled("r", 1, 12, 0, 3))
     if moment == "started":
         lab.say(decode, msg.Started("r", 1))
-    lab.leaves(made if whose == "made" else wanted)
+    lab.leaves(store_a if node == "a" else store_b)
     attempts = 1 if moment == "started" else 2
     assert (lab.decode.attempt, lab.decode.prefilled_remotely) == (attempts, moment == "started")
 
@@ -278,11 +278,11 @@ def test_a_source_of_the_prefill_worker_is_needed_until_that_is_done(moment: str
 def test_a_source_from_which_nothing_came_is_not_named_again() -> None:
     """Both stores live, but not the way between them."""
     lab = Lab()
-    decode, _, made, _ = lab.split_over_nodes()
+    decode, _, store_a, _ = lab.split_over_nodes()
     lab.join("prefill", "prefill-1", "a")
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
-    assert [source.store for source in lab.decode.sources] == [made]
+    assert [source.store for source in lab.decode.sources] == [store_a]
     lab.say(decode, msg.FetchIncomplete("r", 1, 0, "no page came"))
     assert (lab.decode.attempt, lab.decode.prefilled_remotely, lab.decode.sources) == (2, False, ())
 

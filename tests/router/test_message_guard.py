@@ -131,12 +131,12 @@ class Generation:
     """Answers with nothing, and knows what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.requests: list[Any] = []
         self.go_on = asyncio.Event()
         self.go_on.set()
 
-    async def generate(self, asked: Any, context: Any) -> None:
-        self.asked.append(asked)
+    async def generate(self, request: Any, context: Any) -> None:
+        self.requests.append(request)
         await self.go_on.wait()
 
 
@@ -183,7 +183,7 @@ def test_only_its_text_may_make_a_message_larger() -> None:
             text = generation_pb2.GenerateRequest(text="é" * 50_000).SerializeToString()
             for message in (small + text, text + small):
                 assert (await raw(channel, GENERATE, message))[0] == grpc.StatusCode.OK
-            assert [len(asked.text) for asked in generation.asked] == [50_000, 50_000]
+            assert [len(request.text) for request in generation.requests] == [50_000, 50_000]
             ids = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1] * 2_000))
             for message, says in (
                 (ids.SerializeToString(), "2006 bytes beside its text"),
@@ -196,7 +196,7 @@ def test_only_its_text_may_make_a_message_larger() -> None:
             ):
                 code, details, _ = await raw(channel, GENERATE, message)
                 assert (code, says in details) == (grpc.StatusCode.INVALID_ARGUMENT, True), details
-            assert len(generation.asked) == 2
+            assert len(generation.requests) == 2
 
     run(test)
 
@@ -238,19 +238,19 @@ class _Gone:
 def test_one_answer_to_a_client_that_has_gone_is_no_failure() -> None:
     """gRPC's own writing of it logs a traceback."""
 
-    async def check(asked: Any, context: Any) -> Any:
+    async def check(request: Any, context: Any) -> Any:
         return health_pb2.HealthCheckResponse()  # pyright: ignore[reportAttributeAccessIssue]
 
     async def refuse(context: Any, error: BatonError) -> Any:
         raise AssertionError(error)
 
-    async def found(details: grpc.HandlerCallDetails) -> Any:
+    async def handler(details: grpc.HandlerCallDetails) -> Any:
         return grpc.unary_unary_rpc_method_handler(check, health_pb2.HealthCheckRequest.FromString)
 
     async def test() -> None:
         guard = MessageGuard(refuse, 1, 1_000, {}, admit=lambda *_: lambda: None)
         details: Any = SimpleNamespace(method="/some.Service/Check", invocation_metadata=())
-        guarded = await guard.intercept_service(found, details)
+        guarded = await guard.intercept_service(handler, details)
         with pytest.raises(asyncio.CancelledError):
             await guarded.stream_stream(None, _Gone())
 
@@ -268,7 +268,7 @@ def test_an_rpc_without_a_message_is_ended() -> None:
             assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
             message = generation_pb2.GenerateRequest(text="x").SerializeToString()
             await eventually_async(lambda: _served(channel, message))  # and it no longer counts
-            assert generation.asked
+            assert generation.requests
 
     run(test)
 

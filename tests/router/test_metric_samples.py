@@ -137,14 +137,14 @@ instants = st.none() | st.floats(0, 10)
     prefilled=instants,
     started=instants,
     first_token=instants,
-    told=st.tuples(st.none() | st.integers(0, 9_000), st.none() | st.integers(0, 9_000)),
+    prefill_ms=st.tuples(st.none() | st.integers(0, 9_000), st.none() | st.integers(0, 9_000)),
 )
 def test_hops_are_never_negative_and_add_up_to_the_time_to_first_token(
-    received: float, submitted: float, told: tuple[int | None, int | None], **instants: float | None
+    received: float, submitted: float, prefill_ms: tuple[int | None, int | None], **instants: float | None
 ) -> None:
     """Whatever is missing, late or out of order."""
     line = Timeline(received, **instants)
-    account = ServingAccount(prefill_queue_ms=told[0], prefill_compute_ms=told[1])
+    account = ServingAccount(prefill_queue_ms=prefill_ms[0], prefill_compute_ms=prefill_ms[1])
     hops = ttft_hops(Summary(line, submitted, served=account))
     placed, first = line.placed, line.first_token
     if placed is None or first is None or placed > first:

@@ -201,9 +201,9 @@ async def ended(connection: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("said", [b"", PREFACE[:10], PREFACE], ids=["nothing", "half a preface", "no settings"])
+@pytest.mark.parametrize("content", [b"", PREFACE[:10], PREFACE], ids=["nothing", "half a preface", "no settings"])
 def test_a_connection_that_does_not_begin_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     monkeypatch.setattr(grpc_server, "_HANDSHAKE_MS", 500)
 
@@ -211,7 +211,7 @@ def test_a_connection_that_does_not_begin_is_closed(
         async with cluster(settings_for(tmp_path)) as client:
             host, _, port = client.router.addresses.grpc.rpartition(":")
             with socket.create_connection((host, int(port)), timeout=60) as connection:
-                connection.sendall(said)
+                connection.sendall(content)
                 connection.setblocking(False)
                 await eventually_async(lambda: ended(connection))
 

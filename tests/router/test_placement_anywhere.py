@@ -100,7 +100,7 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
 @given(cluster=clusters(), ask=ASKS)
 def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str, Any]) -> None:
     """Every pair and every decode worker alone, priced one by one in plain Python."""
-    wanted = cluster.ask(**ask)
+    request = cluster.ask(**ask)
     cluster.view.begin_scan(cluster.now)
     decision = cluster.decide(**ask)
     choice, costs = decision.choice, decision.considered
@@ -108,7 +108,7 @@ def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str,
         return
     ways: dict[tuple[str | None, str], float] = {}
     for way in every_way(cluster, costs):
-        seconds = by_hand(cluster, costs, wanted, *way)
+        seconds = by_hand(cluster, costs, request, *way)
         prefill_row = None if way[0] is None else costs.workers[way[0]].incarnation
         if seconds < inf:
             ways[prefill_row, costs.workers[way[1]].incarnation] = seconds
@@ -223,9 +223,9 @@ def test_candidates_tell_what_was_weighed() -> None:
     cluster.prefiller("p1", slots=0)
     cluster.decoder("d1", pool=5)
     plan = cluster.plan()
-    told = {(each.decode, each.prefill): each for each in cluster.costs().candidates()}
-    assert told["d0", "p0"].predicted == plan.predicted
-    assert (told["d0", "p0"].cached, told["d0", "p0"].why_not) == (30, "")
-    assert "p1" in told["d0", "p1"].why_not
-    assert "d1" in told["d1", ""].why_not
-    assert told["d0", ""].predicted.total == pytest.approx(5 * PAGE + STEP + TAIL / RATE)
+    candidates = {(each.decode, each.prefill): each for each in cluster.costs().candidates()}
+    assert candidates["d0", "p0"].predicted == plan.predicted
+    assert (candidates["d0", "p0"].cached, candidates["d0", "p0"].why_not) == (30, "")
+    assert "p1" in candidates["d0", "p1"].why_not
+    assert "d1" in candidates["d1", ""].why_not
+    assert candidates["d0", ""].predicted.total == pytest.approx(5 * PAGE + STEP + TAIL / RATE)

@@ -25,7 +25,7 @@ from tests.router.model import CONFIG, CONTEXT, PAGE, ROUTER, VOCAB
 _COSTS = EqualCosts(PrefillCost(0.0, 0.1, 0.0), DecodeCost(0.01, 0.0, 0.0))
 
 
-class _Told(Rule):
+class _ScriptedRule(Rule):
     """Chooses the worker that a test names, and keeps its inputs."""
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ def _split(policy: PlacementPolicy) -> Lab:
 
 
 @pytest.fixture
-def rule() -> _Told:
-    return _Told()
+def rule() -> _ScriptedRule:
+    return _ScriptedRule()
 
 
 @pytest.fixture
-def lab(rule: _Told) -> Lab:
+def lab(rule: _ScriptedRule) -> Lab:
     return _split(RulePolicy(rule, _COSTS, 1e9))
 
 
@@ -71,7 +71,7 @@ def _accept(lab: Lab, request: str) -> None:
     lab.say(lab.to(decode), Accepted(request, decode.attempt))
 
 
-def test_a_pair_as_the_rule_says(rule: _Told, lab: Lab) -> None:
+def test_a_pair_as_the_rule_says(rule: _ScriptedRule, lab: Lab) -> None:
     rule.choice = {"prefill": "pa", "decode": "db"}
     lab.submit(prompt=10 * PAGE)
     _accept(lab, "r")
@@ -79,7 +79,7 @@ def test_a_pair_as_the_rule_says(rule: _Told, lab: Lab) -> None:
     assert [source.store for source in lab.decode.sources] == ["sa.1"]
 
 
-def test_a_full_prefill_worker_is_waited_for(rule: _Told, lab: Lab) -> None:
+def test_a_full_prefill_worker_is_waited_for(rule: _ScriptedRule, lab: Lab) -> None:
     """Two prompts at a time; the third stays with the worker chosen for it though another one is idle, and the one
     after it is not passed by."""
     rule.choice = {"prefill": "pa"}
@@ -92,11 +92,11 @@ def test_a_full_prefill_worker_is_waited_for(rule: _Told, lab: Lab) -> None:
     assert [message.request for message in lab.sent(Decode)] == ["r1", "r2", "r3"]
     _accept(lab, "r3")
     assert {message.request: lab.to(message) for message in lab.sent(Prefill)} == {"r1": "pa.1", "r3": "pa.1"}
-    asked = [stage for stage, _ in rule.shown if stage == "prefill"]
-    assert len(asked) == 4, "once for each request"
+    stages = [stage for stage, _ in rule.shown if stage == "prefill"]
+    assert len(stages) == 4, "once for each request"
 
 
-def test_many_that_wait_for_one_worker_do_not_stand_before_those_of_another(rule: _Told, lab: Lab) -> None:
+def test_many_that_wait_for_one_worker_do_not_stand_before_those_of_another(rule: _ScriptedRule, lab: Lab) -> None:
     rule.choice = {"prefill": "pb"}
     lab.submit("b1", prompt=10 * PAGE)
     lab.submit("b2", prompt=10 * PAGE)
@@ -111,7 +111,7 @@ def test_many_that_wait_for_one_worker_do_not_stand_before_those_of_another(rule
     assert lab.sent(Decode)[-1].request == "b3"
 
 
-def test_what_a_rule_is_shown(rule: _Told, lab: Lab) -> None:
+def test_what_a_rule_is_shown(rule: _ScriptedRule, lab: Lab) -> None:
     rule.choice = {"prefill": "pa", "decode": "da"}
     order = lab.submit("r1", prompt=10 * PAGE)
     for name in ("r2", "r3"):
@@ -128,7 +128,7 @@ def test_what_a_rule_is_shown(rule: _Told, lab: Lab) -> None:
     assert (pb.requests, pb.prompts, pb.device, pb.host) == (0, 0, 0, 0)
 
 
-def test_decode_workers_are_shown_what_they_have(rule: _Told, lab: Lab) -> None:
+def test_decode_workers_are_shown_what_they_have(rule: _ScriptedRule, lab: Lab) -> None:
     rule.choice = {"decode": "db"}
     lab.submit("r1", prompt=10 * PAGE)
     lab.submit("r2", prompt=10 * PAGE)
@@ -137,7 +137,7 @@ def test_decode_workers_are_shown_what_they_have(rule: _Told, lab: Lab) -> None:
     assert (shown["db"].requests, shown["db"].pages, shown["da"].requests) == (1, 10, 0)
 
 
-def test_a_request_that_left_the_queue_is_forgotten(rule: _Told, lab: Lab) -> None:
+def test_a_request_that_left_the_queue_is_forgotten(rule: _ScriptedRule, lab: Lab) -> None:
     rule.choice = {"prefill": "pa"}
     for name in ("r1", "r2", "r3"):
         lab.submit(name, prompt=10 * PAGE)
@@ -150,7 +150,7 @@ def test_a_request_that_left_the_queue_is_forgotten(rule: _Told, lab: Lab) -> No
     assert [shown["pa"].requests for stage, shown in rule.shown if stage == "prefill"][-1] == 0
 
 
-def test_a_client_that_left_the_queue_is_forgotten_at_once(rule: _Told, lab: Lab) -> None:
+def test_a_client_that_left_the_queue_is_forgotten_at_once(rule: _ScriptedRule, lab: Lab) -> None:
     rule.choice = {"prefill": "pa"}
     for name in ("r1", "r2", "r3"):
         lab.submit(name, prompt=10 * PAGE)
@@ -159,7 +159,7 @@ def test_a_client_that_left_the_queue_is_forgotten_at_once(rule: _Told, lab: Lab
     assert [shown["pa"].requests for stage, shown in rule.shown if stage == "prefill"][-1] == 2
 
 
-def test_a_worker_that_goes_is_chosen_for_anew(rule: _Told, lab: Lab) -> None:
+def test_a_worker_that_goes_is_chosen_for_anew(rule: _ScriptedRule, lab: Lab) -> None:
     rule.choice = {"prefill": "pa"}
     for name in ("r1", "r2", "r3"):
         lab.submit(name, prompt=10 * PAGE)
@@ -169,7 +169,7 @@ def test_a_worker_that_goes_is_chosen_for_anew(rule: _Told, lab: Lab) -> None:
     assert lab.to(lab.prefill) == "pb.1"
 
 
-def test_colocated_workers_do_it_all(rule: _Told) -> None:
+def test_colocated_workers_do_it_all(rule: _ScriptedRule) -> None:
     lab = _lab(RulePolicy(rule, _COSTS, 1e9))
     lab.colocated(2)
     rule.choice = {"both": "decode-1"}
@@ -184,7 +184,7 @@ def test_colocated_workers_do_it_all(rule: _Told) -> None:
     assert (shown.requests, shown.prompts) == (2, 1), "one of the two is decoding"
 
 
-def test_a_colocated_worker_that_has_prompts_enough_is_waited_for(rule: _Told) -> None:
+def test_a_colocated_worker_that_has_prompts_enough_is_waited_for(rule: _ScriptedRule) -> None:
     lab = _lab(RulePolicy(rule, _COSTS, 1e9))
     lab.colocated(2)
     rule.choice = {"both": "decode-0"}
@@ -196,7 +196,7 @@ def test_a_colocated_worker_that_has_prompts_enough_is_waited_for(rule: _Told) -
     assert [message.request for message in lab.sent(Decode)] == ["r1", "r2", "r3"]
 
 
-def test_a_busy_worker_is_waited_for(rule: _Told) -> None:
+def test_a_busy_worker_is_waited_for(rule: _ScriptedRule) -> None:
     lab = _lab(RulePolicy(rule, _COSTS, 1e9))
     first, second = lab.colocated(2)
     rule.choice = {"both": "decode-0"}
@@ -205,7 +205,7 @@ def test_a_busy_worker_is_waited_for(rule: _Told) -> None:
     assert not lab.sent(Decode, second)
 
 
-def test_a_rule_may_reject(rule: _Told, lab: Lab) -> None:
+def test_a_rule_may_reject(rule: _ScriptedRule, lab: Lab) -> None:
     rule.choice = {"prefill": None}
     lab.submit(prompt=10 * PAGE)
     assert not lab.sent(Decode)
@@ -216,8 +216,8 @@ def test_a_rule_may_reject(rule: _Told, lab: Lab) -> None:
 @pytest.mark.parametrize("costs", [_COSTS, None])
 def test_every_policy_serves(policy: str, split: bool, costs: EqualCosts | None) -> None:
     """Both kinds of cluster, from submission to the last token, with a simulator's costs and with a router's own."""
-    made = policy_named(policy, 1, costs)
-    lab = _split(made) if split else _lab(made)
+    instance = policy_named(policy, 1, costs)
+    lab = _split(instance) if split else _lab(instance)
     if not split:
         lab.colocated(2)
     lab.submit(prompt=10 * PAGE, max_tokens=1)

@@ -151,10 +151,10 @@ def test_the_same_prompt_of_another_kind(reason: str, first: dict[str, Any], sec
 @pytest.mark.parametrize("seed", range(15))
 def test_prompts_of_others_change_nothing_of_what_a_client_is_told(seed: int, theirs: dict[str, Any]) -> None:
     """The same requests of a client, with and without another tenant that sends parts of the same texts between."""
-    told: list[list[NotCached]] = []
+    reasons: list[list[NotCached]] = []
     for crowded in (False, True):
         rng, prompts = random.Random(seed), Prompts(1 << 19)
-        told.append([])
+        reasons.append([])
         for number in range(20):
             mine = rng.random() < 0.5
             tokens = text(rng.randrange(3), rng.randrange(200)) + text(rng.randrange(9), rng.randrange(400))
@@ -165,13 +165,13 @@ def test_prompts_of_others_change_nothing_of_what_a_client_is_told(seed: int, th
             if mine or crowded:
                 why = prompts.add(str(number), tokens, cached, adapter=adapter, **whose)
                 if mine:
-                    told[-1].append(why.settled(len(tokens), actual).for_client())
+                    reasons[-1].append(why.settled(len(tokens), actual).for_client())
                 if evict:
                     prompts.removed(prompts.keys(tokens, adapter=adapter, **whose), "CPU")
-    assert [(why.reason, why.page, why.tokens, [*why.tokens]) for why in told[0]] == [
-        (why.reason, why.page, why.tokens, [*why.tokens]) for why in told[1]
+    assert [(why.reason, why.page, why.tokens, [*why.tokens]) for why in reasons[0]] == [
+        (why.reason, why.page, why.tokens, [*why.tokens]) for why in reasons[1]
     ]
-    assert not any(why.other for why in told[1])
+    assert not any(why.other for why in reasons[1])
 
 
 def test_another_template_around_the_same_messages() -> None:

@@ -12,9 +12,9 @@ from router.queueing.rate_limits import ANYBODY, RateLimits, RetryBudget, TokenB
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 60)), max_size=40), st.floats(0.5, 50), st.floats(1, 100))
-def test_what_passes_is_bounded_by_rate_and_burst(asked: list[tuple[float, int]], rate: float, capacity: float) -> None:
+def test_what_passes_is_bounded_by_rate_and_burst(calls: list[tuple[float, int]], rate: float, capacity: float) -> None:
     bucket, now, passed, largest = TokenBucket(rate, capacity), 0.0, 0.0, 0
-    for gap, amount in asked:
+    for gap, amount in calls:
         now += gap
         wait = bucket.wait(amount, now)
         if not wait:
@@ -85,11 +85,11 @@ def test_buckets_of_tenants_long_gone_are_forgotten() -> None:
 
 def test_retries_are_a_share_of_first_attempts_and_a_trickle() -> None:
     retries = RetryBudget(share=0.5, steady=1.0)
-    made = 0
+    count = 0
     while retries.allow(0.0):
         retries.take(0.0)
-        made += 1
-    assert made == 10
+        count += 1
+    assert count == 10
     retries.first(0.0)
     assert not retries.allow(0.0)
     retries.first(0.0)

@@ -160,16 +160,16 @@ def test_ids_of_calls_are_those_that_the_template_takes(tmp_path: Path, monkeypa
 
     async def test() -> None:
         async with front(tmp_path, monkeypatch, MISTRAL) as it:
-            for path, made in (("chat/completions", chat), ("messages", messages), ("responses", responses)):
-                own, no_repairs = await it.prompt(path, made("abcDEF123"))
+            for path, body_of in (("chat/completions", chat), ("messages", messages), ("responses", responses)):
+                own, no_repairs = await it.prompt(path, body_of("abcDEF123"))
                 assert ("[call abcDEF123]" in own, "[result abcDEF123]" in own, no_repairs) == (True, True, "")
-                first, told = await it.prompt(path, made("toolu_01ABC", "abcDEF123"))
-                assert told == "call_ids"
-                found = re.findall(r"\[(?:call|result) ([A-Za-z0-9]{9})\]", first)
-                assert found[:2] == found[2:]
-                assert (found[1], len(set(found))) == ("abcDEF123", 2)
-                later, _ = await it.prompt(path, made("toolu_01ABC", "abcDEF123", "call_2"))
-                assert re.findall(r"\[call (\w+)\]", later)[:2] == found[:2]
+                first, header = await it.prompt(path, body_of("toolu_01ABC", "abcDEF123"))
+                assert header == "call_ids"
+                ids = re.findall(r"\[(?:call|result) ([A-Za-z0-9]{9})\]", first)
+                assert ids[:2] == ids[2:]
+                assert (ids[1], len(set(ids))) == ("abcDEF123", 2)
+                later, _ = await it.prompt(path, body_of("toolu_01ABC", "abcDEF123", "call_2"))
+                assert re.findall(r"\[call (\w+)\]", later)[:2] == ids[:2]
             late = chat("call_1")
             late["messages"].append(system("B"))
             assert (await it.prompt("chat/completions", late))[1] == "call_ids, system"
@@ -240,11 +240,11 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "right", "repairs"), ARGUMENTS)
-def test_arguments_are_always_an_object(given: Any, right: Any, repairs: str) -> None:
+@pytest.mark.parametrize(("arguments", "right", "repairs"), ARGUMENTS)
+def test_arguments_are_always_an_object(arguments: Any, right: Any, repairs: str) -> None:
     noted = Repairs()
-    assert arguments_of("x", given, noted) == right
-    assert ", ".join(noted.made) == repairs
+    assert arguments_of("x", arguments, noted) == right
+    assert ", ".join(noted.kinds) == repairs
 
 
 def test_arguments_of_every_door_reach_the_template_as_an_object(
@@ -252,19 +252,19 @@ def test_arguments_of_every_door_reach_the_template_as_an_object(
 ) -> None:
     async def test() -> None:
         async with front(tmp_path, monkeypatch) as it:
-            for given, right, repairs in (case for case in ARGUMENTS if len(str(case[0])) < 100):
+            for arguments, right, repairs in (case for case in ARGUMENTS if len(str(case[0])) < 100):
                 shown = f"<call>{json.dumps(right, ensure_ascii=False)}"
-                call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
+                call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
                 history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-                item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": given}
-                block = {"type": "tool_use", "id": "c", "name": "f", "input": given}
+                item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+                block = {"type": "tool_use", "id": "c", "name": "f", "input": arguments}
                 for path, body in (
                     ("chat/completions", {"messages": [*history, USER]}),
                     ("responses", {"input": [USER, item, USER]}),
                     ("messages", {"messages": [USER, {"role": "assistant", "content": [block]}, USER]}),
                 ):
-                    prompt, told = await it.prompt(path, body)
-                    assert (shown in prompt, told) == (True, repairs), (path, given, prompt)
+                    prompt, header = await it.prompt(path, body)
+                    assert (shown in prompt, header) == (True, repairs), (path, arguments, prompt)
 
     run(test)
 
@@ -293,11 +293,11 @@ def test_pictures_in_results_and_history_have_a_placeholder(tmp_path: Path, monk
             item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
             picture = {"type": "input_image", "image_url": "data:,"}
             search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
-            found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+            hits = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
             for path, body, shown in (
                 ("messages", result(text, IMAGE), ["seen\n" + left_out("image")]),
                 ("messages", result({"type": "tool_reference", "tool_name": "f"}), [left_out("tool_reference")]),
-                ("messages", {"messages": [USER, {"role": "assistant", "content": [search, found, text]}, USER]},
+                ("messages", {"messages": [USER, {"role": "assistant", "content": [search, hits, text]}, USER]},
                  [left_out("server_tool_use"), left_out("web_search_tool_result"), "seen"]),
                 ("chat/completions", {"messages": [
                     USER, turn, {"role": "tool", "tool_call_id": "c", "content": [text, url]}
@@ -391,12 +391,12 @@ def test_a_prompt_beyond_the_context_is_told_in_words_that_clients_read(
                 ):
                     status, answer, _ = await it.send(path, body)
                     error = answer["error"]
-                    told = (status, error["code"], error["type"])
-                    assert told == (400, "context_length_exceeded", "invalid_request_error")
+                    code = (status, error["code"], error["type"])
+                    assert code == (400, "context_length_exceeded", "invalid_request_error")
                     assert f"maximum context length is {CONTEXT} tokens" in error["message"]
             _, answer, _ = await it.send("messages", {"messages": [USER], "max_tokens": 200_000})
-            told = "input length and `max_tokens` exceed context limit: "
-            assert answer["error"]["message"].startswith(told)
+            words = "input length and `max_tokens` exceed context limit: "
+            assert answer["error"]["message"].startswith(words)
             assert " + 200000 > " in answer["error"]["message"]
 
     run(test)
@@ -412,13 +412,13 @@ def test_half_a_surrogate_pair_is_a_character(tmp_path: Path, monkeypatch: pytes
 
     async def test() -> None:
         async with front(tmp_path, monkeypatch) as it:
-            for said, right in texts.items():
-                body = b'{"messages": [{"role": "user", "content": "%b"}], "max_tokens": 4}' % said.encode()
+            for escape, right in texts.items():
+                body = b'{"messages": [{"role": "user", "content": "%b"}], "max_tokens": 4}' % escape.encode()
                 for path in ("chat/completions", "messages"):
                     async with it.client.http.post(f"{it.client.url}/v1/{path}", data=body) as answer:
                         assert answer.status == 200, await answer.text()
-                        told = answer.headers.get("baton-repairs", "")
-                    assert (it.prompts[-1], told) == (
+                        header = answer.headers.get("baton-repairs", "")
+                    assert (it.prompts[-1], header) == (
                         f"<user>{right}<assistant>",
                         "surrogate" if "\ufffd" in right else "",
                     )
@@ -441,10 +441,10 @@ def test_what_is_turned_off_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         for setting, allowed in ((False, ()), (["limit", "system"], ("limit", "system")), (True, REPAIRS)):
             async with front(tmp_path, monkeypatch, STRICT, repairs=setting) as it:
                 for kind, path, body in requests:
-                    status, _, told = await it.send(path, body)
-                    assert (status, told) == ((200, kind) if kind in allowed else (400, "")), (setting, kind)
-                kept = await it.prompt("messages", {"system": f"{LINE}\nA", "messages": [USER]})
-                assert (LINE in kept[0]) == (setting is not True)
+                    status, _, header = await it.send(path, body)
+                    assert (status, header) == ((200, kind) if kind in allowed else (400, "")), (setting, kind)
+                pair = await it.prompt("messages", {"system": f"{LINE}\nA", "messages": [USER]})
+                assert (LINE in pair[0]) == (setting is not True)
 
     run(test)
 
@@ -480,15 +480,15 @@ def tools_of(path: str, schema: Any, **more: Any) -> dict[str, Any]:
     two = [("fine", FINE, {}), ("odd", {"type": "object"} | schema, more)]
     match path:
         case "messages":
-            tools = [{"name": name, "input_schema": given} | rest for name, given, rest in two]
+            tools = [{"name": name, "input_schema": schema} | rest for name, schema, rest in two]
             return {"messages": [USER], "tools": tools, "tool_choice": {"type": "any"}}
         case "responses":
-            tools = [{"type": "function", "name": name, "parameters": given} | rest for name, given, rest in two]
+            tools = [{"type": "function", "name": name, "parameters": schema} | rest for name, schema, rest in two]
             return {"input": [USER], "tools": tools, "tool_choice": "required"}
         case _:
             tools = [
-                {"type": "function", "function": {"name": name, "parameters": given} | rest}
-                for name, given, rest in two
+                {"type": "function", "function": {"name": name, "parameters": schema} | rest}
+                for name, schema, rest in two
             ]
             return {"messages": [USER], "tools": tools, "tool_choice": "required"}
 
@@ -496,15 +496,15 @@ def tools_of(path: str, schema: Any, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The schemas that outputs were bound to, the last one last."""
-    found: list[Any] = []
+    texts: list[Any] = []
     begun: Callable[..., Any] = GenerationService._begun
 
     async def noted(self: GenerationService, request: Any, *more: Any) -> Any:
-        found.append(json.loads(request.sampling.grammar.text))
+        texts.append(json.loads(request.sampling.grammar.text))
         return await begun(self, request, *more)
 
     monkeypatch.setattr(GenerationService, "_begun", noted)
-    return found
+    return texts
 
 
 def test_what_no_grammar_enforces_is_left_out_of_a_tool(
@@ -536,8 +536,8 @@ def test_what_a_grammar_must_enforce_is_refused_by_its_path(tmp_path: Path, monk
 
             async def refused(path: str, body: Any, *words: str) -> None:
                 status, answer, repairs = await it.send(path, body)
-                said = json.dumps(answer, ensure_ascii=False).replace('\\"', '"')
-                assert (status, repairs, [one for one in words if one not in said]) == (400, "", []), said
+                answer_text = json.dumps(answer, ensure_ascii=False).replace('\\"', '"')
+                assert (status, repairs, [one for one in words if one not in answer_text]) == (400, "", []), answer_text
 
             for keyword, (schema, _) in NO_GRAMMAR.items():
                 for path in ("chat/completions", "messages", "responses"):

@@ -37,7 +37,7 @@ def seed() -> int:
     return 42
 
 
-def taken(request: pb.GenerateRequest, model: ServedModel) -> GenerationRequest:
+def parse(request: pb.GenerateRequest, model: ServedModel) -> GenerationRequest:
     return generation_request(message_fields(request), name_of(request), model, seed)
 
 
@@ -84,11 +84,11 @@ def ids(*tokens: int) -> pb.TokenIds:
 def test_bad_fields_are_named_with_their_value(fields: dict[str, Any], kind: type[BatonError], says: str) -> None:
     prompt = {} if {"text", "token_ids"} & fields.keys() or not fields else {"token_ids": ids(5)}
     with pytest.raises(kind, match=says):
-        taken(pb.GenerateRequest(**prompt, **fields), MODEL)
+        parse(pb.GenerateRequest(**prompt, **fields), MODEL)
 
 
 def test_what_is_open_is_filled_in() -> None:
-    intake = taken(pb.GenerateRequest(text="fox"), MODEL)
+    intake = parse(pb.GenerateRequest(text="fox"), MODEL)
     assert intake.sampling == SamplingParams(0.6, 0.9, 20, 0.05, 42)
     assert intake.stop_token_ids == (1,)
     assert (intake.max_tokens, intake.ttft, intake.tpot) == (None, None, None)
@@ -116,7 +116,7 @@ def test_what_is_given_wins() -> None:
         cache_salt="ß" * 128,
         tpot_ms=50,
     )
-    intake = taken(request, MODEL)
+    intake = parse(request, MODEL)
     assert intake.sampling == SamplingParams(0.0, 1.0, 0, 0.0, 7, 0)
     assert (intake.stops, intake.stop_token_ids) == (("a", "b"), (9,))
     assert (intake.max_tokens, intake.name, intake.priority) == (3, "mine", -2)
@@ -127,7 +127,7 @@ def test_what_is_given_wins() -> None:
 @pytest.mark.parametrize("fields", [{"text": "fox"}, {"token_ids": ids(5), "stop": ["x"]}])
 def test_without_a_tokenizer_there_is_no_text(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
-        taken(pb.GenerateRequest(**fields), BARE)
+        parse(pb.GenerateRequest(**fields), BARE)
 
 
 def test_a_number_has_32_bits_at_every_door() -> None:
@@ -179,15 +179,15 @@ def test_generation_settings_count_only_where_sampling_is_recommended(tmp_path: 
 def test_every_file_may_name_tokens_that_end_an_output(tmp_path: Path, named: object) -> None:
     """Qwen's base models name <|endoftext|> in config.json, and their chat models <|im_end|> in the tokenizer alone."""
     config = {**CONFIG, "eos_token_id": None, "text_config": {**CONFIG, "eos_token_id": 7}}
-    made = checkpoint(tmp_path, config, {"eos_token_id": [5, 7]})
-    assert load(made).eos == (5, 7)
+    folder = checkpoint(tmp_path, config, {"eos_token_id": [5, 7]})
+    assert load(folder).eos == (5, 7)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "a"}))
-    assert load(made).eos[1:] == (5, 7)
+    assert load(folder).eos[1:] == (5, 7)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
-    model = load(made)
+    model = load(folder)
     assert (model.eos, model.notes) == ((1, 5, 7), ())
     request = pb.GenerateRequest(text="fox", min_tokens=3)
-    assert taken(request, model).stop_token_ids == (1, 5, 7)
+    assert parse(request, model).stop_token_ids == (1, 5, 7)
 
 
 def test_grammars_end_with_a_token_that_the_tokenizer_has(tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_grammars_end_with_a_token_that_the_tokenizer_has(tmp_path: Path) -> Non
 
 
 def test_ends_that_no_output_can_come_to_are_told(tmp_path: Path) -> None:
-    made = checkpoint(tmp_path, CONFIG | {"eos_token_id": 400})
+    folder = checkpoint(tmp_path, CONFIG | {"eos_token_id": 400})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    model = load(made)
+    model = load(folder)
     assert (model.eos, model.grammar_end) == ((), None)
     assert [note.split(";")[0] for note in model.notes] == [
         "eos_token '<|im_end|>' of the tokenizer's settings is no token of it",
@@ -209,18 +209,18 @@ def test_ends_that_no_output_can_come_to_are_told(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_may_describe_answers(tmp_path: Path) -> None:
-    made = checkpoint(tmp_path, CONFIG)
-    by_name = ModelConfig(path=made.path, tool_call_parser="hf")
+    config = checkpoint(tmp_path, CONFIG)
+    by_name = ModelConfig(path=config.path, tool_call_parser="hf")
     with pytest.raises(ModelError, match="there is none"):
         load(by_name)
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text(json.dumps({"response_template": {"fields": {"images": {}}}}))
-    assert "'images' is not served" in "".join(load(made).notes)
+    assert "'images' is not served" in "".join(load(config).notes)
     with pytest.raises(ModelError, match="'images' is not served"):
         load(by_name)
     fields = {"content": {}, "thinking": {"open": "<t>", "close": "</t>"}}
     settings.write_text(json.dumps({"response_template": {"fields": fields}}))
-    model = load(made)
+    model = load(config)
     assert (model.notes, model.chat_format.reasoning_end) == ((), "</t>")
     assert load(by_name).chat_format.tool_parser == "hf"
 
@@ -264,7 +264,7 @@ def test_bad_words_never_name_a_token_that_the_model_lacks() -> None:
     words = ["hello", "stop", "x", "the", "world"]
     tokens = {token for word in words for token in small.tokenizer.encode(word, special_tokens=False)}
     assert max(tokens) >= 300
-    rules = taken(pb.GenerateRequest(text="a", bad_words=words), small).sampling.rules
+    rules = parse(pb.GenerateRequest(text="a", bad_words=words), small).sampling.rules
     assert rules is not None
     assert rules.bad_words
     assert not rules.wrong(300)
@@ -272,4 +272,4 @@ def test_bad_words_never_name_a_token_that_the_model_lacks() -> None:
 
 def test_bad_words_are_bounded_together() -> None:
     with pytest.raises(InvalidRequest, match="100000 characters in all"):
-        taken(pb.GenerateRequest(text="a", bad_words=["x" * 1_000] * 100), MODEL)
+        parse(pb.GenerateRequest(text="a", bad_words=["x" * 1_000] * 100), MODEL)

@@ -244,8 +244,8 @@ def test_a_change_is_advised_from_what_was_asked() -> None:
 def test_what_is_advised_is_carried_out_where_that_is_wanted() -> None:
     assert not busy().sent(ChangeRole)
     lab = busy("auto")
-    asked = {lab.to(message) for message in lab.sent(ChangeRole)}
-    assert asked == {"decode-0.1"}, "one worker, and no other until it has changed"
+    workers = {lab.to(message) for message in lab.sent(ChangeRole)}
+    assert workers == {"decode-0.1"}, "one worker, and no other until it has changed"
     assert views(lab)["decode-0"] == ("decode", True, "prefill")
     lab.join("prefill", "decode-0", incarnation="decode-0.2")
     lab.log.clear()

@@ -122,8 +122,8 @@ async def ask(
         aiohttp.ClientSession(connector=connector) as http,
         http.request(method, f"http://localhost{path}", data=body and io.BytesIO(body), headers=headers) as answer,
     ):
-        told = await answer.json()
-        error = told["error"]["message"] if answer.status != 200 else ""
+        content = await answer.json()
+        error = content["error"]["message"] if answer.status != 200 else ""
         return answer.status, error, {name.lower(): value for name, value in answer.headers.items()}
 
 
@@ -323,7 +323,7 @@ def one_with_a_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "text"),
     [
         (a_link, "is a link"),
         (a_file, "is no folder"),
@@ -336,14 +336,14 @@ def one_with_a_file(folder: Path) -> None:
         ),
     ],
 )
-def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Path, make: Callable[[Path], None], said: str) -> None:
+def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Path, make: Callable[[Path], None], text: str) -> None:
     make(tmp_path / "run")
 
     async def test() -> None:
         async with router(settings_for(tmp_path)):
             pass
 
-    with pytest.raises(StartupError, match=said):
+    with pytest.raises(StartupError, match=text):
         run(test)
 
 
@@ -447,15 +447,15 @@ def test_a_socket_whose_file_is_removed_is_made_again(tmp_path: Path, monkeypatc
     elsewhere = tmp_path / f"baton-{os.geteuid()}" / "baton" / "router.sock"
 
     async def test() -> None:
-        said: asyncio.Queue[str] = asyncio.Queue()
+        paths: asyncio.Queue[str] = asyncio.Queue()
         stop, config = asyncio.Event(), settings_for(tmp_path, operator="")
-        serving = asyncio.create_task(serve(config, "router", "a", stop, lambda found: said.put_nowait(found.operator)))
-        here = await said.get()
+        serving = asyncio.create_task(serve(config, "router", "a", stop, lambda one: paths.put_nowait(one.operator)))
+        here = await paths.get()
         connector = aiohttp.UnixConnector(here.removeprefix("unix:"))
         async with aiohttp.ClientSession(connector=connector) as before:
             assert (await before.get("http://localhost/status")).status == 200
             shutil.rmtree(home)
-            there = await said.get()
+            there = await paths.get()
             async with AsyncClient(operator=there) as after:
                 await after.status(timeout=10)
             assert (await before.get("http://localhost/status")).status == 200

@@ -172,6 +172,6 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
                 cluster.start(role, name, node)
         cluster.round(loss=loss, lag=lag)
     cluster.finish()
-    kept = [answer for answer in cluster.answers.values() if isinstance(answer, NewPin)]
-    assert kept
+    pins = [answer for answer in cluster.answers.values() if isinstance(answer, NewPin)]
+    assert pins
     assert all(isinstance(answer, NewPin | Failed | Cancelled) for answer in cluster.answers.values())

@@ -34,9 +34,9 @@ def wish(**fields: Any) -> PinPrefix:
 
 
 def order(call: PinPrefix) -> events.PinPrefix:
-    made = checked(call, MODEL, 100.0)
-    assert isinstance(made, events.PinPrefix)
-    return made
+    result = checked(call, MODEL, 100.0)
+    assert isinstance(result, events.PinPrefix)
+    return result
 
 
 # --- fields ---
@@ -69,9 +69,9 @@ def test_text_needs_a_tokenizer() -> None:
 
 
 def test_what_is_not_said() -> None:
-    taken = order(wish())
-    assert (unpack_tokens(taken.tokens), taken.ttl, taken.deadline) == (PREFIX, 3_600.0, 3_700.0)
-    assert order(wish()).pin != taken.pin
+    first = order(wish())
+    assert (unpack_tokens(first.tokens), first.ttl, first.deadline) == (PREFIX, 3_600.0, 3_700.0)
+    assert order(wish()).pin != first.pin
     assert order(wish(id="mine")).pin == "mine"
     text = order(wish(text="The quick brown fox", ttl_ms=1_500))
     assert (unpack_tokens(text.tokens), text.ttl) == (tokenizers.byte_level().encode("The quick brown fox").ids, 1.5)
@@ -101,12 +101,12 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 def test_a_prefix_is_warmed_listed_and_let_go(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path, "decode-0", "prefill-0", "store-0") as (router, client):
-            made = await client.pin_prefix(PREFIX, id="mine", ttl_ms=60_000, timeout=10)
-            assert (made.pin.id, made.pin.node, made.pin.pages, made.pin.tokens) == ("mine", "a", 5, 20)
-            assert made.pin.bytes == 5 * PAGE_BYTES
-            assert 50_000 < made.pin.expires_in_ms <= 60_000
-            assert made.tokens_computed is not None
-            assert made.tokens_cached == 20 - made.tokens_computed
+            result = await client.pin_prefix(PREFIX, id="mine", ttl_ms=60_000, timeout=10)
+            assert (result.pin.id, result.pin.node, result.pin.pages, result.pin.tokens) == ("mine", "a", 5, 20)
+            assert result.pin.bytes == 5 * PAGE_BYTES
+            assert 50_000 < result.pin.expires_in_ms <= 60_000
+            assert result.tokens_computed is not None
+            assert result.tokens_cached == 20 - result.tokens_computed
             assert pins(router) == 1
             (listed,) = await client.pins()
             assert (listed.id, listed.node) == ("mine", "a")

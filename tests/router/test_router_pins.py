@@ -58,9 +58,9 @@ class PinLab(Lab):
 
 
 def lab(**settings: Any) -> PinLab:
-    made = PinLab(msgspec.structs.replace(CONFIG, **settings))
-    made.split()
-    return made
+    one = PinLab(msgspec.structs.replace(CONFIG, **settings))
+    one.split()
+    return one
 
 
 # --- the plain case ---

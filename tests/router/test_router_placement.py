@@ -167,7 +167,7 @@ def test_a_pool_that_is_full_is_waited_for() -> None:
     assert isinstance(cluster.choose(), Wait)
     one.unassign(AttemptName("running 1", 1))
     assert cluster.plan().decode == "d0"
-    one.update_load(LoadReport(pages_free=3, pages_total=40), cluster.given, LoadReport(), cluster.now)
+    one.update_load(LoadReport(pages_free=3, pages_total=40), cluster.attempts, LoadReport(), cluster.now)
     assert isinstance(cluster.choose(), Wait), "whatever we thought, it has no more"
 
 

@@ -31,9 +31,9 @@ def test_a_router_waits_for_a_port_that_a_connection_holds(
     holder = ports._holder
 
     def look(door: ports.FixedPort) -> ports._Holder:
-        found = holder(door)
-        looks.append(found.kind)
-        return found
+        result = holder(door)
+        looks.append(result.kind)
+        return result
 
     monkeypatch.setattr(ports, "_holder", look)
 
@@ -43,8 +43,8 @@ def test_a_router_waits_for_a_port_that_a_connection_holds(
             async def start() -> None:
                 async with served(at(tmp_path, setting, connection.port)) as router:
                     addresses = router.addresses
-                    told = (addresses.grpc, addresses.internal, addresses.http, addresses.api)
-                    assert any(address.endswith(f"127.0.0.1:{connection.port}") for address in told)
+                    doors = (addresses.grpc, addresses.internal, addresses.http, addresses.api)
+                    assert any(address.endswith(f"127.0.0.1:{connection.port}") for address in doors)
 
             starting = asyncio.create_task(start())
             await eventually_async(lambda: looks or starting.done(), "the router waits")

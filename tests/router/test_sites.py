@@ -47,13 +47,13 @@ def statuses(config: Config, *requests: tuple[str, str, Mapping[str, str]]) -> l
 
             if not config.api.allowed_hosts:
                 await eventually_async(ready)
-            found: list[int] = []
+            codes: list[int] = []
             for method, path, headers in requests:
                 data = BODY if method == "POST" else None
                 async with http.request(method, url + path, data=data, headers=headers) as answer:
                     await answer.read()
-                    found.append(answer.status)
-            return found
+                    codes.append(answer.status)
+            return codes
 
     return asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -67,8 +67,8 @@ def test_only_a_name_of_this_machine_may_stand_in_host(tmp_path: Path) -> None:
     ours += ["[::1]:8000", socket.gethostname(), "0.0.0.0:8000", "localhost.:8000"]
     others = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "192.0.2.7"]
     others += ["192.0.2.7:8000", "[2001:db8::1]:8000", "evil.example:127.0.0.1", "[::1].evil.example", "a b"]
-    found = posts(settings(tmp_path), *({"Host": host} for host in (*ours, *others)))
-    assert dict(zip([*ours, *others], found, strict=True)) == dict.fromkeys(ours, 200) | dict.fromkeys(others, 403)
+    codes = posts(settings(tmp_path), *({"Host": host} for host in (*ours, *others)))
+    assert dict(zip([*ours, *others], codes, strict=True)) == dict.fromkeys(ours, 200) | dict.fromkeys(others, 403)
 
 
 def test_allowed_hosts_hold_always_and_other_rules_only_without_keys(tmp_path: Path) -> None:

@@ -86,6 +86,6 @@ def test_scores_are_of_the_last_predictions_whichever_way_they_were_wrong() -> N
     for number in range(1_000):
         scores.add("ttft", 1.0, 2.0 if number % 2 else 0.5)
         scores.add("step", 1.0, 10.0 if number % 5 == 0 else 1.0)
-    found = scores.summaries()
-    assert found["ttft"].median == found["ttft"].p90 == pytest.approx(math.log(2))
-    assert (found["step"].median, found["step"].p90) == (0, pytest.approx(math.log(10)))
+    summaries = scores.summaries()
+    assert summaries["ttft"].median == summaries["ttft"].p90 == pytest.approx(math.log(2))
+    assert (summaries["step"].median, summaries["step"].p90) == (0, pytest.approx(math.log(10)))

@@ -49,9 +49,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 def output_of(**fields: Any) -> dict[str, Any] | None:
-    asked = CompletionRequest(**fields)
-    refuse_unserved(asked)
-    return structured_output(asked)
+    request = CompletionRequest(**fields)
+    refuse_unserved(request)
+    return structured_output(request)
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_a_model_without_tokenizer_or_end_is_named(model: ServedModel) -> None:
 
 
 def test_an_end_of_sequence_ends_every_grammar(model: ServedModel) -> None:
-    given: dict[str, Any] = {"ignore_eos": True, "token_ids": {"ids": [5]}}
-    request = generation_request(given | {"structured_output": {"regex": "a"}}, "a", model, lambda: 1)
+    fields: dict[str, Any] = {"ignore_eos": True, "token_ids": {"ids": [5]}}
+    request = generation_request(fields | {"structured_output": {"regex": "a"}}, "a", model, lambda: 1)
     assert request.sampling.grammar == Grammar("regex", "a", EOS, ignore_eos=True)
     assert request.stop_token_ids == (EOS,)
-    assert generation_request(given, "a", model, lambda: 1).stop_token_ids == ()
+    assert generation_request(fields, "a", model, lambda: 1).stop_token_ids == ()
 
 
 def test_responses_have_a_format_of_their_own() -> None:
@@ -297,8 +297,8 @@ def test_slow_grammars_of_one_tenant_delay_another_by_one_of_them(model: ServedM
 @pytest.mark.slow
 def test_too_many_waiting_grammars_of_a_tenant_are_refused(model: ServedModel) -> None:
     async def test(checker: GrammarChecker) -> None:
-        asked = [checker.check(Grammar("regex", f"a{{{number}}}", EOS), "a") for number in range(70)]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        checks = [checker.check(Grammar("regex", f"a{{{number}}}", EOS), "a") for number in range(70)]
+        answers = await asyncio.gather(*checks, return_exceptions=True)
         assert Counter(type(answer).__name__ for answer in answers) == {"Grammar": 64, "Overloaded": 6}
         assert await checker.check(Grammar("regex", "b", EOS), "a")
 

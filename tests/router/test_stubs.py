@@ -19,8 +19,8 @@ def test_checked_in_stubs_are_those_of_the_contract(tmp_path: Path) -> None:
         env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable},
     )
     fresh = {path.name: path.read_text() for path in (tmp_path / "baton" / "v1").iterdir()}
-    kept = {path.name: path.read_text() for path in (ROOT / "baton" / "v1").glob("*_pb2*")}
-    assert kept == fresh
+    ours = {path.name: path.read_text() for path in (ROOT / "baton" / "v1").glob("*_pb2*")}
+    assert ours == fresh
 
 
 def test_proto_is_no_package() -> None:

@@ -114,8 +114,8 @@ def run(test: Callable[[TemplateRenderer], Awaitable[None]], most: int = 100_000
 
 
 def variables(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    given = {"bos_token": "<s>", "eos_token": "</s>", "tools": None, "documents": None, "add_generation_prompt": True}
-    return given | {"messages": messages} | more
+    context = {"bos_token": "<s>", "eos_token": "</s>", "tools": None, "documents": None, "add_generation_prompt": True}
+    return context | {"messages": messages} | more
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -123,8 +123,8 @@ def test_a_template_renders_as_transformers_renders_it(shape: str) -> None:
     template = SHAPES[shape]
 
     async def test(renderer: TemplateRenderer) -> None:
-        for given in (USER, TURNS, CALLS):
-            messages = normalized(given)
+        for conversation in (USER, TURNS, CALLS):
+            messages = normalized(conversation)
             for tools in (None, TOOLS):
                 want = variables(messages, tools=tools)
                 rest = {name: value for name, value in want.items() if name not in ("messages", "tools", "documents")}

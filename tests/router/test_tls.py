@@ -91,13 +91,13 @@ def test_both_doors_speak_tls_and_nothing_else(tmp_path: Path, tls: TlsConfig) -
             stub: Any = generation_pb2_grpc.GenerationStub(channel)
             _, tokens, _ = await collect(stub.Generate(request(), metadata=bearer(key)))
             assert len(tokens) == 12
-            asked = "generate --token-ids 20,21,22 --max-tokens 3 --seed 4 --json"
-            command = [sys.executable, "-m", "deploy", *asked.split()]
+            arguments = "generate --token-ids 20,21,22 --max-tokens 3 --seed 4 --json"
+            command = [sys.executable, "-m", "deploy", *arguments.split()]
             command += ["--address", router.addresses.grpc, "--ca-file", str(tmp_path / "ca.pem")]
             with_key = {**os.environ, "BATON_API_KEY": key}
-            said = await asyncio.to_thread(subprocess.run, command, env=with_key, capture_output=True, text=True)
-            assert said.returncode == 0, said.stderr
-            assert len(json.loads(said.stdout)["token_ids"]) == 3
+            result = await asyncio.to_thread(subprocess.run, command, env=with_key, capture_output=True, text=True)
+            assert result.returncode == 0, result.stderr
+            assert len(json.loads(result.stdout)["token_ids"]) == 3
             without = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
             assert json.loads(without.stdout)["error"]["reason"] == "invalid_api_key"
             with pytest.raises(aiohttp.ClientError):
@@ -215,9 +215,9 @@ def test_a_certificate_is_renewed_while_the_router_serves(
             socket.create_connection((host, int(port)), 10) as plain,
             context.wrap_socket(plain, server_hostname=host) as encrypted,
         ):
-            found = encrypted.getpeercert()
-            assert found is not None
-            return int(str(found["serialNumber"]), 16)
+            certificate = encrypted.getpeercert()
+            assert certificate is not None
+            return int(str(certificate["serialNumber"]), 16)
 
     async def test() -> None:
         async with served(over_tls(tmp_path, tls)) as router:
@@ -303,7 +303,7 @@ def test_the_authorities_of_clients_are_changed_while_the_router_serves(
 
             async def accepted() -> list[tuple[bool, bool]]:
                 """Of each certificate: whether HTTP takes it, and gRPC."""
-                found = list[tuple[bool, bool]]()
+                pairs = list[tuple[bool, bool]]()
                 for cert, context in zip(own, contexts, strict=True):
                     try:
                         async with aiohttp.ClientSession() as http:
@@ -320,8 +320,8 @@ def test_the_authorities_of_clients_are_changed_while_the_router_serves(
                             over_grpc = True
                         except grpc.aio.AioRpcError as error:
                             over_grpc = error.code() is not grpc.StatusCode.UNAVAILABLE
-                    found.append((over_http, over_grpc))
-                return found
+                    pairs.append((over_http, over_grpc))
+                return pairs
 
             first, second = [(True, True), (False, False)], [(False, False), (True, True)]
             assert await accepted() == first
@@ -349,7 +349,7 @@ def test_files_that_can_not_be_used_are_named(tmp_path: Path, tls: TlsConfig, au
     authority.issue_cert("127.0.0.1").private_key_pem.write_to_path(other)
     broken = tmp_path / "broken.pem"
     broken.write_text("no certificate\n")
-    for change, said in (
+    for change, text in (
         ({"key_file": str(other)}, "is not the key of that certificate"),
         ({"key_file": "/no/such.pem"}, r"can't read tls\.key_file /no/such\.pem: No such file"),
         ({"cert_file": str(broken)}, "can't be used"),
@@ -357,7 +357,7 @@ def test_files_that_can_not_be_used_are_named(tmp_path: Path, tls: TlsConfig, au
         ({"client_ca_file": str(broken)}, r"tls\.client_ca_file .* holds no PEM certificates"),
         ({"client_ca_file": str(tmp_path)}, r"can't read tls\.client_ca_file .*: Is a directory"),
     ):
-        with pytest.raises(StartupError, match=said) as caught:
+        with pytest.raises(StartupError, match=text) as caught:
             server_tls(msgspec.structs.replace(tls, **change))
         assert "PRIVATE KEY" not in str(caught.value)
 
@@ -398,13 +398,13 @@ def test_other_machines_need_tls_and_keys_unless_insecure_is_said(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [{"tls.cert_file": "a"}, {"tls.key_file": "a"}, {"tls.client_ca_file": "a"}],
-    ids=lambda given: next(iter(given)),
+    ids=lambda fields: next(iter(fields)),
 )
-def test_half_of_tls_is_refused(given: dict[str, object]) -> None:
+def test_half_of_tls_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"tls\."):
-        load(None, given)
+        load(None, fields)
 
 
 def test_a_router_opens_to_other_machines_only_with_keys_and_tls(tmp_path: Path, tls: TlsConfig) -> None:

@@ -93,11 +93,11 @@ def test_two_tokens_with_one_text_keep_their_values(chosen: int) -> None:
     top = ((2, -0.13), (1, -2.09), (4, -2.5), (3, -3.0), (5, -4.0))
     one = TokenLogprob(chosen, dict(top)[chosen], top)
     names = TokenNames(twins())
-    told = completion_logprobs(names, [one], ["A"], 7)
-    assert told.tokens == ["A"]
-    assert told.top_logprobs[0]["A"] == told.token_logprobs[0] == dict(top)[chosen]
-    assert told.top_logprobs[0][f"token_id:{3 - chosen}"] == dict(top)[3 - chosen]
-    assert {key: value for key, value in told.top_logprobs[0].items() if value < -2.1} == {
+    logprobs = completion_logprobs(names, [one], ["A"], 7)
+    assert logprobs.tokens == ["A"]
+    assert logprobs.top_logprobs[0]["A"] == logprobs.token_logprobs[0] == dict(top)[chosen]
+    assert logprobs.top_logprobs[0][f"token_id:{3 - chosen}"] == dict(top)[3 - chosen]
+    assert {key: value for key, value in logprobs.top_logprobs[0].items() if value < -2.1} == {
         "b": -2.5, " ": -3.0, " A": -4.0,
     }  # fmt: skip
     entries = chat_logprobs(names, [one], ["A"]).content[0].top_logprobs
@@ -106,13 +106,13 @@ def test_two_tokens_with_one_text_keep_their_values(chosen: int) -> None:
 
 
 def test_a_token_beyond_the_likeliest_leaves_its_name_to_none_of_them() -> None:
-    told = completion_logprobs(TokenNames(twins()), [TokenLogprob(1, -9.0, ((2, -0.1),))], ["A"], 0)
-    assert told.top_logprobs == [{"token_id:2": -0.1}]
+    logprobs = completion_logprobs(TokenNames(twins()), [TokenLogprob(1, -9.0, ((2, -0.1),))], ["A"], 0)
+    assert logprobs.top_logprobs == [{"token_id:2": -0.1}]
 
 
 def test_names_by_id_leave_offsets_alone() -> None:
-    told = completion_logprobs(TokenNames(twins(), as_ids=True), [TokenLogprob(2, -1.0)] * 2, ["A", "A"], 3)
-    assert (told.tokens, told.text_offset) == (["token_id:2"] * 2, [3, 4])
+    logprobs = completion_logprobs(TokenNames(twins(), as_ids=True), [TokenLogprob(2, -1.0)] * 2, ["A", "A"], 3)
+    assert (logprobs.tokens, logprobs.text_offset) == (["token_id:2"] * 2, [3, 4])
 
 
 @KINDS
@@ -120,34 +120,34 @@ def test_at_the_door(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.M
     """Emoji among words, whole and streamed, in chats and completions."""
     raw = tokenizers.byte_level() if tokenizer is BYTES else tokenizers.byte_fallback()
     monkeypatch.setattr("tests.router.served.tokenizers.byte_level", lambda: raw)
-    said, begun = tokenizer.encode(SAMPLE, special_tokens=False), dict[int, int]()
-    monkeypatch.setattr("tests.router.model.token_at", lambda seed, at: said[at - begun.setdefault(seed, at)])
-    asked = {"max_tokens": len(said), "ignore_eos": True}
+    output, begun = tokenizer.encode(SAMPLE, special_tokens=False), dict[int, int]()
+    monkeypatch.setattr("tests.router.model.token_at", lambda seed, at: output[at - begun.setdefault(seed, at)])
+    basis = {"max_tokens": len(output), "ignore_eos": True}
 
-    def check(text: str, told: list[Any]) -> None:
+    def check(text: str, parts: list[Any]) -> None:
         """Check the log-probabilities of a completion."""
-        tokens = [token for part in told for token in part["tokens"]]
-        offsets = [offset for part in told for offset in part["text_offset"]]
+        tokens = [token for part in parts for token in part["tokens"]]
+        offsets = [offset for part in parts for offset in part["text_offset"]]
         assert "".join(tokens) == text
         assert text.strip() == SAMPLE
         assert all(text[at:].startswith(token) for at, token in zip(offsets, tokens, strict=True))
-        assert all(len(entry) == 5 for part in told for entry in part["top_logprobs"])
+        assert all(len(entry) == 5 for part in parts for entry in part["top_logprobs"])
 
     async def test() -> None:
         async with door(tmp_path) as client:
-            fields = asked | {"prompt": [7] * 5, "logprobs": 5}
+            fields = basis | {"prompt": [7] * 5, "logprobs": 5}
             (choice,) = (await client.complete(**fields, seed=1))["choices"]
             check(choice["text"], [choice["logprobs"]])
             events = await client.events("/v1/completions", fields | {"stream": True, "seed": 2})
             pieces = [event["choices"][0] for event in events]
             check("".join(one["text"] for one in pieces), [one["logprobs"] for one in pieces if one["logprobs"]])
-            body = asked | {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 5}
+            body = basis | {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 5}
             _, answer, _ = await client.post("/v1/chat/completions", body | {"seed": 3})
-            told = answer["choices"][0]["logprobs"]["content"]
-            text = "".join(one["token"] for one in told)
+            content = answer["choices"][0]["logprobs"]["content"]
+            text = "".join(one["token"] for one in content)
             assert text.strip() == SAMPLE == answer["choices"][0]["message"]["content"].strip()
-            assert b"".join(bytes(one["bytes"]) for one in told) == text.encode()
-            assert all(len(one["top_logprobs"]) == 5 for one in told)
+            assert b"".join(bytes(one["bytes"]) for one in content) == text.encode()
+            assert all(len(one["top_logprobs"]) == 5 for one in content)
 
     run(test)
 
@@ -161,9 +161,9 @@ def test_a_stop_string_takes_back_what_tokens_add(
 ) -> None:
     raw = tokenizers.byte_level() if tokenizer is BYTES else tokenizers.byte_fallback()
     monkeypatch.setattr("tests.router.served.tokenizers.byte_level", lambda: raw)
-    said, begun = tokenizer.encode(SAMPLE, special_tokens=False), dict[int, int]()
-    monkeypatch.setattr("tests.router.model.token_at", lambda seed, at: said[at - begun.setdefault(seed, at)])
-    asked = {"max_tokens": len(said), "ignore_eos": True, "stop": stop, "include_stop_str_in_output": keeps}
+    tokens, begun = tokenizer.encode(SAMPLE, special_tokens=False), dict[int, int]()
+    monkeypatch.setattr("tests.router.model.token_at", lambda seed, at: tokens[at - begun.setdefault(seed, at)])
+    limits = {"max_tokens": len(tokens), "ignore_eos": True, "stop": stop, "include_stop_str_in_output": keeps}
 
     def check(text: str, content: list[Any], count: int) -> None:
         """Check the log-probabilities of a chat."""
@@ -173,20 +173,20 @@ def test_a_stop_string_takes_back_what_tokens_add(
 
     async def test() -> None:
         async with door(tmp_path) as client:
-            fields = asked | {"prompt": [7] * 5, "logprobs": 5}
+            fields = limits | {"prompt": [7] * 5, "logprobs": 5}
             answer = await client.complete(**fields, seed=1)
             (choice,), count = answer["choices"], answer["usage"]["completion_tokens"]
-            found = SAMPLE.partition(stop)
-            assert choice["text"].strip() == (found[0] + (found[1] if keeps else "")).strip()
-            told = choice["logprobs"]
-            assert "".join(told["tokens"]) == choice["text"]
-            assert len(told["tokens"]) == count
-            assert max(told["text_offset"]) <= len(choice["text"])
+            before = SAMPLE.partition(stop)
+            assert choice["text"].strip() == (before[0] + (before[1] if keeps else "")).strip()
+            logprobs = choice["logprobs"]
+            assert "".join(logprobs["tokens"]) == choice["text"]
+            assert len(logprobs["tokens"]) == count
+            assert max(logprobs["text_offset"]) <= len(choice["text"])
             events = await client.events("/v1/completions", fields | {"stream": True, "seed": 2})
             parts = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
-            assert [token for part in parts for token in part["tokens"]] == told["tokens"]
-            assert [offset for part in parts for offset in part["text_offset"]] == told["text_offset"]
-            body = asked | {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 5}
+            assert [token for part in parts for token in part["tokens"]] == logprobs["tokens"]
+            assert [offset for part in parts for offset in part["text_offset"]] == logprobs["text_offset"]
+            body = limits | {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 5}
             _, chat, _ = await client.post("/v1/chat/completions", body | {"seed": 3})
             check(chat["choices"][0]["message"]["content"], chat["choices"][0]["logprobs"]["content"], count)
             pieces = await client.events("/v1/chat/completions", body | {"stream": True, "seed": 4})

@@ -150,11 +150,11 @@ def test_an_end_of_long_tokens_is_read_far_enough() -> None:
 def test_a_prompt_that_is_to_be_truncated_may_exceed_the_context() -> None:
     served = model(KINDS["byte level"], 100)
 
-    def prompt(keep: int, max_tokens: int = 0, **given: Any) -> list[int]:
-        asked = pb.GenerateRequest(truncate_prompt_tokens=keep, **given)
+    def prompt(keep: int, max_tokens: int = 0, **more: Any) -> list[int]:
+        message = pb.GenerateRequest(truncate_prompt_tokens=keep, **more)
         if max_tokens:
-            asked.max_tokens = max_tokens
-        fields = request_parsing.message_fields(asked)
+            message.max_tokens = max_tokens
+        fields = request_parsing.message_fields(message)
         return unpack_tokens(request_parsing.generation_request(fields, "r", served, lambda: 1).tokens)
 
     long = PROSE * 10_000
@@ -166,8 +166,8 @@ def test_a_prompt_that_is_to_be_truncated_may_exceed_the_context() -> None:
     assert prompt(7, token_ids=ids) == list(range(293, 300))
     assert prompt(70, 30, token_ids=ids) == list(range(230, 300))
     assert prompt(-1, text="hello") == KINDS["byte level"].encode("hello")
-    for keep, most, said in ((0, 0, "at least 1"), (-2, 0, "at least 1"), (100, 0, "room for 99"), (71, 30, "for 70")):
-        with pytest.raises(InvalidRequest, match=said):
+    for keep, most, text in ((0, 0, "at least 1"), (-2, 0, "at least 1"), (100, 0, "room for 99"), (71, 30, "for 70")):
+        with pytest.raises(InvalidRequest, match=text):
             prompt(keep, most, text="hello")
     with pytest.raises(InvalidRequest, match="room for 0"):
         prompt(-1, 100, text="hello")

@@ -84,9 +84,9 @@ def test_without_a_known_format_calls_can_only_be_forced() -> None:
 
 def test_the_model_sees_the_tools_that_it_may_call() -> None:
     def seen(**fields: Any) -> list[str]:
-        asked, plan = planned(chat(tools=TWO, **fields), HERMES)
+        request, plan = planned(chat(tools=TWO, **fields), HERMES)
         assert set(plan.names) <= {"f", "g"}
-        return [one["function"]["name"] for one in asked.tools or ()]
+        return [one["function"]["name"] for one in request.tools or ()]
 
     assert seen() == seen(tool_choice="auto") == seen(tool_choice="required") == ["f", "g"]
     assert seen(tool_choice="none") == []
@@ -103,25 +103,25 @@ def test_forced_calls_are_a_schema_and_no_reasoning() -> None:
         "properties": {"x": {"$ref": "#/$defs/X"}, "self": {"$ref": "#"}},
         "$defs": {"X": {}},
     }
-    asked, plan = planned(chat(tools=[tool("f", parameters), tool("g")], tool_choice="required"), HERMES)
+    request, plan = planned(chat(tools=[tool("f", parameters), tool("g")], tool_choice="required"), HERMES)
     assert plan.constrained
-    assert asked.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
-    assert asked.structured_outputs is not None
-    schema = asked.structured_outputs["json"]
+    assert request.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
+    assert request.structured_outputs is not None
+    schema = request.structured_outputs["json"]
     first, second = schema["items"]["anyOf"]
     assert first["properties"] == {"name": {"const": "f"}, "parameters": {"$ref": "#/$defs/t0"}}
     # A resource of its own, within which its references stay right.
     assert schema["$defs"]["t0"] == parameters | {"$id": "baton://tools/0/"}
     assert second["properties"]["parameters"] == {"$ref": "#/$defs/t1"}
     assert "maxItems" not in schema
-    asked, _ = planned(chat(tools=TWO, tool_choice="required", parallel_tool_calls=False), HERMES)
-    assert asked.structured_outputs is not None
-    assert asked.structured_outputs["json"]["maxItems"] == 1
+    request, _ = planned(chat(tools=TWO, tool_choice="required", parallel_tool_calls=False), HERMES)
+    assert request.structured_outputs is not None
+    assert request.structured_outputs["json"]["maxItems"] == 1
     named = {"type": "function", "function": {"name": "f"}}
-    asked, plan = planned(chat(tools=TWO, tool_choice=named, chat_template_kwargs={"enable_thinking": True}), NONE)
-    assert asked.structured_outputs is not None
-    assert (asked.structured_outputs["json"], plan.names) == ({"type": "object"}, ("f",))
-    assert asked.chat_template_kwargs == {"enable_thinking": True}
+    request, plan = planned(chat(tools=TWO, tool_choice=named, chat_template_kwargs={"enable_thinking": True}), NONE)
+    assert request.structured_outputs is not None
+    assert (request.structured_outputs["json"], plan.names) == ({"type": "object"}, ("f",))
+    assert request.chat_template_kwargs == {"enable_thinking": True}
 
 
 INTEGER = {"type": "integer"}
@@ -141,10 +141,10 @@ def test_references_within_a_tool_mean_the_same_in_the_grammar_of_all_tools(name
     closed = {"type": "object", "required": ["x"], "additionalProperties": False}
     first = closed | REFERRING[name]
     second = json.loads(json.dumps(first).replace("integer", "string").replace("/t", "/u"))
-    asked, _ = planned(chat(tools=[tool("f", first), tool("g", second)], tool_choice="required"), HERMES)
-    assert asked.structured_outputs is not None
+    request, _ = planned(chat(tools=[tool("f", first), tool("g", second)], tool_choice="required"), HERMES)
+    assert request.structured_outputs is not None
     grammar = LLMatcher.grammar_from_json_schema(
-        json.dumps(asked.structured_outputs["json"] | {"x-guidance": {"whitespace_flexible": False}})
+        json.dumps(request.structured_outputs["json"] | {"x-guidance": {"whitespace_flexible": False}})
     )
 
     def allows(text: str) -> bool:
@@ -185,10 +185,10 @@ def test_a_turn_with_calls_of_anthropics() -> None:
         },
     ]
     tools = [{"name": "f", "description": "d", "input_schema": {"type": "object"}}]
-    asked = chat_of_messages(
+    request = chat_of_messages(
         MessagesRequest(messages=messages, max_tokens=9, tools=tools, tool_choice={"type": "any"}), Repairs()
     )
-    assert asked.messages == [
+    assert request.messages == [
         {"role": "user", "content": "Weather?"},
         {
             "role": "assistant",
@@ -199,8 +199,8 @@ def test_a_turn_with_calls_of_anthropics() -> None:
         {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "20"}], "name": "f"},
         {"role": "user", "content": [{"type": "text", "text": "And?"}]},
     ]
-    assert asked.tool_choice == "required"
-    assert asked.include_reasoning is False
+    assert request.tool_choice == "required"
+    assert request.include_reasoning is False
     for wrong in (
         {"tool_choice": {"type": "x"}},
         {"tools": [{"name": "f"}]},
@@ -223,14 +223,14 @@ def test_a_turn_with_calls_of_responses() -> None:
         {"type": "function_call_output", "call_id": "c2", "output": "30"},
         {"type": "message", "role": "assistant", "content": "Fine."},
     ]
-    asked = chat_of_response(ResponsesRequest(input=items, reasoning={"effort": "none"}), Repairs())
-    roles = [message["role"] for message in asked.messages]
+    request = chat_of_response(ResponsesRequest(input=items, reasoning={"effort": "none"}), Repairs())
+    roles = [message["role"] for message in request.messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant"]
-    turn = asked.messages[1]
+    turn = request.messages[1]
     assert (turn["reasoning_content"], turn["content"][0]["text"]) == ("Hm.", "Look:")
     assert [call["function"]["name"] for call in turn["tool_calls"]] == ["f", "g"]
-    assert [message["name"] for message in asked.messages[2:4]] == ["f", "g"]
-    assert asked.reasoning_effort == "none"
+    assert [message["name"] for message in request.messages[2:4]] == ["f", "g"]
+    assert request.reasoning_effort == "none"
     for item in (
         {"type": "function_call"},
         {"type": "wizard"},
@@ -299,8 +299,8 @@ def test_fields_that_are_not_served_are_refused_by_name() -> None:
 def test_a_schema_of_anthropics() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for fields in ({"output_config": {"format": form, "effort": "high"}}, {"output_format": form}):
-        asked = chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **fields), Repairs())
-        assert asked.response_format == {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+        request = chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **fields), Repairs())
+        assert request.response_format == {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     for wrong in ({"type": "text"}, {"type": "json_schema"}, 5):
         with pytest.raises(InvalidRequest) as error:
             chat_of_messages(MessagesRequest(messages=[], max_tokens=1, output_config={"format": wrong}), Repairs())

@@ -111,15 +111,15 @@ def test_a_request_continues_its_clients_trace_and_its_hops_tile_its_time() -> N
         ]  # fmt: skip
         assert milliseconds(root) == (0, 140)
         assert root.resource.attributes["service.name"] == "baton"
-        told = dict(root.attributes or {})
-        latencies = {name.rpartition(".")[2]: round(told.pop(name), 4) for name in list(told) if "latency" in name}
+        tags = dict(root.attributes or {})
+        latencies = {name.rpartition(".")[2]: round(tags.pop(name), 4) for name in list(tags) if "latency" in name}
         assert latencies == {
             "e2e": 0.14, "time_to_first_token": 0.04, "time_in_queue": 0.0, "time_in_model_prefill": 0.04,
             "time_in_model_decode": 0.1, "time_in_model_inference": 0.14,
         }  # fmt: skip
-        assert told.pop("baton.predicted.time_to_first_token") > 0
-        assert told.pop("baton.decode.worker") in ("decode-0", "decode-1")
-        assert told == {
+        assert tags.pop("baton.predicted.time_to_first_token") > 0
+        assert tags.pop("baton.decode.worker") in ("decode-0", "decode-1")
+        assert tags == {
             "gen_ai.operation.name": "chat", "gen_ai.provider.name": "baton", "gen_ai.request.id": "r",
             "gen_ai.response.model": "m", "gen_ai.request.temperature": 0.5, "gen_ai.request.n": 1,
             "gen_ai.request.top_p": pytest.approx(0.9), "gen_ai.request.max_tokens": 4, "baton.priority": 0,
@@ -239,10 +239,10 @@ def test_samples_hang_below_one_request_and_the_prompt_counts_once() -> None:
         assert all(span.parent and span.parent.span_id == root.context.span_id for span in samples)
         decodes = [span for span in spans.spans() if span.name == "decode"]
         assert {span.parent.span_id for span in decodes if span.parent} == {span.context.span_id for span in samples}
-        told = root.attributes or {}
-        assert (told["gen_ai.usage.prompt_tokens"], told["gen_ai.usage.completion_tokens"]) == (40, 6)
-        assert told["gen_ai.usage.num_sequences"] == 3
-        assert told["gen_ai.response.finish_reasons"] == ("length",) * 3
+        attributes = root.attributes or {}
+        assert (attributes["gen_ai.usage.prompt_tokens"], attributes["gen_ai.usage.completion_tokens"]) == (40, 6)
+        assert attributes["gen_ai.usage.num_sequences"] == 3
+        assert attributes["gen_ai.response.finish_reasons"] == ("length",) * 3
 
     traced(test)
 
@@ -302,19 +302,19 @@ def ended(line: Timeline, prefill: str = "") -> RequestEnded:
     ],
 )  # fmt: skip
 def test_the_hops_of_a_summary(line: Timeline, expected: list[tuple[str, float, float]]) -> None:
-    made = hops(ended(line, "prefill-0"), None)
-    assert [(span.name, span.start, span.end) for span in made] == expected
+    spans = hops(ended(line, "prefill-0"), None)
+    assert [(span.name, span.start, span.end) for span in spans] == expected
 
 
 class Collector(SpanExporter):
     """Answers when it is told to."""
 
     def __init__(self, result: SpanExportResult = SpanExportResult.SUCCESS) -> None:
-        self.asked, self.answers = threading.Event(), threading.Event()
+        self.exporting, self.answers = threading.Event(), threading.Event()
         self.result = result
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.asked.set()
+        self.exporting.set()
         self.answers.wait(30)
         return self.result
 
@@ -333,7 +333,7 @@ def test_a_collector_that_stands_still_costs_spans_that_are_counted_and_no_time(
     collector = Collector()
     tracer = SpanTracer(collector, VirtualClock(), {}, queue=12)
     tracer.emit(Origin(), 0.0, lambda: tree(3))
-    assert collector.asked.wait(30)  # the exporter's thread holds these four, and waits
+    assert collector.exporting.wait(30)  # the exporter's thread holds these four, and waits
     for _ in range(5):
         tracer.emit(Origin(), 0.0, lambda: tree(3))
     assert tracer.counts[("dropped",)] == 8  # three trees wait

@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from baton.errors import BatonError, ContextTooLong, shown
 from router.frontend.api import errors
 from router.frontend.api.openai_chat import ChatCompletionRequest
-from router.frontend.api.protocol import refuse_given, unsupported
+from router.frontend.api.protocol import refuse_fields, unsupported
 from router.frontend.api.response_builder import Choice, Count, NotCachedTokens, ResponseBuilder, ResponseOptions
 from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import checked_function, is_left_out, switch, wrong
@@ -55,7 +55,7 @@ def chat_of_messages(request: CountTokensRequest, repairs: Repairs) -> ChatCompl
     """The same request as a chat. Raises InvalidRequest."""
     if not isinstance(request, MessagesRequest):
         request = MessagesRequest(max_tokens=1, **asdict(request))
-    refuse_given(request, "mcp_servers", "container")
+    refuse_fields(request, "mcp_servers", "container")
     messages: list[Json] = []
     if request.system:
         messages.append({"role": "system", "content": content_of("system", request.system, "system", repairs)})
@@ -132,17 +132,17 @@ def _messages(at: str, message: Json, called: dict[str, str], repairs: Repairs) 
                 rest += content_of(f"{at}[{number}]", [block], role, repairs)
     if results and not rest and message.get("role") == "user":
         return results
-    made: Json = message | {"content": rest if rest or not (calls or thoughts) else ""}
+    turn: Json = message | {"content": rest if rest or not (calls or thoughts) else ""}
     if calls:
-        made["tool_calls"] = calls
+        turn["tool_calls"] = calls
     if thoughts:
-        made["reasoning_content"] = "\n".join(thoughts)
-    return [*results, made]
+        turn["reasoning_content"] = "\n".join(thoughts)
+    return [*results, turn]
 
 
-def _tools(given: Sequence[Json], repairs: Repairs) -> Iterator[Json]:
+def _tools(tools: Sequence[Json], repairs: Repairs) -> Iterator[Json]:
     """The tools as chats have them, without those that Anthropic runs or that only its models know."""
-    for number, tool in enumerate(given):
+    for number, tool in enumerate(tools):
         at, kind = f"tools[{number}]", tool.get("type")
         if is_left_out(kind, repairs):
             continue
@@ -154,12 +154,12 @@ def _tools(given: Sequence[Json], repairs: Repairs) -> Iterator[Json]:
         yield {"type": "function", "function": function | {"strict": tool.get("strict")}}
 
 
-def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool]:
+def _choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool]:
     """The choice as chats have it, and whether several calls may come."""
-    if given is None:
+    if choice is None:
         return None, True
-    parallel = given.get("disable_parallel_tool_use") is not True
-    match given:
+    parallel = choice.get("disable_parallel_tool_use") is not True
+    match choice:
         case {"type": "auto" | "none" as mode}:
             return mode, parallel
         case {"type": "any"}:
@@ -167,22 +167,22 @@ def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool]:
         case {"type": "tool", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}, parallel
         case _:
-            raise wrong("tool_choice", f"it is {shown(repr(given))}; its type must be auto, any, tool or none")
+            raise wrong("tool_choice", f"it is {shown(repr(choice))}; its type must be auto, any, tool or none")
 
 
-def _thinking(given: Mapping[str, Any] | None) -> tuple[bool, Json | None]:
+def _thinking(setting: Mapping[str, Any] | None) -> tuple[bool, Json | None]:
     """Whether reasoning is shown, and what the template is told. A model that always thinks does so unseen."""
-    match given:
+    match setting:
         case None:
             return False, None
         case {"type": "enabled"}:
-            return given.get("display") != "omitted", switch(None, on=True)
+            return setting.get("display") != "omitted", switch(None, on=True)
         case {"type": "adaptive"}:
-            return given.get("display") != "omitted", None
+            return setting.get("display") != "omitted", None
         case {"type": "disabled"}:
             return False, switch(None, on=False)
         case _:
-            raise wrong("thinking", f"it is {shown(repr(given))}; its type must be enabled, adaptive or disabled")
+            raise wrong("thinking", f"it is {shown(repr(setting))}; its type must be enabled, adaptive or disabled")
 
 
 class TextBlock(Struct, tag_field="type", tag="text"):

@@ -191,10 +191,10 @@ class HttpApi:
         return json_response(MessageTokensCount(len((await self._prompts.of_chat(chat.order, repairs)).tokens)))
 
     def _chat_of(
-        self, converted: Callable[[T, Repairs], ChatCompletionRequest], repairs: Repairs, asked: T
+        self, converted: Callable[[T, Repairs], ChatCompletionRequest], repairs: Repairs, body: T
     ) -> tuple[T, PlannedChat]:
         """Check a chat of any API. Return the request as it came, and as a chat."""
-        fields = converted(asked, repairs)
+        fields = converted(body, repairs)
         refuse_unserved(fields)
         model = self._service.model
         model.check(fields.model)
@@ -202,7 +202,7 @@ class HttpApi:
         if fields.top_logprobs and not fields.logprobs:
             raise InvalidRequest("top_logprobs is set and logprobs is not true; set both")
         _check_prompt_logprobs(fields)
-        return asked, PlannedChat(fields, plan, self._prompts.chat_order(fields, repairs, constrained=plan.constrained))
+        return body, PlannedChat(fields, plan, self._prompts.chat_order(fields, repairs, constrained=plan.constrained))
 
     async def _chat(
         self, kind: type[T], converted: Callable[[T, Repairs], ChatCompletionRequest], builder: type[ResponseBuilder],
@@ -210,13 +210,13 @@ class HttpApi:
     ) -> Response:  # fmt: skip
         received = self._service.clock.now()
         repairs: Repairs = request.state.repairs
-        asked, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted, repairs))
+        body, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted, repairs))
         plan, model = chat.plan, self._service.model
         prompt = await self._prompts.of_chat(chat.order, repairs)
         fields, frame = await fitted(chat.fields, plan, prompt, self._service, repairs)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         echo = _last_text(fields) if fields.echo else None
-        options = self._options(builder, request, fields, logprobs=logprobs is not None, echo=echo, body=asked)
+        options = self._options(builder, request, fields, logprobs=logprobs is not None, echo=echo, body=body)
         outputs = _choices_of([prompt.tokens], samples(fields))
         form = model.format_of(tools=fields.tools)
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in fields.tools or ()}
@@ -405,20 +405,20 @@ class HttpApi:
             name = response.headers.setdefault("x-request-id", name)
             if failed is anthropic_body:
                 response.headers["request-id"] = name
-            if repairs.made:
-                response.headers[HEADER] = ", ".join(repairs.made)
-                self._service.driver.repairs.update(repairs.made.keys())
+            if repairs.kinds:
+                response.headers[HEADER] = ", ".join(repairs.kinds)
+                self._service.driver.repairs.update(repairs.kinds.keys())
             return response
 
         return guarded
 
 
 def _choices_of(prompts: Sequence[Sequence[int]], n: int) -> list[Choice]:
-    made: list[Choice] = []
+    choices: list[Choice] = []
     for number, prompt in enumerate(prompts):
         leader = Choice(index=number * n, prompt=prompt)
-        made += [leader, *(Choice(number * n + other, prompt, leader) for other in range(1, n))]
-    return made
+        choices += [leader, *(Choice(number * n + other, prompt, leader) for other in range(1, n))]
+    return choices
 
 
 def _check_prompt_logprobs(fields: GenerationFields) -> None:
@@ -445,5 +445,5 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {shown(request.url.path)}"
     anthropic = is_anthropic(request.headers) or request.url.path.startswith("/v1/messages")
-    told = (anthropic_described if anthropic else errors.described)(error.status_code, message)
-    return Response(msgspec.json.encode(told), error.status_code, error.headers, _JSON)
+    body = (anthropic_described if anthropic else errors.described)(error.status_code, message)
+    return Response(msgspec.json.encode(body), error.status_code, error.headers, _JSON)

@@ -102,7 +102,7 @@ def refusal(scope: Scope, error: BatonError) -> Response:
 
 
 _PORTS = {"http": 80, "https": 443}
-_TOLD = ("x-request-id", "baton-reason", "baton-repairs", "retry-after", "retry-after-ms", "request-id")
+_EXPOSED_HEADERS = ("x-request-id", "baton-reason", "baton-repairs", "retry-after", "retry-after-ms", "request-id")
 
 
 class SiteGate:
@@ -170,5 +170,5 @@ def behind_site_gate(app: ASGIApp, gate: Gatekeeper, config: ApiConfig) -> ASGIA
     behind = SiteGate(app, gate, config)
     if not config.allowed_origins:
         return behind
-    cors = partial(CORSMiddleware, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_TOLD)
+    cors = partial(CORSMiddleware, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED_HEADERS)
     return cors(behind, allow_origins=config.allowed_origins)

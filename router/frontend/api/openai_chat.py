@@ -191,14 +191,14 @@ def _chunk_choice(index: int, delta: Json, logprobs: ChatLogprobs | None = None)
 
 def _chat_delta(deltas: Sequence[ChatDelta], output: ChatOutput) -> Json:
     """All deltas of one piece as one; each call once. The output has them already."""
-    made: Json = {}
+    whole: Json = {}
     calls: dict[int, Json] = {}
     for delta in deltas:
         match delta:
             case Content(text):
-                made["content"] = made.get("content", "") + text
+                whole["content"] = whole.get("content", "") + text
             case Reasoning(text):
-                made["reasoning"] = made["reasoning_content"] = made.get("reasoning", "") + text
+                whole["reasoning"] = whole["reasoning_content"] = whole.get("reasoning", "") + text
             case CallBegin(index, id_, name, takes_text):
                 kind, member = ("custom", "input") if takes_text else ("function", "arguments")
                 # The published chunks know no other type; there a call's member tells what it is.
@@ -208,4 +208,4 @@ def _chat_delta(deltas: Sequence[ChatDelta], output: ChatOutput) -> Json:
                 kind, member = ("custom", "input") if output.calls[index].takes_text else ("function", "arguments")
                 call = calls.setdefault(index, {"index": index, kind: {member: ""}})
                 call[kind][member] += text
-    return made | {"tool_calls": list(calls.values())} if calls else made
+    return whole | {"tool_calls": list(calls.values())} if calls else whole

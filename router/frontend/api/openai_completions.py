@@ -127,9 +127,9 @@ class CompletionBuilder(ResponseBuilder):
         prompt = added_texts(stream, choice.prompt)
         prompt[-1] += stream.flush().text
         scored = [TokenLogprob(choice.prompt[0], 0.0), *choice.prompt_scores, *logprobs]
-        found = completion_logprobs(self.options.names, scored, [*prompt, *texts], 0)
-        found.token_logprobs[0] = found.top_logprobs[0] = None
-        return found
+        result = completion_logprobs(self.options.names, scored, [*prompt, *texts], 0)
+        result.token_logprobs[0] = result.top_logprobs[0] = None
+        return result
 
     def _logprobs(
         self, logprobs: Sequence[TokenLogprob], texts: Sequence[str], offset: int

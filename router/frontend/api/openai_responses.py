@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 from baton.errors import BatonError, shown
 from router.frontend.api import errors
 from router.frontend.api.openai_chat import ChatCompletionRequest
-from router.frontend.api.protocol import refuse_given, unsupported
+from router.frontend.api.protocol import refuse_fields, unsupported
 from router.frontend.api.response_builder import (
     Choice,
     Count,
@@ -93,7 +93,7 @@ _OF_SERVERS = (
 
 def chat_of_response(request: ResponsesRequest, repairs: Repairs) -> ChatCompletionRequest:
     """The same request as a chat. Raises InvalidRequest for what needs state or is no text."""
-    refuse_given(
+    refuse_fields(
         request, "store", "previous_response_id", "conversation", "background", "prompt", "context_management",
         "top_logprobs",
     )  # fmt: skip

@@ -134,7 +134,7 @@ def document() -> dict[str, Any]:
     kinds += [kind for _, answers, _ in (*_PAGES.values(), _MODEL) for kind in answers]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {path: {"post": _post(path, call)} for path, call in _CALLS.items()}
-    paths |= {path: {"get": _get(path, *told)} for path, told in _PAGES.items()}
+    paths |= {path: {"get": _get(path, *parts)} for path, parts in _PAGES.items()}
     paths["/v1/models/{model}"] = {"get": _model()}
     page = {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
     paths["/metrics"] = {

@@ -28,7 +28,7 @@ SEEDS = 2**63  # clients send any 64-bit number, negative ones too
 
 def rule_entries(fields: GenerationFields) -> int:
     """Return how many tokens and words the rules of a request name: the work for each of its prompts."""
-    return sum(len(given) for given in (fields.logit_bias, fields.allowed_token_ids, fields.bad_words) if given)
+    return sum(len(rule) for rule in (fields.logit_bias, fields.allowed_token_ids, fields.bad_words) if rule)
 
 
 def request_fields(
@@ -40,11 +40,11 @@ def request_fields(
     special tokens that stay in the text, with a mark, `frame` is that of the output's grammar. Raises InvalidRequest
     for a grammar that is none."""
     output = structured_output(fields)
-    given: dict[str, Any] = {name: getattr(fields, name) for name in fields.__struct_fields__}
+    values: dict[str, Any] = {name: getattr(fields, name) for name in fields.__struct_fields__}
     if fields.use_beam_search:
         penalty = fields.length_penalty
-        given["beam_search"] = {} if penalty is None else {"length_penalty": penalty}
-    given |= {
+        values["beam_search"] = {} if penalty is None else {"length_penalty": penalty}
+    values |= {
         "token_ids": {"ids": prompt},
         "truncate_prompt_tokens": None,  # the prompt is truncated
         "stop": [fields.stop] if isinstance(fields.stop, str) else fields.stop,
@@ -63,7 +63,7 @@ def request_fields(
         "template": template,
         "structured_output": output and output | {"frame": frame},
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def affinity_of(session: str | None, headers: Mapping[str, str]) -> str:
@@ -84,12 +84,12 @@ def _key(names: Iterable[str | None]) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def token_ids(given: Sequence[object], vocabulary: int, context: int) -> list[int]:
+def token_ids(prompt: Sequence[object], vocabulary: int, context: int) -> list[int]:
     """A prompt of token ids. Raises InvalidRequest, for one that is too long before it looks at every token."""
-    if len(given) > context:
-        raise ContextTooLong(prompt=len(given), context=context)
+    if len(prompt) > context:
+        raise ContextTooLong(prompt=len(prompt), context=context)
     ids: list[int] = []
-    for token in given:
+    for token in prompt:
         if not isinstance(token, int) or not 0 <= token < vocabulary:
             raise InvalidRequest(f"the prompt has {token!r}; token ids are from 0 to {vocabulary - 1}")
         ids.append(token)

@@ -81,8 +81,8 @@ class PromptBuilder:
             return self.encode(prompts, special=fields.add_special_tokens is not False, keep=keep)
         if not all(isinstance(prompt, list) for prompt in prompts):
             raise InvalidRequest("the prompt mixes texts and token ids; send a list of one kind")
-        kept: list[list[Any]] = prompts if keep is None else [prompt[-keep:] for prompt in prompts]
-        return [token_ids(prompt, vocabulary, context) for prompt in kept]
+        ends: list[list[Any]] = prompts if keep is None else [prompt[-keep:] for prompt in prompts]
+        return [token_ids(prompt, vocabulary, context) for prompt in ends]
 
     def chat_order(
         self, fields: ChatCompletionRequest | TokenizeRequest, repairs: Repairs, *, constrained: bool = False
@@ -125,8 +125,8 @@ class PromptBuilder:
             keep = kept_tokens(fields.truncate_prompt_tokens, fields.output_tokens, model.limits.max_context)
         order = rendering(source, variables, repairs.allowed)
         closes = model.format_of(tools=fields.tools) if constrained else None
-        told = {name: value for name, value in variables.items() if name not in _OF_THE_CHAT}
-        template = sha256(source.encode() + repr(sorted(told.items())).encode()).hexdigest()[:16]
+        others = {name: value for name, value in variables.items() if name not in _OF_THE_CHAT}
+        template = sha256(source.encode() + repr(sorted(others.items())).encode()).hexdigest()[:16]
         return ChatOrder(order, continued, closes, bool(fields.add_special_tokens), keep, template)
 
     async def of_chat(self, order: ChatOrder, repairs: Repairs) -> ChatPrompt:

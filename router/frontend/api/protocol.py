@@ -151,7 +151,7 @@ def refuse_unserved(request: GenerationFields) -> None:
         raise InvalidRequest("length_penalty is set without use_beam_search; set both")
 
 
-def refuse_given(request: Struct, *names: str) -> None:
+def refuse_fields(request: Struct, *names: str) -> None:
     """Raise UnsupportedField for one of these fields that is given and neither empty nor false."""
     for name in names:
         if value := getattr(request, name):

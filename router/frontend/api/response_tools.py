@@ -44,8 +44,8 @@ class ResponseTools:
             return
         if kind not in _MEMBERS:
             raise unsupported(f"{at}.type", kind, "send functions, custom tools and namespaces of them")
-        given: Json = {member: tool[member] for member in _MEMBERS[kind] if member in tool}
-        name: str = (checked_custom if kind == "custom" else checked_function)(at, given)["name"]
+        members: Json = {member: tool[member] for member in _MEMBERS[kind] if member in tool}
+        name: str = (checked_custom if kind == "custom" else checked_function)(at, members)["name"]
         if (namespace, name) in self._names:
             raise wrong(f"{at}.name", f"it is {name!r} again; each tool needs a name of its own")
         offered = joined(namespace, name)
@@ -53,7 +53,7 @@ class ResponseTools:
             offered += "_"
         self._origins[offered] = (namespace, name)
         self._names[namespace, name] = offered
-        self.chat.append({"type": kind, kind: given | {"name": offered}})
+        self.chat.append({"type": kind, kind: members | {"name": offered}})
 
     def name_of(self, namespace: Any, name: str) -> str:
         """Return the name in a chat of a tool that an item of the conversation names."""
@@ -65,16 +65,16 @@ class ResponseTools:
         """Return the namespace, if any, and the name of a tool that was offered."""
         return self._origins.get(offered, (None, offered))
 
-    def choice_of(self, given: Any) -> Any:
+    def choice_of(self, tool_choice: Any) -> Any:
         """Return a `tool_choice` as chats have it."""
-        match given:
+        match tool_choice:
             case {"type": "function" | "custom", "name": str(name)}:
-                return _function(self.name_of(given.get("namespace"), name))
+                return _function(self.name_of(tool_choice.get("namespace"), name))
             case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
                 allowed: list[Any] = [choice for one in tools for choice in self._allowed(one)]
                 return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
             case _:
-                return given
+                return tool_choice
 
     def _allowed(self, tool: Any) -> list[Any]:
         match tool:

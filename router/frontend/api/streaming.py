@@ -92,10 +92,10 @@ def _size(choice: Choice) -> int:
     return TOKEN_BYTES * len(choice.tokens) + _SCORED_BYTES * scored
 
 
-def request_name(headers: Mapping[str, str], wanted: str = "") -> str:
-    """What a request is called in logs and in its answer: its X-Request-Id, or `wanted`. What can't be a name is
+def request_name(headers: Mapping[str, str], fallback: str = "") -> str:
+    """What a request is called in logs and in its answer: its X-Request-Id, or `fallback`. What can't be a name is
     replaced."""
-    name = headers.get("x-request-id") or wanted
+    name = headers.get("x-request-id") or fallback
     if not name or len(name) > _MAX_NAME or not name.isascii() or not name.isprintable() or " " in name:
         name = secrets.token_hex(8)
     return name

@@ -22,14 +22,14 @@ _IGNORED = {"disable_fallback", "backend", "_backend", "_backend_was_auto"}
 
 def structured_output(fields: GenerationFields) -> Json | None:
     """Return the `structured_output` that a request's fields ask for; None without one. Raises InvalidRequest."""
-    given = {name: value for name in FIELDS if (value := getattr(fields, name))}
-    if given.get("response_format", {}).get("type") == "text":
-        del given["response_format"]
-    if len(given) > 1:
+    forms = {name: value for name in FIELDS if (value := getattr(fields, name))}
+    if forms.get("response_format", {}).get("type") == "text":
+        del forms["response_format"]
+    if len(forms) > 1:
         raise _wrong("response_format", "it is set beside structured_outputs; choose one")
-    if "structured_outputs" in given:
-        return _of_vllm(given["structured_outputs"])
-    return _of_openai(given["response_format"]) if given else None
+    if "structured_outputs" in forms:
+        return _of_vllm(forms["structured_outputs"])
+    return _of_openai(forms["response_format"]) if forms else None
 
 
 def _of_openai(form: Json) -> Json:
@@ -44,17 +44,17 @@ def _of_openai(form: Json) -> Json:
             raise unsupported("response_format", form, "its type must be text, json_object or json_schema")
 
 
-def _of_vllm(given: Json) -> Json | None:
-    found = {name: value for name, value in given.items() if value is not None and value is not False}
-    compact = found.pop("disable_any_whitespace", False) is True
-    for name, value in found.items():
+def _of_vllm(options: Json) -> Json | None:
+    members = {name: value for name, value in options.items() if value is not None and value is not False}
+    compact = members.pop("disable_any_whitespace", False) is True
+    for name, value in members.items():
         if name not in _KINDS and name not in _IGNORED:
             raise unsupported(f"structured_outputs.{name}", value)
-    kinds = [name for name in found if name in _KINDS]
+    kinds = [name for name in members if name in _KINDS]
     if len(kinds) > 1:
         raise _wrong("structured_outputs", f"it has {' and '.join(kinds)}; choose one")
     for name in kinds:
-        return _KINDS[name](found[name]) | {"compact": compact}
+        return _KINDS[name](members[name]) | {"compact": compact}
     return None
 
 

@@ -125,12 +125,12 @@ def _by_name(names: TokenNames, one: TokenLogprob | PromptTokenLogprob, text: st
     """The likeliest tokens by their names. Of those with one name, the chosen or likeliest one has it, and the others
     are called `token_id:N`."""
     chosen = names.in_text(one.token, text)
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for token, value in one.top:
         name = chosen if token == one.token else names.own(token)
-        taken = name in found or (name == chosen and token != one.token)
-        found[f"token_id:{token}" if taken else name] = value
-    return found
+        is_taken = name in by_name or (name == chosen and token != one.token)
+        by_name[f"token_id:{token}" if is_taken else name] = value
+    return by_name
 
 
 def chat_logprobs(

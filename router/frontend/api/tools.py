@@ -92,9 +92,9 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
     return replace(fields, tools=seen or None), plan
 
 
-def switch(given: Mapping[str, Any] | None, *, on: bool) -> Json:
+def switch(variables: Mapping[str, Any] | None, *, on: bool) -> Json:
     """A template's variables with reasoning switched on or off, unless the request does so itself."""
-    return dict.fromkeys(_THINKING, on) | dict(given or {})
+    return dict.fromkeys(_THINKING, on) | dict(variables or {})
 
 
 def wrong(field: str, reason: str) -> InvalidRequest:
@@ -116,7 +116,7 @@ def checked(tools: Sequence[Json]) -> dict[str, Json]:
     """The tools by name, as templates show them. Raises InvalidRequest with the field's path."""
     if len(tools) > MAX_TOOLS:
         raise wrong("tools", f"there are {len(tools)}; at most {MAX_TOOLS} are allowed")
-    found: dict[str, Json] = {}
+    by_name: dict[str, Json] = {}
     for number, tool in enumerate(tools):
         at = f"tools[{number}]"
         kind = "custom" if _takes_text(tool) else "function"
@@ -124,12 +124,12 @@ def checked(tools: Sequence[Json]) -> dict[str, Json]:
             raise unsupported(f"{at}.type", tool["type"], "send functions and custom tools alone")
         check = checked_custom if kind == "custom" else checked_function
         function = check(f"{at}.{kind}", tool.get(kind))
-        if function["name"] in found:
+        if function["name"] in by_name:
             raise wrong(f"{at}.{kind}.name", f"it is {function['name']!r} again; each tool needs a name of its own")
-        found[function["name"]] = {"type": "function", "function": function}
-    if tools and (size := len(msgspec.json.encode(list(found.values())))) > _MAX_BYTES:
+        by_name[function["name"]] = {"type": "function", "function": function}
+    if tools and (size := len(msgspec.json.encode(list(by_name.values())))) > _MAX_BYTES:
         raise wrong("tools", f"they have {size} bytes; at most {_MAX_BYTES} are allowed")
-    return found
+    return by_name
 
 
 def checked_function(at: str, function: Any, schema: str = "parameters") -> Json:
@@ -219,13 +219,13 @@ def _is_shallow(value: Any) -> bool:
     return False
 
 
-def _choice(given: Any, names: tuple[str, ...]) -> tuple[Calls, tuple[str, ...]]:
+def _choice(choice: Any, names: tuple[str, ...]) -> tuple[Calls, tuple[str, ...]]:
     """Which calls may come, and of which tools. Raises InvalidRequest."""
-    match given:
+    match choice:
         case None:
             return (Calls.AUTO if names else Calls.NONE), names
         case "none" | "auto" | "required":
-            mode, allowed = given, names
+            mode, allowed = choice, names
         case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
             return Calls.NAMED, (_known(name, names, "tool_choice.function.name"),)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*chosen]}}:
@@ -233,7 +233,7 @@ def _choice(given: Any, names: tuple[str, ...]) -> tuple[Calls, tuple[str, ...]]
             allowed = tuple(_known(_name_of(one), names, f"{at}[{number}]") for number, one in enumerate(chosen))
         case _:
             raise wrong(
-                "tool_choice", f"it is {shown(repr(given))}; it must be 'none', 'auto', 'required' or name a function"
+                "tool_choice", f"it is {shown(repr(choice))}; it must be 'none', 'auto', 'required' or name a function"
             )
     if mode == "required":
         if not allowed:
@@ -267,8 +267,8 @@ def constraint(plan: ToolPlan, schemas: Mapping[str, Json]) -> Json:
     for number, schema in enumerate(schemas.values()):
         # With an identifier it is a resource of its own, within which its references mean what they meant before.
         own = schema.get("$id")
-        taken = any(own == other.get("$id") for other in definitions.values())
-        definitions[f"t{number}"] = schema if own and not taken else schema | {"$id": f"baton://tools/{number}/"}
+        is_taken = any(own == other.get("$id") for other in definitions.values())
+        definitions[f"t{number}"] = schema if own and not is_taken else schema | {"$id": f"baton://tools/{number}/"}
     calls: list[Json] = [
         {
             "type": "object",

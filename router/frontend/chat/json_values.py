@@ -91,6 +91,6 @@ def decoded(raw: str) -> object:
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    assert found is not None  # it matches the empty text
-    return found.end()
+    match = pattern.match(text, at)
+    assert match is not None  # it matches the empty text
+    return match.end()

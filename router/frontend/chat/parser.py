@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, cast
 
 from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Content, MakeId, Reasoning
 from router.frontend.chat.json_values import JsonValue, Verdict, decoded
-from router.frontend.chat.patterns import MOST, Found, Patterns
+from router.frontend.chat.patterns import MOST, Hit, Patterns
 from router.frontend.chat.text_argument import TextArgument
 from router.frontend.detokenizer import MARK, Tokenizer
 
@@ -193,8 +193,8 @@ class DeltaWriter:
 
     def take(self) -> list[ChatDelta]:
         """Return what has come since the last time."""
-        taken, self._deltas = self._deltas, []
-        return taken
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def finish(self) -> None:
         """Give the content of an output that is nothing but white space."""
@@ -280,11 +280,11 @@ class StreamParser:
     def _read_until(self, text: str, at: int) -> int:
         state = self._state
         here = state.sink is Sink.NOTHING
-        found = self._patterns.find(text, at, ended=self._ended, here=here)
-        if here and found is None:
+        hit = self._patterns.find(text, at, ended=self._ended, here=here)
+        if here and hit is None:
             self._divert(state.otherwise)
             return at
-        stop = found.start if found else len(text)
+        stop = hit.start if hit else len(text)
         if state.sink is Sink.HEADER:
             room = _MOST_HEADER - sum(map(len, self._held))
             if stop - at > room:
@@ -293,9 +293,9 @@ class StreamParser:
                 return at + room
         if stop > at:
             self._write(text[at:stop])
-        if found is None or found.number is None:
+        if hit is None or hit.number is None:
             return stop
-        return self._follow(state.terminals[found.number][1], found, text[found.start : found.end])
+        return self._follow(state.terminals[hit.number][1], hit, text[hit.start : hit.end])
 
     def _write(self, text: str) -> None:
         match self._state.sink:
@@ -312,9 +312,9 @@ class StreamParser:
             case _:
                 self._out.arguments(text.replace(MARK, ""))
 
-    def _follow(self, to: str, found: Found, matched: str) -> int:
+    def _follow(self, to: str, hit: Hit, matched: str) -> int:
         """Go where a terminal leads. Return the position from which on the text is unread."""
-        state, groups = self._state, found.groups
+        state, groups = self._state, hit.groups
         id_ = groups.get("id", "")
         name = groups.get("name", id_.removeprefix("functions.").rpartition(":")[0] or id_).strip()
         key = groups.get("key", "").strip()
@@ -323,9 +323,9 @@ class StreamParser:
         elif name and not self._accepts(name):
             if state.sink is Sink.NOTHING:
                 self._divert(state.otherwise)
-                return found.start
+                return hit.start
             self._write(matched)
-            return found.end
+            return hit.end
         if state.sink is Sink.DRAFT:
             self._out.reasoning("".join(self._held).replace(MARK, ""))
         new, _ = self._machine.states[to]
@@ -341,16 +341,16 @@ class StreamParser:
         self._go(to)
         if new.sink is Sink.DRAFT:
             self._held.append(matched)
-        return found.end
+        return hit.end
 
     def _after_header(self) -> tuple[str, str]:
         """Return the state that a header leads to, and the function that it calls."""
         header = "".join((*self._raw, *self._held)).replace(MARK, "")
         for expression, to in self._state.headers:
-            found = re.search(expression, header)
-            groups = found.groupdict() if found else {}
+            match = re.search(expression, header)
+            groups = match.groupdict() if match else {}
             name, known = groups.get("name") or "", groups.get("known") or ""
-            if found and (not name or _is_name(name)) and (not known or known in self._tools):
+            if match and (not name or _is_name(name)) and (not known or known in self._tools):
                 return to, name or known
         return self._state.otherwise, ""
 
@@ -498,12 +498,12 @@ class ChatParser:
     def feed(self, text: str) -> Sequence[ChatDelta]:
         """Return what more text comes to."""
         self._reader.feed(text)
-        return self._taken()
+        return self._next_deltas()
 
     def finish(self, *, cut: bool = False) -> Sequence[ChatDelta]:
         """Return what was held back: no more text comes. `cut`: because of a limit."""
         self._reader.finish(lambda: not cut and self._rescues())
-        return self._taken(last=True)
+        return self._next_deltas(last=True)
 
     def reasoning_tokens(self, tokens: Sequence[int], tokenizer: Tokenizer, end: str) -> int:
         """Return how many of the output's tokens are reasoning, with its markers. `end` is the text that ends it."""
@@ -526,7 +526,7 @@ class ChatParser:
             most = bisect_left(range(most), True, key=lambda count: end in decode(tokens[:count]))
         return most
 
-    def _taken(self, *, last: bool = False) -> Sequence[ChatDelta]:
+    def _next_deltas(self, *, last: bool = False) -> Sequence[ChatDelta]:
         deltas = list(self._shown())
         if last:
             deltas += self._rest_of_text()

@@ -49,7 +49,7 @@ _Sequence: TypeAlias = tuple[_Atom, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class Hit:
     """A pattern by its number, and the text between two positions that it matches. Without a number, one may begin
     there when more text comes."""
 
@@ -67,34 +67,34 @@ class _Reader:
         self._at = 0
 
     def read(self) -> list[_Sequence]:
-        found = self._alternatives()
+        alternatives = self._alternatives()
         if self._at < len(self._pattern):
             raise self._wrong()
-        return found
+        return alternatives
 
     def _wrong(self) -> ValueError:
         return ValueError(f"the pattern {self._pattern!r} is not understood from character {self._at} on")
 
     def _take(self, text: str) -> bool:
-        taken = self._pattern.startswith(text, self._at)
-        self._at += len(text) if taken else 0
-        return taken
+        is_next = self._pattern.startswith(text, self._at)
+        self._at += len(text) if is_next else 0
+        return is_next
 
     def _match(self, expression: re.Pattern[str]) -> re.Match[str] | None:
-        if found := expression.match(self._pattern, self._at):
-            self._at = found.end()
-        return found
+        if match := expression.match(self._pattern, self._at):
+            self._at = match.end()
+        return match
 
     def _alternatives(self) -> list[_Sequence]:
-        found: list[_Sequence] = []
+        alternatives: list[_Sequence] = []
         while True:
-            made: list[_Sequence] = [()]
+            sequences: list[_Sequence] = [()]
             while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
                 items = self._item()
-                made = [before + after for before in made for after in items]
-            found += made
+                sequences = [before + after for before in sequences for after in items]
+            alternatives += sequences
             if not self._take("|"):
-                return found
+                return alternatives
 
     def _item(self) -> list[_Sequence]:
         look = self._take("(?=")
@@ -138,35 +138,35 @@ class Patterns:
         """All literal texts, joined."""
         return "\n".join(atom.text for sequence in self._sequences for atom in sequence if atom.least is None)
 
-    def find(self, text: str, at: int, *, ended: bool, here: bool = False) -> Found | None:
+    def find(self, text: str, at: int, *, ended: bool, here: bool = False) -> Hit | None:
         """Return the first match from a position on, or with `here` the one at the position. Unless the text has ended,
         it may be a place where a pattern begins that is not complete."""
         if self._whole is None or self._first.search(text, at) is None:  # as nearly always
             return None
-        found = self._whole.match(text, at) if here else self._whole.search(text, at)
+        match = self._whole.match(text, at) if here else self._whole.search(text, at)
         if not ended:
-            last = found.start() if found else len(text) - 1
+            last = match.start() if match else len(text) - 1
             firsts = self._first.finditer(text, max(at, len(text) - self._longest))
             for start in (at,) if here else (first.start() for first in firsts):
                 if start > last:
                     break
                 if any(_may_come(one, text, start) for one in self._sequences):
-                    return Found(None, start, len(text), {})
-        if found is None:
+                    return Hit(None, start, len(text), {})
+        if match is None:
             return None
-        groups = {name.rpartition("_")[0]: text for name, text in found.groupdict().items() if text is not None}
-        assert found.lastgroup is not None
-        return Found(int(found.lastgroup.removeprefix("n_")), found.start(), found.end(), groups)
+        groups = {name.rpartition("_")[0]: text for name, text in match.groupdict().items() if text is not None}
+        assert match.lastgroup is not None
+        return Hit(int(match.lastgroup.removeprefix("n_")), match.start(), match.end(), groups)
 
 
 def _merged(sequence: _Sequence) -> _Sequence:
     """Return a sequence with one atom for each run of literals."""
 
-    def add(made: _Sequence, atom: _Atom) -> _Sequence:
-        last = made[-1] if made else None
+    def add(sequence: _Sequence, atom: _Atom) -> _Sequence:
+        last = sequence[-1] if sequence else None
         if last is None or last.least is not None or atom.least is not None or not last.text or not atom.text:
-            return (*made, atom)
-        return (*made[:-1], replace(last, text=last.text + atom.text))
+            return (*sequence, atom)
+        return (*sequence[:-1], replace(last, text=last.text + atom.text))
 
     empty: _Sequence = ()
     return reduce(add, sequence, empty)
@@ -187,13 +187,13 @@ def _expression(sequence: _Sequence, number: int) -> str:
 
 def _firsts(sequence: _Sequence) -> set[str]:
     """Return expressions for the characters that a sequence can begin with."""
-    found: set[str] = set()
+    firsts: set[str] = set()
     for atom in sequence:
         if atom.text:
-            found.add(re.escape(atom.text[0]) if atom.least is None else atom.text)
+            firsts.add(re.escape(atom.text[0]) if atom.least is None else atom.text)
             if atom.least != 0:
                 break
-    return found
+    return firsts
 
 
 def _may_come(sequence: _Sequence, text: str, at: int) -> bool:

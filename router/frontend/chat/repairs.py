@@ -40,12 +40,12 @@ class Repairs:
     def __init__(self, setting: bool | Sequence[Repair] = True) -> None:
         """`setting`: that of `api.repairs`."""
         self.allowed: Sequence[Repair] = (REPAIRS if setting else ()) if isinstance(setting, bool) else setting
-        self.made: dict[Repair, None] = {}
+        self.kinds: dict[Repair, None] = {}
 
     def make(self, kind: Repair) -> bool:
         """Note that a request is repaired. Return False if its kind is turned off."""
         if kind in self.allowed:
-            self.made[kind] = None
+            self.kinds[kind] = None
             return True
         return False
 
@@ -65,14 +65,14 @@ def with_whole_characters(body: bytes) -> bytes:
     return _ESCAPE.sub(_whole, body)
 
 
-def _whole(found: re.Match[bytes]) -> bytes:
-    match len(found[0]):
+def _whole(escape: re.Match[bytes]) -> bytes:
+    match len(escape[0]):
         case 3:
             return b"\xef\xbf\xbd"
         case 6:
             return b"\\ufffd"
         case _:  # a whole pair, or no surrogate
-            return found[0]
+            return escape[0]
 
 
 def content_of(at: str, content: Any, role: Any, repairs: Repairs) -> str | list[Json]:
@@ -121,18 +121,18 @@ def _text_of(part: Any) -> str | None:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def arguments_of(at: str, given: Any, repairs: Repairs) -> Json:
+def arguments_of(at: str, arguments: Any, repairs: Repairs) -> Json:
     """Return a call's arguments as the object that templates expect. Raises InvalidRequest."""
-    if isinstance(given, dict):
-        return cast("Json", given)
-    if given is None or (isinstance(given, str) and not given.strip()):
+    if isinstance(arguments, dict):
+        return cast("Json", arguments)
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
-    text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     value = _value_of(text)
     if isinstance(value, dict):
         return cast("Json", value)
     if not repairs.make("arguments"):
-        raise refused(at, f"is {shown(repr(given))}, which is no JSON object")
+        raise refused(at, f"is {shown(repr(arguments))}, which is no JSON object")
     twice: Any = _value_of(value) if isinstance(value, str) else {} if text.strip() == "null" else None
     return cast("Json", twice) if isinstance(twice, dict) else {_UNREADABLE: text}
 
@@ -158,9 +158,9 @@ def without_telemetry(messages: list[Json], repairs: Repairs) -> list[Json]:
             break
         parts: Any = message["content"]
         first: str = parts if isinstance(parts, str) else parts[0]["text"] if parts else ""
-        if (found := _TELEMETRY.match(first)) is None or not repairs.make("telemetry"):
+        if (match := _TELEMETRY.match(first)) is None or not repairs.make("telemetry"):
             continue
-        rest = first[found.end() :]
+        rest = first[match.end() :]
         if not isinstance(parts, str):
             rest = [*([{"type": "text", "text": rest}] if rest.strip() else []), *parts[1:]]
         more = [message | {"content": rest}] if rest else []
@@ -227,12 +227,12 @@ FOR_STRICT_TEMPLATES: Mapping[Repair, Callable[[Sequence[Json]], list[Json]]] = 
 
 def system_texts(messages: Sequence[Json]) -> list[str]:
     """Return what the system says, part by part."""
-    said: list[str] = []
+    texts: list[str] = []
     for message in messages:
         if message["role"] in ("system", "developer"):
             content: Any = message["content"]
-            said += [content] if isinstance(content, str) else [part["text"] for part in content]
-    return said
+            texts += [content] if isinstance(content, str) else [part["text"] for part in content]
+    return texts
 
 
 def _joined(contents: Sequence[Any]) -> str | list[Json]:

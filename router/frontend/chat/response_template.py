@@ -73,15 +73,15 @@ class ResponseTemplate:
 
     def begun(self, prompt: str) -> str:
         """Return how much of the answer the end of a prompt has already."""
-        ends = [found.end() for found in self.anchor.finditer(prompt)]
+        ends = [match.end() for match in self.anchor.finditer(prompt)]
         return prompt[ends[-1] :] if ends else ""
 
 
-def response_template(given: object, objects: Mapping[str, State]) -> ResponseTemplate:
+def response_template(tree: object, objects: Mapping[str, State]) -> ResponseTemplate:
     """Read a template. `objects` are the states that read a call as an object. Raises ValueError for one with fields or
     patterns that are not served."""
     try:
-        spec = msgspec.convert(given, _Spec)
+        spec = msgspec.convert(tree, _Spec)
         anchor = re.compile("|".join(_patterns(spec.start_anchor, spec.start_anchor_pattern)) or "(?!)", re.DOTALL)
     except (msgspec.ValidationError, re.error) as error:
         raise ValueError(str(error)) from None
@@ -124,8 +124,8 @@ def _calls(field: _Field, home: str, objects: Mapping[str, State]) -> tuple[dict
         states = {"arguments": State(Sink.JSON, then="next"), "next": after}
         return states, tuple((rf"{one}\s*", "arguments") for one in field.opens)
     if shape == ("xml-inline", _NAMED, False) and field.content_args.keys() == {"tag_pattern"}:
-        key, found, end = str(field.content_args["tag_pattern"]).partition(_VALUE)
-        if found:
+        key, value, end = str(field.content_args["tag_pattern"]).partition(_VALUE)
+        if value:
             parameters = State(Sink.NOTHING, ((rf"\s*{key}", "value"), *closes), otherwise=home)
             states = {"parameters": parameters, "value": State(Sink.VALUE, ((end, "parameters"),))}
             return states, tuple((one, "parameters") for one in field.opens)
@@ -134,5 +134,5 @@ def _calls(field: _Field, home: str, objects: Mapping[str, State]) -> tuple[dict
 
 def _patterns(texts: str | list[str], pattern: str) -> list[str]:
     """Return patterns for texts, or a pattern. White space before a call is layout in any case."""
-    given = [texts] if isinstance(texts, str) else texts
-    return [_LEADING_SPACE.sub("", pattern)] if pattern else [re.escape(one) for one in given]
+    several = [texts] if isinstance(texts, str) else texts
+    return [_LEADING_SPACE.sub("", pattern)] if pattern else [re.escape(one) for one in several]

@@ -68,8 +68,8 @@ class ChatTemplate:
                     "named texts"
                 )
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-        found = {name: _content(settings.get(name)) for name in names}
-        return cls(named, {name: text for name, text in found.items() if text is not None}) if named else None
+        tokens = {name: _content(settings.get(name)) for name in names}
+        return cls(named, {name: text for name, text in tokens.items() if text is not None}) if named else None
 
 
 def rendering(template: str, variables: Mapping[str, Any], repairs: Sequence[str] = ()) -> bytes:
@@ -124,28 +124,28 @@ def normalized(
         raise InvalidRequest(f"there are {len(messages)} messages; at most {MAX_MESSAGES} are allowed")
     repairs = repairs or Repairs()
     roles: dict[Any, str] = {}
-    made: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
         at, role = f"messages[{number}]", message.get("role")
         known = roles.get(role) if isinstance(role, str) else None
         if known is None:
             known = roles[role] = _role(f"{at}.role", role, template, repairs)
-        made.append(_message(at, message, known, repairs))
-    return without_telemetry(made, repairs)
+        result.append(_message(at, message, known, repairs))
+    return without_telemetry(result, repairs)
 
 
 def _message(at: str, message: Mapping[str, Any], role: str, repairs: Repairs) -> dict[str, Any]:
-    made = dict(message)
-    made["role"] = role
-    made["content"] = content_of(f"{at}.content", message.get("content"), role, repairs)
+    result = dict(message)
+    result["role"] = role
+    result["content"] = content_of(f"{at}.content", message.get("content"), role, repairs)
     # Clients have one name for it, templates the other.
     if isinstance(thought := message.get("reasoning"), str) and not message.get("reasoning_content"):
-        made["reasoning_content"] = thought
+        result["reasoning_content"] = thought
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise refused(f"{at}.tool_calls", f"is {shown(repr(calls))}; it must be a list")
-        made["tool_calls"] = [_call(f"{at}.tool_calls[{number}]", call, repairs) for number, call in enumerate(calls)]
-    return made
+        result["tool_calls"] = [_call(f"{at}.tool_calls[{number}]", call, repairs) for number, call in enumerate(calls)]
+    return result
 
 
 def _role(at: str, role: Any, template: str, repairs: Repairs) -> str:
@@ -191,8 +191,8 @@ def mark_end(message: dict[str, Any]) -> None:
 def cut_at_mark(text: str) -> str:
     """Return the prompt up to the mark. Where the template has trimmed the message, its end is trimmed, too. Raises
     InvalidRequest if the template does not show the message."""
-    before, found, after = text.rpartition(_MARK)
-    if not found:
+    before, mark, after = text.rpartition(_MARK)
+    if not mark:
         raise InvalidRequest("continue_final_message is true, and the chat template does not show the last message")
     return before if after.startswith(" ") else before.rstrip()
 
@@ -212,5 +212,5 @@ def special_token(settings: Mapping[str, Any], name: str, file: str) -> str | No
 
 
 def _content(token: Any) -> str | None:
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None

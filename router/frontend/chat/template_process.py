@@ -43,8 +43,8 @@ class _Generation(Extension):
 class _Namespace(jinja2.utils.Namespace):
     """What a template may assign to: no names that begin with an underscore, which are Python's own."""
 
-    def __init__(*given: Any, **named: Any) -> None:
-        self, *mappings = given
+    def __init__(*args: Any, **named: Any) -> None:
+        self, *mappings = args
         attributes = dict(*mappings, **named)
         for name in attributes:
             _refuse_private(name)
@@ -80,15 +80,15 @@ def _tojson(
 
 def environment() -> ImmutableSandboxedEnvironment:
     """The sandbox, as transformers has it."""
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    made.filters["tojson"] = _tojson
-    made.globals["raise_exception"] = _raise
-    made.globals["dict"] = lambda *given, **named: dict(*given, **named)
-    made.globals["namespace"] = _Namespace
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(str(form))
-    return made
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals["raise_exception"] = _raise
+    sandbox.globals["dict"] = lambda *args, **named: dict(*args, **named)
+    sandbox.globals["namespace"] = _Namespace
+    sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(str(form))
+    return sandbox
 
 
 @lru_cache(_TEMPLATES)
@@ -142,9 +142,9 @@ def _answer(order: dict[str, Any], most: int) -> dict[str, Any]:
     try:
         if not takes_parts(order["template"]):
             variables = variables | {"messages": [_plain(message) for message in variables["messages"]]}
-        text, made = _repaired(order["template"], variables, order.get("repairs", ()), most)
+        text, kinds = _repaired(order["template"], variables, order.get("repairs", ()), most)
         text.encode()  # a template may make half a surrogate pair, which is no text
-        return {"text": text, "repairs": made}
+        return {"text": text, "repairs": kinds}
     except ValueError as error:
         return {"error": str(error)[:1_000]}
     except Exception as error:  # noqa: BLE001 a template is a program: whatever it raises, another one must go on
@@ -154,7 +154,7 @@ def _answer(order: dict[str, Any], most: int) -> dict[str, Any]:
 def _repaired(template: str, variables: dict[str, Any], allowed: list[str], most: int) -> tuple[str, list[str]]:
     """Render messages, and change them if the template refuses them or shows a part of the system's alone. Return the
     kinds of changes, too. Raises ValueError."""
-    messages, text, error, made = variables["messages"], None, None, list[str]()
+    messages, text, error, kinds = variables["messages"], None, None, list[str]()
     try:
         text = render(template, variables, most)
     except _Refused as refusal:
@@ -165,18 +165,18 @@ def _repaired(template: str, variables: dict[str, Any], allowed: list[str], most
     for kind, change in repairs.FOR_STRICT_TEMPLATES.items():
         if kind not in allowed or (text is not None and kind != "system") or (changed := change(messages)) == messages:
             continue
-        messages, made = changed, [*made, kind]
+        messages, kinds = changed, [*kinds, kind]
         with contextlib.suppress(_Refused):
             other = render(template, variables | {"messages": messages}, most)
             if text is None or all(one in other for one in system):
-                return other, made
+                return other, kinds
     if text is None:
         assert error is not None
         changed = repairs.with_short_ids(variables["messages"])
         if "call_ids" not in allowed or changed == variables["messages"]:
             raise error
-        text, made = _repaired(template, variables | {"messages": changed}, allowed, most)
-        return text, ["call_ids", *made]
+        text, kinds = _repaired(template, variables | {"messages": changed}, allowed, most)
+        return text, ["call_ids", *kinds]
     return text, []  # the template shows nothing of the system's, wherever it stands
 
 

@@ -135,10 +135,10 @@ def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
         shown = tls.certificate
         return configured()
 
-    asked = tls.client_ca is not None
+    mutual = tls.client_ca is not None
     # Its documentation says that None stands for no change. The stubs do not.
     follows: Any = renewed
-    return grpc.dynamic_ssl_server_credentials(configured(), follows, require_client_authentication=asked)
+    return grpc.dynamic_ssl_server_credentials(configured(), follows, require_client_authentication=mutual)
 
 
 def _admit(gate: Gatekeeper, method: str, metadata: Mapping[str, str]) -> Callable[[], None]:

@@ -107,9 +107,9 @@ def test_a_transcript_comes_to_what_it_says(name: str, number: int) -> None:
     content, reasoning, calls = summed(deltas)
     assert (content, reasoning) == (transcript.content, transcript.reasoning)
     assert [called for called, _ in calls] == [called for called, _ in transcript.calls]
-    for (_, arguments), (_, wanted) in zip(calls, transcript.calls, strict=True):
-        if arguments != wanted:
-            assert json.loads(arguments) == wanted
+    for (_, arguments), (_, right) in zip(calls, transcript.calls, strict=True):
+        if arguments != right:
+            assert json.loads(arguments) == right
     assert (parser.output.content, parser.output.reasoning) == (content, reasoning)
     assert [(call.name, call.arguments) for call in parser.output.calls] == calls
     by_character = summed(parsed(family.parser(transcript), list(transcript.text)))
@@ -144,9 +144,9 @@ def test_any_text_comes_to_the_same_however_it_is_cut(name: str, parts: list[str
 
 
 def test_calls_in_reasoning_that_never_ends_may_not_count() -> None:
-    said = transcripts.UNCLOSED[0]
-    parser = ChatFormat("hermes", "qwen3").parser(Calls.AUTO, TOOLS, prompt=said.prompt, rescues=lambda: False)
-    assert summed(parsed(parser, [said.text])) == ("", said.text, [])
+    output = transcripts.UNCLOSED[0]
+    parser = ChatFormat("hermes", "qwen3").parser(Calls.AUTO, TOOLS, prompt=output.prompt, rescues=lambda: False)
+    assert summed(parsed(parser, [output.text])) == ("", output.text, [])
 
 
 def test_a_call_has_the_name_that_the_model_gives_it() -> None:
@@ -205,7 +205,7 @@ CUTS = {
 def test_a_response_template_parses_as_with_transformers(name: str) -> None:
     """The same calls at every cut. White space beside reasoning and calls is not compared."""
     spec, text, prompt = CUTS[name]
-    tools: Any = [{"function": {"name": tool, "parameters": given}} for tool, given in TOOLS.items()]
+    tools: Any = [{"function": {"name": tool, "parameters": parameters}} for tool, parameters in TOOLS.items()]
     right = parse_response(text, spec, prefix=prompt, tools=tools)
     form = chosen(None, "auto", "auto", (), read_template(spec))
     assert form.tool_parser == "hf"
@@ -215,7 +215,7 @@ def test_a_response_template_parses_as_with_transformers(name: str) -> None:
         )
         assert content.split() == right.get("content", "").split()
         assert reasoning == right.get("reasoning_content", right.get("thinking", ""))
-        assert [{"name": called, "arguments": json.loads(given)} for called, given in calls] == [
+        assert [{"name": called, "arguments": json.loads(parameters)} for called, parameters in calls] == [
             call["function"] for call in right["tool_calls"]
         ]
     without = summed(parsed(form.parser(prompt=prompt), [text]))
@@ -227,9 +227,9 @@ def test_a_response_template_parses_as_with_transformers(name: str) -> None:
 def test_reasoning_of_a_response_template_goes_with_calls_of_another_format() -> None:
     form = chosen("{{ tools }}<tool_call>", "auto", "auto", (), read_template(OBJECTS))
     assert (form.tool_parser, form.reasoning_parser) == ("hermes", "hf")
-    said = transcripts.QWEN3_CALLS[1]
-    parser = form.parser(Calls.AUTO, TOOLS, prompt=said.prompt)
-    assert summed(parsed(parser, [said.text]))[1] == said.reasoning
+    output = transcripts.QWEN3_CALLS[1]
+    parser = form.parser(Calls.AUTO, TOOLS, prompt=output.prompt)
+    assert summed(parsed(parser, [output.text]))[1] == output.reasoning
     assert len(parser.output.calls) == 1
 
 

@@ -346,11 +346,11 @@ GLM = [
 
 
 def minimax(*calls: tuple[str, dict[str, Any]]) -> str:
-    made = ""
+    calls_text = ""
     for name, arguments in calls:
         pairs = [f'<parameter name="{key}">{shown(value)}</parameter>\n' for key, value in arguments.items()]
-        made += f'<invoke name="{name}">\n{"".join(pairs)}</invoke>\n'
-    return f"<minimax:tool_call>\n{made}</minimax:tool_call>"
+        calls_text += f'<invoke name="{name}">\n{"".join(pairs)}</invoke>\n'
+    return f"<minimax:tool_call>\n{calls_text}</minimax:tool_call>"
 
 
 MINIMAX = [
@@ -363,12 +363,12 @@ MINIMAX = [
 
 
 def deepseek(*calls: tuple[str, dict[str, Any]], v3: bool = False) -> str:
-    made = ""
+    calls_text = ""
     for name, arguments in calls:
         value = json.dumps(arguments)
         inner = f"function<｜tool▁sep｜>{name}\n```json\n{value}\n```" if v3 else f"{name}<｜tool▁sep｜>{value}"
-        made += f"<｜tool▁call▁begin｜>{inner}<｜tool▁call▁end｜>" + "\n" * v3
-    return f"<｜tool▁calls▁begin｜>{made}<｜tool▁calls▁end｜>"
+        calls_text += f"<｜tool▁call▁begin｜>{inner}<｜tool▁call▁end｜>" + "\n" * v3
+    return f"<｜tool▁calls▁begin｜>{calls_text}<｜tool▁calls▁end｜>"
 
 
 DEEPSEEK_V3 = [
@@ -387,11 +387,11 @@ DEEPSEEK_V31 = [
 
 
 def kimi(*calls: tuple[str, dict[str, Any]]) -> str:
-    made = [
+    entries = [
         f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{json.dumps(value)}<|tool_call_end|>"
         for number, (name, value) in enumerate(calls)
     ]
-    return f"<|tool_calls_section_begin|>{''.join(made)}<|tool_calls_section_end|>"
+    return f"<|tool_calls_section_begin|>{''.join(entries)}<|tool_calls_section_end|>"
 
 
 KIMI = [

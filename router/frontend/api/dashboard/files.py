@@ -60,11 +60,11 @@ class StaticFile:
 def static_files() -> Mapping[str, StaticFile]:
     """Every file by its name."""
     folder = resources.files("router.frontend.api.dashboard").joinpath("static")
-    found: dict[str, StaticFile] = {}
+    files: dict[str, StaticFile] = {}
     for entry in folder.iterdir():
         suffix = entry.name[entry.name.rfind(".") :]
         if suffix in _TYPES:
             content = entry.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
-            found[entry.name] = StaticFile(content, _TYPES[suffix], etag)
-    return found
+            files[entry.name] = StaticFile(content, _TYPES[suffix], etag)
+    return files

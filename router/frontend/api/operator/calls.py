@@ -130,13 +130,13 @@ class OperatorCalls:
         if not call.request_id:
             raise InvalidRequest("no request is named")
         try:
-            return views.explanation(self._found(call.request_id), self._clock.now())
+            return views.explanation(self._record_of(call.request_id), self._clock.now())
         except RequestNotFound:
-            if not (found := await ask(call)):
+            if not (answers := await ask(call)):
                 raise
-            return min(found, key=lambda one: one.request.age_ms)
+            return min(answers, key=lambda one: one.request.age_ms)
 
-    def _found(self, name: str) -> RequestRecord:
+    def _record_of(self, name: str) -> RequestRecord:
         """The request of that name, or of an answer's id. Raises RequestNotFound."""
         prefix = next((prefix for prefix in _ID_PREFIXES if name.startswith(prefix)), "")
         try:
