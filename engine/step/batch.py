@@ -56,11 +56,11 @@ class ComputedMask(Struct, gc=False):
 
     allowed: Bits | None
     may_end: bool = False
-    forced: tuple[int, ...] = ()
     failure: str = ""
     ends: tuple[int, ...] = ()
     ready: bool = True
     slow: bool = False
+    forced: tuple[int, ...] = ()
 
     def begin(self) -> bool:
         return False

@@ -334,4 +334,4 @@ def test_calls_that_a_request_insists_on(client: openai.OpenAI) -> None:
         )
         parts = [call for chunk in streamed for call in chunk.choices[0].delta.tool_calls or ()]
         check(parts[0].function.name, "".join(call.function.arguments for call in parts))
-        assert len(parts) > 3
+        assert len(parts) > 1  # tokens that can't be others come at once

@@ -327,7 +327,7 @@ def test_tokens_without_a_choice_take_no_step():
     for grammar in (EVEN, FORCED):
         worker = served(0, [0], grammar)
         assert tokens_of(worker, "r0") == outputs([30], 12, EVEN)
-        steps.append(sum(isinstance(message, Tokens) for message in worker.said))
+        steps.append(sum(isinstance(message, Tokens) for message in worker.messages))
     assert steps == [12, 9]
 
 
