@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -308,6 +309,9 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_invariants_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskIndex, *MUTATIONS[name])
+    if name == "writes without limit":
+        small = msgspec.structs.replace(SETTINGS, max_bytes=Bytes(16 * FILE))  # it is soon full
+        monkeypatch.setattr("tests.kvstore.test_disk_index.SETTINGS", small)
     caught = settings(
         max_examples=2_000, stateful_step_count=60, deadline=None, phases=[Phase.generate], database=None,
         derandomize=True, print_blob=False, report_multiple_bugs=False,
