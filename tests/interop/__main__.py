@@ -73,9 +73,12 @@ def run_all(suites: Sequence[Suite], until: float | None) -> dict[str, SuiteResu
 
 def prepare(suite: Suite, scratch: Path, until: float | None) -> Environment:
     """Return the environment of a suite. Raises InstallError and NoTimeLeft."""
-    if until is None:
+    own = environments.here(suite.requirements, scratch, suite.seconds)
+    if own is not None and not suite.requirements:
+        new = own
+    elif until is None:
         new = environments.make(suite.name, suite.requirements, scratch, suite.seconds, needs_torch=suite.needs_torch)
-    elif (own := environments.here(suite.requirements, scratch, suite.seconds)) is not None:
+    elif own is not None:
         return own
     else:
         new = environments.make(suite.name, suite.requirements, scratch, _left(until), patience=_left(until))
@@ -104,7 +107,7 @@ def run_suite(suite: Suite, running: Target, ready: Future[Environment], until: 
     except (IndexUnreachable, NoTimeLeft) as error:
         reason = one_line(str(error))
         failed = SuiteResult([Case.failed(suite.name, reason)])
-        result = failed if until is None else SuiteResult([], not_run=reason)
+        result = failed if until is None and suite.requirements else SuiteResult([], not_run=reason)
     except Exception as error:  # noqa: BLE001 a suite that breaks is a result, and the others still run
         result = SuiteResult([Case.failed(suite.name, f"{type(error).__name__}: {error}")])
     return replace(result, versions=versions, seconds=time.monotonic() - began)

@@ -8,7 +8,7 @@ from functools import partial
 
 from tests.interop.environment import Environment
 from tests.interop.result import SuiteResult
-from tests.interop.suites import aiperf, clients, guidellm, lm_eval, openai_python, schemathesis, smg
+from tests.interop.suites import agents, aiperf, clients, guidellm, lm_eval, openai_python, schemathesis, smg
 from tests.interop.target import Target
 
 
@@ -71,6 +71,15 @@ _ALL = (
         ["langchain-openai==1.7.3"],
         ["langchain-openai", "langchain-core"],
         partial(clients.run_client, "langchain_client.py"),
+    ),
+    Suite(
+        "agents",
+        "Codex over Responses and Claude Code over Messages, from npm, with a model that follows a script: a first "
+        "turn and a tool loop, each with a lenient and a strict chat template",
+        [],
+        [],
+        agents.run,
+        fetch=agents.fetch,
     ),
     Suite(
         "schemathesis",

@@ -152,7 +152,7 @@ def test_a_suite_is_not_run_only_for_want_of_packages_or_time(
         ready.set_result(Environment(Path(sys.prefix), tmp_path, 60.0))
     else:
         ready.set_exception(error)
-    suite = Suite("one", "", [], [], broken)
+    suite = Suite("one", "", ["pytest"], [], broken)
     until = None if left is None else time.monotonic() + left
     result = runner.run_suite(suite, Target("", "", tmp_path), ready, until)
     assert result.count("passed") == 0
