@@ -506,8 +506,11 @@ class DecodeScheduler:
         sequence = self._sequences.get(name.request)
         return sequence if sequence is not None and sequence.name == name and sequence.counts(chunk) else None
 
-    def _take_tokens(self, plan: ScheduledBatch, sampled: Items[Items[Sampled]], now: float) -> list[DecodeCommand]:
-        """The plan has been run. `sampled`: for each chunk the tokens that were drawn after it."""
+    def _take_tokens(
+        self, plan: ScheduledBatch, sampled: Items[Items[Sampled]], now: float, *, computed: bool = False
+    ) -> list[DecodeCommand]:
+        """The plan has been run. `sampled`: for each chunk the tokens that come after it. `computed`: all but the last
+        of them have been computed, too."""
         deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[DecodeCommand] = []
         for (name, chunk), drawn in zip(plan.items(), sampled, strict=True):
@@ -533,7 +536,7 @@ class DecodeScheduler:
                 sequence.append(drawn)
                 self._generated += len(sequence.tokens) - position
                 deltas.setdefault(sequence.owner, []).append(sequence.delta(position))
-                sequence.computed = chunk.end
+                sequence.computed = len(sequence.tokens) - 1 if computed else chunk.end
             self._pages.cache_full(sequence)
             if self._store_up:
                 commands += self._write_through.store(sequence, now)

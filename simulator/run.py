@@ -84,7 +84,7 @@ class RunDecodeScheduler(DecodeScheduler):
     def _run_done(self, done: RunDone, now: float) -> list[DecodeCommand]:
         self._step += done.steps
         self._planner.step_ended(done.plan, now, steps=done.steps)
-        return self._take_tokens(done.plan, done.sampled, now)
+        return self._take_tokens(done.plan, done.sampled, now, computed=True)
 
 
 class ReadPrefillScheduler(PrefillScheduler):
