@@ -117,6 +117,7 @@ class RouterDriver:
         self._followers: dict[str, list[str]] = {}  # those held until their leader's first token, by its name
         self._due: deque[str] = deque()  # those held until the queue has room: each begins in a turn of the loop
         self._beginning = False  # such a turn is to come
+        self._begun_at = float("-inf")  # when the last of them began
         self._spans: dict[str, RequestSpans] = {}  # of requests that are traced
         self._load_due = float("-inf")
         self._heartbeat_age: Mapping[Labels, float] = {}
@@ -140,9 +141,9 @@ class RouterDriver:
 
         `leader`: another sample of the same prompt. The request begins when the leader's prompt is computed, at its
         first token, to share its pages. If the leader fails before that, so does the request. `further`: another
-        prompt of the same body. Both begin as the queue has room, so that no body fills it: they are held for at most
-        as long as a request may wait in the queue. `spans` are told of its beginning and its end. Raises Unavailable
-        once the router is stopping."""
+        prompt of the same body. Both begin as the queue has room, so that no body fills it. Where none has begun for
+        as long as a request may wait in the queue, the first does all the same. `spans` are told of its beginning and
+        its end. Raises Unavailable once the router is stopping."""
         if self.stopping and self.config.cluster.routers == 1:  # else only connections that are still open send any
             raise Unavailable("the router is stopping; ask again, or ask another router")
         # A client may use a name twice, here and at another router; the cluster never does.
@@ -186,7 +187,8 @@ class RouterDriver:
             self._due.popleft()  # its client has gone
         if not self._due or self._beginning:
             return
-        router, waited = self.config.router, self._clock.now() - self._held[self._due[0]].received
+        router = self.config.router
+        waited = self._clock.now() - max(self._held[self._due[0]].received, self._begun_at)
         if self.state.queued <= router.max_queued // _SHARE or waited >= router.queue_timeout_ms / 1_000:
             self._beginning = True
             asyncio.get_running_loop().call_soon(self._begin_next)
@@ -194,6 +196,7 @@ class RouterDriver:
     def _begin_next(self) -> None:
         self._beginning = False
         if self._due and (request := self._held.pop(self._due.popleft(), None)) is not None:
+            self._begun_at = self._clock.now()
             self.handle(request)
         else:
             self._begin_held()
