@@ -38,7 +38,6 @@ from tests.support.metrics_page import nothing_held
 
 EACH = 3  # honest clients of each API
 LONGEST_GAP = 10.0  # seconds between two tokens of an honest stream; the fuzzers share its cores
-THREADS = 12  # that a process may have more: its pools grow up to their bounds
 _IDLE = 150.0  # seconds; a store closes a link to another store when it was not used for 60 s
 _START = 300.0  # seconds in which a fuzzer must have started; some wait for processes that load a model
 WARM = 3.0  # seconds of honest streams before the fuzzers
@@ -142,10 +141,8 @@ def fuzz(
         eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")
         eventually(lambda: idle(cluster), what="no request in the router")
         assert not (lines := log_lines(cluster, *FAILURES)), f"logs tell of failures: {lines[:20]}"
-        larger = f"{grown(before, sizes(cluster) | sizes_of(needed.values()), THREADS)}: sizes as before"
-        eventually(
-            lambda: not grown(before, sizes(cluster) | sizes_of(needed.values()), THREADS), what=larger, seconds=_IDLE
-        )
+        larger = f"{grown(before, sizes(cluster) | sizes_of(needed.values()))}: sizes as before"
+        eventually(lambda: not grown(before, sizes(cluster) | sizes_of(needed.values())), larger, _IDLE)
         assert honest.requests
         assert honest.longest_gap <= LONGEST_GAP, f"an honest stream stood still for {honest.longest_gap:.2f} s"
         if seconds >= LONG:
