@@ -15,7 +15,7 @@ No sequence starves:
   but none is overtaken by those that come later than that. They have at least half of the prompts' budget.
 - More decoding sequences than a step has tokens or rows take turns, those first whose last turn is the longest ago.
 
-Chunks of long ones are multiples of a page, or of `_ALIGNMENT` tokens where pages are larger (`chunk_alignment`).
+Chunks of long ones are multiples of a page, or of `CHUNK_ALIGNMENT` tokens where pages are larger (`chunk_alignment`).
 """
 
 # pyright: strict
@@ -26,12 +26,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from decode_worker.sequence import Sequence
-from engine.step.batch import Chunk, TokenDraw
+from engine.step.batch import CHUNK_ALIGNMENT, Chunk, TokenDraw
 from engine.step.outcome import ScheduledBatch
 
 _STRETCH = 4.0  # seconds that a long partial prefill may be overtaken for each second that it takes
 _BEING_DRAWN = (0,)  # tokens of a chunk whose only one is not known yet
-_ALIGNMENT = 128  # tokens: the kernels' tiles are full, and two of these take less than most objectives for a step
 
 
 class BatchBudget(Struct, frozen=True):
@@ -39,7 +38,8 @@ class BatchBudget(Struct, frozen=True):
     the same where all are short. `tokens`: those of the whole step, except that partial prefills always get two
     units. `overdue`: a short one that runs since then goes before everything else. `rate`: prompt tokens computed
     per second. `alignment`: chunks of long ones are multiples of so many tokens. `rows`: sequences of the whole step,
-    at least four. Without partial prefills only `tokens` and `rows` matter."""
+    at least four. `whole`: no short one is cut, so that chunks begin at fixed borders. Without partial prefills only
+    `tokens` and `rows` matter."""
 
     tokens: int
     prompts: int = 0
@@ -48,12 +48,13 @@ class BatchBudget(Struct, frozen=True):
     rate: float = 0.0
     alignment: int = 1
     rows: int = 1 << 30
+    whole: bool = False
 
 
 def chunk_alignment(page_size: int) -> int:
     """Return the tokens of which chunks of long partial prefills are multiples. It is a page, so that pages fill up,
     but no more than a step can have without delaying decoding sequences, however large pages are."""
-    return min(page_size, _ALIGNMENT)
+    return min(page_size, CHUNK_ALIGNMENT)
 
 
 def build_batch(decoding: list[Sequence], partial_prefills: list[Sequence], budget: BatchBudget) -> ScheduledBatch:
@@ -84,7 +85,7 @@ def _share_budget(partial_prefills: list[Sequence], budget: BatchBudget, decodin
         most = (overdue if sequence.running_since <= budget.overdue else entitled) - spent
         if len(chosen) == rows - bool(long):
             waiting.append(sequence)
-        elif sequence.chunk_limit <= most or (most > 0 and not long):
+        elif sequence.chunk_limit <= most or (most > 0 and not long and not budget.whole):
             chosen.append((sequence, min(sequence.chunk_limit, most)))
             spent += chosen[-1][1]
         else:

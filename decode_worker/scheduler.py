@@ -122,13 +122,15 @@ class DecodeScheduler:
         window: int | None = None,
         adapters: Items[str] = (),
         recompute_share: float = 0.0,
+        fixed_borders: bool = False,
     ) -> None:
         """`growth_reserve`: the rule for admission, the learned one by default. `calibration`: steps that were run
         before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it would
         fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
         `copies_overlap`: copies are made beside steps, and delay none. `window`: the positions that no layer of the
         model looks beyond, a token's own included; none: some layer attends to all. `adapters`: digests of those that
-        orders may name. `recompute_share`: part of the pages that is checked."""
+        orders may name. `recompute_share`: part of the pages that is checked. `fixed_borders`: see
+        `engine.runner.Runner`."""
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
@@ -140,7 +142,7 @@ class DecodeScheduler:
         self._sequences = AttemptTable[Sequence]()
         self._admission = SequenceAdmission(self._pages.blocks, growth_reserve or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
-        self._planner = StepPlanner(config, page_size, calibration)
+        self._planner = StepPlanner(config, page_size, calibration, fixed_borders=fixed_borders)
         leases = itertools.count(1)
         self._fetches = PageFetches(self._pages.blocks, leases, page_size)
         self._write_through = WriteThrough(self._pages.blocks, leases, page_size)

@@ -24,10 +24,13 @@ from engine.step.timing import WorkerStepTimes, sample_of
 class StepPlanner:
     """Plans steps, and learns from those that have ended."""
 
-    def __init__(self, config: DecodeConfig, page_size: int, calibration: Items[StepSample] = ()) -> None:
-        """`calibration`: steps that were run before there was any work."""
+    def __init__(
+        self, config: DecodeConfig, page_size: int, calibration: Items[StepSample] = (), *, fixed_borders: bool = False
+    ) -> None:
+        """`calibration`: steps that were run before there was any work. `fixed_borders`: see `engine.runner.Runner`."""
         self._first_step = config.first_step_ms / 1_000
         self._rows = config.max_num_seqs
+        self._fixed_borders = fixed_borders
         self._alignment = chunk_alignment(page_size)
         self._limit = StepLimit(config.max_num_batched_tokens, 2 * self._alignment)
         self.costs = WorkerStepTimes(calibration)
@@ -57,9 +60,11 @@ class StepPlanner:
         prompts = self.budget.prompt_tokens(rows, context, self._alignment)
         self._postponed = not self._postponed and self.budget.delays_too_long(rows, now - self._ended)
         parts = 0 if self._postponed else self.budget.short_prompt_tokens(rows, context, self._alignment)
+        if parts and self._fixed_borders:
+            parts = max(parts, self._alignment)
         budget = BatchBudget(
             self.tokens, prompts, parts, now - self._first_step, self.costs.rate(), self._alignment,
-            self._rows,
+            self._rows, self._fixed_borders,
         )  # fmt: skip
         return build_batch(decoding, partial_prefills, budget)
 

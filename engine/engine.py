@@ -172,6 +172,10 @@ class Engine:
         return self._cuda is not None
 
     @property
+    def fixed_borders(self) -> bool:
+        return False  # our kernels need none, and with torch's no borders would help
+
+    @property
     def launches_ahead(self) -> bool:
         return self._cuda is not None
 

@@ -119,6 +119,12 @@ class Runner(Protocol):
         ...
 
     @property
+    def fixed_borders(self) -> bool:
+        """Bits may depend on where a chunk of several tokens begins. So it begins at a fixed position: a multiple of a
+        page, or of `CHUNK_ALIGNMENT` within a page."""
+        ...
+
+    @property
     def launches_ahead(self) -> bool:
         """A step may be launched while another one runs, with chunks that follow its draws (`Chunk.follows`)."""
         ...

@@ -99,6 +99,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         grammars=worker.grammars,
         copies_overlap=worker.runner.copies_overlap,
         window=worker.runner.window,
+        fixed_borders=worker.runner.fixed_borders,
         adapters=[one.digest for one in worker.runner.adapters],
         recompute_share=config.pages.recompute_share,
     )

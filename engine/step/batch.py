@@ -125,6 +125,11 @@ class PromptScoring(Struct, frozen=True, gc=False):
     top: int
 
 
+CHUNK_ALIGNMENT = 128
+"""Tokens: long chunks are multiples of so many, or of a page if that is smaller. The kernels' tiles are full, and two
+of these take less than most objectives for a step."""
+
+
 class Chunk(Struct, frozen=True, gc=False):
     """New tokens of one sequence, the first at position `start`.
 

@@ -31,7 +31,7 @@ from engine.device.gpus import visible_gpus
 from engine.numerics import digest, torch_digest
 from engine.runner import StepResults
 from engine.sampling.mask_threads import MaskThreads
-from engine.step.batch import Chunk, Sampled, TokenDraw
+from engine.step.batch import CHUNK_ALIGNMENT, Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner import VLLM_VERSION, compiling, messages
 from engine.vllm_runner.adapters import load_adapters
@@ -114,6 +114,13 @@ class VllmRunner:
         held_otherwise = loaded.dtype != loaded.computed_in
         self.fingerprint = _digest(fingerprint, loaded.computed_in) if held_otherwise else fingerprint
         self.numerics = _numerics(device, order)
+        self.fixed_borders = order.exact and order.device == "cuda"
+        if self.fixed_borders and order.page_size % CHUNK_ALIGNMENT:
+            log.warning(
+                "a cached prefix may change low bits: pages.page_size is %d and no multiple of %d",
+                order.page_size,
+                CHUNK_ALIGNMENT,
+            )
         self.adapters = adapters
         self._adapters = {"": 0} | {one.digest: number for number, one in enumerate(adapters, 1)}
         self.layout = PageLayout(

@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from baton.messages import AttemptName, SamplingParams
+from baton.config import DecodeConfig
+from baton.messages import AttemptName, SamplingParams, StepSample
 from decode_worker.batching import BatchBudget, build_batch, chunk_alignment
 from decode_worker.sequence import Sequence, SequencePhase
+from decode_worker.step_planner import StepPlanner
 from engine.step.block_table import BlockTable
 from engine.step.outcome import ScheduledBatch
 
@@ -92,6 +94,14 @@ def test_without_a_long_one_short_tails_come_in_parts() -> None:
     assert seen == [{"d": 1} | others for others in rest]
     late = [sequence("s", 47, 32, joined=1.0)]
     assert sizes(planned(late, budget(tails=5, overdue=2.0))) == {"s": 15}
+
+
+def test_chunks_that_must_begin_at_fixed_borders_are_never_cut() -> None:
+    tails = [sequence(f"s{i}", 47, 32, i) for i in range(2)]
+    assert sizes(planned(tails, budget(tails=20))) == {"s0": 15, "s1": 5}
+    assert sizes(planned(tails, replace(budget(tails=20), whole=True))) == {"s0": 15}
+    planner = StepPlanner(DecodeConfig(), PAGE, [StepSample(0, 0, 1, 40, 0.01)] * 8, fixed_borders=True)
+    assert sizes(planner.plan([decoding("d"), *tails], now=0.0)) == {"d": 1, "s0": 15}
 
 
 def test_a_shorter_prompt_overtakes_a_much_longer_one_but_not_for_ever() -> None:
