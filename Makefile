@@ -50,6 +50,8 @@ test-vllm-quick: $(VLLM_VENV)/.ready
 	$(VLLM_TEST) tests/vllm_runner/test_runner.py tests/processes/test_failures.py tests/processes/test_corruption.py \
 	'tests/vllm_runner/test_cluster.py::test_a_worker_without_work_ends_with_its_vllm' \
 	'tests/vllm_runner/test_second_runner.py::test_draws' \
+	'tests/vllm_runner/test_latents.py::test_greedy_tokens_are_those_of_transformers[deepseek-v3-True]' \
+	'tests/vllm_runner/test_latents.py::test_requests_at_once_get_the_reference_tokens[1P+1D]' \
 	'tests/vllm_runner/test_second_runner.py::test_more_sequences_than_rows_take_turns' \
 	$(foreach shape,1P+1D 2P+2D colocated,'tests/processes/test_exact.py::test_64_requests_at_once_get_the_reference_tokens[llama-$(shape)]')
 

@@ -7,6 +7,10 @@ them keep them. That order is the page's *form*:
     split       [kv_head, layer, 2 (K then V), page_size, head_dim]     our own engine
     paired      [kv_head, layer, page_size, 2 · head_dim]               vLLM on CUDA: K and V of a token side by side
     cpu-…       [kv_head, layer, 2 · page_size · head_dim]              vLLM on a CPU, packed for an instruction set
+    latent      [1, layer, page_size, head_dim]                         vLLM, models with latent attention (MLA)
+
+A latent stands for the keys and values of all heads: a compressed part and a rotated one, side by side. It counts as
+one head, which every rank has whole.
 
 So a page moves between device, arena and disk with plain copies. Pages of different forms never meet: the form is part
 of every page key's namespace.
@@ -25,9 +29,9 @@ LAYOUT_VERSION = 2
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Element types that a page may hold, with their size in bytes."""
 
-SPLIT, PAIRED = "split", "paired"
+SPLIT, PAIRED, LATENT = "split", "paired", "latent"
 _PACKED = "cpu-"
-FORMS = (SPLIT, PAIRED, *(_PACKED + isa for isa in ("amx", "neon", "rvv", "vec", "vec16", "vsx", "vxe")))
+FORMS = (SPLIT, PAIRED, LATENT, *(_PACKED + isa for isa in ("amx", "neon", "rvv", "vec", "vec16", "vsx", "vxe")))
 """What a page's form may be."""
 
 
@@ -67,12 +71,15 @@ class PageLayout:
             return (*outer, 2, self.page_size, self.head_dim)
         if self.form == PAIRED:
             return (*outer, self.page_size, 2 * self.head_dim)
+        if self.form == LATENT:
+            return (*outer, self.page_size, self.head_dim)
         return (*outer, 2 * self.page_size * self.head_dim)
 
     @property
     def token_bytes(self) -> int:
         """Bytes that one token's keys and values take, all layers and heads together."""
-        return self.num_kv_heads * self.num_layers * 2 * self.head_dim * DTYPE_BYTES[self.dtype]
+        kinds = 1 if self.form == LATENT else 2
+        return self.num_kv_heads * self.num_layers * kinds * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def page_bytes(self) -> int:

@@ -19,6 +19,11 @@ from engine.vllm_runner.requirements import Installation, wrong_version
 
 EXTENSION = "engine.vllm_runner.extension.BatonExtension"
 _BLOCKWISE = "BHLNC"  # a block is one range, KV heads outermost. Kernels for CUDA take it, those for a CPU don't
+_MLA_ON_CPU = {
+    "attention_backend": "CPU_MLA",  # the same on every processor; AMX has another one with other bits
+    # vLLM's own operation for rotary embeddings leaves the strided tensors of MLA as they are: wrong tokens, no error.
+    "compilation_config": {"custom_ops": ["none"]},
+}
 NULL_BLOCKS = 1  # vLLM keeps its first block for padding; page i is block i + 1
 
 
@@ -43,6 +48,8 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
     load_general_plugins()
     arguments = engine_arguments(order)
     config = EngineArgs(**arguments).create_engine_config()
+    if config.model_config.use_mla and order.device == "cpu":
+        config = EngineArgs(**(arguments := arguments | _MLA_ON_CPU)).create_engine_config()
     context: int = config.model_config.max_model_len
     if order.num_pages is not None:
         if context > (longest := order.num_pages * order.page_size):
@@ -52,7 +59,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
         config.cache_config.kv_cache_memory_bytes = (order.num_pages + NULL_BLOCKS) * _page_bytes(config)
     elif order.device == "cuda":
         await_memory(order.gpus, order.memory_share)
-    if (heads := config.model_config.get_total_num_kv_heads()) % order.ranks:
+    if not config.model_config.use_mla and (heads := config.model_config.get_total_num_kv_heads()) % order.ranks:
         raise UnsupportedModel(
             f"{heads} KV heads can't be shared evenly by {order.ranks} ranks; lower tensor_parallel_size"
         )
@@ -65,7 +72,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
     core.register_all_kvcache_specs(config)
     specs = executor.get_kv_cache_specs()
     supported = executor.get_supported_kv_cache_layouts()
-    if all(_BLOCKWISE in names for names in supported):
+    if order.device == "cuda" and all(_BLOCKWISE in names for names in supported):
         # What VLLM_KV_CACHE_LAYOUT would do; without it vLLM prefers other layouts.
         config.cache_config.kv_cache_layout = _BLOCKWISE
     layout = core.resolve_kv_cache_layout(config, supported, [one for worker in specs for one in worker.values()])
@@ -140,13 +147,14 @@ def engine_arguments(order: Load) -> dict[str, Any]:
 
 
 def _page_bytes(config: Any) -> int:
-    """At most what a page takes of one of vLLM's processes: K and V of all layers and heads."""
+    """At most what a page takes of one of vLLM's processes: K and V of all layers and heads, or one latent a layer."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     model = config.model_config
     held = kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model)
-    heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
-    return 2 * layers * heads * model.get_head_size() * held.itemsize * config.cache_config.block_size
+    parts = 1 if model.use_mla else 2 * model.get_total_num_kv_heads()
+    layers = model.get_total_num_hidden_layers()
+    return parts * layers * model.get_head_size() * held.itemsize * config.cache_config.block_size
 
 
 def lora_requests(order: Load) -> dict[int, Any]:

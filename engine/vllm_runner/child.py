@@ -15,6 +15,7 @@ from engine.vllm_runner import messages
 from engine.vllm_runner.device_memory import lacks_of_memory
 from engine.vllm_runner.messages import Answer, Attach, Copied, Duplicate, Failed, In, Load, Loaded, Out, Step
 from engine.vllm_runner.ranks import RankLost, Ranks, die_with_parent
+from kvstore.layout import LATENT
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ class Child:
         model = self._config.model_config
         shape = {name: self.shape[name] for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "form")}
         pages = self._config.cache_config.num_gpu_blocks - self._null
-        shape["num_kv_heads"] *= self._ranks.size
+        if shape["form"] != LATENT:
+            shape["num_kv_heads"] *= self._ranks.size
         return Loaded(
             num_pages=pages, **shape, computed_in=str(model.dtype).removeprefix("torch."),
             vocab_size=model.get_vocab_size(), max_positions=self._context, process_ids=self._ranks.process_ids,

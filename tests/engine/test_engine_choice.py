@@ -22,6 +22,7 @@ LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 128,
     "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
 }  # fmt: skip
+MLA = LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
 
 
@@ -59,7 +60,12 @@ def test_the_rule(setting: Any, native: str, vllm: str, on_gpu: bool, engine: st
         ({"head_dim": 12}, 16, "cuda", "multiple of 8"),
         ({"head_dim": 72}, 16, "cuda", ""),
         ({"architectures": ["NeverForCausalLM"]}, 32, "cpu", "does not know architecture NeverForCausalLM"),
-        ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, 32, "cpu", "MLA"),
+        (MLA, 16, "cpu", ""),
+        (MLA | {"num_key_value_heads": None}, 16, "cuda", ""),
+        (MLA, 32, "cpu", "--set pages.page_size=16"),
+        (MLA | {"kv_lora_rank": 256}, 16, "cpu", "takes 576 elements of a token, not 320"),
+        (MLA | {"kv_lora_rank": -1}, 16, "cpu", "kv_lora_rank"),
+        (MLA | {"index_topk": 2048}, 16, "cpu", "sparse attention"),
         ({"layer_types": ["full_attention", "linear_attention"]}, 32, "cpu", "linear_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, 32, "cpu", ""),
         ({"text_config": {"hidden_size": 64, "num_attention_heads": 4}}, 32, "cpu", "not 16"),

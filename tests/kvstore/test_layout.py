@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.layout import DTYPE_BYTES, FORMS, LAYOUT_VERSION, PageLayout
+from kvstore.layout import DTYPE_BYTES, FORMS, LATENT, LAYOUT_VERSION, PageLayout
 
 layouts = st.builds(
     PageLayout,
@@ -26,10 +26,13 @@ def test_sizes_of_a_known_page():
     assert layout.token_bytes == 128 * 1024
     assert layout.page_bytes == 2 * 1024 * 1024
     assert layout.version == LAYOUT_VERSION
+    latent = PageLayout(num_layers=61, num_kv_heads=1, head_dim=576, page_size=16, dtype="bfloat16", form=LATENT)
+    assert latent.shape == (1, 61, 16, 576)
+    assert latent.token_bytes == 61 * 576 * 2
 
 
 @given(layouts)
-def test_every_form_has_the_same_bytes_with_kv_heads_outermost(layout: PageLayout):
+def test_a_page_has_the_bytes_of_its_shape_with_kv_heads_outermost(layout: PageLayout):
     assert layout.shape[:2] == (layout.num_kv_heads, layout.num_layers)
     assert prod(layout.shape) * DTYPE_BYTES[layout.dtype] == layout.page_bytes
 

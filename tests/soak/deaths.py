@@ -75,7 +75,9 @@ SHAPES = {"1P+1D": Shape(1, 1), "2P+2D": Shape(2, 2), "colocated": Shape(0, 1)}
 RANKED = {"TP 1-2": Shape(1, 1, 1, 2), "TP 2-1": Shape(1, 1, 2, 1), "colocated TP 2": Shape(0, 1, 1, 2)}
 if ENGINE.name == "vllm":
     SHAPES |= RANKED
-FAMILIES = (*checkpoints.FAMILIES, *(checkpoints.VLLM_RECIPES if ENGINE.name == "vllm" else ()))
+_LATENT = {name for name, recipe in checkpoints.VLLM_RECIPES.items() if "kv_lora_rank" in recipe.settings}
+"""Their pages have another size; tests/vllm_runner/test_latents.py has their clusters."""
+FAMILIES = (*checkpoints.FAMILIES, *(sorted(checkpoints.VLLM_RECIPES.keys() - _LATENT) if ENGINE.name == "vllm" else ()))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     Cache,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -75,6 +79,20 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+_LATENT = {  # the sizes that vLLM's kernel for CPUs takes
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -181,6 +199,21 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
         },
     ),
     "olmo2": Recipe(Olmo2Config, Olmo2ForCausalLM),
+    "deepseek-v2": Recipe(
+        DeepseekV2Config, DeepseekV2ForCausalLM, {**_LATENT, "head_dim": 64, "topk_method": "greedy", "topk_group": 1}
+    ),
+    "deepseek-v3": Recipe(
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {
+            **_LATENT,
+            "topk_method": "noaux_tc",  # transformers writes neither this nor the next, and vLLM reads both
+            "scoring_func": "sigmoid",
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": {**_YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
 }
 """Families that vLLM's runner serves and our own engine does not."""
 WIDE: Mapping[str, Any] = {"initializer_range": 0.1, "hidden_size": 256, "intermediate_size": 512, **ENGINE.wide}

@@ -21,11 +21,12 @@ GREEDY = TokenDraw(temperature=0.0)
 
 
 def load(
-    path: Path, dtype: str = "float32", *, ranks: int = 1, rows: int = ROWS, pages: int = PAGES, **options: Any
-) -> VllmRunner:
+    path: Path, dtype: str = "float32", *, ranks: int = 1, rows: int = ROWS, pages: int = PAGES,
+    page_size: int = PAGE, **options: Any,
+) -> VllmRunner:  # fmt: skip
     """The model of a checkpoint, eager unless the options say otherwise."""
     options = {"eager": True, "max_tokens": TOKENS, "threads": 1} | options
-    return VllmRunner.load(path, dtype, pages, PAGE, max_rows=rows, ranks=ranks, **options)
+    return VllmRunner.load(path, dtype, pages, page_size, max_rows=rows, ranks=ranks, **options)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -47,9 +48,10 @@ class Generation:
     """One sequence of a test: tokens, pages, and what was drawn."""
 
     def __init__(
-        self, prompt: Sequence[int], pages: Sequence[int], draw: TokenDraw = GREEDY, adapter: str = ""
-    ) -> None:
-        self.adapter = adapter
+        self, prompt: Sequence[int], pages: Sequence[int], draw: TokenDraw = GREEDY, adapter: str = "",
+        page_size: int = PAGE,
+    ) -> None:  # fmt: skip
+        self.adapter, self._page_size = adapter, page_size
         self.tokens, self.draw, self.computed = list(prompt), draw, 0
         self._free = list(pages)
         self.table = BlockTable()
@@ -58,14 +60,14 @@ class Generation:
     def chunk(self, size: int = TOKENS) -> Chunk:
         tokens = self.tokens[self.computed : self.computed + size]
         end = self.computed + len(tokens)
-        while len(self.table) * PAGE < end:
+        while len(self.table) * self._page_size < end:
             self.table.extend([self._free.pop(0)])
         draw = self.draw if end == len(self.tokens) else None
         return Chunk(tokens, self.computed, self.table, draw, adapter=self.adapter)
 
     def follow(self, number: int) -> Chunk:
         """One token more than is known: the one that is drawn for that chunk of the step that runs."""
-        while len(self.table) * PAGE <= len(self.tokens):
+        while len(self.table) * self._page_size <= len(self.tokens):
             self.table.extend([self._free.pop(0)])
         return Chunk([0], len(self.tokens), self.table, self.draw, follows=number, adapter=self.adapter)
 
