@@ -36,12 +36,10 @@ from baton.wire import Listener, ReplayClient, Subscriber, operator_key, refused
 from kvstore.events.wire_format import decode, publisher_of
 from router.events import KvEvents, KvSnapshot, MessageReceived
 from router.frontend.api.app import HttpApi
-from router.frontend.api.operator.calls import OperatorCalls
-from router.frontend.api.operator.other_routers import OtherRouters
-from router.frontend.api.operator.server import OperatorServer
+from router.frontend.api.dashboard import DashboardFeed
+from router.frontend.api.operator_server import OperatorCalls, OperatorServer, OtherRouters
 from router.frontend.api.server import ApiServer
 from router.frontend.client_sessions import RouterDriver
-from router.frontend.dashboard_feed import DashboardFeed
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_server import ClientServer
 from router.frontend.http_server import HttpServer
@@ -114,7 +112,7 @@ async def serve(
         service = GenerationService(driver, clock, tokenizing, tracer=tracer)
         cleanup.push_async_callback(service.close)
         feed = DashboardFeed(driver, clock)
-        calls = OperatorCalls(driver, clock, others, feed)
+        calls = OperatorCalls(driver, clock, others, feed.snapshot)
         client_server, operator = ClientServer(service, gate), OperatorServer(service, gate, calls)
         cleanup.push_async_callback(_stop, client_server, operator)
         operator_setting = operator_of_router(router.operator, name) if others.names else router.operator

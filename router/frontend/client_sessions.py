@@ -50,10 +50,9 @@ from router.events import (
     Unsubscribe,
 )
 from router.frontend.detokenizer import TextStream
-from router.frontend.metric_samples import heartbeat_age, metric_samples
+from router.frontend.metric_samples import EngineLoad, VllmMetrics, heartbeat_age, metric_samples
 from router.frontend.output_stream import OutputStream, StopVerdict
 from router.frontend.served_model import ServedModel
-from router.frontend.vllm_metrics import EngineLoad, VllmMetrics
 from router.generation_request import GenerationRequest
 from router.requests.explain import RequestRecord
 from router.requests.hops import ttft_hops
@@ -63,7 +62,7 @@ from router.tracing.request_spans import RequestSpans, SpanSink
 log = logging.getLogger(__name__)
 limited = RateLimitedLog(log, RateLimit(burst=20))
 
-_LOAD_SECONDS = 1.0  # between two looks at all workers' loads for `vllm_metrics`
+_LOAD_SECONDS = 1.0  # between two looks at all workers' loads for `VllmMetrics`
 _SHARE = 4  # of the queue, one part takes further requests of bodies that have begun
 _OWN = 8  # digits of our incarnation that tell names of ours from those of any other router
 

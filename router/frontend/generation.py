@@ -16,14 +16,12 @@ from msgspec.structs import replace
 
 from baton.clock import Clock
 from baton.errors import BatonError, ContextTooLong
-from router.frontend.beam_search import TextOf, beam_search
-from router.frontend.beams import check_width
+from router.frontend.beam_search import TextOf, beam_search, check_width
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.detokenizer import TextStream
 from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.identity import caller
-from router.frontend.output_stream import OutputStream
-from router.frontend.parallel_sampling import ReadableStream, ResultSet, best_of
+from router.frontend.output_stream import OutputStream, ReadableStream, ResultSet, best_of
 from router.frontend.request_parsing import Fields, generation_request
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads

@@ -19,7 +19,7 @@ from baton.errors import BatonError, InvalidGrammar, from_reason
 from baton.futures import looked_at
 from baton.logs import RateLimitedLog
 from baton.messages import MAX_GRAMMAR, Grammar
-from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
+from router.frontend.off_loop import HelperDied, HelperLate, HelperProcess
 from router.frontend.served_model import ServedModel
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines

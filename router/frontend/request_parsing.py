@@ -1,28 +1,29 @@
 """From the fields of a request to what the state is told: every field checked, every default filled in.
 
 A door gives the fields that its client has set, by their names in `baton.v1.GenerateRequest`. What needs no knowledge
-of the cluster is checked here, by field and value; the rest is the state's to check.
+of the cluster is checked here, by field and value; the rest is the state's to check. What needs llguidance is checked
+later, by `grammar_checker`.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float
 from typing import Any, TypeAlias
 
+import msgspec
 from google.protobuf.message import Message
 from msgspec.structs import replace
 
-from baton.errors import ContextTooLong, InvalidRequest, shown
-from baton.messages import LogitsRules, SamplingParams
+from baton.errors import ContextTooLong, InvalidGrammar, InvalidRequest, UnsupportedField, shown
+from baton.messages import MAX_GRAMMAR, Grammar, LogitsRules, SamplingParams
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
-from router.frontend.grammar_parsing import grammar_of
-from router.frontend.parameter_bounds import check_bounds
 from router.frontend.prompt_tokens import kept_tokens, tokenized
 from router.frontend.served_model import ServedModel
-from router.generation_request import GenerationRequest, TextOptions
+from router.generation_request import GenerationRequest, TextOptions, check_bounds
 
 Fields: TypeAlias = Mapping[str, Any]
 """The fields that a client has set, by their names in `baton.v1.GenerateRequest`. A message is a mapping, too."""
@@ -236,3 +237,65 @@ def _stops(fields: Fields, model: ServedModel) -> tuple[str, ...]:
         if not 0 < len(stop) <= _MAX_STOP_LENGTH:
             raise InvalidRequest(f"stop has a string of {len(stop)} characters; 1 to {_MAX_STOP_LENGTH} are allowed")
     return stops
+
+
+def grammar_of(output: Mapping[str, Any] | None, model: ServedModel, *, ignore_eos: bool = False) -> Grammar | None:
+    """Return the grammar of a request with this `structured_output`; None without one. Raises InvalidGrammar, and
+    UnsupportedField where the checkpoint has no tokenizer or no end of sequence."""
+    if output is None or output.get("json_object") is False:
+        return None
+    if model.tokenizer_file is None or model.grammar_end is None:
+        missing = "end-of-sequence token" if model.tokenizer_file else "tokenizer.json"
+        raise UnsupportedField(f"{model.name} has no {missing}, so its output can't follow a grammar; leave it out")
+    kind: Any = "lark"
+    compact = output.get("compact", False)
+    match output:
+        case {"json_schema": schema}:
+            kind, text = "json_schema", _json(schema, model, compact=compact)
+        case {"json_object": True}:
+            kind, text = "json_schema", _json('{"type":"object"}', model, compact=compact)
+        case {"regex": text}:
+            kind = "regex"
+        case {"choice": choices}:
+            text = _choice(choices.get("texts", ()))
+        case {"grammar": text}:
+            pass
+        case _:
+            raise InvalidGrammar("structured_output is empty; it needs a schema, a regex, a choice or a grammar")
+    if not 0 < len(text) <= MAX_GRAMMAR:
+        raise InvalidGrammar(f"the grammar has {len(text)} characters; it must have 1 to {MAX_GRAMMAR}")
+    return Grammar(kind, text, model.grammar_end, ignore_eos, output.get("frame", ""))
+
+
+def _json(text: str, model: ServedModel, *, compact: bool) -> str:
+    """Return a schema as it is compiled: with a bound on white space, unless it has its own."""
+    if len(text) > MAX_GRAMMAR:
+        return text  # refused by its size, before it is parsed
+    try:
+        schema = msgspec.json.decode(text, type=dict[str, Any] | bool)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidGrammar(f"the schema must be a JSON object, or true: {error}") from None
+    members = {"anyOf": [schema]} if isinstance(schema, bool) else schema
+    return json.dumps(
+        bounded(members, 0 if compact else model.json_whitespace, own=not compact),
+        ensure_ascii=False,
+        separators=(",", ":"),
+    )
+
+
+def bounded(schema: dict[str, Any], spaces: int, *, own: bool = True) -> dict[str, Any]:
+    """Return a schema with at most so many characters of white space in one place; `own`: unless it says so itself."""
+    guidance: Any = schema.get("x-guidance")
+    options: dict[str, Any] = {**guidance} if isinstance(guidance, dict) else {}
+    if not own or not options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
+        options |= {"whitespace_pattern": rf"[ \t\r\n]{{1,{spaces}}}"} if spaces else {"whitespace_flexible": False}
+    return schema | {"x-guidance": options}
+
+
+def _choice(texts: Sequence[str]) -> str:
+    """Return the choices as a grammar in Lark, whose strings are those of JSON."""
+    if not all(texts):
+        raise InvalidGrammar("one of the choices is empty; an output needs at least one character")
+    if not texts:
+        raise InvalidGrammar("there are no choices; give at least one")
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))

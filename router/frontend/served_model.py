@@ -19,11 +19,10 @@ from baton.config import ApiConfig, ModelConfig
 from baton.errors import InvalidRequest, ModelError, ModelMismatch, ModelNotFound, shown
 from baton.messages import DrawParams, SamplingParams
 from baton.tokenizer_files import tokenizer_folder
-from router.frontend.chat.formats import NO_FORMAT, ChatFormat, chosen, read_template
-from router.frontend.chat.response_template import ResponseTemplate
+from router.frontend.chat.formats import NO_FORMAT, ChatFormat, ResponseTemplate, chosen, read_template
 from router.frontend.chat.template import ChatTemplate, special_token
 from router.frontend.detokenizer import Tokenizer
-from router.frontend.parameter_bounds import check_bounds
+from router.generation_request import check_bounds
 from router.queueing.admission import ModelLimits
 
 _READ = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")  # of the hub: no weights

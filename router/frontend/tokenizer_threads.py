@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from baton.futures import looked_at
-from router.frontend.fair_turns import FairTurns
+from router.frontend.off_loop import FairTurns
 
 T = TypeVar("T")
 

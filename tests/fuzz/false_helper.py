@@ -1,4 +1,4 @@
-"""A helper process (`router.frontend.helper_process`) that says what each order wants it to say.
+"""A helper process (`router.frontend.off_loop`) that says what each order wants it to say.
 
 An order is {"say": the bytes in base64, "end": whether the process ends then}. `NUMBER` in it becomes the order's.
 """
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-from router.frontend.helper_main import READY
+from router.frontend.off_loop import READY
 
 NUMBER = b" " * 7 + b"#"
 

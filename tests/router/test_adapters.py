@@ -16,7 +16,7 @@ from baton.v1 import generation_pb2 as pb
 from router import events
 from router.frontend import served_model
 from router.frontend.api.model_cards import ModelCards
-from router.frontend.api.operator.calls import checked
+from router.frontend.api.operator_server import checked
 from router.frontend.request_parsing import generation_request, message_fields
 from tests.router.cluster import Cluster
 from tests.router.lab import Lab

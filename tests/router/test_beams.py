@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from router.frontend.beams import BeamSearch
+from router.frontend.beam_search import BeamSearch
 
 PROMPT = [5, 77, 400, 12, 9, 31]
 

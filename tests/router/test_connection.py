@@ -16,8 +16,8 @@ import baton
 from baton import api_keys
 from baton.api_keys import Identity
 from bench.processes import Memory
-from router.frontend.api import bodies, connection
-from router.frontend.api.connection import MAX_HEADERS, SPARE
+from router.frontend.api import gates, server
+from router.frontend.api.server import MAX_HEADERS, SPARE
 from tests.router.served import Served, served, settings_for
 from tests.router.strangers import HOST, PATIENCE, Stranger, get, post, say
 from tests.support.eventually import eventually_async
@@ -38,9 +38,9 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines that a test can wait for."""
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.5)
-    monkeypatch.setattr(bodies, "_BODY_SECONDS", 1.0)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(server, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(gates, "_BODY_SECONDS", 1.0)
 
 
 def is_held(server: int, client: int) -> bool:
@@ -339,8 +339,8 @@ def test_health_is_answered_while_all_places_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("last", [True, False], ids=["at the end", "before more"])
 def test_an_answer_that_is_not_read_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
     """The answers are more than the kernel buffers. Where they are the last ones, the server has closed behind them."""
-    monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "LAST_UNREAD_SECONDS", 0.5)
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 0.5)
+    monkeypatch.setattr(server, "LAST_UNREAD_SECONDS", 0.5)
     size = 2**24
     monkeypatch.setattr(baton, "__version__", "9" * size)
 

@@ -27,13 +27,12 @@ from router.dashboard.latency_sketch import LatencySketch
 from router.dashboard.notices import Notices
 from router.dashboard.snapshot import History, Snapshot
 from router.events import Log
-from router.frontend import dashboard_feed
-from router.frontend.api.dashboard import routes
-from router.frontend.api.dashboard.files import SECURITY_HEADERS, static_files
+from router.frontend.api import dashboard
+from router.frontend.api.dashboard import SECURITY_HEADERS, static_files
 from tests.router.served import Served, served, settings_for
 from tests.support.eventually import eventually_async
 
-STATIC = Path(routes.__file__).parent / "static"
+STATIC = Path(dashboard.__file__).parent / "static"
 HOSTILE = "<img/src=x/onerror=alert(1)>&quot;"
 BODY: dict[str, Any] = {"prompt": list(range(20, 120)), "max_tokens": 6, "seed": 4}
 
@@ -144,8 +143,8 @@ def test_only_so_many_pages_may_be_open_at_a_time() -> None:
         def now(self) -> float:
             return now
 
-    viewers = routes.Viewers(Clock())
-    for number in range(routes.MAX_VIEWERS):
+    viewers = dashboard.Viewers(Clock())
+    for number in range(dashboard.MAX_VIEWERS):
         viewers.admit(str(number))
     with pytest.raises(Overloaded, match="32 pages"):
         viewers.admit("one more")
@@ -237,14 +236,14 @@ def test_a_worker_that_dies_is_told_and_its_request_is_among_the_troubled(tmp_pa
 
 
 def test_there_is_one_snapshot_a_second_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    feeds: list[dashboard_feed.DashboardFeed] = []
-    original = dashboard_feed.DashboardFeed.__init__
+    feeds: list[dashboard.DashboardFeed] = []
+    original = dashboard.DashboardFeed.__init__
 
-    def remembered(self: dashboard_feed.DashboardFeed, *args: Any) -> None:
+    def remembered(self: dashboard.DashboardFeed, *args: Any) -> None:
         feeds.append(self)
         original(self, *args)
 
-    monkeypatch.setattr(dashboard_feed.DashboardFeed, "__init__", remembered)
+    monkeypatch.setattr(dashboard.DashboardFeed, "__init__", remembered)
 
     async def test() -> None:
         async with page(tmp_path) as board:
@@ -253,7 +252,7 @@ def test_there_is_one_snapshot_a_second_however_many_ask(tmp_path: Path, monkeyp
             bodies = await asyncio.gather(*(board.ask("/dashboard/api/snapshot") for _ in range(200)))
             seconds = asyncio.get_running_loop().time() - began
             assert {status for status, _, _ in bodies} == {200}
-            assert feeds[0].snapshots - before <= ceil(seconds / dashboard_feed.PERIOD) + 1
+            assert feeds[0].snapshots - before <= ceil(seconds / dashboard.PERIOD) + 1
 
     run(test)
 
@@ -325,7 +324,7 @@ def test_files_have_their_types_and_are_sent_again_only_when_they_changed(tmp_pa
                 assert (status, again) == (304, b"")
                 assert unchanged["etag"] == headers["etag"]
                 assert (await board.ask(path, if_none_match='"other"'))[1] == body
-            for path in ("none.js", "..%2froutes.py", "%2e%2e/routes.py", "..%2f..%2fapp.py"):
+            for path in ("none.js", "..%2fdashboard.py", "%2e%2e/routes.py", "..%2f..%2fapp.py"):
                 assert (await board.ask(f"/dashboard/static/{path}"))[0] in (401, 404)
             status, _, headers = await board.ask("/dashboard/")
             assert (status, headers["location"]) == (308, "../dashboard")

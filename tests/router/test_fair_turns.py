@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from baton.errors import Overloaded
-from router.frontend.fair_turns import FairTurns
+from router.frontend.off_loop import FairTurns
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from baton.grammars import matcher_of
 from baton.messages import Grammar
-from router.frontend.api.grammar_frames import Frames
 from router.frontend.api.openai_chat import ChatCompletionRequest
-from router.frontend.api.tools import planned
+from router.frontend.api.tools import Frames, planned
 from router.frontend.chat.formats import CALLS, ChatFormat
 from router.frontend.detokenizer import Tokenizer
 from tests.router import test_chat_api

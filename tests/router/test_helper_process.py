@@ -16,7 +16,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.messages import Grammar
 from router.frontend.chat.template import TemplateRenderer, rendering
 from router.frontend.grammar_checker import GrammarChecker
-from router.frontend.helper_process import HelperDied, HelperProcess
+from router.frontend.off_loop import HelperDied, HelperProcess
 from router.frontend.served_model import load
 from tests.fuzz import false_helper
 from tests.fuzz.false_helper import NUMBER, answer, order

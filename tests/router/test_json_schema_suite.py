@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.errors import InvalidGrammar
 from baton.grammars import matcher_of
 from baton.messages import Grammar
-from router.frontend.schema_faults import faults_of
+from router.frontend.grammar_process import faults_of
 
 _, *CASES = [json.loads(line) for line in (Path(__file__).parent / "json_schema_cases.jsonl").read_text().splitlines()]
 TOKENIZER = LLTokenizer("byte")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.frontend.api.connection import SPARE, Places
+from router.frontend.api.server import SPARE, Places
 
 
 class One:

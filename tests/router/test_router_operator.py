@@ -29,9 +29,8 @@ from baton.client import AsyncClient
 from baton.errors import ConfigError, PortInUse, StartupError
 from baton.operator_address import operator_of_router, parse_operator
 from baton.operator_api import Drain, GetStatus, ListPins, Unpin
-from router.frontend.api import connection
-from router.frontend.api.operator import server
-from router.frontend.api.operator.calls import OperatorCalls
+from router.frontend.api import operator_server, server
+from router.frontend.api.operator_server import OperatorCalls
 from router.service import serve
 from tests.router.served import Served, served, settings_for
 from tests.support.eventually import eventually_async
@@ -180,7 +179,7 @@ def test_a_call_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest
     async def forever(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(server, "_SECONDS", 0.05)
+    monkeypatch.setattr(operator_server, "_SECONDS", 0.05)
     monkeypatch.setattr(OperatorCalls, "answer", forever)
 
     async def test() -> None:
@@ -192,8 +191,8 @@ def test_a_call_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest
 
 
 def test_connections_are_bounded_and_silent_ones_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_CALLS_AT_ONCE", 4)
-    monkeypatch.setattr(connection, "SPARE", 4)
+    monkeypatch.setattr(operator_server, "_CALLS_AT_ONCE", 4)
+    monkeypatch.setattr(server, "SPARE", 4)
 
     async def test() -> None:
         async with router(settings_for(tmp_path)) as (_, _, operator):

@@ -15,7 +15,7 @@ from baton.errors import BatonError, InvalidRequest, ModelMismatch, PinNotFound
 from baton.operator_api import PinPrefix
 from kvstore.keys import unpack_tokens
 from router import events
-from router.frontend.api.operator.calls import checked
+from router.frontend.api.operator_server import checked
 from tests.router import tokenizers
 from tests.router.model import PAGE_BYTES
 from tests.router.served import Served, served, settings_for

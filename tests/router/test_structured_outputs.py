@@ -22,12 +22,10 @@ from baton.messages import MAX_GRAMMAR, Grammar
 from baton.v1 import generation_pb2 as pb
 from router.frontend.api.openai_completions import CompletionRequest
 from router.frontend.api.openai_responses import ResponsesRequest, chat_of_response
-from router.frontend.api.protocol import refuse_unserved
-from router.frontend.api.structured_outputs import structured_output
+from router.frontend.api.protocol import refuse_unserved, structured_output
 from router.frontend.chat.repairs import Repairs
 from router.frontend.grammar_checker import GrammarChecker
-from router.frontend.grammar_parsing import grammar_of
-from router.frontend.request_parsing import generation_request, message_fields
+from router.frontend.request_parsing import generation_request, grammar_of, message_fields
 from router.frontend.served_model import ServedModel, load
 from tests.router.model import EOS
 from tests.router.served import model_folder

@@ -25,7 +25,7 @@ from baton.doors import check_keys, server_tls
 from baton.errors import ConfigError, StartupError
 from baton.v1 import generation_pb2_grpc
 from bench.processes import Memory
-from router.frontend.api import connection, server
+from router.frontend.api import server
 from tests.router.served import collect, served, settings_for
 from tests.router.strangers import HOST, Stranger
 from tests.router.test_identity import BODY, bearer, request
@@ -150,8 +150,8 @@ def test_connections_over_tls_keep_to_the_same_bounds(
     tmp_path: Path, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trusted = (tmp_path / "ca.pem").read_text()
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(server, "LINGER_SECONDS", 0.5)
     endless = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
     large = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Length: 8000000\r\n\r\n"
 

@@ -22,7 +22,7 @@ from baton.operator_api import PinPrefix
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
 from router.frontend import detokenizer, prompt_tokens, request_parsing
-from router.frontend.api.operator.calls import checked
+from router.frontend.api.operator_server import checked
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerLane, TokenizerThreads

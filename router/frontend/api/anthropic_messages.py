@@ -19,8 +19,8 @@ from router.frontend.api.response_builder import Choice, Count, NotCachedTokens,
 from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import checked_function, is_left_out, switch, wrong
 from router.frontend.chat.deltas import Content, Item, ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream, ToolCall
-from router.frontend.chat.json_values import decoded
 from router.frontend.chat.repairs import Repairs, arguments_of, content_of
+from router.frontend.chat.scanning import decoded
 from router.frontend.output_stream import Output
 
 

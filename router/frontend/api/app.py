@@ -45,18 +45,28 @@ from router.frontend.api.anthropic_messages import (
     anthropic_described,
     chat_of_messages,
 )
-from router.frontend.api.bodies import BodyReader
-from router.frontend.api.dashboard.routes import DashboardRoutes
+from router.frontend.api.dashboard import DashboardRoutes
 from router.frontend.api.errors import ErrorBody
-from router.frontend.api.gates import KeyGate, behind_site_gate
+from router.frontend.api.gates import BodyReader, KeyGate, behind_site_gate
 from router.frontend.api.model_cards import ModelCards, is_anthropic
 from router.frontend.api.openai_chat import ChatBuilder, ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionBuilder, CompletionRequest
 from router.frontend.api.openai_responses import ResponsesBuilder, ResponsesRequest, chat_of_response
-from router.frontend.api.operator.calls import OperatorCalls
-from router.frontend.api.parameters import affinity_of, request_fields, rule_entries, session_of, token_ids
+from router.frontend.api.operator_server import OperatorCalls
 from router.frontend.api.prompts import ChatOrder, PromptBuilder
-from router.frontend.api.protocol import DetokenizeRequest, GenerationFields, TokenizeRequest, refuse_unserved, samples
+from router.frontend.api.protocol import (
+    DetokenizeRequest,
+    GenerationFields,
+    TokenizeRequest,
+    affinity_of,
+    name_field,
+    refuse_unserved,
+    request_fields,
+    rule_entries,
+    samples,
+    session_of,
+    token_ids,
+)
 from router.frontend.api.response_builder import Choice, ResponseBuilder, ResponseOptions
 from router.frontend.api.streaming import (
     EventStream,
@@ -66,10 +76,8 @@ from router.frontend.api.streaming import (
     json_response,
     request_name,
 )
-from router.frontend.api.structured_outputs import name_field
 from router.frontend.api.token_logprobs import TokenNames
-from router.frontend.api.tool_schemas import fitted
-from router.frontend.api.tools import ToolPlan, checked, planned
+from router.frontend.api.tools import ToolPlan, checked, fitted, planned
 from router.frontend.chat.repairs import HEADER, Repairs
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.identity import Gatekeeper

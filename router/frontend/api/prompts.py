@@ -11,8 +11,7 @@ from typing import Any
 from baton.errors import InvalidRequest
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionRequest
-from router.frontend.api.parameters import token_ids
-from router.frontend.api.protocol import TokenizeRequest, samples
+from router.frontend.api.protocol import TokenizeRequest, samples, token_ids
 from router.frontend.chat.formats import ChatFormat
 from router.frontend.chat.repairs import Repairs
 from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, rendering, text_of

@@ -1,4 +1,4 @@
-"""The requests of the HTTP APIs: OpenAI's fields, vLLM's extra ones, and Baton's objectives.
+"""The requests of the HTTP APIs: OpenAI's fields, vLLM's extra ones, Baton's objectives, and what becomes of them.
 
 Unknown fields are ignored, as vLLM does. A null means that a field is left out. A field that Baton knows and can't
 serve is refused with its name, unless its value changes nothing.
@@ -8,15 +8,35 @@ serve is refused with its name, unless its value changes nothing.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from baton.errors import InvalidRequest, UnsupportedField, shown
-from router.frontend.parameter_bounds import check_bounds
+from baton.errors import ContextTooLong, InvalidGrammar, InvalidRequest, UnsupportedField, shown
+from router.generation_request import check_bounds
 
 R = TypeVar("R", bound="GenerationFields")
+Json = dict[str, Any]
+
+_GRAMMARS = ("structured_outputs", "response_format")
+_MOST_CHOICES = 10_000
+_IGNORED = {"disable_fallback", "backend", "_backend", "_backend_was_auto"}
+"""Members that choose one of vLLM's libraries."""
+_SESSION_HEADERS = (
+    "x-session-id",
+    "x-session-affinity",
+    "x-smg-routing-key",
+    "x-dynamo-session-id",
+    "x-correlation-id",
+)
+"""Headers that name a session, the strongest first. The body's `session_id` comes before all of them."""
+_CONVERSATION_HEADERS = ("x-claude-code-session-id", "session_id", "session-id")
+"""Headers in which agents name a conversation, and ask for no affinity with it."""
+_MAX_KEY = 80
+SEEDS = 2**63  # clients send any 64-bit number, negative ones too
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -171,3 +191,163 @@ def samples(request: GenerationFields) -> int:
     n = 1 if request.n is None else request.n
     check_bounds({"n": n})
     return n
+
+
+def structured_output(fields: GenerationFields) -> Json | None:
+    """Return the `structured_output` that a request's fields ask for; None without one. Raises InvalidRequest."""
+    forms = {name: value for name in _GRAMMARS if (value := getattr(fields, name))}
+    if forms.get("response_format", {}).get("type") == "text":
+        del forms["response_format"]
+    if len(forms) > 1:
+        raise _wrong("response_format", "it is set beside structured_outputs; choose one")
+    if "structured_outputs" in forms:
+        return _of_vllm(forms["structured_outputs"])
+    return _of_openai(forms["response_format"]) if forms else None
+
+
+def _of_openai(form: Json) -> Json:
+    match form:
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return {"json_schema": _schema_text("response_format", schema)}
+        case {"type": "json_schema"}:
+            raise _wrong("response_format", "it has no schema; send it as json_schema.schema")
+        case _:
+            raise unsupported("response_format", form, "its type must be text, json_object or json_schema")
+
+
+def _of_vllm(options: Json) -> Json | None:
+    members = {name: value for name, value in options.items() if value is not None and value is not False}
+    compact = members.pop("disable_any_whitespace", False) is True
+    for name, value in members.items():
+        if name not in _KINDS and name not in _IGNORED:
+            raise unsupported(f"structured_outputs.{name}", value)
+    kinds = [name for name in members if name in _KINDS]
+    if len(kinds) > 1:
+        raise _wrong("structured_outputs", f"it has {' and '.join(kinds)}; choose one")
+    for name in kinds:
+        return _KINDS[name](members[name]) | {"compact": compact}
+    return None
+
+
+def _schema_text(field: str, schema: Any) -> str:
+    """A schema comes as JSON within the request, or as its text."""
+    if isinstance(schema, str):
+        return schema
+    if not isinstance(schema, dict | bool):
+        raise _wrong(field, f"the schema is {shown(repr(schema))}; it must be an object")
+    return msgspec.json.encode(schema).decode()
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise _wrong(f"structured_outputs.{name}", f"it is {shown(repr(value))}; it must be a text")
+    return value
+
+
+def _choices(value: Any) -> list[str]:
+    field = "structured_outputs.choice"
+    texts: list[Any] = value
+    if not isinstance(value, list) or not texts:
+        raise _wrong(field, "it must be a list of at least one text")
+    if len(texts) > _MOST_CHOICES:
+        raise _wrong(field, f"it has {len(texts)} texts; at most {_MOST_CHOICES} are allowed")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise _wrong(field, f"it has {shown(repr(text))}; each must be a text of at least one character")
+    return texts
+
+
+_KINDS: Mapping[str, Callable[[Any], Json]] = {
+    "json": lambda value: {"json_schema": _schema_text("structured_outputs.json", value)},
+    "json_object": lambda value: {"json_object": value is True},
+    "regex": lambda value: {"regex": _text("regex", value)},
+    "choice": lambda value: {"choice": {"texts": _choices(value)}},
+    "grammar": lambda value: {"grammar": _text("grammar", value)},
+}
+
+
+def _wrong(field: str, reason: str) -> InvalidGrammar:
+    error = InvalidGrammar(f"{field}: {reason}")
+    error.field = field
+    return error
+
+
+def name_field(error: InvalidGrammar, fields: GenerationFields) -> InvalidGrammar:
+    """Return the same error with the name of the field that holds the grammar."""
+    if not error.field and (field := next((name for name in _GRAMMARS if getattr(fields, name)), "")):
+        return _wrong(field, str(error))
+    return error
+
+
+def rule_entries(fields: GenerationFields) -> int:
+    """Return how many tokens and words the rules of a request name: the work for each of its prompts."""
+    return sum(len(rule) for rule in (fields.logit_bias, fields.allowed_token_ids, fields.bad_words) if rule)
+
+
+def request_fields(
+    fields: GenerationFields, prompt: Sequence[int], *, max_tokens: int | None, logprobs: int | None,
+    prompt_logprobs: int | None, affinity: str, session: str, template: str, shown: Sequence[int] = (),
+    frame: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """Return the fields of a request for all outputs of one prompt. Most have the same name in all APIs. `shown` are
+    special tokens that stay in the text, with a mark, `frame` is that of the output's grammar. Raises InvalidRequest
+    for a grammar that is none."""
+    output = structured_output(fields)
+    values: dict[str, Any] = {name: getattr(fields, name) for name in fields.__struct_fields__}
+    if fields.use_beam_search:
+        penalty = fields.length_penalty
+        values["beam_search"] = {} if penalty is None else {"length_penalty": penalty}
+    values |= {
+        "token_ids": {"ids": prompt},
+        "truncate_prompt_tokens": None,  # the prompt is truncated
+        "stop": [fields.stop] if isinstance(fields.stop, str) else fields.stop,
+        "top_k": 0 if fields.top_k == -1 else fields.top_k,
+        "seed": None if fields.seed is None else fields.seed % SEEDS,
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "length_penalty": None,
+        "include_stop": fields.include_stop_str_in_output,
+        "special_tokens": fields.skip_special_tokens is False,
+        "shown_special_tokens": shown,
+        "marked": True,
+        "affinity": affinity,
+        "session": session,
+        "template": template,
+        "structured_output": output and output | {"frame": frame},
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def affinity_of(session: str | None, headers: Mapping[str, str]) -> str:
+    """The affinity key of a request's session."""
+    return _key((session, *map(headers.get, _SESSION_HEADERS)))
+
+
+def session_of(affinity: str, fields: GenerationFields, headers: Mapping[str, str]) -> str:
+    """The conversation that a request is a turn of: its affinity key, or else the name that its agent has for it."""
+    return _key((affinity, *map(headers.get, _CONVERSATION_HEADERS), fields.prompt_cache_key))
+
+
+def _key(names: Iterable[str | None]) -> str:
+    """The first name that there is; one that is no key is hashed into one."""
+    name = next((name for name in names if name), "")
+    if len(name) <= _MAX_KEY and name.isascii() and name.isprintable() and " " not in name:
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def token_ids(prompt: Sequence[object], vocabulary: int, context: int) -> list[int]:
+    """A prompt of token ids. Raises InvalidRequest, for one that is too long before it looks at every token."""
+    if len(prompt) > context:
+        raise ContextTooLong(prompt=len(prompt), context=context)
+    ids: list[int] = []
+    for token in prompt:
+        if not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise InvalidRequest(f"the prompt has {token!r}; token ids are from 0 to {vocabulary - 1}")
+        ids.append(token)
+    if not ids:
+        raise InvalidRequest("the prompt is empty; send at least one token")
+    return ids

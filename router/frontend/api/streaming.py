@@ -30,8 +30,7 @@ from router.frontend.api.protocol import GenerationFields
 from router.frontend.api.response_builder import Choice, ResponseBuilder
 from router.frontend.detokenizer import TextStream
 from router.frontend.generation import Apart, Generation
-from router.frontend.output_stream import Output
-from router.frontend.parallel_sampling import merged
+from router.frontend.output_stream import Output, merged
 
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _JSON = "application/json"
@@ -59,7 +58,7 @@ class GenerationOrder:
     shown_tokens: Sequence[int] = ()  # special tokens that stay in the text
     grammar_of: str = ""  # the field that the output's grammar comes from, if it is not in the fields
     template: str = ""  # digest of what rendered a chat
-    frame: str = ""  # of that grammar: see `grammar_frames`
+    frame: str = ""  # of that grammar: see `tools`
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:

@@ -1,7 +1,15 @@
-"""The tools of a chat: checked, shown to the model, and which calls its output may have.
+"""The tools of a chat: checked, shown to the model, which calls its output may have, and the grammar that binds them.
 
 With `tool_choice` "required" or a named function, the output is constrained to JSON from its first token, so it has no
 reasoning. Templates that can switch reasoning off are told so; where one begins it nevertheless, the prompt ends it.
+
+Agents send tools whose schemas say more than a grammar can: `propertyNames`, `not`, look-ahead. One of them would
+refuse each turn. So such a keyword is left out of what binds the call, unless the tool is `strict`. The model sees all
+of it.
+
+A frame is what may stand around a structured output: reasoning before it, and calls of tools in its place. It is a
+grammar in llguidance's Lark that has the output's own grammar as `@output`. So a model that thinks first is bound only
+behind its reasoning, and a model with tools either calls them in its own format or follows the grammar.
 """
 
 # pyright: strict
@@ -9,20 +17,31 @@ reasoning. Templates that can switch reasoning off are told so; where one begins
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 from msgspec.structs import replace
 
-from baton.errors import InvalidRequest, shown
+from baton.errors import InvalidGrammar, InvalidRequest, shown
+from baton.logs import RateLimitedLog
+from baton.messages import MAX_GRAMMAR, Grammar
 from router.frontend.api.openai_chat import ChatCompletionRequest
-from router.frontend.api.protocol import unsupported
-from router.frontend.chat import text_argument
-from router.frontend.chat.formats import Calls, ChatFormat
+from router.frontend.api.prompts import ChatPrompt
+from router.frontend.api.protocol import structured_output, unsupported
+from router.frontend.chat.formats import REASONING, Calls, ChatFormat
 from router.frontend.chat.repairs import Repairs
+from router.frontend.chat.scanning import TEXT_ARGUMENT
+from router.frontend.detokenizer import Tokenizer
+from router.frontend.generation import GenerationService
+from router.frontend.identity import caller
+from router.frontend.request_parsing import bounded, grammar_of
+
+log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
 Json = dict[str, Any]
 MAX_TOOLS = 512
@@ -38,6 +57,23 @@ _HOSTED = re.compile(
     r"|programmatic_tool_calling)(?:_preview)?(?:_\d{4}_\d\d_\d\d)?|\w+_\d{8}"
 )
 """Types of tools that a provider runs, or whose parameters only its models know."""
+_OBJECTS = {"hermes": "arguments", "mistral": "arguments", "llama3_json": "parameters"}
+"""Formats whose calls are objects, and their member with the arguments."""
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+_MARKERS = {
+    "hermes": _TOOL_CALL,
+    "qwen3_coder": _TOOL_CALL,
+    "qwen3_xml": _TOOL_CALL,
+    "glm45": _TOOL_CALL,
+    "glm47": _TOOL_CALL,
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
+}
+"""Texts around calls. Between those of a format without objects anything may stand, as without a grammar."""
+_ANY = "/(?s:.*)/"
+_GAP = "GAP: /[ \\n]{0,4}/"
 
 
 @dataclass(frozen=True)
@@ -169,8 +205,11 @@ def checked_custom(at: str, custom: Any) -> Json:
                     raise wrong(f"{at}.format", f"it is {shown(repr(form))}; it needs a definition in lark or regex")
         case _:
             raise wrong(f"{at}.format", f"it is {shown(repr(form))}; its type must be text or grammar")
-    name = text_argument.NAME
-    members: Json = {"properties": {name: argument}, "required": [name], "additionalProperties": False}
+    members: Json = {
+        "properties": {TEXT_ARGUMENT: argument},
+        "required": [TEXT_ARGUMENT],
+        "additionalProperties": False,
+    }
     return function | {"parameters": {"type": "object", **members}}
 
 
@@ -282,3 +321,172 @@ def constraint(plan: ToolPlan, schemas: Mapping[str, Json]) -> Json:
     if not plan.parallel:
         whole["maxItems"] = 1
     return {"json": whole, "disable_any_whitespace": True}
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Makes frames for a model."""
+
+    form: ChatFormat
+    tokenizer: Tokenizer
+    json_whitespace: int
+
+    def frame(self, plan: ToolPlan, schemas: Mapping[str, Json], prompt: str, continued: str | None) -> str:
+        """Return the frame of a planned chat whose tools have these schemas; "" if nothing stands around its output.
+        `prompt` is the end of the prompt, `continued` the message that the output continues. Raises InvalidGrammar."""
+        if not plan.framed:
+            return ""
+        auto = plan.calls is Calls.AUTO
+        if self.form.is_harmony:
+            rules = list(self._harmony(plan, schemas if auto else {}))
+        else:
+            rules = [f"answer: {'calls | ' if auto else ''}@output"]
+            rules += self._calls(plan, schemas) if auto else ()
+            rules += self._reasoning(prompt, continued)
+        frame = "\n".join([*rules, _GAP])
+        if len(frame) > MAX_GRAMMAR:
+            raise InvalidGrammar(f"the tools' schemas have {len(frame)} characters; at most {MAX_GRAMMAR} may be")
+        return frame
+
+    def _reasoning(self, prompt: str, continued: str | None) -> Iterator[str]:
+        think = REASONING[self.form.reasoning_parser] if self.form.reasoning_parser else None
+        if think is None or (continued is None and prompt.rstrip().endswith(think.end)):
+            yield "start: answer"
+            return
+        inside = think.inside(prompt, continued)
+        yield "start: thought answer" if inside else f"start: answer | {self._text(think.begin)} thought answer"
+        yield from self._until("thought", think.end)
+
+    def _calls(self, plan: ToolPlan, schemas: Mapping[str, Json]) -> Iterator[str]:
+        name = self.form.tool_parser or ""
+
+        def repeated(rule: str, between: str) -> str:
+            return f"{rule} ({between} {rule})*" if plan.parallel else rule
+
+        if name == "mistral":
+            begin, arguments = self._text("[TOOL_CALLS]"), self._text("[ARGS]")
+            named = [f"{_quoted(tool)} {arguments} schema_{number}" for number, tool in enumerate(schemas)]
+            objects = repeated("object", 'GAP "," GAP')
+            yield f'calls: {begin} GAP "[" GAP {objects} GAP "]" | {repeated("named", "")}'
+            yield f"named: {begin} ({' | '.join(named)})"
+        elif name == "llama3_json":
+            objects = repeated("object", 'GAP ";" GAP')
+            yield f"calls: {self._text('<|python_tag|>')}? {objects}"
+        elif name not in _MARKERS:
+            raise InvalidGrammar(
+                f"no grammar of calls is known for the format {name!r}: send tools or a response_format, not both"
+            )
+        else:
+            begin, end = _MARKERS[name]
+            yield f"calls: {repeated('call', 'GAP')}"
+            if name in _OBJECTS:
+                yield f"call: {self._text(begin)} GAP object GAP {self._text(end)}"
+            else:
+                yield f"call: {self._text(begin)} body"
+                yield from self._until("body", end)
+        if name in _OBJECTS:
+            yield "object: " + " | ".join(f"object_{number}" for number in range(len(schemas)))
+            for number, tool in enumerate(schemas):
+                members = [_quoted(json.dumps(text, ensure_ascii=False)) for text in ("name", tool, _OBJECTS[name])]
+                key, value, arguments = members
+                yield (
+                    f'object_{number}: "{{" GAP {key} GAP ":" GAP {value} GAP "," GAP {arguments} GAP ":" GAP '
+                    f'schema_{number} GAP "}}"'
+                )
+            yield from self._schemas(schemas)
+
+    def _harmony(self, plan: ToolPlan, schemas: Mapping[str, Json]) -> Iterator[str]:
+        """gpt-oss: messages on its channels. The prompt ends within the first header."""
+        start, channel, message = map(self._text, ("<|start|>", "<|channel|>", "<|message|>"))
+        json_type = f'(GAP {self._text("<|constrain|>")}? "json")?'
+        yield f"start: thought* (final{' | calls' if schemas else ''})"
+        yield f'thought: {channel} ("analysis" | "commentary") {message} text {start} "assistant"'
+        yield from self._until("text", "<|end|>")
+        yield f'final: {channel} "final" {json_type} {message} @output'
+        if schemas:
+            yield "calls: " + " | ".join(f"call_{number}" for number in range(len(schemas)))
+            for number, tool in enumerate(schemas):
+                to = _quoted(f" to=functions.{tool}")
+                yield (
+                    f'call_{number}: ({to} {channel} "commentary" | {channel} "commentary" {to}) {json_type} {message} '
+                    f"schema_{number}"
+                )
+            yield from self._schemas(schemas)
+
+    def _schemas(self, schemas: Mapping[str, Json]) -> Iterator[str]:
+        for number, schema in enumerate(schemas.values()):
+            yield f"schema_{number}: %json {json.dumps(bounded(schema, self.json_whitespace))}"
+
+    def _until(self, rule: str, end: str) -> Iterator[str]:
+        """A rule for any text and its end, which may be a token or spelt in several."""
+        token = self.tokenizer.token_of(end)
+        yield f"{rule}: ({rule}_spelt{'' if token is None else f' | {rule}_text <[{token}]>'}) GAP"
+        yield f"{rule}_spelt[suffix={_quoted(end)}]: {_ANY}"
+        if token is not None:
+            yield f"{rule}_text: {_ANY}"
+
+    def _text(self, marker: str) -> str:
+        token = self.tokenizer.token_of(marker)
+        return _quoted(marker) if token is None else f"(<[{token}]> | {_quoted(marker)})"
+
+
+def _quoted(text: Any) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+async def fitted(
+    fields: ChatCompletionRequest, plan: ToolPlan, prompt: ChatPrompt, service: GenerationService, repairs: Repairs
+) -> tuple[ChatCompletionRequest, str]:
+    """Return a chat of this task's caller with a constraint that compiles, and the frame of its output's grammar.
+    Raises InvalidGrammar with the tool's name and the keyword's path where none does, Overloaded and
+    UnsupportedField."""
+    model = service.model
+
+    def built(schemas: Mapping[str, Json]) -> tuple[ChatCompletionRequest, str]:
+        if plan.forced:
+            return replace(fields, structured_outputs=constraint(plan, schemas)), ""
+        if not plan.framed or model.tokenizer is None:
+            return fields, ""
+        frames = Frames(model.format_of(tools=fields.tools), model.tokenizer, model.json_whitespace)
+        return fields, frames.frame(plan, schemas, prompt.end, prompt.continued)
+
+    if plan.plain:
+        return fields, ""
+    chat, frame = built(plan.schemas)
+    if not plan.forced and not (plan.framed and plan.calls is Calls.AUTO):
+        return chat, frame
+    output = structured_output(chat)
+    grammar = grammar_of(output and output | {"frame": frame}, model, ignore_eos=bool(fields.ignore_eos))
+    if grammar is None:
+        return chat, frame
+    try:
+        await service.grammars.check(grammar, caller.get().tenant)
+    except InvalidGrammar:
+        schemas: dict[str, Json] = {}
+        for name, schema in plan.schemas.items():
+            alone = Grammar("json_schema", msgspec.json.encode(schema).decode(), grammar.eos)
+            left = await _fitted(name, alone, plan, service, repairs)
+            schemas[name] = schema if left is None else left
+        return built(schemas)
+    return chat, frame
+
+
+async def _fitted(
+    name: str, schema: Grammar, plan: ToolPlan, service: GenerationService, repairs: Repairs
+) -> Json | None:
+    """Return one tool's schema as a grammar can enforce it; None if that is all of it."""
+    tenant = caller.get().tenant
+    try:
+        if name in plan.exact or "schema" not in repairs.allowed:
+            await service.grammars.check(schema, tenant)
+            return None
+        checked = await service.grammars.loosen(schema, tenant)
+    except InvalidGrammar as error:
+        named = InvalidGrammar(f"tools: {shown(name)!r}: {error}")
+        named.field = "tools"
+        raise named from None
+    if not checked.left_out:
+        return None
+    repairs.make("schema")
+    log.info("a call of the tool %r is not bound by %s", name, ", ".join(checked.left_out))
+    return msgspec.json.decode(checked.grammar.text)

@@ -1,6 +1,8 @@
 """How models write reasoning and tool calls: an entry for each format, by the names that vLLM gives them.
 
-A chat template tells which of them its model has. A `response_template` of the tokenizer is read as one more.
+A chat template tells which of them its model has. A `response_template` of the tokenizer's settings, by which
+transformers describes a model's answers, is read as one more. It has fields with a beginning and an end each: the
+reasoning, the content and the calls. Calls may be JSON, or parameters in tags.
 """
 
 # pyright: strict
@@ -14,7 +16,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import Struct
 
 from router.frontend.chat.deltas import MakeId
 from router.frontend.chat.parser import (
@@ -28,7 +33,6 @@ from router.frontend.chat.parser import (
     Tools,
     call_id,
 )
-from router.frontend.chat.response_template import ResponseTemplate, response_template
 from router.frontend.detokenizer import MARK
 
 States: TypeAlias = dict[str, State]
@@ -37,14 +41,20 @@ _LETTERS = string.ascii_letters + string.digits
 _NAME = r'"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*'
 _OTHER = r'"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*'
 _OBJECT = rf'\{{\s*(?:{_OTHER})?{_NAME}(?:{_OTHER})?"(?:arguments|parameters)"\s*:\s*(?=\{{\s*(?:"|\}}))'
-
-
 _OBJECTS = {
     "object": State(Sink.NOTHING, ((_OBJECT, "arguments"),), otherwise="whole"),
     "arguments": State(Sink.JSON, then="rest"),
     "rest": State(Sink.REST, then="next"),
     "whole": State(Sink.OBJECT, then="next"),
 }
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_SERVED = (*_REASONING, "content", "tool_calls")
+_VALUE = "(?P<value>.*?)"
+_LEADING_SPACE = re.compile(r"^(?:\\s[*+])+")
+_OF_CALLS = {"object", "arguments", "parameters", "draft"}
+_WHOLE_CALL = {"type": "function", "function": "{content}"}
+_NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_LISTED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
 
 
 def _blank(name: str, otherwise: str) -> State:
@@ -61,13 +71,13 @@ def _objects(content: Terminals, *after: tuple[str, str], start: Terminals = ())
     } | ({"start": State(Sink.NOTHING, start)} if start else {})
 
 
-def _values(content: Terminals, *after: tuple[str, str], end: str) -> States:
-    """A format whose calls are a name and a JSON value between markers."""
+def _values(begin: str, end: str, call: str, call_end: str) -> States:
+    """A format whose calls are a name and a JSON value between markers, and all of them between two more."""
     return {
-        "content": State(Sink.CONTENT, content),
+        "content": State(Sink.CONTENT, ((rf"{begin}\s*{call}", "arguments"),)),
         "arguments": State(Sink.JSON, then="end", otherwise="end"),
-        "end": State(Sink.NOTHING, ((end, "next"),)),
-        "next": State(Sink.NOTHING, after),
+        "end": State(Sink.NOTHING, ((rf"\s*{call_end}", "next"),)),
+        "next": State(Sink.NOTHING, ((rf"\s*{call}", "arguments"), (rf"\s*{end}", "content"))),
     }
 
 
@@ -106,6 +116,7 @@ _TAG = r"<\|python_tag\|>\s*"
 _ARGS = r'\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(?=\{\s*(?:"|\}))'
 _FUNCTION = r"<function=(?P<name>[^>\n]+)>"
 _INVOKE = r'<invoke name="(?P<name>[^"\n]+)">'
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _V3 = r"<｜tool▁call▁begin｜>\w*<｜tool▁sep｜>(?P<name>[^\s<]+)\s*```json\s*"
 _V31 = r"<｜tool▁call▁begin｜>(?P<name>[^\s<]+)\s*<｜tool▁sep｜>\s*"
 _KIMI = r"<\|tool_call_begin\|>\s*(?P<id>[^\s<]+)\s*<\|tool_call_argument_begin\|>\s*"
@@ -173,28 +184,11 @@ _CALLS = {
             (r"\s*</tool_call>", "content"),
         )
     ),
-    "deepseek_v3": CallFormat(
-        _values(
-            ((rf"<｜tool▁calls▁begin｜>\s*{_V3}", "arguments"),),
-            (rf"\s*{_V3}", "arguments"),
-            (r"\s*<｜tool▁calls▁end｜>", "content"),
-            end=r"\s*(?:```\s*)?<｜tool▁call▁end｜>",
-        )
-    ),
-    "deepseek_v31": CallFormat(
-        _values(
-            ((rf"<｜tool▁calls▁begin｜>\s*{_V31}", "arguments"),),
-            (rf"\s*{_V31}", "arguments"),
-            (r"\s*<｜tool▁calls▁end｜>", "content"),
-            end=r"\s*<｜tool▁call▁end｜>",
-        )
-    ),
+    "deepseek_v3": CallFormat(_values(*_DEEPSEEK, _V3, r"(?:```\s*)?<｜tool▁call▁end｜>")),
+    "deepseek_v31": CallFormat(_values(*_DEEPSEEK, _V31, "<｜tool▁call▁end｜>")),
     "kimi_k2": CallFormat(
         _values(
-            ((rf"<\|tool_calls_section_begin\|>\s*{_KIMI}", "arguments"),),
-            (rf"\s*{_KIMI}", "arguments"),
-            (r"\s*<\|tool_calls_section_end\|>", "content"),
-            end=r"\s*<\|tool_call_end\|>",
+            r"<\|tool_calls_section_begin\|>", r"<\|tool_calls_section_end\|>", _KIMI, r"<\|tool_call_end\|>"
         )
     ),  # the model names its calls, and its template shows these names
     "minimax_m2": CallFormat(
@@ -368,13 +362,6 @@ class ChatFormat:
 NO_FORMAT = ChatFormat()
 
 
-def read_template(spec: object) -> ResponseTemplate:
-    """Read a `response_template`. Raises ValueError."""
-    read = response_template(spec, _OBJECTS)
-    Machine(read.states)  # its patterns can be read
-    return read
-
-
 def chosen(
     template: str | None, tools: str, reasoning: str, special: Collection[str] = (),
     response: ResponseTemplate | None = None,
@@ -420,3 +407,112 @@ def _reasoning_parser(template: str) -> str | None:
     if "</think>" not in template and "<think>" not in template:
         return None
     return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
+
+
+class _Field(Struct):
+    open: str | list[str] = []
+    open_pattern: str = ""
+    close: str | list[str] = []
+    close_pattern: str = ""
+    content: str = "text"
+    content_args: dict[str, Any] = {}
+    transform: Any = None
+    transform_each: bool = False
+
+    @property
+    def opens(self) -> list[str]:
+        return _patterns(self.open, self.open_pattern)
+
+    @property
+    def closes(self) -> list[str]:
+        return _patterns(self.close, self.close_pattern)
+
+
+class _Spec(Struct):
+    fields: dict[str, _Field]
+    version: int = 1
+    start_anchor: str | list[str] = []
+    start_anchor_pattern: str = ""
+
+
+@dataclass(frozen=True)
+class ResponseTemplate:
+    """A template that has been read."""
+
+    states: Mapping[str, State]
+    anchor: re.Pattern[str]  # what stands before the answer
+    reasoning: tuple[str, str] | None = None  # texts around it
+    has_calls: bool = False
+
+    def without_calls(self) -> dict[str, State]:
+        """Return the states for an output that has none."""
+        return {
+            name: replace(state, terminals=tuple(one for one in state.terminals if one[1] not in _OF_CALLS))
+            for name, state in self.states.items()
+        }
+
+    def begun(self, prompt: str) -> str:
+        """Return how much of the answer the end of a prompt has already."""
+        ends = [match.end() for match in self.anchor.finditer(prompt)]
+        return prompt[ends[-1] :] if ends else ""
+
+
+def read_template(tree: object) -> ResponseTemplate:
+    """Read a `response_template`. Raises ValueError for one with fields or patterns that are not served."""
+    try:
+        spec = msgspec.convert(tree, _Spec)
+        anchor = re.compile("|".join(_patterns(spec.start_anchor, spec.start_anchor_pattern)) or "(?!)", re.DOTALL)
+    except (msgspec.ValidationError, re.error) as error:
+        raise ValueError(str(error)) from None
+    if spec.version != 1:
+        raise ValueError(f"version {spec.version} is not served")
+    if odd := [name for name in spec.fields if name not in _SERVED]:
+        raise ValueError(f"field {odd[0]!r} is not served")
+    content, calls = spec.fields.get("content", _Field()), spec.fields.get("tool_calls")
+    thought = next((spec.fields[name] for name in _REASONING if name in spec.fields), _Field())
+    home = "outside" if content.opens else "content"
+    states, begins = _states_of_calls(calls, home) if calls else ({}, ())
+    closes = tuple((one, home) for one in thought.closes)
+    opens: Terminals = (
+        *((one, "content") for one in content.opens), *((one, "reasoning") for one in thought.opens), *begins
+    )  # fmt: skip
+    states |= {
+        "content": State(Sink.CONTENT, (*opens, *((one, home) for one in content.closes))),
+        "reasoning": State(Sink.REASONING, (*closes, *((pattern, "draft") for pattern, _ in begins))),
+        "draft": State(Sink.DRAFT, closes),
+    }
+    if home == "outside":
+        states[home] = State(Sink.NOWHERE, opens)
+    begin, end = thought.open, thought.close
+    around = (begin, end) if isinstance(begin, str) and isinstance(end, str) else None
+    Machine(states)  # its patterns can be read
+    return ResponseTemplate(states, anchor, around, calls is not None)
+
+
+def _states_of_calls(field: _Field, home: str) -> tuple[dict[str, State], Terminals]:
+    """Return the states of calls, and the terminals that lead to them."""
+    closes = tuple((rf"\s*{one}", home) for one in field.closes)
+    after = State(Sink.NOTHING, closes, otherwise=home)
+    shape = (field.content, field.transform, field.transform_each)
+    if shape in (("json", _WHOLE_CALL, False), ("json", None, False)) and not field.content_args:
+        return {**_OBJECTS, "next": after}, tuple((rf"{one}\s*(?=\{{)", "object") for one in field.opens)
+    if shape == ("json", _LISTED_CALL, True) and not field.content_args:
+        among = State(Sink.NOTHING, ((r"[\s,]*(?=\{)", "object"), (r"[\s,]*\]", "after")), otherwise=home)
+        states = {**_OBJECTS, "next": among, "after": after}
+        return states, tuple((rf"{one}\s*\[\s*(?=\{{)", "object") for one in field.opens)
+    if shape == ("json", _NAMED_CALL, False) and not field.content_args:
+        states = {"arguments": State(Sink.JSON, then="next"), "next": after}
+        return states, tuple((rf"{one}\s*", "arguments") for one in field.opens)
+    if shape == ("xml-inline", _NAMED_CALL, False) and field.content_args.keys() == {"tag_pattern"}:
+        key, value, end = str(field.content_args["tag_pattern"]).partition(_VALUE)
+        if value:
+            parameters = State(Sink.NOTHING, ((rf"\s*{key}", "value"), *closes), otherwise=home)
+            states = {"parameters": parameters, "value": State(Sink.VALUE, ((end, "parameters"),))}
+            return states, tuple((one, "parameters") for one in field.opens)
+    raise ValueError(f"tool_calls of content {field.content!r} with that transform and content_args are not served")
+
+
+def _patterns(texts: str | list[str], pattern: str) -> list[str]:
+    """Return patterns for texts, or a pattern. White space before a call is layout in any case."""
+    several = [texts] if isinstance(texts, str) else texts
+    return [_LEADING_SPACE.sub("", pattern)] if pattern else [re.escape(one) for one in several]

@@ -21,9 +21,7 @@ from math import isfinite
 from typing import Any, TypeAlias, cast
 
 from router.frontend.chat.deltas import CallArguments, CallBegin, ChatDelta, ChatOutput, Content, MakeId, Reasoning
-from router.frontend.chat.json_values import JsonValue, Verdict, decoded
-from router.frontend.chat.patterns import MOST, Hit, Patterns
-from router.frontend.chat.text_argument import TextArgument
+from router.frontend.chat.scanning import MOST, Hit, JsonValue, Patterns, TextArgument, Verdict, decoded
 from router.frontend.detokenizer import MARK, Tokenizer
 
 Json: TypeAlias = dict[str, Any]

@@ -19,8 +19,8 @@ from baton.checkpoint_files import read_optional
 from baton.errors import InvalidRequest, ModelError, shown
 from baton.logs import RateLimitedLog
 from router.frontend.chat.repairs import Repairs, arguments_of, content_of, refused, without_telemetry
-from router.frontend.chat.text_argument import NAME
-from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
+from router.frontend.chat.scanning import TEXT_ARGUMENT
+from router.frontend.off_loop import HelperDied, HelperLate, HelperProcess
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
@@ -164,7 +164,8 @@ def _call(at: str, call: Any, repairs: Repairs) -> Any:
     """A tool call with its arguments as an object: templates print them as JSON themselves."""
     match call:
         case {"type": "custom", "custom": {"name": name, "input": str(text)}}:
-            return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": {NAME: text}}}
+            function = {"name": name, "arguments": {TEXT_ARGUMENT: text}}
+            return {"id": call.get("id"), "type": "function", "function": function}
     if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
         raise refused(at, f"is {shown(repr(call))}, which is no tool call")
     arguments = arguments_of(f"{at}.function.arguments", function.get("arguments"), repairs)

@@ -1,6 +1,6 @@
 """A process that renders chat templates, because a template is a program that came with a checkpoint or a request.
 
-`python -m router.frontend.chat.template_process MAX_CHARACTERS` is a helper process (`helper_process`). The templates
+`python -m router.frontend.chat.template_process MAX_CHARACTERS` is a helper process (`off_loop`). The templates
 run in jinja2's sandbox, which has no way out to Python's objects. The sandbox does not bound memory and time. This
 process has a limit of memory, and `template` ends it when an answer takes too long.
 
@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.frontend.chat import repairs
-from router.frontend.helper_main import serve
+from router.frontend.off_loop import serve
 
 _MEMORY = 1 << 30  # bytes of address space
 _TEMPLATES = 32  # compiled ones that are kept

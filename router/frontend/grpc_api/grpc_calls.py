@@ -18,13 +18,13 @@ import grpc
 from baton.errors import BatonError, Overloaded, RequestCancelled, shown
 from baton.futures import looked_at
 from baton.logs import RequestLog
+from baton.messages import FinishReason, PromptTokenLogprob, TokenLogprob
+from baton.timeline import Timeline
 from baton.v1 import generation_pb2
-from router.events import Cancelled, Failed, Finished, RequestEnded
+from router.events import Cancelled, Failed, Finished, RequestEnded, Summary
 from router.frontend.generation import Generation, GenerationService
-from router.frontend.grpc_api import generation_messages as messages
 from router.frontend.grpc_api.message_guard import connected
-from router.frontend.output_stream import Output
-from router.frontend.parallel_sampling import ReadableStream, merged
+from router.frontend.output_stream import Output, ReadableStream, merged
 from router.frontend.request_parsing import message_fields, name_of
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,10 @@ REQUEST_ID = "x-request-id"
 LINGER = 15.0  # seconds after a request's end in which its client must read something, or its RPC is ended
 _MAX_DETAILS = 1_000  # characters of an error: gRPC's clients take 16 KiB of headers, and one may become 12 bytes
 _LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
+_REASONS: dict[FinishReason, generation_pb2.FinishReason] = {
+    "stop": generation_pb2.FINISH_REASON_STOP,
+    "length": generation_pb2.FINISH_REASON_LENGTH,
+}
 
 
 def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
@@ -117,7 +121,7 @@ class GenerateCall:
                     await self._context.write(self._last(news, index) if ended else self._piece(news, index))
 
     def _piece(self, output: Output, index: int) -> generation_pb2.GenerateResponse:
-        return messages.delta(output, index, self._service.fingerprint(self._request.model))
+        return _delta(output, index, self._service.fingerprint(self._request.model))
 
     def _last(self, end: RequestEnded, index: int) -> generation_pb2.GenerateResponse:
         """Return the last message of an output. Raises BatonError where it ended in one."""
@@ -126,7 +130,7 @@ class GenerateCall:
                 generation = self._generations[index]
                 name, seed, stop = self._request_id, generation.request.sampling.seed, generation.stream.stop_string
                 fingerprint = self._service.fingerprint(self._request.model)
-                return messages.finished(reason, end.summary, name, seed, index, stop, fingerprint)
+                return finished(reason, end.summary, name, seed, index, stop, fingerprint)
             case Failed(error=error):
                 raise error
             case Cancelled(why=why):
@@ -151,3 +155,85 @@ async def abort(context: Any, error: BatonError, request_id: str = "") -> NoRetu
     with connected():
         await context.abort(code, named, metadata)
     raise AssertionError("abort returned")
+
+
+def _delta(output: Output, index: int = 0, fingerprint: str = "") -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        system_fingerprint=fingerprint,
+        delta=generation_pb2.Delta(
+            text=output.text,
+            index=index,
+            token_ids=output.tokens,
+            logprobs=[_logprob(one) for one in output.logprobs],
+            prompt_logprobs=[_logprob(one) for one in output.prompt_logprobs],
+        ),
+    )
+
+
+def finished(
+    reason: FinishReason,
+    summary: Summary,
+    request_id: str,
+    seed: int,
+    index: int = 0,
+    stop_string: str | None = None,
+    fingerprint: str = "",
+) -> generation_pb2.GenerateResponse:
+    usage, served = summary.usage, summary.served
+    return generation_pb2.GenerateResponse(
+        system_fingerprint=fingerprint,
+        finished=generation_pb2.Finished(
+            finish_reason=_REASONS[reason],
+            usage=generation_pb2.Usage(
+                prompt_tokens=usage.prompt, cached_tokens=usage.cached, completion_tokens=usage.completion
+            ),
+            timing=_timing(summary),
+            work=generation_pb2.Work(
+                attempts=served.attempts,
+                prefill_worker=served.prefill_worker,
+                decode_workers=served.decode_workers,
+                tokens_computed=served.tokens_computed,
+                pages_hit=served.pages_hit,
+                pages_shipped=served.pages_shipped,
+                pages_on_device=served.pages_on_device,
+                pages_fetched=served.pages_fetched,
+            ),
+            request_id=request_id,
+            seed=seed,
+            index=index,
+            stop_string=stop_string,
+        ),
+    )
+
+
+def _timing(summary: Summary) -> generation_pb2.Timing:
+    """Milliseconds since receipt of what happened; the rest stays unset."""
+    line = summary.timeline
+    return generation_pb2.Timing(
+        submitted=(summary.submitted - line.received) * 1_000,
+        placed=_since(line, "placed"),
+        accepted=_since(line, "accepted"),
+        prefilled=_since(line, "prefilled"),
+        started=_since(line, "started"),
+        first_token=_since(line, "first_token"),
+        finished=_since(line, "ended"),
+        prefill_queue=summary.served.prefill_queue_ms,
+        prefill_compute=summary.served.prefill_compute_ms,
+        load_predicted=summary.served.predicted_ms or None,
+        load=summary.served.load_ms or None,
+        prefill_sent=_since(line, "prefill_sent"),
+    )
+
+
+def _since(line: Timeline, instant: str) -> float | None:
+    seconds = line.between("received", instant)
+    return None if seconds is None else seconds * 1_000
+
+
+def _logprob(one: TokenLogprob) -> generation_pb2.TokenLogprob:
+    return generation_pb2.TokenLogprob(
+        token_id=one.token,
+        logprob=one.logprob,
+        rank=one.rank if isinstance(one, PromptTokenLogprob) else 0,
+        top=[generation_pb2.Alternative(token_id=token, logprob=logprob) for token, logprob in one.top],
+    )

@@ -21,8 +21,7 @@ from baton.hosts import bracketed
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_calls import LINGER, GenerateCall, abort
-from router.frontend.grpc_api.message_guard import MessageGuard
-from router.frontend.grpc_api.open_calls import PREFIXES, HealthServicer
+from router.frontend.grpc_api.message_guard import OPEN_CALLS, HealthServicer, MessageGuard
 from router.frontend.identity import Gatekeeper, caller
 from router.tracing.origin import Origin, origin
 
@@ -143,7 +142,7 @@ def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 def _admit(gate: Gatekeeper, method: str, metadata: Mapping[str, str]) -> Callable[[], None]:
     """Identify the client of an RPC and count the RPC until its end. Raises BatonError."""
-    if method.startswith(PREFIXES):
+    if method.startswith(OPEN_CALLS):
         caller.set(ANONYMOUS)
         return _nothing
     identity = gate.identify(metadata)

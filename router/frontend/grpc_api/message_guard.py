@@ -7,22 +7,27 @@ bounds it for its method, parses it, and only then calls the handler.
 gRPC's own limits bound the bytes of a message, the streams of a connection and the calls of a server. They give a call
 whose message never comes no end, tell generation from health checks no more than a prompt's text from other fields, and
 may be used up by clients without a key. 15 MiB of text are parsed within 0.1 s, 15 MiB of small fields within 2 s.
+
+Open calls, health and reflection, need no key. They have places of their own, and take none from generation. Any
+process that reaches the port may make them, and hold them for as long as it likes. So each kind is bounded in all, by
+connection, and in the bytes of a message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import BatonError, DeadlineExpired, InvalidRequest, Overloaded, PayloadTooLarge
 from baton.futures import looked_at
-from router.frontend.grpc_api import open_calls
 from router.frontend.identity import caller, note_refusal
 
 _MESSAGE_S = 30.0  # seconds that a client has to send the message of an RPC that it has begun
@@ -34,6 +39,10 @@ _FIXED_BYTES = {1: 8, 5: 4}  # of wire types
 Refuse = Callable[[Any, BatonError], Awaitable[NoReturn]]
 Admit = Callable[[str, Mapping[str, str]], Callable[[], None]]
 """Takes the method and metadata of an RPC."""
+
+OPEN_CALLS = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+_OPEN_BYTES = 4_096  # of a message of theirs, which names a service or a symbol
+_kinds: Any = health_pb2.HealthCheckResponse  # pyright: ignore[reportAttributeAccessIssue] - no stubs
 
 
 class MessageGuard(grpc.aio.ServerInterceptor):
@@ -53,7 +62,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         raises BatonError for a call that may not come in, and returns what is to be called after its end."""
         self.undecodable = 0  # messages so far
         self.rpcs = 0  # that are served, open calls aside
-        self._places = open_calls.places()
+        self._places = places()
         self._refuse = refuse
         self._max_rpcs = max_rpcs
         self._max_bytes = max_bytes
@@ -81,7 +90,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
             if handler is None:
                 return handler
             guarded = self._guarded[method] = self._guard(method, handler)
-        if method.startswith(open_calls.PREFIXES):
+        if method.startswith(OPEN_CALLS):
             return guarded
         if self.rpcs >= self._max_rpcs:
             return grpc.stream_stream_rpc_method_handler(self._full)
@@ -153,7 +162,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(serve, None, handler.response_serializer)
 
     async def _in_place(
-        self, places: open_calls.Places, serve: Callable[[Any, Any], Awaitable[None]], messages: Any, context: Any
+        self, places: Places, serve: Callable[[Any, Any], Awaitable[None]], messages: Any, context: Any
     ) -> None:
         """Serve an open call, if there is a place for it."""
         with contextlib.ExitStack() as place:
@@ -181,8 +190,8 @@ class MessageGuard(grpc.aio.ServerInterceptor):
 
     def _parsed(self, method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
         """The message. Raises InvalidRequest."""
-        if method.startswith(open_calls.PREFIXES) and len(data) > open_calls.MAX_BYTES:
-            raise InvalidRequest(f"the message has {len(data)} bytes; {method} takes at most {open_calls.MAX_BYTES}")
+        if method.startswith(OPEN_CALLS) and len(data) > _OPEN_BYTES:
+            raise InvalidRequest(f"the message has {len(data)} bytes; {method} takes at most {_OPEN_BYTES}")
         allowed = caller.get().max_body_bytes
         if allowed is not None and len(data) > allowed:
             raise PayloadTooLarge(
@@ -260,3 +269,68 @@ def connected() -> Iterator[None]:
         raise
     except grpc.aio.BaseError:
         raise asyncio.CancelledError from None
+
+
+class Places:
+    """How many calls of one kind run, in all and of each connection."""
+
+    def __init__(self, kind: str, most: int, each: int) -> None:
+        """`kind`: how the methods begin. `most`: in all. `each`: of one connection."""
+        self.kind, self._most, self._each = kind, most, each
+        self._running = Counter[str]()  # by connection
+
+    @contextlib.contextmanager
+    def take(self, peer: str) -> Iterator[None]:
+        """Hold a place for a client. Raises Overloaded."""
+        if self._running.total() >= self._most:
+            raise Overloaded(f"{self._most} calls of {self.kind} run at this time, and a router takes no more")
+        if self._running[peer] >= self._each:
+            raise Overloaded(f"{self._each} calls of {self.kind} run on this connection, which may have no more")
+        self._running[peer] += 1
+        try:
+            yield
+        finally:
+            self._running[peer] -= 1
+            if not self._running[peer]:
+                del self._running[peer]
+
+
+def places() -> list[Places]:
+    """Return the places of a server. A call belongs to the first kind that its method begins with."""
+    return [
+        Places("/grpc.health.v1.Health/Watch", 256, 16),
+        Places("/grpc.health.v1.Health/", 256, 64),
+        Places("/grpc.reflection.", 32, 4),
+    ]
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """The standard's health service.
+
+    grpcio-health-checking's own holds a lock of all watchers while it writes to one. So a client that reads nothing
+    would block the router's loop at the next change, and one that leaves makes the others deaf."""
+
+    def __init__(self) -> None:
+        self._status: dict[str, Any] = {}
+        self._changed = asyncio.Event()  # replaced at each change
+
+    def set(self, service: str, *, serving: bool) -> None:
+        """Say from now on whether that service serves."""
+        self._status[service] = _kinds.SERVING if serving else _kinds.NOT_SERVING
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 gRPC's name
+        if (status := self._status.get(request.service)) is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return _kinds(status=status)
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 gRPC's name
+        last = None
+        while True:
+            changed = self._changed
+            status = self._status.get(request.service, _kinds.SERVICE_UNKNOWN)
+            if status != last:
+                await context.write(_kinds(status=status))
+                last = status
+            await changed.wait()

@@ -1,21 +1,32 @@
-"""A process beside the router that does work of which neither time nor memory can be bounded on a thread.
+"""Work that the event loop does not do itself, because neither its time nor its memory can be bounded on a thread.
 
     router ──order──▶ helper ──answer──▶ router        each is four bytes of length, and JSON
 
-An answer names its order's number, so no request ever gets the answer of another one. Tenants take turns.
-Work that hangs or takes too much memory costs its own request and a restart of the helper. A helper that was killed or
-stopped from outside is replaced, and its order is done again once. `helper_main` is the helper's side.
+An answer names its order's number, so no request ever gets the answer of another one. Work that hangs or takes too much
+memory costs its own request and a restart of the helper. A helper that was killed or stopped from outside is replaced,
+and its order is done again once. `serve` is the helper's side.
+
+A tenant's jobs are served in their order, and tenants take turns. So a tenant's backlog delays a job of another tenant
+by one job for each place.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import resource
 import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from ctypes import CDLL
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -24,8 +35,6 @@ from baton.errors import Overloaded, StartupError
 from baton.futures import looked_at
 from baton.logs import RateLimitedLog
 from baton.messages import UNREADABLE
-from router.frontend.fair_turns import FairTurns
-from router.frontend.helper_main import READY
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
@@ -38,9 +47,11 @@ _SHARE = 0.5  # of an order's time that its process must have computed to be cal
 _STILL = 0.01  # of an order's time: a process that has computed less within all of it stands still
 _EXTENSIONS = 20  # times the deadline that a busy machine may leave a process without its share
 
-
 _FROM_OUTSIDE = (-signal.SIGKILL, 255)  # 255: asyncio does not know, since something else has reaped the process
 _NOT_STARTED = (StartupError, asyncio.IncompleteReadError, OSError)
+_PR_SET_PDEATHSIG = 1
+READY = bytes(4)
+"""What a helper says once it has imported its libraries, before its first answer."""
 
 
 class HelperLate(Exception):
@@ -199,3 +210,82 @@ async def _killed(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
+
+
+@dataclass
+class _Backlog:
+    """What a tenant has here, running or waiting."""
+
+    jobs: int = 0
+    size: int = 0  # bytes
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque[asyncio.Future[None]])
+
+
+class FairTurns:
+    """Lets `places` jobs run at a time. One event loop may use it."""
+
+    def __init__(self, name: str, places: int, max_jobs: int, max_bytes: int) -> None:
+        """`name`: what the jobs wait for, in errors. `max_jobs` and `max_bytes` bound one tenant's backlog. A tenant
+        without any may bring a job of every size."""
+        self._name = name
+        self._free = places
+        self._max_jobs, self._max_bytes = max_jobs, max_bytes
+        self._backlogs: OrderedDict[str, _Backlog] = OrderedDict()  # by tenant, the next one first
+
+    async def enter(self, tenant: str, size: int) -> Callable[[], None]:
+        """Wait for a place, and return what gives it back: call that once. Raises Overloaded if too much of the tenant
+        waits already."""
+        backlog = self._backlogs.setdefault(tenant, _Backlog())
+        if backlog.jobs and (backlog.jobs >= self._max_jobs or backlog.size + size > self._max_bytes):
+            raise Overloaded(f"{backlog.jobs} jobs with {backlog.size} bytes wait for {self._name}; try again later")
+        backlog.jobs += 1
+        backlog.size += size
+        if self._free:
+            self._free -= 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            backlog.waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.cancelled():
+                    backlog.waiting.remove(turn)
+                    self._forget(tenant, size)
+                else:  # the place was given to it in the same moment
+                    self._leave(tenant, size)
+                raise
+        return partial(self._leave, tenant, size)
+
+    def _leave(self, tenant: str, size: int) -> None:
+        self._backlogs.move_to_end(tenant)  # it has just had its turn
+        self._forget(tenant, size)
+        for other, backlog in self._backlogs.items():
+            if backlog.waiting:
+                self._backlogs.move_to_end(other)
+                backlog.waiting.popleft().set_result(None)
+                return
+        self._free += 1
+
+    def _forget(self, tenant: str, size: int) -> None:
+        backlog = self._backlogs[tenant]
+        backlog.jobs -= 1
+        backlog.size -= size
+        if not backlog.jobs:
+            del self._backlogs[tenant]
+
+
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], memory: int) -> None:
+    """Answer until stdin ends, or the process that started this one does. The address space is `memory` bytes."""
+    CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    orders, answers = sys.stdin.buffer, sys.stdout.buffer
+    answers.write(READY)
+    answers.flush()
+    while len(head := orders.read(4)) == 4:
+        order = json.loads(orders.read(int.from_bytes(head, "big")))
+        body = json.dumps(answer(order["order"]) | {"number": order["number"]}, ensure_ascii=False)
+        encoded = body.encode(errors="replace")
+        answers.write(len(encoded).to_bytes(4, "big") + encoded)
+        answers.flush()

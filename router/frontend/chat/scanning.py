@@ -1,4 +1,4 @@
-"""Patterns in text that comes in pieces: which one matches first, and where one may still begin.
+"""Text that comes in pieces: which pattern matches first, where a JSON value ends, and the text that one holds.
 
 A pattern is a part of a regular expression: literals, classes of characters (`\\s*`, `[^>]+`), groups of alternatives,
 classes with a name, and a look-ahead at its end. A class takes up to 256 characters (white space: 32), all that it
@@ -9,11 +9,13 @@ can, and gives none back. So pieces match as their whole does, and the work is p
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import reduce
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from router.frontend.detokenizer import MARK
 
@@ -23,6 +25,17 @@ _RUN = re.compile(rf"(?P<cls>{_CLASS})(?P<times>[*+]?)")
 _NAMED = re.compile(rf"\(\?P<(?P<group>\w+)>(?P<cls>{_CLASS})(?P<times>[*+])\)")
 _LITERAL = re.compile(r"\\(?P<escaped>[^\w]|[nt])|(?P<plain>[^\\.^$*+?{}\[\]|()])")
 _ESCAPED = {"n": "\n", "t": "\t"}
+_IN_STRING = re.compile(r'[^"\\]*')
+_BARE = re.compile(r"[\w+\-.]*")
+_BETWEEN = re.compile(r"[\w\s+\-.,:]*")
+_CLOSERS = {"{": "}", "[": "]"}
+TEXT_ARGUMENT = "input"
+"""The one argument of a tool that takes text: a model writes `{"input": "…"}`, and the client gets the text alone."""
+_BEGIN = re.compile(rf'\s*\{{\s*"{TEXT_ARGUMENT}"\s*:\s*"')
+_TEXT_RUN = re.compile(r'(?:[^"\\]|\\u(?![dD][89a-bA-B])[0-9a-fA-F]{4}|\\u[dD][89a-bA-B][0-9a-fA-F]{2}'
+                  r"\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])*")  # fmt: skip
+_ESCAPE = re.compile(r"(?:\\u[0-9a-fA-F]{4})+|\\.", re.DOTALL)
+_LONGEST_ESCAPE = 12  # characters: a surrogate pair
 
 
 @dataclass(frozen=True)
@@ -215,3 +228,137 @@ def _may_come(sequence: _Sequence, text: str, at: int) -> bool:
             if run.end() < atom.least:
                 return False
     return False
+
+
+class Verdict(Enum):
+    """How far a value has come."""
+
+    READING = "reading"
+    DONE = "done"
+    BAD = "no such value"
+
+
+class JsonValue:
+    """Finds the end of one JSON value. It checks brackets and strings, and not every detail between them."""
+
+    def __init__(self, begun: str = "") -> None:
+        """`begun`: the beginning of the value."""
+        self.verdict = Verdict.READING
+        self._closers: list[str] = []
+        self._in_string = self._escaped = self._bare = False
+        self.scan(begun, 0)
+
+    def scan(self, text: str, at: int) -> int:
+        """Read on. Return the position up to which the value goes, or of what can't be part of it."""
+        while at < len(text) and self.verdict is Verdict.READING:
+            if self._in_string:
+                at = self._string(text, at)
+            elif self._bare:
+                at = _end(_BARE, text, at)
+                self.verdict = Verdict.DONE if at < len(text) else Verdict.READING
+            else:
+                at = self._structure(text, at)
+        return at
+
+    def _string(self, text: str, at: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return at + 1
+        at = _end(_IN_STRING, text, at)
+        if at == len(text):
+            return at
+        self._escaped = text[at] == "\\"
+        if not self._escaped:
+            self._in_string = False
+            self._close_if_whole()
+        return at + 1
+
+    def _structure(self, text: str, at: int) -> int:
+        if self._closers:
+            at = _end(_BETWEEN, text, at)
+            if at == len(text):
+                return at
+        match text[at]:
+            case '"':
+                self._in_string = True
+            case "{" | "[" as opener:
+                self._closers.append(_CLOSERS[opener])
+            case "}" | "]" as closer if self._closers and closer == self._closers[-1]:
+                self._closers.pop()
+                self._close_if_whole()
+            case other:
+                if self._closers or not _BARE.fullmatch(other):
+                    self.verdict = Verdict.BAD
+                    return at
+                self._bare = True
+        return at + 1
+
+    def _close_if_whole(self) -> None:
+        if not self._closers:
+            self.verdict = Verdict.DONE
+
+
+def decoded(raw: str) -> object:
+    """Return the value of a JSON text; an Ellipsis for one that is none."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return ...
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    assert match is not None  # it matches the empty text
+    return match.end()
+
+
+class TextArgument:
+    """Reads the text out of arguments that come in fragments. Arguments of another form are the text themselves."""
+
+    def __init__(self) -> None:
+        self._raw = ""  # what is not yet given out
+        self._begun = self._ended = False
+
+    def feed(self, fragment: str) -> str:
+        """Return more of the text."""
+        if self._ended:
+            return ""
+        self._raw += fragment
+        if not self._begun:
+            begin = _BEGIN.match(self._raw)
+            if begin is None:
+                return ""
+            self._begun, self._raw = True, self._raw[begin.end() :]
+        run = _TEXT_RUN.match(self._raw)
+        assert run is not None  # it matches the empty text
+        text, end = run[0], run.end()
+        while end < len(self._raw) and self._raw[end] != '"' and len(self._raw) - end >= _LONGEST_ESCAPE:
+            text += self._raw[end]  # no escape that JSON has
+            run = _TEXT_RUN.match(self._raw, end + 1)
+            assert run is not None
+            text, end = text + run[0], run.end()
+        self._ended = end < len(self._raw) and self._raw[end] == '"'
+        self._raw = self._raw[end:]
+        return _unescaped(text)
+
+    def finish(self) -> str:
+        """Return what was held back: no more comes."""
+        if self._ended:
+            return ""
+        self._ended = True
+        if self._begun:
+            return _unescaped(self._raw)
+        value: Any = decoded(self._raw or "{}")
+        if value == {}:
+            return ""
+        texts: list[Any] = list(value.values()) if isinstance(value, dict) else []  # pyright: ignore
+        return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else self._raw
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPE.sub(_meant, text)
+
+
+def _meant(escape: re.Match[str]) -> str:
+    value = decoded(f'"{escape[0]}"')
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else escape[0]
