@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-_CHATS = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})
-
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -22,8 +20,3 @@ class Origin:
 
 origin: ContextVar[Origin] = ContextVar("origin", default=Origin())  # noqa: B039 - frozen
 """The call that this task serves."""
-
-
-def http_origin(path: str, headers: Mapping[str, str]) -> Origin:
-    """A call of an HTTP API."""
-    return Origin(headers, "chat" if path in _CHATS else "text_completion")

@@ -22,7 +22,7 @@ from router.events import Finished, RequestEnded, ServingAccount, Shutdown, Summ
 from router.tracing import export
 from router.tracing.export import SpanTracer
 from router.tracing.hop_spans import hops
-from router.tracing.origin import Origin, http_origin, origin
+from router.tracing.origin import Origin, origin
 from router.tracing.span import RequestSpan, Span
 from tests.router.driven import Bench, read_end, run
 from tests.support.eventually import eventually, eventually_async
@@ -88,7 +88,7 @@ def milliseconds(span: ReadableSpan) -> tuple[float, float]:
 def test_a_request_continues_its_clients_trace_and_its_hops_tile_its_time() -> None:
     async def test(bench: Bench, spans: Traced) -> None:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "shop=7", "x-other": "no"}
-        with called(http_origin("/v1/chat/completions", headers)):
+        with called(Origin(headers, "chat")):
             await bench.start(temperature=0.5, top_p=0.9, n=1)
         (order,) = bench.orders
         bench.now_ += 0.01

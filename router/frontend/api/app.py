@@ -46,8 +46,8 @@ from router.frontend.api.anthropic_messages import (
     chat_of_messages,
 )
 from router.frontend.api.dashboard import DashboardRoutes
-from router.frontend.api.errors import ErrorBody
-from router.frontend.api.gates import BodyReader, KeyGate, behind_site_gate
+from router.frontend.api.errors import ErrorBody, error_response, json_response
+from router.frontend.api.gates import BodyReader, KeyGate, behind_site_gate, request_name
 from router.frontend.api.model_cards import ModelCards, is_anthropic
 from router.frontend.api.openai_chat import ChatBuilder, ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionBuilder, CompletionRequest
@@ -57,6 +57,7 @@ from router.frontend.api.prompts import ChatOrder, PromptBuilder
 from router.frontend.api.protocol import (
     DetokenizeRequest,
     GenerationFields,
+    GenerationOrder,
     TokenizeRequest,
     affinity_of,
     name_field,
@@ -68,14 +69,7 @@ from router.frontend.api.protocol import (
     token_ids,
 )
 from router.frontend.api.response_builder import Choice, ResponseBuilder, ResponseOptions
-from router.frontend.api.streaming import (
-    EventStream,
-    GenerationOrder,
-    WholeResponse,
-    error_response,
-    json_response,
-    request_name,
-)
+from router.frontend.api.streaming import EventStream, WholeResponse
 from router.frontend.api.token_logprobs import TokenNames
 from router.frontend.api.tools import ToolPlan, checked, fitted, planned
 from router.frontend.chat.repairs import HEADER, Repairs
@@ -165,14 +159,17 @@ class HttpApi:
     async def _completions(self, request: Request) -> Response:
         received = self._service.clock.now()
         fields, most, prompts, echo = await self._bodies.read(request, CompletionRequest, self._completion_of)
-        options = self._options(CompletionBuilder, request, fields, logprobs=fields.logprobs is not None, echo=echo)
-        builder = CompletionBuilder(options, _choices_of(prompts, samples(fields)))
         scored = fields.prompt_logprobs
         if fields.echo and scored is None:
             scored = fields.logprobs
-        most = max(most, 1) if options.prompt_only else most
-        order = GenerationOrder(builder, fields, most, fields.logprobs, self._config.clamp_max_tokens, scored)
-        return await self._answered(request, order, received)
+        most = max(most, 1) if _shows_prompt_alone(fields, echo) else most
+        order = GenerationOrder(fields, prompts, most, fields.logprobs, self._config.clamp_max_tokens, scored)
+
+        def builder() -> ResponseBuilder:
+            options = self._options(CompletionBuilder, request, fields, logprobs=fields.logprobs is not None, echo=echo)
+            return CompletionBuilder(options, _choices_of(prompts, samples(fields)))
+
+        return await self._answered(request, order, received, builder)
 
     def _completion_of(
         self, fields: CompletionRequest
@@ -203,6 +200,8 @@ class HttpApi:
     ) -> tuple[T, PlannedChat]:
         """Check a chat of any API. Return the request as it came, and as a chat."""
         fields = converted(body, repairs)
+        if fields.max_completion_tokens is not None:
+            fields.max_tokens = fields.max_completion_tokens
         refuse_unserved(fields)
         model = self._service.model
         model.check(fields.model)
@@ -223,33 +222,35 @@ class HttpApi:
         prompt = await self._prompts.of_chat(chat.order, repairs)
         fields, frame = await fitted(chat.fields, plan, prompt, self._service, repairs)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-        echo = _last_text(fields) if fields.echo else None
-        options = self._options(builder, request, fields, logprobs=logprobs is not None, echo=echo, body=body)
-        outputs = _choices_of([prompt.tokens], samples(fields))
         form = model.format_of(tools=fields.tools)
-        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in fields.tools or ()}
-        tools = {name: schemas[name] for name in plan.names if name in schemas}
-        for output in outputs:
-            output.parser = form.parser(
-                plan.calls, tools, constrained=plan.constrained, plain=plan.plain, prompt=prompt.end,
-                continued=prompt.continued, texts=plan.texts, rescues=partial(self._rescues, repairs),
-                show_reasoning=fields.include_reasoning is not False, parallel_calls=plan.parallel,
-            )  # fmt: skip
-        shown_tokens = model.special_tokens(form.markers(plan.calls, constrained=plan.constrained))
-        forced = "tools" if plan.forced else ""
         order = GenerationOrder(
-            builder(options, outputs),
             fields,
-            fields.output_tokens,
+            [prompt.tokens],
+            fields.max_tokens,
             logprobs,
             kind is not ChatCompletionRequest or self._config.clamp_max_tokens,
             fields.prompt_logprobs,
-            shown_tokens,
-            forced,
+            model.special_tokens(form.markers(plan.calls, constrained=plan.constrained)),
+            "tools" if plan.forced else "",
             chat.order.template,
             frame,
         )
-        return await self._answered(request, order, received)
+
+        def built() -> ResponseBuilder:
+            echo = _last_text(fields) if fields.echo else None
+            options = self._options(builder, request, fields, logprobs=logprobs is not None, echo=echo, body=body)
+            outputs = _choices_of(order.prompts, samples(fields))
+            schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in fields.tools or ()}
+            tools = {name: schemas[name] for name in plan.names if name in schemas}
+            for output in outputs:
+                output.parser = form.parser(
+                    plan.calls, tools, constrained=plan.constrained, plain=plan.plain, prompt=prompt.end,
+                    continued=prompt.continued, texts=plan.texts, rescues=partial(self._rescues, repairs),
+                    show_reasoning=fields.include_reasoning is not False, parallel_calls=plan.parallel,
+                )  # fmt: skip
+            return builder(options, outputs)
+
+        return await self._answered(request, order, received, built)
 
     def _options(
         self, builder: type[ResponseBuilder], request: Request, fields: GenerationFields, *, logprobs: bool,
@@ -271,7 +272,7 @@ class HttpApi:
             reasoning_end=self._service.model.reasoning_end,
             prompt_logprobs=fields.prompt_logprobs is not None,
             not_cached=request.headers.get(NOT_CACHED, "false").lower() in ("1", "true"),
-            prompt_only=echo is not None and fields.max_tokens == 0,
+            prompt_only=_shows_prompt_alone(fields, echo),
         )
 
     def _rescues(self, repairs: Repairs) -> bool:
@@ -279,29 +280,27 @@ class HttpApi:
         self._service.driver.repairs.update(["reasoning"] if "reasoning" in repairs.allowed else [])
         return "reasoning" in repairs.allowed
 
-    async def _answered(self, request: Request, order: GenerationOrder, received: float) -> Response:
-        """Start the generations of a request. Raises BatonError if one of them is refused."""
+    async def _answered(
+        self, request: Request, order: GenerationOrder, received: float, builder: Callable[[], ResponseBuilder]
+    ) -> Response:
+        """Start the generations of a request, then begin with its response. Raises BatonError if one is refused."""
         name, started = _name_of(request, order.fields), list[Generation]()
-        answering = EventStream if order.fields.stream else WholeResponse
-        leaders = [choice for choice in order.builder.choices if choice.first_of_prompt]
         rules = rule_entries(order.fields)
-        if len(leaders) * rules > _MAX_RULES:
+        if len(order.prompts) * rules > _MAX_RULES:
             raise InvalidRequest(
-                f"logit_bias, allowed_token_ids and bad_words have {rules} entries for each of {len(leaders)} prompts, "
-                f"more than {_MAX_RULES} in all; send fewer prompts"
+                f"logit_bias, allowed_token_ids and bad_words have {rules} entries for each of {len(order.prompts)} "
+                f"prompts, more than {_MAX_RULES} in all; send fewer prompts"
             )
         affinity = affinity_of(order.fields.session_id, request.headers)
         read = partial(
-            request_fields, order.fields, logprobs=order.logprobs, prompt_logprobs=order.prompt_logprobs,
-            affinity=affinity, session=session_of(affinity, order.fields, request.headers), template=order.template,
-            shown=order.shown_tokens, frame=order.frame,
-        )  # fmt: skip
+            request_fields, order, affinity=affinity, session=session_of(affinity, order.fields, request.headers)
+        )
         with contextlib.ExitStack() as undo:
-            for leader in leaders:
-                size = TOKEN_BYTES * (len(leader.prompt) + rules)
+            for prompt in order.prompts:
+                size = TOKEN_BYTES * (len(prompt) + rules)
                 try:
-                    most = self._fitting(order, len(leader.prompt), request.state.repairs)
-                    fields = partial(read, leader.prompt, max_tokens=most)
+                    most = self._fitting(order, len(prompt), request.state.repairs)
+                    fields = partial(read, prompt, most)
                     generations = await self._service.start(name, received, size, fields, further=bool(started))
                 except InvalidGrammar as error:
                     error.field = error.field or order.grammar_of
@@ -309,8 +308,10 @@ class HttpApi:
                 for generation in generations:
                     started.append(generation)
                     undo.callback(generation.close)
+            answering = EventStream if order.fields.stream else WholeResponse
+            response = answering(order, builder(), started, self._linger, name, self._service.apart)
             undo.pop_all()  # the answer closes them
-        return answering(order, started, self._linger, name, self._service.apart)
+        return response
 
     def _fitting(self, order: GenerationOrder, prompt: int, repairs: Repairs) -> int | None:
         """The tokens to generate: as many as were asked for, or where that may be lowered as many as fit."""
@@ -434,6 +435,11 @@ def _check_prompt_logprobs(fields: GenerationFields) -> None:
         raise InvalidRequest("prompt_logprobs and stream are both set; the log-probabilities of a prompt come whole")
     if isinstance(fields, CompletionRequest) and fields.echo and fields.max_tokens == 0 and fields.stream:
         raise InvalidRequest("echo and stream are set with max_tokens 0; leave stream out")
+
+
+def _shows_prompt_alone(fields: GenerationFields, echo: str | None) -> bool:
+    """Whether no output is shown: the request asks for no token after the text that is repeated."""
+    return echo is not None and fields.max_tokens == 0
 
 
 def _last_text(fields: ChatCompletionRequest) -> str:

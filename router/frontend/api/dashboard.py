@@ -40,8 +40,8 @@ from starlette.routing import Route
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded
 from baton.operator_api import Explain, GetHistory, GetSnapshot, OperatorCall
+from router.frontend.api.errors import error_response
 from router.frontend.api.operator_server import OperatorCalls
-from router.frontend.api.streaming import error_response
 from router.frontend.client_sessions import RouterDriver
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI APIs have them."""
+"""Errors as the OpenAI APIs have them, and the answers that have one."""
 
 # pyright: strict
 
@@ -10,7 +10,9 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
+import msgspec
 from msgspec import Struct
+from starlette.responses import Response
 
 from baton.errors import (
     BatonError,
@@ -56,6 +58,7 @@ _STATUS = {
 }
 
 
+_JSON = "application/json"
 _MOST = 2_000  # characters of an error
 _LONG_WORD = re.compile(r"\S{161,}")  # such as a number of 4,000 digits, which a client sent
 
@@ -99,3 +102,13 @@ def described(status: int, message: str, param: str | None = None) -> Error:
 def shortened(message: str) -> str:
     """The message without most of what is too long to be read."""
     return shown(_LONG_WORD.sub(lambda word: shown(word[0]), message), _MOST)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Return an answer of JSON."""
+    return Response(msgspec.json.encode(value), status, media_type=_JSON)
+
+
+def error_response(error: BatonError, failed: ErrorBody = body_of) -> Response:
+    """Return the answer for an error, in the form of its API."""
+    return Response(msgspec.json.encode(failed(error)), status_of(error), headers_of(error), _JSON)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
@@ -44,14 +45,14 @@ from baton.errors import (
 from baton.hosts import host_of_header, is_loopback, names_this_machine
 from router.frontend.api import errors
 from router.frontend.api.anthropic_messages import anthropic_body
+from router.frontend.api.errors import error_response
 from router.frontend.api.model_cards import is_anthropic
 from router.frontend.api.protocol import decode
 from router.frontend.api.server import OPERATORS
-from router.frontend.api.streaming import error_response, request_name
 from router.frontend.chat.repairs import Repairs, with_whole_characters
 from router.frontend.generation import GenerationService
 from router.frontend.identity import Gatekeeper, caller, note_refusal
-from router.tracing.origin import http_origin, origin
+from router.tracing.origin import Origin, origin
 
 DASHBOARD = "/dashboard"  # the page itself says nothing of the cluster; its data is for operators
 _OPEN = frozenset(
@@ -61,10 +62,12 @@ _OPEN_BELOW = f"{DASHBOARD}/static/"
 _FOR_OPERATORS = frozenset({"/metrics"})
 _FOR_OPERATORS_BELOW = f"{DASHBOARD}/api/"
 _ANTHROPIC = "/v1/messages"
+_CHATS = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
 
+_MAX_NAME = 80  # characters of a request's name
 _BODY_SECONDS = 30.0  # within which a body must have come
 _OTHER_BYTES = 640 * 2**10  # of a body: everything but the prompt; a grammar has up to 512 KiB
 _BYTES_PER_ID = 12  # of a token id as JSON
@@ -99,7 +102,7 @@ class KeyGate:
             await refusal(scope, error)(scope, receive, send)
             return
         caller.set(identity)
-        origin.set(http_origin(path, request.headers))
+        origin.set(Origin(request.headers, "chat" if path in _CHATS else "text_completion"))
         try:
             await self._routes(scope, receive, send)
         finally:
@@ -124,6 +127,15 @@ def refusal(scope: Scope, error: BatonError) -> Response:
     if anthropic:
         response.headers["request-id"] = name
     return response
+
+
+def request_name(headers: Mapping[str, str], fallback: str = "") -> str:
+    """What a request is called in logs and in its answer: its X-Request-Id, or `fallback`. What can't be a name is
+    replaced."""
+    name = headers.get("x-request-id") or fallback
+    if not name or len(name) > _MAX_NAME or not name.isascii() or not name.isprintable() or " " in name:
+        name = secrets.token_hex(8)
+    return name
 
 
 _PORTS = {"http": 80, "https": 443}

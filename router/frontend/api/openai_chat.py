@@ -28,7 +28,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = None  # its newer name for max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = None
     echo: bool | None = None
@@ -48,11 +48,6 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
-
-    @property
-    def output_tokens(self) -> int | None:
-        """How many tokens to generate at most; None: as many as the context has room for."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class FunctionCall(Struct):

@@ -75,12 +75,13 @@ from kvstore.keys import pack_tokens
 from router import events
 from router.dashboard import operator_views as views
 from router.frontend.api.anthropic_messages import MessageBuilder
+from router.frontend.api.errors import error_response, json_response
 from router.frontend.api.gates import BodyReader, check_places
 from router.frontend.api.openai_chat import ChatBuilder
 from router.frontend.api.openai_completions import CompletionBuilder
 from router.frontend.api.openai_responses import ResponsesBuilder
 from router.frontend.api.server import ApiServer
-from router.frontend.api.streaming import disconnected, error_response, json_response
+from router.frontend.api.streaming import disconnected
 from router.frontend.chat.repairs import Repairs
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import GenerationService

@@ -121,7 +121,7 @@ class PromptBuilder:
             mark_end(messages[-1])
         keep = None
         if isinstance(fields, ChatCompletionRequest):
-            keep = kept_tokens(fields.truncate_prompt_tokens, fields.output_tokens, model.limits.max_context)
+            keep = kept_tokens(fields.truncate_prompt_tokens, fields.max_tokens, model.limits.max_context)
         order = rendering(source, variables, repairs.allowed)
         closes = model.format_of(tools=fields.tools) if constrained else None
         others = {name: value for name, value in variables.items() if name not in _OF_THE_CHAT}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -286,14 +287,28 @@ def rule_entries(fields: GenerationFields) -> int:
     return sum(len(rule) for rule in (fields.logit_bias, fields.allowed_token_ids, fields.bad_words) if rule)
 
 
+@dataclass(frozen=True)
+class GenerationOrder:
+    """A checked request: what to generate for each of its prompts."""
+
+    fields: GenerationFields
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int | None
+    logprobs: int | None
+    clamped: bool  # max_tokens may be lowered to what fits beside the prompt
+    prompt_logprobs: int | None = None
+    shown_tokens: Sequence[int] = ()  # special tokens that stay in the text
+    grammar_of: str = ""  # the field that the output's grammar comes from, if it is not in the fields
+    template: str = ""  # digest of what rendered a chat
+    frame: str = ""  # of that grammar: see `tools`
+
+
 def request_fields(
-    fields: GenerationFields, prompt: Sequence[int], *, max_tokens: int | None, logprobs: int | None,
-    prompt_logprobs: int | None, affinity: str, session: str, template: str, shown: Sequence[int] = (),
-    frame: str = "",
-) -> dict[str, Any]:  # fmt: skip
-    """Return the fields of a request for all outputs of one prompt. Most have the same name in all APIs. `shown` are
-    special tokens that stay in the text, with a mark, `frame` is that of the output's grammar. Raises InvalidRequest
-    for a grammar that is none."""
+    order: GenerationOrder, prompt: Sequence[int], max_tokens: int | None, *, affinity: str, session: str
+) -> dict[str, Any]:
+    """Return the fields of a request for all outputs of one prompt. Most have the same name in all APIs. Raises
+    InvalidRequest for a grammar that is none."""
+    fields = order.fields
     output = structured_output(fields)
     values: dict[str, Any] = {name: getattr(fields, name) for name in fields.__struct_fields__}
     if fields.use_beam_search:
@@ -306,17 +321,17 @@ def request_fields(
         "top_k": 0 if fields.top_k == -1 else fields.top_k,
         "seed": None if fields.seed is None else fields.seed % SEEDS,
         "max_tokens": max_tokens,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
+        "logprobs": order.logprobs,
+        "prompt_logprobs": order.prompt_logprobs,
         "length_penalty": None,
         "include_stop": fields.include_stop_str_in_output,
         "special_tokens": fields.skip_special_tokens is False,
-        "shown_special_tokens": shown,
+        "shown_special_tokens": order.shown_tokens,
         "marked": True,
         "affinity": affinity,
         "session": session,
-        "template": template,
-        "structured_output": output and output | {"frame": frame},
+        "template": order.template,
+        "structured_output": output and output | {"frame": order.frame},
     }
     return {name: value for name, value in values.items() if value is not None}
 

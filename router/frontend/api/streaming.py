@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +22,8 @@ from baton.errors import BatonError, RequestCancelled
 from baton.futures import looked_at
 from baton.messages import TOKEN_BYTES
 from router.events import Cancelled, Failed, Finished, RequestEnded
-from router.frontend.api import errors
-from router.frontend.api.errors import ErrorBody
-from router.frontend.api.protocol import GenerationFields
+from router.frontend.api.errors import error_response
+from router.frontend.api.protocol import GenerationOrder
 from router.frontend.api.response_builder import Choice, ResponseBuilder
 from router.frontend.detokenizer import TextStream
 from router.frontend.generation import Apart, Generation
@@ -36,29 +33,12 @@ _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _JSON = "application/json"
 _ENCODED_AT_ONCE = 500  # members of a list
 _SCORED_BYTES = 64  # of a response, for each log-probability
-_MAX_NAME = 80  # characters of a request's name
 STATUS_SECONDS = 0.5  # in which a request that is refused has a status of its own
 ALIVE_SECONDS = 10.0  # without an event, after which a stream shows that it lives: proxies close quiet connections
 
 
 class ConnectionClosed(Exception):
     """The client has closed its connection."""
-
-
-@dataclass(frozen=True)
-class GenerationOrder:
-    """A checked request: what builds its response, and what to generate for it."""
-
-    builder: ResponseBuilder
-    fields: GenerationFields
-    max_tokens: int | None
-    logprobs: int | None
-    clamped: bool  # max_tokens may be lowered to what fits beside the prompt
-    prompt_logprobs: int | None = None
-    shown_tokens: Sequence[int] = ()  # special tokens that stay in the text
-    grammar_of: str = ""  # the field that the output's grammar comes from, if it is not in the fields
-    template: str = ""  # digest of what rendered a chat
-    frame: str = ""  # of that grammar: see `tools`
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -91,33 +71,17 @@ def _size(choice: Choice) -> int:
     return TOKEN_BYTES * len(choice.tokens) + _SCORED_BYTES * scored
 
 
-def request_name(headers: Mapping[str, str], fallback: str = "") -> str:
-    """What a request is called in logs and in its answer: its X-Request-Id, or `fallback`. What can't be a name is
-    replaced."""
-    name = headers.get("x-request-id") or fallback
-    if not name or len(name) > _MAX_NAME or not name.isascii() or not name.isprintable() or " " in name:
-        name = secrets.token_hex(8)
-    return name
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type=_JSON)
-
-
-def error_response(error: BatonError, failed: ErrorBody = errors.body_of) -> Response:
-    return Response(msgspec.json.encode(failed(error)), errors.status_of(error), errors.headers_of(error), _JSON)
-
-
 class _GeneratedResponse(Response):
     """A response that runs generations to their end, or until the client has gone."""
 
     def __init__(
-        self, order: GenerationOrder, generations: Sequence[Generation], linger: float, name: str, apart: Apart
-    ) -> None:
-        self.builder, self.generations, self._linger, self._apart = order.builder, generations, linger, apart
+        self, order: GenerationOrder, builder: ResponseBuilder, generations: Sequence[Generation], linger: float,
+        name: str, apart: Apart,
+    ) -> None:  # fmt: skip
+        self.builder, self.generations, self._linger, self._apart = builder, generations, linger, apart
         if order.logprobs is not None:
-            for choice, generation in zip(order.builder.choices, generations, strict=True):
-                choice.stream = TextStream.of(order.builder.options.names.tokenizer, generation.request)
+            for choice, generation in zip(builder.choices, generations, strict=True):
+                choice.stream = TextStream.of(builder.options.names.tokenizer, generation.request)
         self._stops = frozenset(order.fields.stop_token_ids or ())
         self.raw_headers = [(b"x-request-id", name.encode())]
 
