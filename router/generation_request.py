@@ -1,7 +1,7 @@
 """A client's request to generate: what every door makes of it, and what the router's state gets.
 
 A struct of the front end, the event of the state, and the record that a request keeps while it lives: all three are
-this one. `router.frontend.request_parsing` checks fields. The bounds of numbers and lists are one table for all doors,
+this one. `router.frontend.generation` checks fields. The bounds of numbers and lists are one table for all doors,
 and for what a checkpoint recommends.
 """
 

@@ -18,7 +18,6 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -119,17 +118,11 @@ def check_width(width: int, ends: int) -> None:
         )
 
 
-class TextOf(Protocol):
-    """Returns the text of an output."""
-
-    def __call__(self, tokens: tuple[int, ...]) -> str: ...
-
-
 async def beam_search(
     request: GenerationRequest,
     submit: Callable[[GenerationRequest], OutputStream],
     abandon: Callable[[OutputStream], None],
-    text_of: TextOf,
+    text_of: Callable[[tuple[int, ...]], str],
     now: Callable[[], float],
 ) -> list[Result]:
     """Search, and return the `n` best outputs, best first. Raises the error that a step ends in."""
@@ -154,7 +147,9 @@ async def beam_search(
         workers = [stream.worker for stream in streams]
         search.extend([result.output.logprobs[0].top for result in results])
     assert first is not None
-    return [_result(output, first, request, text_of, now()) for output in search.outputs[: request.n]]
+    return [
+        _result(output, first, request, text_of(output.beam.tokens), now()) for output in search.outputs[: request.n]
+    ]
 
 
 def _step(request: GenerationRequest, sampling: SamplingParams, beam: Beam, worker: str) -> GenerationRequest:
@@ -170,12 +165,10 @@ def _step(request: GenerationRequest, sampling: SamplingParams, beam: Beam, work
     )
 
 
-def _result(
-    output: FinishedBeam, first: RequestEnded, request: GenerationRequest, text_of: TextOf, now: float
-) -> Result:
+def _result(output: FinishedBeam, first: RequestEnded, request: GenerationRequest, text: str, now: float) -> Result:
     beam, most, summary = output.beam, request.sampling.logprobs, first.summary
     logprobs = [] if most is None else [replace(one, top=one.top[:most]) for one in beam.logprobs]
     usage = Usage(request.prompt, summary.usage.cached, len(beam.tokens))
     account = replace(summary, timeline=dataclasses.replace(summary.timeline, ended=now), usage=usage)
     ended = replace(first, outcome=Finished(output.reason), summary=account)
-    return Result(Output(text_of(beam.tokens), list(beam.tokens), logprobs), ended)
+    return Result(Output(text, list(beam.tokens), logprobs), ended)

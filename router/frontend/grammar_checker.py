@@ -95,7 +95,7 @@ class GrammarChecker:
             self._remember(order, checking.result())
 
     async def _checked(self, order: _Order, tenant: str) -> CheckedGrammar | BatonError:
-        assert self._helper is not None, "request_parsing refuses grammars for such a model"
+        assert self._helper is not None, "`grammar_of` refuses grammars for such a model"
         try:
             answer = await self._helper.ask(msgspec.json.encode(order), tenant)
         except HelperLate:

@@ -104,7 +104,7 @@ class OutputStream:
         return StopVerdict.UNREAD if unread else StopVerdict.GOES_ON
 
     def prompt_scored(self, logprobs: Sequence[PromptTokenLogprob]) -> None:
-        """Take log-probabilities of prompt tokens, each once and in order. `request_parsing` bounds their number. They
+        """Take log-probabilities of prompt tokens, each once and in order. `generation` bounds their number. They
         don't count as unread, because many come at once, before the client's task gets its turn."""
         for one in logprobs:
             piece, size = self._open_piece(), _LOGPROB_BYTES * (1 + len(one.top))

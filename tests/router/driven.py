@@ -13,8 +13,7 @@ from baton.metrics import Metrics
 from baton.v1 import generation_pb2 as pb
 from router.events import MessageReceived, RequestEnded
 from router.frontend.client_sessions import RouterDriver
-from router.frontend.generation import Generation, GenerationService
-from router.frontend.request_parsing import message_fields
+from router.frontend.generation import Generation, GenerationService, message_fields
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads
 from router.queueing.admission import ModelLimits

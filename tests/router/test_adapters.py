@@ -17,7 +17,7 @@ from router import events
 from router.frontend import served_model
 from router.frontend.api.model_cards import ModelCards
 from router.frontend.api.operator_server import checked
-from router.frontend.request_parsing import generation_request, message_fields
+from router.frontend.generation import generation_request, message_fields
 from tests.router.cluster import Cluster
 from tests.router.lab import Lab
 from tests.router.model import CONFIG, card

@@ -19,7 +19,7 @@ from router.frontend.api.operator_server import checked
 from tests.router import tokenizers
 from tests.router.model import PAGE_BYTES
 from tests.router.served import Served, served, settings_for
-from tests.router.test_request_parsing import BARE, MODEL
+from tests.router.test_generation import BARE, MODEL
 from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow

@@ -24,8 +24,8 @@ from router.frontend.api.openai_completions import CompletionRequest
 from router.frontend.api.openai_responses import ResponsesRequest, chat_of_response
 from router.frontend.api.protocol import refuse_unserved, structured_output
 from router.frontend.chat.repairs import Repairs
+from router.frontend.generation import generation_request, grammar_of, message_fields
 from router.frontend.grammar_checker import GrammarChecker
-from router.frontend.request_parsing import generation_request, grammar_of, message_fields
 from router.frontend.served_model import ServedModel, load
 from tests.router.model import EOS
 from tests.router.served import model_folder

@@ -21,7 +21,7 @@ from baton.messages import SamplingParams
 from baton.operator_api import PinPrefix
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
-from router.frontend import detokenizer, prompt_tokens, request_parsing
+from router.frontend import detokenizer, generation, prompt_tokens
 from router.frontend.api.operator_server import checked
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.served_model import ServedModel
@@ -80,7 +80,7 @@ def model(tokenizer: Tokenizer, context: int) -> ServedModel:
 
 
 def tokens_of(prompt: str, served: ServedModel) -> list[int]:
-    return unpack_tokens(request_parsing.generation_request({"text": prompt}, "r", served, lambda: 1).tokens)
+    return unpack_tokens(generation.generation_request({"text": prompt}, "r", served, lambda: 1).tokens)
 
 
 @pytest.mark.parametrize("raw", [tokenizers.byte_level(), tokenizers.byte_fallback()], ids=["bytes", "fallback"])
@@ -154,8 +154,8 @@ def test_a_prompt_that_is_to_be_truncated_may_exceed_the_context() -> None:
         message = pb.GenerateRequest(truncate_prompt_tokens=keep, **more)
         if max_tokens:
             message.max_tokens = max_tokens
-        fields = request_parsing.message_fields(message)
-        return unpack_tokens(request_parsing.generation_request(fields, "r", served, lambda: 1).tokens)
+        fields = generation.message_fields(message)
+        return unpack_tokens(generation.generation_request(fields, "r", served, lambda: 1).tokens)
 
     long = PROSE * 10_000
     right = KINDS["byte level"].encode(PROSE * 30)

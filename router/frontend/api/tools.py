@@ -37,9 +37,8 @@ from router.frontend.chat.formats import REASONING, Calls, ChatFormat
 from router.frontend.chat.repairs import Repairs
 from router.frontend.chat.scanning import TEXT_ARGUMENT
 from router.frontend.detokenizer import Tokenizer
-from router.frontend.generation import GenerationService
+from router.frontend.generation import GenerationService, bounded, grammar_of
 from router.frontend.identity import caller
-from router.frontend.request_parsing import bounded, grammar_of
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 

@@ -22,10 +22,9 @@ from baton.messages import FinishReason, PromptTokenLogprob, TokenLogprob
 from baton.timeline import Timeline
 from baton.v1 import generation_pb2
 from router.events import Cancelled, Failed, Finished, RequestEnded, Summary
-from router.frontend.generation import Generation, GenerationService
+from router.frontend.generation import Generation, GenerationService, message_fields, name_of
 from router.frontend.grpc_api.message_guard import connected
 from router.frontend.output_stream import Output, ReadableStream, merged
-from router.frontend.request_parsing import message_fields, name_of
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from baton.messages import SamplingParams
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
 from router.frontend.detokenizer import Tokenizer
-from router.frontend.request_parsing import generation_request, message_fields, name_of
+from router.frontend.generation import generation_request, message_fields, name_of
 from router.frontend.served_model import ServedModel, load
 from router.generation_request import GenerationRequest
 from router.queueing.admission import ModelLimits
