@@ -14,7 +14,7 @@ from typing import TypeAlias
 from msgspec import Struct, field
 
 from baton.clock import Tick
-from baton.errors import BatonError
+from baton.errors import BatonError, RequestCancelled
 from baton.messages import (
     Envelope,
     FinishReason,
@@ -239,6 +239,16 @@ class RequestEnded(Struct, frozen=True):
     request: str
     outcome: RequestOutcome
     summary: Summary
+
+    def finish_reason(self) -> FinishReason:
+        """Return why the output ended. Raises the error that it ended in."""
+        match self.outcome:
+            case Finished(reason=reason):
+                return reason
+            case Failed(error=error):
+                raise error
+            case Cancelled(why=why):
+                raise RequestCancelled(why)
 
 
 class PinAnswered(Struct, frozen=True):

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from baton.errors import BatonError, RequestCancelled
+from baton.errors import BatonError
 from baton.futures import looked_at
 from baton.messages import PromptTokenLogprob, TokenLogprob
 from baton.timeline import Timeline
@@ -281,13 +281,8 @@ async def collect(stream: OutputStream) -> Result:
     while True:
         news = await stream.read()
         if isinstance(news, RequestEnded):
-            match news.outcome:
-                case Failed(error=error):
-                    raise error
-                case Cancelled(why=why):
-                    raise RequestCancelled(why)
-                case _:
-                    return Result(whole, news, stream.stop_string)
+            news.finish_reason()  # raises the error that it ends in
+            return Result(whole, news, stream.stop_string)
         whole.text += news.text
         whole.tokens += news.tokens
         whole.logprobs += news.logprobs

@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from baton.errors import BatonError
 from baton.messages import PromptTokenLogprob, TokenLogprob
-from router.events import Finished, RequestEnded
+from router.events import RequestEnded
 from router.frontend.api import errors
 from router.frontend.api.token_logprobs import Json, TokenNames, added_texts, cut_texts
 from router.frontend.chat.deltas import ChatDelta
@@ -166,8 +166,7 @@ class Choice:
     @property
     def finish_reason(self) -> StopCause:
         assert self.end is not None
-        assert isinstance(self.end.outcome, Finished)
-        reason = self.end.outcome.reason
+        reason = self.end.finish_reason()
         return "tool_calls" if reason == "stop" and self.parser and self.parser.output.calls else reason
 
 

@@ -18,10 +18,10 @@ from msgspec.structs import asdict
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError, RequestCancelled
+from baton.errors import BatonError
 from baton.futures import looked_at
 from baton.messages import TOKEN_BYTES
-from router.events import Cancelled, Failed, Finished, RequestEnded
+from router.events import RequestEnded
 from router.frontend.api.errors import error_response
 from router.frontend.api.protocol import GenerationOrder
 from router.frontend.api.response_builder import Choice, ResponseBuilder
@@ -129,17 +129,11 @@ class _GeneratedResponse(Response):
         """Note the end of a choice. Raises the error that it ended in."""
         if not isinstance(news, RequestEnded):
             return news
-        match news.outcome:
-            case Failed(error=error):
-                raise error
-            case Cancelled(why=why):
-                raise RequestCancelled(why)
-            case Finished(reason=reason):
-                choice.end = news
-                choice.stop_reason = self.generations[choice.index].stream.stop_string
-                if reason == "stop" and choice.stop_reason is None and choice.tokens:
-                    last = choice.tokens[-1]
-                    choice.stop_reason = last if last in self._stops else None
+        reason, choice.end = news.finish_reason(), news
+        choice.stop_reason = self.generations[choice.index].stream.stop_string
+        if reason == "stop" and choice.stop_reason is None and choice.tokens:
+            last = choice.tokens[-1]
+            choice.stop_reason = last if last in self._stops else None
         return news
 
 

@@ -21,7 +21,7 @@ from baton.logs import RequestLog
 from baton.messages import FinishReason, PromptTokenLogprob, TokenLogprob
 from baton.timeline import Timeline
 from baton.v1 import generation_pb2
-from router.events import Cancelled, Failed, Finished, RequestEnded, Summary
+from router.events import RequestEnded, Summary
 from router.frontend.generation import Generation, GenerationService, message_fields, name_of
 from router.frontend.grpc_api.message_guard import connected
 from router.frontend.output_stream import Output, ReadableStream, merged
@@ -124,16 +124,10 @@ class GenerateCall:
 
     def _last(self, end: RequestEnded, index: int) -> generation_pb2.GenerateResponse:
         """Return the last message of an output. Raises BatonError where it ended in one."""
-        match end.outcome:
-            case Finished(reason=reason):
-                generation = self._generations[index]
-                name, seed, stop = self._request_id, generation.request.sampling.seed, generation.stream.stop_string
-                fingerprint = self._service.fingerprint(self._request.model)
-                return finished(reason, end.summary, name, seed, index, stop, fingerprint)
-            case Failed(error=error):
-                raise error
-            case Cancelled(why=why):
-                raise RequestCancelled(why)
+        reason, generation = end.finish_reason(), self._generations[index]
+        name, seed, stop = self._request_id, generation.request.sampling.seed, generation.stream.stop_string
+        fingerprint = self._service.fingerprint(self._request.model)
+        return finished(reason, end.summary, name, seed, index, stop, fingerprint)
 
     async def _give_up(self, streams: Sequence[ReadableStream]) -> None:
         """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:
