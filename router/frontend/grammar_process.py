@@ -40,7 +40,7 @@ from msgspec.structs import replace
 from baton import grammars
 from baton.errors import BatonError, InvalidGrammar, shown
 from baton.messages import MAX_GRAMMAR, Grammar
-from router.frontend.off_loop import serve
+from router.frontend.helper_main import serve
 
 _MEMORY = 2 << 30  # bytes of address space: a tokenizer of 256,000 tokens takes a quarter of it
 _STACK = 1 << 20

@@ -4,7 +4,7 @@
 
 An answer names its order's number, so no request ever gets the answer of another one. Work that hangs or takes too much
 memory costs its own request and a restart of the helper. A helper that was killed or stopped from outside is replaced,
-and its order is done again once. `serve` is the helper's side.
+and its order is done again once. `helper_main` is the helper's side.
 
 A tenant's jobs are served in their order, and tenants take turns. So a tenant's backlog delays a job of another tenant
 by one job for each place.
@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import resource
 import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from ctypes import CDLL
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -35,6 +31,7 @@ from baton.errors import Overloaded, StartupError
 from baton.futures import looked_at
 from baton.logs import RateLimitedLog
 from baton.messages import UNREADABLE
+from router.frontend.helper_main import READY
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
@@ -49,9 +46,6 @@ _EXTENSIONS = 20  # times the deadline that a busy machine may leave a process w
 
 _FROM_OUTSIDE = (-signal.SIGKILL, 255)  # 255: asyncio does not know, since something else has reaped the process
 _NOT_STARTED = (StartupError, asyncio.IncompleteReadError, OSError)
-_PR_SET_PDEATHSIG = 1
-READY = bytes(4)
-"""What a helper says once it has imported its libraries, before its first answer."""
 
 
 class HelperLate(Exception):
@@ -272,20 +266,3 @@ class FairTurns:
         backlog.size -= size
         if not backlog.jobs:
             del self._backlogs[tenant]
-
-
-def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], memory: int) -> None:
-    """Answer until stdin ends, or the process that started this one does. The address space is `memory` bytes."""
-    CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    orders, answers = sys.stdin.buffer, sys.stdout.buffer
-    answers.write(READY)
-    answers.flush()
-    while len(head := orders.read(4)) == 4:
-        order = json.loads(orders.read(int.from_bytes(head, "big")))
-        body = json.dumps(answer(order["order"]) | {"number": order["number"]}, ensure_ascii=False)
-        encoded = body.encode(errors="replace")
-        answers.write(len(encoded).to_bytes(4, "big") + encoded)
-        answers.flush()

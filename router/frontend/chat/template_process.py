@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.frontend.chat import repairs
-from router.frontend.off_loop import serve
+from router.frontend.helper_main import serve
 
 _MEMORY = 1 << 30  # bytes of address space
 _TEMPLATES = 32  # compiled ones that are kept
