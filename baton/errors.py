@@ -59,19 +59,21 @@ class BatonError(Exception):
     status: ClassVar[str] = "INTERNAL"
     reason: ClassVar[str] = "internal"
 
+    def __init_subclass__(cls, *, reason: str, status: str = "") -> None:
+        """Set both of a class. Without a `status` it is its parent's."""
+        cls.reason = reason
+        if status:
+            cls.status = status
 
-class InvalidRequest(BatonError):
+
+class InvalidRequest(BatonError, status="INVALID_ARGUMENT", reason="invalid_request"):
     """A request that no state of the cluster could serve as written."""
 
-    status = "INVALID_ARGUMENT"
-    reason = "invalid_request"
     field = ""  # the one that is wrong, where the error knows
 
 
-class ContextTooLong(InvalidRequest):
+class ContextTooLong(InvalidRequest, reason="context_too_long"):
     """Prompt and output together exceed the model's context, or the page pool of every decode worker."""
-
-    reason = "context_too_long"
 
     def __init__(self, message: str = "", *, prompt: int = 0, output: int = 0, context: int = 0) -> None:
         """The counts are tokens, where they are known; without a message they make one, in vLLM's words."""
@@ -85,272 +87,168 @@ class ContextTooLong(InvalidRequest):
         self.prompt, self.output, self.context = prompt, output, context
 
 
-class UnsupportedField(InvalidRequest):
+class UnsupportedField(InvalidRequest, reason="unsupported_field"):
     """A field that other servers know, and that would change the output if it were served here."""
 
-    reason = "unsupported_field"
 
-
-class InvalidGrammar(InvalidRequest):
+class InvalidGrammar(InvalidRequest, reason="invalid_grammar"):
     """A grammar that can't be compiled or is too complex, or that leaves no token with the request's other rules."""
 
-    reason = "invalid_grammar"
 
-
-class PayloadTooLarge(InvalidRequest):
+class PayloadTooLarge(InvalidRequest, reason="payload_too_large"):
     """A body with more bytes than any prompt of this model takes, or than its client's key allows."""
 
-    reason = "payload_too_large"
 
-
-class UnsupportedEncoding(InvalidRequest):
+class UnsupportedEncoding(InvalidRequest, reason="unsupported_encoding"):
     """A body that is compressed."""
 
-    reason = "unsupported_encoding"
 
-
-class BodyTimeout(InvalidRequest):
+class BodyTimeout(InvalidRequest, reason="body_timeout"):
     """A body that did not come in time."""
 
-    reason = "body_timeout"
 
-
-class ModelMismatch(BatonError):
+class ModelMismatch(BatonError, status="NOT_FOUND", reason="model_mismatch"):
     """The client asked for a model by a name that this cluster does not serve."""
 
-    status = "NOT_FOUND"
-    reason = "model_mismatch"
 
-
-class Unauthenticated(BatonError):
+class Unauthenticated(BatonError, status="UNAUTHENTICATED", reason="invalid_api_key"):
     """The client sent no API key, or one that is not known."""
 
-    status = "UNAUTHENTICATED"
-    reason = "invalid_api_key"
 
-
-class PermissionDenied(BatonError):
+class PermissionDenied(BatonError, status="PERMISSION_DENIED", reason="permission_denied"):
     """The client is known, and may not do that."""
 
-    status = "PERMISSION_DENIED"
-    reason = "permission_denied"
 
-
-class KeyNotFound(BatonError):
+class KeyNotFound(BatonError, status="NOT_FOUND", reason="key_not_found"):
     """The operator named an API key that does not exist."""
 
-    status = "NOT_FOUND"
-    reason = "key_not_found"
 
-
-class PinNotFound(BatonError):
+class PinNotFound(BatonError, status="NOT_FOUND", reason="pin_not_found"):
     """The client named a pin that does not exist, or has ended."""
 
-    status = "NOT_FOUND"
-    reason = "pin_not_found"
 
-
-class ProcessNotFound(BatonError):
+class ProcessNotFound(BatonError, status="NOT_FOUND", reason="process_not_found"):
     """The client named a worker or store that is not live."""
 
-    status = "NOT_FOUND"
-    reason = "process_not_found"
 
-
-class RequestNotFound(BatonError):
+class RequestNotFound(BatonError, status="NOT_FOUND", reason="request_not_found"):
     """The client named a request that this router never served, or has forgotten."""
 
-    status = "NOT_FOUND"
-    reason = "request_not_found"
 
-
-class TraceConflict(BatonError):
+class TraceConflict(BatonError, status="FAILED_PRECONDITION", reason="trace_conflict"):
     """A cluster makes one trace at a time: another one runs, or none runs that could be stopped."""
 
-    status = "FAILED_PRECONDITION"
-    reason = "trace_conflict"
 
-
-class Overloaded(BatonError):
+class Overloaded(BatonError, status="RESOURCE_EXHAUSTED", reason="overloaded"):
     """No room at present. `retry_after_ms` says when another try is worth it."""
-
-    status = "RESOURCE_EXHAUSTED"
-    reason = "overloaded"
 
     def __init__(self, message: str, retry_after_ms: int = 1_000) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
 
 
-class ObjectiveUnreachable(Overloaded):
+class ObjectiveUnreachable(Overloaded, reason="objective"):
     """No placement can bring the first token in time. A request without that objective would be served."""
 
-    reason = "objective"
 
-
-class RateLimited(Overloaded):
+class RateLimited(Overloaded, reason="rate_limited"):
     """A tenant has used up what it may ask for in a minute."""
 
-    reason = "rate_limited"
 
-
-class TooManyStreams(Overloaded):
+class TooManyStreams(Overloaded, reason="too_many_streams"):
     """A client has as many requests at a time as its API key allows."""
 
-    reason = "too_many_streams"
 
-
-class QuotaExceeded(BatonError):
+class QuotaExceeded(BatonError, status="RESOURCE_EXHAUSTED", reason="quota_exceeded"):
     """More than a tenant may have. Trying again is no use before something of it has ended."""
 
-    status = "RESOURCE_EXHAUSTED"
-    reason = "quota_exceeded"
 
-
-class DeadlineExpired(BatonError):
+class DeadlineExpired(BatonError, status="DEADLINE_EXCEEDED", reason="deadline"):
     """The client's deadline passed before the request ended."""
 
-    status = "DEADLINE_EXCEEDED"
-    reason = "deadline"
 
-
-class RequestCancelled(BatonError):
+class RequestCancelled(BatonError, status="CANCELLED", reason="cancelled"):
     """The client cancelled, or its connection went away."""
 
-    status = "CANCELLED"
-    reason = "cancelled"
 
-
-class Unavailable(BatonError):
+class Unavailable(BatonError, status="UNAVAILABLE", reason="unavailable"):
     """No process can take the request: no live worker, or a router that is stopping."""
 
-    status = "UNAVAILABLE"
-    reason = "unavailable"
 
-
-class AttemptsExhausted(Unavailable):
+class AttemptsExhausted(Unavailable, reason="attempts_exhausted"):
     """Every attempt at a request failed, the decode-local one included."""
 
-    reason = "attempts_exhausted"
 
-
-class DeviceLost(BatonError):
+class DeviceLost(BatonError, status="UNAVAILABLE", reason="device_lost"):
     """An error after which a device does nothing more for its process, such as a bad address in a CUDA context."""
 
-    status = "UNAVAILABLE"
-    reason = "device_lost"
 
-
-class NonFiniteLogits(BatonError):
+class NonFiniteLogits(BatonError, reason="non_finite_logits"):
     """The model computed NaN or infinity for this request. Another attempt would compute the same."""
 
-    reason = "non_finite_logits"
 
-
-class ProtocolError(BatonError):
+class ProtocolError(BatonError, reason="protocol"):
     """A peer said something the protocol does not allow."""
 
-    reason = "protocol"
 
-
-class MalformedMessage(ProtocolError):
+class MalformedMessage(ProtocolError, status="INVALID_ARGUMENT", reason="malformed_message"):
     """Bytes that are no message of this link."""
 
-    status = "INVALID_ARGUMENT"
-    reason = "malformed_message"
 
-
-class Incompatible(ProtocolError):
+class Incompatible(ProtocolError, status="FAILED_PRECONDITION", reason="incompatible"):
     """A Hello whose protocol version, page layout or namespace differs from ours."""
 
-    status = "FAILED_PRECONDITION"
-    reason = "incompatible"
 
-
-class ConfigError(BatonError):
+class ConfigError(BatonError, status="INVALID_ARGUMENT", reason="config"):
     """A setting that is unknown, of the wrong type or impossible."""
 
-    status = "INVALID_ARGUMENT"
-    reason = "config"
 
-
-class StartupError(BatonError):
+class StartupError(BatonError, status="FAILED_PRECONDITION", reason="startup"):
     """A process or a cluster that can't start on this machine."""
 
-    status = "FAILED_PRECONDITION"
-    reason = "startup"
 
-
-class FolderUntrusted(StartupError):
+class FolderUntrusted(StartupError, reason="folder_untrusted"):
     """A folder of files to run that another user could have written to, or no place for one."""
 
-    reason = "folder_untrusted"
 
-
-class PortInUse(StartupError):
+class PortInUse(StartupError, reason="port_in_use"):
     """Another program listens at the configured port."""
 
-    reason = "port_in_use"
 
-
-class NotEnoughMemory(StartupError):
+class NotEnoughMemory(StartupError, status="RESOURCE_EXHAUSTED", reason="not_enough_memory"):
     """The arena or a page pool would not fit into what the machine or its cgroup has left."""
 
-    status = "RESOURCE_EXHAUSTED"
-    reason = "not_enough_memory"
 
-
-class KeysUnusable(StartupError):
+class KeysUnusable(StartupError, reason="keys"):
     """The file with the cluster's keys, or its clients', is missing, holds none, or can be read by others."""
 
-    reason = "keys"
 
-
-class RayUnusable(StartupError):
+class RayUnusable(StartupError, reason="ray"):
     """Ray is absent, does not answer in time, or asks for another kind of authentication."""
 
-    reason = "ray"
 
-
-class ModelError(BatonError):
+class ModelError(BatonError, status="FAILED_PRECONDITION", reason="model"):
     """A checkpoint that can't be served."""
 
-    status = "FAILED_PRECONDITION"
-    reason = "model"
 
-
-class ModelNotFound(ModelError):
+class ModelNotFound(ModelError, status="NOT_FOUND", reason="model_not_found"):
     """No checkpoint lies where the model's name points."""
 
-    status = "NOT_FOUND"
-    reason = "model_not_found"
 
-
-class UnsupportedModel(ModelError):
+class UnsupportedModel(ModelError, status="UNIMPLEMENTED", reason="unsupported_model"):
     """An architecture, or a variant of one, that the engine does not run."""
 
-    status = "UNIMPLEMENTED"
-    reason = "unsupported_model"
 
-
-class CorruptWeights(ModelError):
+class CorruptWeights(ModelError, status="DATA_LOSS", reason="corrupt_weights"):
     """Safetensors that are missing, truncated, or hold other tensors than the config asks for."""
 
-    status = "DATA_LOSS"
-    reason = "corrupt_weights"
 
-
-class StoreError(BatonError):
+class StoreError(BatonError, status="UNAVAILABLE", reason="store"):
     """The node's store refused, or failed at, what it was asked for."""
 
-    status = "UNAVAILABLE"
-    reason = "store"
 
-
-class StoreGone(StoreError):
+class StoreGone(StoreError, reason="store_gone"):
     """The store's process is gone, or has stopped answering."""
-
-    reason = "store_gone"
 
 
 def shown(text: str, most: int = 80) -> str:
