@@ -45,19 +45,7 @@ from kvstore.disk.index import DiskIndex
 from kvstore.disk.io_threads import DiskTier
 from kvstore.disk.orders import DiskOrder
 from kvstore.events.publisher import KvEventPublisher
-from kvstore.server.events import (
-    CallReceived,
-    CloseConnection,
-    Connected,
-    Disconnected,
-    DivideArena,
-    RouterMessageReceived,
-    SendReply,
-    StoreCommand,
-    StoreEvent,
-    TellRouter,
-    WriterDied,
-)
+from kvstore.server import events
 from kvstore.server.metrics import metric_samples
 from kvstore.server.state import StoreState
 from kvstore.transport.nixl_transport import NixlTransport
@@ -245,7 +233,7 @@ class StoreService:
             connection = _Connection(self._next_number, socket, socket.fileno())
             self._connections[connection.number] = connection
             self._poller.add(connection.fd)
-            self._handle(Connected(connection.number, socket.pid))
+            self._handle(events.Connected(connection.number, socket.pid))
 
     def _watch(self, socket: UnixSocket[StoreCall]) -> bool:
         """Make sure that the kernel tells us of the end of the peer's process. False when it has ended already, or
@@ -290,7 +278,7 @@ class StoreService:
                 self._workers.setdefault(connection.socket.pid, set()).add(call.peer.incarnation)
             else:
                 _close(descriptors)
-            self._handle(CallReceived(connection.number, call))
+            self._handle(events.CallReceived(connection.number, call))
 
     def _writer_died(self, pid: int) -> None:
         """The kernel has told of a process's end; what it had said before still counts. Its slots are free once all
@@ -316,7 +304,7 @@ class StoreService:
             self._dying[pid] = left
             return
         del self._dying[pid]
-        self._handle(WriterDied(pid))
+        self._handle(events.WriterDied(pid))
 
     def _take_writers(self, pid: int, descriptors: Sequence[int]) -> None:
         """Keep the pidfds that came with an Attach, in place of those of an earlier one."""
@@ -329,7 +317,7 @@ class StoreService:
 
     def _connection_lost(self, connection: _Connection) -> None:
         self._close(connection)
-        self._handle(Disconnected(connection.number))
+        self._handle(events.Disconnected(connection.number))
         self._unwatch_if_done(connection.socket.pid)
 
     def _close(self, connection: _Connection) -> None:
@@ -350,12 +338,12 @@ class StoreService:
 
     # --- the state's commands ---------------------------------------------------------------------------------------
 
-    def _handle(self, event: StoreEvent) -> None:
+    def _handle(self, event: events.StoreEvent) -> None:
         with self._tracer.span(_name_of(event), "scheduler"):
-            waiting: deque[StoreCommand] = deque(self._state.handle(event, self._clock.now()))
+            waiting: deque[events.StoreCommand] = deque(self._state.handle(event, self._clock.now()))
         while waiting:
             match waiting.popleft():
-                case SendReply(connection=number, reply=reply) if (
+                case events.SendReply(connection=number, reply=reply) if (
                     connection := self._connections.get(number)
                 ) is not None:
                     try:
@@ -366,16 +354,18 @@ class StoreService:
                             continue  # `_hear` takes what it had said, and then the end
                         of_peers.warning("closing a connection: %s", error)
                         self._close(connection)
-                        waiting += self._state.handle(Disconnected(number), self._clock.now())
+                        waiting += self._state.handle(events.Disconnected(number), self._clock.now())
                         self._unwatch_if_done(connection.socket.pid)
-                case CloseConnection(connection=number) if (connection := self._connections.get(number)) is not None:
+                case events.CloseConnection(connection=number) if (
+                    connection := self._connections.get(number)
+                ) is not None:
                     self._close(connection)
                     self._unwatch_if_done(connection.socket.pid)
-                case SendReply() | CloseConnection():
+                case events.SendReply() | events.CloseConnection():
                     pass  # the connection has ended meanwhile
-                case TellRouter(message=message, router=router):
+                case events.TellRouter(message=message, router=router):
                     self._routers.say(message, router)
-                case DivideArena(page_bytes=page_bytes, kv_heads=kv_heads):
+                case events.DivideArena(page_bytes=page_bytes, kv_heads=kv_heads):
                     self._arena.divide(page_bytes)
                     self._transport.use(self._arena.view, page_bytes, kv_heads)
                 case DiskOrder() as order:
@@ -406,7 +396,7 @@ class StoreService:
                 case RouterMessage(message=StopTrace(mark=mark)):
                     self._tracer.stop(mark)
                 case RouterMessage(router=router, message=PinPages() | UnpinPages() as message):
-                    self._handle(RouterMessageReceived(message, router))
+                    self._handle(events.RouterMessageReceived(message, router))
                 case _:
                     pass
         self._routers.beat(self._heartbeat, None)
@@ -449,6 +439,6 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _name_of(event: StoreEvent) -> str:
+def _name_of(event: events.StoreEvent) -> str:
     """What a trace calls it: for what a worker said, the call."""
-    return type(event.call if isinstance(event, CallReceived) else event).__name__
+    return type(event.call if isinstance(event, events.CallReceived) else event).__name__

@@ -9,21 +9,9 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from baton.config import DiskConfig
+from kvstore.disk import orders as disk
 from kvstore.disk.file_names import PageFile
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.orders import (
-    Delete,
-    Deleted,
-    DiskOrder,
-    Open,
-    Opened,
-    PagesListed,
-    PagesRead,
-    Read,
-    ReadFinished,
-    Write,
-    Written,
-)
 from kvstore.keys import START
 from simulator.clock import Agenda
 from simulator.timing import DiskTimes
@@ -48,26 +36,26 @@ class SimulatedDisk:
         self._owners += 1
         return self
 
-    def submit(self, order: DiskOrder) -> None:
+    def submit(self, order: disk.DiskOrder) -> None:
         assert self._times is not None, "an order for a disk that there is not"
         match order:
-            case Open(epoch=epoch, page_bytes=page_bytes):
+            case disk.Open(epoch=epoch, page_bytes=page_bytes):
                 self._page_bytes = page_bytes
                 self._open(epoch)
-            case Write(epoch=epoch, pages=pages):
+            case disk.Write(epoch=epoch, pages=pages):
                 self._files |= {page.key: page for page, _ in pages}
                 outcomes = tuple((page.key, "ok") for page, _ in pages)
-                self._later(len(pages), self._times.write, Written(epoch, outcomes))  # type: ignore[arg-type]
-            case Read(epoch=epoch, number=number, pages=pages):
+                self._later(len(pages), self._times.write, disk.Written(epoch, outcomes))  # type: ignore[arg-type]
+            case disk.Read(epoch=epoch, number=number, pages=pages):
                 outcomes = tuple((place, "ok") for place in range(len(pages)))
                 began = self._agenda.now
-                ended = self._later(len(pages), self._times.read, PagesRead(epoch, number, outcomes))  # type: ignore[arg-type]
+                ended = self._later(len(pages), self._times.read, disk.PagesRead(epoch, number, outcomes))  # type: ignore[arg-type]
                 first = ended - began - (len(pages) - 1) * self._page_bytes / self._times.read
-                self._later(0, self._times.read, ReadFinished(epoch, number, first, ended - began))
-            case Delete(epoch=epoch, pages=files):
+                self._later(0, self._times.read, disk.ReadFinished(epoch, number, first, ended - began))
+            case disk.Delete(epoch=epoch, pages=files):
                 for page in files:
                     self._files.pop(page.key, None)
-                self._later(0, self._times.write, Deleted(epoch, files))
+                self._later(0, self._times.write, disk.Deleted(epoch, files))
             case _:
                 raise AssertionError(f"{type(order).__name__} is no order for a simulated disk")
 
@@ -90,5 +78,5 @@ class SimulatedDisk:
             if page.parent == START or page.parent in linked:
                 linked[page.key] = page
         self._files = linked
-        for event in (PagesListed(epoch, tuple(linked.values())), Opened(epoch)):
+        for event in (disk.PagesListed(epoch, tuple(linked.values())), disk.Opened(epoch)):
             self._later(0, 1.0, event)

@@ -12,18 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.messages import Envelope, Peer
-from router.events import (
-    AskSnapshot,
-    Emit,
-    ForgetPeer,
-    PinAnswered,
-    RequestEnded,
-    RouterCommand,
-    RouterEvent,
-    SendMessage,
-    Subscribe,
-    Unsubscribe,
-)
+from router import events
 from router.state import RouterState
 
 
@@ -39,31 +28,31 @@ class RouterShell:
     def now(self) -> float:
         raise NotImplementedError
 
-    def tell(self, event: RouterEvent) -> Sequence[RouterCommand]:
+    def tell(self, event: events.RouterEvent) -> Sequence[events.RouterCommand]:
         """Tell the state of an event. Return its commands, which are carried out."""
         commands = self.state.handle(event, self.now)
         for command in commands:
             self._carry_out(command)
         return commands
 
-    def _carry_out(self, command: RouterCommand) -> None:
+    def _carry_out(self, command: events.RouterCommand) -> None:
         match command:
-            case SendMessage(incarnation=to, message=message):
+            case events.SendMessage(incarnation=to, message=message):
                 self.counts[to] += 1
                 self.post(Envelope(self.incarnation, to, self.counts[to], message))
-            case ForgetPeer(incarnation=stranger):
+            case events.ForgetPeer(incarnation=stranger):
                 del self.counts[stranger]
-            case Emit(request=request, tokens=tokens):
+            case events.Emit(request=request, tokens=tokens):
                 self.emit(request, tokens)
-            case RequestEnded():
+            case events.RequestEnded():
                 self.end_request(command)
-            case PinAnswered():
+            case events.PinAnswered():
                 self.answer_pin(command)
-            case Subscribe(incarnation=holder):
+            case events.Subscribe(incarnation=holder):
                 self.follow(holder)
-            case Unsubscribe(incarnation=holder):
+            case events.Unsubscribe(incarnation=holder):
                 self.unfollow(holder)
-            case AskSnapshot(incarnation=holder):
+            case events.AskSnapshot(incarnation=holder):
                 self.ask_snapshot(holder)
             case _:  # log lines
                 pass
@@ -77,10 +66,10 @@ class RouterShell:
     def emit(self, request: str, tokens: Sequence[int]) -> None:
         """Give tokens to a client."""
 
-    def end_request(self, end: RequestEnded) -> None:
+    def end_request(self, end: events.RequestEnded) -> None:
         """Tell a client of its request's end."""
 
-    def answer_pin(self, answer: PinAnswered) -> None:
+    def answer_pin(self, answer: events.PinAnswered) -> None:
         """Answer a client that has asked for a pin."""
 
     def follow(self, holder: str) -> None:

@@ -9,32 +9,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from baton import messages as msg
 from baton.clock import Tick
 from baton.config import Config
-from baton.messages import (
-    Envelope,
-    FromStore,
-    Heartbeat,
-    Hello,
-    Namespace,
-    Peer,
-    PinPages,
-    Snapshot,
-    UnpinPages,
-    WorkerDied,
-)
 from baton.router_links import RouterMessage
 from baton.store_protocol import Attach, Attached, StoreHeartbeat, StoreReply
 from kvstore.client.transfer import StoreUp
 from kvstore.disk.orders import DiskOrder
-from kvstore.server.events import (
-    CallReceived,
-    Connected,
-    Disconnected,
-    RouterMessageReceived,
-    StoreEvent,
-    WriterDied,
-)
+from kvstore.server import events
 from kvstore.server.state import StoreState
 from simulator.clock import Agenda
 from simulator.disk import SimulatedDisk
@@ -52,7 +34,7 @@ class SimulatedStore(StoreShell):
     """One store process, from its start to its end."""
 
     def __init__(
-        self, peer: Peer, config: Config, namespace: Namespace, page_bytes: int, agenda: Agenda,
+        self, peer: msg.Peer, config: Config, namespace: msg.Namespace, page_bytes: int, agenda: Agenda,
         network: SimulatedNetwork, routers: Sequence[RouterAddress], disk: SimulatedDisk,
         memory: SlotMemory,
     ) -> None:  # fmt: skip
@@ -68,7 +50,7 @@ class SimulatedStore(StoreShell):
                 peer.incarnation, memory, self.handle, self._post, most=_MESSAGE_BYTES // page_bytes
             ),
         )  # fmt: skip
-        hello = Hello(peer, events="events", replay="replay", data=f"sim://{peer.incarnation}")
+        hello = msg.Hello(peer, events="events", replay="replay", data=f"sim://{peer.incarnation}")
         self._routers = SimulatedRouterLinks(routers, hello, network)
         self.feed = Feed(peer.incarnation, config.pages.page_size)
         self.followers: dict[str, RouterEndpoint] = {}
@@ -81,7 +63,7 @@ class SimulatedStore(StoreShell):
         """Connect a worker; return the connection."""
         connection = next(self._connections)
         self._workers[connection] = worker
-        self.handle(Connected(connection, worker.peer.pid))
+        self.handle(events.Connected(connection, worker.peer.pid))
         self.hear(connection, Attach(worker.peer, self._namespace, self._page_bytes))
         return connection
 
@@ -91,7 +73,7 @@ class SimulatedStore(StoreShell):
 
     def hear(self, connection: int, call: Any) -> None:
         """Handle a worker's call that has arrived."""
-        self.handle(CallReceived(connection, call))
+        self.handle(events.CallReceived(connection, call))
 
     def worker_gone(self, worker: SimulatedWorker) -> None:
         """Handle a worker's death, as the kernel reports it. Its earlier calls still count."""
@@ -103,20 +85,20 @@ class SimulatedStore(StoreShell):
 
     def _disconnect(self, worker: SimulatedWorker) -> None:
         if self._workers.pop(worker.connection, None) is not None:
-            self.handle(Disconnected(worker.connection))
+            self.handle(events.Disconnected(worker.connection))
 
     def _bury(self, worker: SimulatedWorker) -> None:
         self._disconnect(worker)
-        self.handle(WriterDied(worker.peer.pid))
-        self._routers.tell_all(WorkerDied(worker.peer.incarnation, worker.peer.pid))
+        self.handle(events.WriterDied(worker.peer.pid))
+        self._routers.tell_all(msg.WorkerDied(worker.peer.incarnation, worker.peer.pid))
 
     # --- routers ------------------------------------------------------------------------------------------------------
 
-    def receive_from_router(self, place: int, envelope: Envelope[Any]) -> None:
+    def receive_from_router(self, place: int, envelope: msg.Envelope[Any]) -> None:
         """Take a router's message. A lost router needs no action: its pins expire."""
         for event in self._routers.hear(place, envelope, self._agenda.now):
-            if isinstance(event, RouterMessage) and isinstance(event.message, PinPages | UnpinPages):
-                self.handle(RouterMessageReceived(event.message, event.router))
+            if isinstance(event, RouterMessage) and isinstance(event.message, msg.PinPages | msg.UnpinPages):
+                self.handle(events.RouterMessageReceived(event.message, event.router))
 
     def beat(self) -> float:
         """Run an idle iteration of its loop and send heartbeats; return the seconds until the next."""
@@ -126,8 +108,8 @@ class SimulatedStore(StoreShell):
         self._routers.beat(self._heartbeat)
         return self._routers.heartbeat
 
-    def _heartbeat(self, heard: int, router: str) -> Heartbeat:
-        return Heartbeat(
+    def _heartbeat(self, heard: int, router: str) -> msg.Heartbeat:
+        return msg.Heartbeat(
             heard,
             self.state.load(),
             attempts=self.state.pins(router),
@@ -135,7 +117,7 @@ class SimulatedStore(StoreShell):
             digest=self.feed.digest,
         )
 
-    def snapshot(self) -> list[Snapshot]:
+    def snapshot(self) -> list[msg.Snapshot]:
         """Return a snapshot for followers of its KV events."""
         self._publish()
         return self.feed.snapshot(self.state.snapshot())
@@ -146,7 +128,7 @@ class SimulatedStore(StoreShell):
     def now(self) -> float:
         return self._agenda.now
 
-    def handle(self, event: StoreEvent) -> None:
+    def handle(self, event: events.StoreEvent) -> None:
         """Handle an event and all that follow from it at once. A dead process handles none."""
         if self._network.process(self.peer.incarnation) is not self:
             return
@@ -161,7 +143,7 @@ class SimulatedStore(StoreShell):
             event = StoreUp(reply.slots, reply.page_bytes) if isinstance(reply, Attached) else reply
             self._network.call(connection, worker.peer.incarnation, worker.receive_from_store, event, connection)
 
-    def tell_router(self, message: FromStore, router: str) -> None:
+    def tell_router(self, message: msg.FromStore, router: str) -> None:
         self._routers.say(message, router)
 
     def order_disk(self, order: DiskOrder) -> None:

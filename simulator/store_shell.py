@@ -14,14 +14,7 @@ from collections.abc import Sequence
 from baton.messages import FromStore
 from baton.store_protocol import StoreReply
 from kvstore.disk.orders import DiskOrder
-from kvstore.server.events import (
-    CloseConnection,
-    DivideArena,
-    SendReply,
-    StoreCommand,
-    StoreEvent,
-    TellRouter,
-)
+from kvstore.server import events
 from kvstore.server.state import StoreState
 from kvstore.transport.interface import PeerOrder
 from simulator.transport import SimulatedTransport, SlotMemory
@@ -36,7 +29,7 @@ class StoreShell:
     def begin(self, state: StoreState, transport: SimulatedTransport) -> None:
         """Begin a new process, which knows nothing of an earlier one."""
         self.state, self.transport = state, transport
-        self._arrived: deque[StoreEvent] = deque()
+        self._arrived: deque[events.StoreEvent] = deque()
         self.handling = False
 
     @property
@@ -48,7 +41,7 @@ class StoreShell:
         """What this node's workers map."""
         return self.transport.memory
 
-    def handle(self, event: StoreEvent) -> None:
+    def handle(self, event: events.StoreEvent) -> None:
         """Handle an event and all that follow from it at once."""
         self._arrived.append(event)
         if self.handling:
@@ -62,26 +55,26 @@ class StoreShell:
         finally:
             self.handling = False
 
-    def take(self, event: StoreEvent) -> Sequence[StoreCommand]:
+    def take(self, event: events.StoreEvent) -> Sequence[events.StoreCommand]:
         """Handle just this event. Return the commands, which are carried out."""
         commands = self.decide(event)
         for command in commands:
             self._carry_out(command)
         return commands
 
-    def decide(self, event: StoreEvent) -> Sequence[StoreCommand]:
+    def decide(self, event: events.StoreEvent) -> Sequence[events.StoreCommand]:
         """Tell the state, and return its commands."""
         return self.state.handle(event, self.now)
 
-    def _carry_out(self, command: StoreCommand) -> None:
+    def _carry_out(self, command: events.StoreCommand) -> None:
         match command:
-            case SendReply(connection=connection, reply=reply):
+            case events.SendReply(connection=connection, reply=reply):
                 self.reply(connection, reply)
-            case CloseConnection(connection=connection):
+            case events.CloseConnection(connection=connection):
                 self.close_connection(connection)
-            case TellRouter(message=message, router=router):
+            case events.TellRouter(message=message, router=router):
                 self.tell_router(message, router)
-            case DivideArena():
+            case events.DivideArena():
                 self.divide_arena()
             case DiskOrder():
                 self.order_disk(command)

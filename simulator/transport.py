@@ -15,22 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.peer_protocol import FetchedPages, FetchStatus, FetchUnavailable, PageReply, PageRequest
-from kvstore.transport.interface import (
-    AnswerPeer,
-    AskPeer,
-    ExpectPages,
-    FetchRetracted,
-    PagesLanded,
-    PagesSent,
-    PeerEvent,
-    PeerOrder,
-    PeerReplied,
-    PeerRequested,
-    RetractFetch,
-    SendPages,
-    SlotVerified,
-    VerifySlot,
-)
+from kvstore.transport import interface
 
 
 class SlotMemory(Protocol):
@@ -64,7 +49,7 @@ class Parcel:
 
     message: PageRequest | PageReply
     sender: SimulatedTransport
-    orders: Sequence[SendPages] = ()
+    orders: Sequence[interface.SendPages] = ()
     contents: list[Any] = field(default_factory=list[Any])  # once it has left the sender's arena
 
     def leave(self) -> None:
@@ -85,7 +70,7 @@ class SimulatedTransport:
     """The transport of one store process."""
 
     def __init__(
-        self, incarnation: str, memory: SlotMemory, tell: Callable[[PeerEvent], object],
+        self, incarnation: str, memory: SlotMemory, tell: Callable[[interface.PeerEvent], object],
         post: Callable[[str, Parcel], object], most: float = float("inf"),
     ) -> None:  # fmt: skip
         """`tell` takes events for the state. `post` sends a parcel to a store, by incarnation. At most `most` pages,
@@ -94,26 +79,26 @@ class SimulatedTransport:
         self._tell, self._post, self._most = tell, post, most
         self.expected: dict[int, dict[int, int]] = {}  # fetch → index → slot that may be written to
         self.sending: dict[int, tuple[int, ...]] = {}  # number of a SendPages → slots that may be read
-        self._ordered: dict[tuple[str, int], list[SendPages]] = {}  # by receiver and fetch; not sent yet
+        self._ordered: dict[tuple[str, int], list[interface.SendPages]] = {}  # by receiver and fetch; not sent yet
 
-    def carry_out(self, order: PeerOrder) -> None:
+    def carry_out(self, order: interface.PeerOrder) -> None:
         """Take an order. SendPages waits for `flush`."""
         match order:
-            case ExpectPages(fetch=fetch, slots=slots):
+            case interface.ExpectPages(fetch=fetch, slots=slots):
                 self.expected.setdefault(fetch, {}).update(slots)
-            case RetractFetch(fetch=fetch):
+            case interface.RetractFetch(fetch=fetch):
                 self.expected.pop(fetch, None)
-                self._tell(FetchRetracted(fetch))
-            case AskPeer(source=source, request=request):
+                self._tell(interface.FetchRetracted(fetch))
+            case interface.AskPeer(source=source, request=request):
                 self._post(source.store, Parcel(request, self))
-            case AnswerPeer(peer=peer, reply=reply):
+            case interface.AnswerPeer(peer=peer, reply=reply):
                 self._post(peer, Parcel(reply, self))
-            case SendPages(number=number, peer=peer, fetch=fetch, slots=slots):
+            case interface.SendPages(number=number, peer=peer, fetch=fetch, slots=slots):
                 self.sending[number] = slots
                 self._ordered.setdefault((peer, fetch), []).append(order)
-            case VerifySlot(number=number, slot=slot, checksum=checksum):
+            case interface.VerifySlot(number=number, slot=slot, checksum=checksum):
                 contents = self.memory.read(slot, checksum)
-                self._tell(SlotVerified(number, self.memory.matches(contents, checksum)))
+                self._tell(interface.SlotVerified(number, self.memory.matches(contents, checksum)))
 
     def flush(self) -> None:
         """Send the pages that were ordered since the last call, those of one fetch together."""
@@ -123,10 +108,10 @@ class SimulatedTransport:
                 pages = tuple(page for order in part for page in order.pages)
                 self._post(peer, Parcel(FetchedPages(fetch, pages), self, part))
 
-    def sent(self, order: SendPages) -> None:
+    def sent(self, order: interface.SendPages) -> None:
         """Let go of the slots of that order."""
         del self.sending[order.number]
-        self._tell(PagesSent(order.number))
+        self._tell(interface.PagesSent(order.number))
 
     def arrive(self, parcel: Parcel) -> None:
         """Take a parcel from another store. Pages that no fetch expects any more are dropped."""
@@ -146,16 +131,16 @@ class SimulatedTransport:
                     else:
                         damaged.append(page.index)
                 if landed or damaged:
-                    self._tell(PagesLanded(fetch, tuple(landed), tuple(damaged)))
+                    self._tell(interface.PagesLanded(fetch, tuple(landed), tuple(damaged)))
             case FetchUnavailable() | FetchStatus():
-                self._tell(PeerReplied(sender, parcel.message))
+                self._tell(interface.PeerReplied(sender, parcel.message))
             case request:
-                self._tell(PeerRequested(sender, request))
+                self._tell(interface.PeerRequested(sender, request))
 
 
-def _parts(orders: Iterable[SendPages], most: float) -> Iterator[list[SendPages]]:
+def _parts(orders: Iterable[interface.SendPages], most: float) -> Iterator[list[interface.SendPages]]:
     """Yield the orders in groups of at most `most` pages, in order. A larger order is a group of its own."""
-    part: list[SendPages] = []
+    part: list[interface.SendPages] = []
     pages = 0
     for order in orders:
         if part and pages + len(order.pages) > most:

@@ -10,22 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from baton import messages as msg
 from baton.clock import Tick
 from baton.config import Config
-from baton.messages import (
-    AttemptName,
-    Cancel,
-    ChangeRole,
-    Envelope,
-    Heartbeat,
-    Hello,
-    Message,
-    ModelCard,
-    Peer,
-    RouterHeartbeat,
-    Snapshot,
-    WorkerRole,
-)
 from baton.router_links import RouterMessage
 from baton.store_protocol import LeaseHeartbeat
 from engine.step.batch import Sampled
@@ -79,10 +66,10 @@ class SimulatedWorker(WorkerShell):
     """One worker process, from its start to its end."""
 
     def __init__(
-        self, role: WorkerRole, peer: Peer, card: ModelCard, config: Config, timing: ModelTiming, agenda: Agenda,
-        network: SimulatedNetwork, routers: Sequence[RouterAddress], outputs: Mapping[str, ScriptedOutput],
-        noise: Noise, become: Callable[[WorkerRole], None], *, runs: bool = True,
-        device: CheckingDevice | None = None,
+        self, role: msg.WorkerRole, peer: msg.Peer, card: msg.ModelCard, config: Config, timing: ModelTiming,
+        agenda: Agenda, network: SimulatedNetwork, routers: Sequence[RouterAddress],
+        outputs: Mapping[str, ScriptedOutput], noise: Noise, become: Callable[[msg.WorkerRole], None], *,
+        runs: bool = True, device: CheckingDevice | None = None,
     ) -> None:  # fmt: skip
         """`become` replaces this incarnation by one of another role. `runs`: simulate repeatable steps as one run.
         `device` checks the pages of every step; without one there are no page contents."""
@@ -101,11 +88,11 @@ class SimulatedWorker(WorkerShell):
             else ReadPrefillScheduler(config.prefill, page_size, pages, calibration=card.steps)
         )
         self._routers = SimulatedRouterLinks(
-            routers, Hello(peer, model=card, events="events", replay="replay"), network
+            routers, msg.Hello(peer, model=card, events="events", replay="replay"), network
         )
         self.feed = Feed(peer.incarnation, page_size)
         self.followers: dict[str, RouterEndpoint] = {}  # routers that follow our KV events, by incarnation
-        self._inbox: deque[tuple[int, Envelope[Any]]] = deque()  # with the index of the sending router
+        self._inbox: deque[tuple[int, msg.Envelope[Any]]] = deque()  # with the index of the sending router
         self._from_store: deque[Any] = deque()
         self._store: StoreEndpoint | None = None
         self.connection = 0
@@ -117,7 +104,7 @@ class SimulatedWorker(WorkerShell):
 
     # --- called by others ---------------------------------------------------------------------------------------------
 
-    def receive_from_router(self, place: int, envelope: Envelope[Any]) -> None:
+    def receive_from_router(self, place: int, envelope: msg.Envelope[Any]) -> None:
         """Take a router's message."""
         self._inbox.append((place, envelope))
         if self._run is None or not self._can_wait(envelope):
@@ -155,7 +142,7 @@ class SimulatedWorker(WorkerShell):
             self._process.wake(now)
         return self._routers.heartbeat
 
-    def _heartbeat(self, heard: int, router: str) -> Heartbeat:
+    def _heartbeat(self, heard: int, router: str) -> msg.Heartbeat:
         age = int((self._agenda.now - self._run.began) * 1_000) if self._run else 0
         own = self.state.heartbeat(heard, router)
         return msgspec.structs.replace(own, step_age_ms=age, events=self.feed.sequence, digest=self.feed.digest)
@@ -170,7 +157,7 @@ class SimulatedWorker(WorkerShell):
             self.handle(self._done(self._run, done))
         self._process.end()
 
-    def snapshot(self) -> list[Snapshot]:
+    def snapshot(self) -> list[msg.Snapshot]:
         """Return a snapshot for followers of its KV events."""
         self.publish()
         return self.feed.snapshot(page_runs(((page.key, page.parent) for page in self.state.blocks.pages()), "GPU"))
@@ -216,7 +203,7 @@ class SimulatedWorker(WorkerShell):
         while self._inbox:
             for event in self._routers.hear(*self._inbox.popleft(), now):
                 match event:
-                    case RouterMessage(message=ChangeRole(role=role)):
+                    case RouterMessage(message=msg.ChangeRole(role=role)):
                         self._become(role)
                     case _:
                         yield event
@@ -274,7 +261,7 @@ class SimulatedWorker(WorkerShell):
             sampled.append([*[output.token] * (steps - 1), last] if chunk.sample else ())
         return RunDone(plan, sampled, steps)
 
-    def _output(self, name: AttemptName) -> ScriptedOutput:
+    def _output(self, name: msg.AttemptName) -> ScriptedOutput:
         return self._outputs.get(name.request, _STRANGER)
 
     def duplicate_page(self, order: DuplicatePage) -> None:
@@ -283,7 +270,7 @@ class SimulatedWorker(WorkerShell):
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
-    def tell_router(self, message: Message, router: str) -> None:
+    def tell_router(self, message: msg.Message, router: str) -> None:
         self._routers.say(message, router)
 
     def call_store(self, call: Any) -> None:
@@ -306,14 +293,14 @@ class SimulatedWorker(WorkerShell):
         elif self._run is not None and self._run.cut(self._agenda.now):
             self._process.wake(self._run.end)
 
-    def _can_wait(self, envelope: Envelope[Any]) -> bool:
+    def _can_wait(self, envelope: msg.Envelope[Any]) -> bool:
         """Whether a message changes nothing for the running sequences, so that it need not end the run."""
         if not isinstance(self.state, RunDecodeScheduler):
             return False
         match envelope.message:
-            case RouterHeartbeat(attempts=listed):
+            case msg.RouterHeartbeat(attempts=listed):
                 return self.state.attempts(envelope.sender) <= frozenset(listed)
-            case Cancel(request=request, attempt=attempt):
-                return AttemptName(request, attempt) not in self.state.attempts(envelope.sender)
+            case msg.Cancel(request=request, attempt=attempt):
+                return msg.AttemptName(request, attempt) not in self.state.attempts(envelope.sender)
             case _:
                 return False

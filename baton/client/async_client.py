@@ -6,30 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+from baton import operator_api as api
 from baton.client.connection import ClientConnection, TlsArgument
 from baton.client.options import ChatOptions, PinOptions, SamplingOptions, generate_request, pin_call
 from baton.client.streams import AsyncChatStream, AsyncGenerationStream
 from baton.errors import BatonError
 from baton.messages import WorkerRole
-from baton.operator_api import (
-    Drain,
-    Explain,
-    Explanation,
-    GetHealth,
-    GetStatus,
-    ListPins,
-    ListRequests,
-    NewPin,
-    OperatorCall,
-    Pin,
-    Process,
-    Profile,
-    RequestSummary,
-    SetRole,
-    Status,
-    TraceFile,
-    Unpin,
-)
 
 A = TypeVar("A")
 
@@ -103,68 +85,68 @@ class AsyncClient:
 
     # --- the operator's calls ----------------------------------------------------------------------------------------
 
-    async def ask(self, call: OperatorCall[A], timeout: float | None) -> A:
+    async def ask(self, call: api.OperatorCall[A], timeout: float | None) -> A:
         """Make a call of `baton.operator_api` and return its answer. Raises BatonError."""
         return await self._connection.ask_operator(call, timeout)
 
-    async def status(self, timeout: float = 2.0) -> Status:
+    async def status(self, timeout: float = 2.0) -> api.Status:
         """Return the cluster's status. Raises BatonError: Unavailable if no router answers."""
-        return await self.ask(GetStatus(), timeout)
+        return await self.ask(api.GetStatus(), timeout)
 
-    async def explain(self, request_id: str, timeout: float = 5.0) -> Explanation:
+    async def explain(self, request_id: str, timeout: float = 5.0) -> api.Explanation:
         """Return the record of a recent request. Raises BatonError: RequestNotFound if there is none."""
-        return await self.ask(Explain(request_id), timeout)
+        return await self.ask(api.Explain(request_id), timeout)
 
-    async def requests(self, last: int = 0, timeout: float = 5.0, session: str = "") -> list[RequestSummary]:
+    async def requests(self, last: int = 0, timeout: float = 5.0, session: str = "") -> list[api.RequestSummary]:
         """Return the last requests, newest first (0: the router's default number), or those of a session.
 
         Raises BatonError.
         """
-        return await self.ask(ListRequests(last, session), timeout)
+        return await self.ask(api.ListRequests(last, session), timeout)
 
-    async def profile(self, process: str, steps: int = 0, timeout: float = 5.0) -> TraceFile:
+    async def profile(self, process: str, steps: int = 0, timeout: float = 5.0) -> api.TraceFile:
         """Have a worker or store trace its next steps (0: the router's default).
 
         Raises BatonError: ProcessNotFound if no such process is live, TraceConflict while another trace is made.
         """
-        return await self.ask(Profile(process, steps), timeout)
+        return await self.ask(api.Profile(process, steps), timeout)
 
-    async def stop_profile(self, process: str, timeout: float = 5.0) -> TraceFile:
+    async def stop_profile(self, process: str, timeout: float = 5.0) -> api.TraceFile:
         """End the trace of a worker or store early; the steps so far are written.
 
         Raises BatonError: ProcessNotFound if no such process is live, TraceConflict if it is not tracing.
         """
-        return await self.ask(Profile(process, stop=True), timeout)
+        return await self.ask(api.Profile(process, stop=True), timeout)
 
-    async def drain(self, worker: str, *, now: bool = False, undo: bool = False, timeout: float = 5.0) -> Process:
+    async def drain(self, worker: str, *, now: bool = False, undo: bool = False, timeout: float = 5.0) -> api.Process:
         """Stop placing work on a worker, or resume it with `undo`; return the worker's status.
 
         Raises BatonError: ProcessNotFound if no such worker is live.
         """
-        return await self.ask(Drain(worker, now, undo), timeout)
+        return await self.ask(api.Drain(worker, now, undo), timeout)
 
     async def set_role(
         self, worker: str, role: WorkerRole, *, patience: float | None = None, timeout: float = 5.0
-    ) -> Process:
+    ) -> api.Process:
         """Change a worker's role and return its status. Raises BatonError: ProcessNotFound, InvalidRequest.
 
         After `patience` seconds (None: the router's default) its remaining requests move to other workers.
         """
-        return await self.ask(SetRole(worker, role, None if patience is None else round(patience * 1_000)), timeout)
+        return await self.ask(api.SetRole(worker, role, None if patience is None else round(patience * 1_000)), timeout)
 
     async def pin_prefix(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[PinOptions]
-    ) -> NewPin:
+    ) -> api.NewPin:
         """Compute and pin a prefix for `ttl_ms` (an hour by default); return once it is pinned. Raises BatonError."""
         return await self.ask(pin_call(prompt, options, timeout), timeout)
 
     async def unpin(self, pin: str, tenant: str = "", timeout: float = 5.0) -> None:
         """End a pin of a tenant. Raises BatonError: PinNotFound if there is none of that name."""
-        await self.ask(Unpin(pin, tenant), timeout)
+        await self.ask(api.Unpin(pin, tenant), timeout)
 
-    async def pins(self, timeout: float = 5.0) -> list[Pin]:
+    async def pins(self, timeout: float = 5.0) -> list[api.Pin]:
         """Return all tenants' pins, ordered by name. Raises BatonError."""
-        return await self.ask(ListPins(), timeout)
+        return await self.ask(api.ListPins(), timeout)
 
     # --- connections -------------------------------------------------------------------------------------------------
 
@@ -185,7 +167,7 @@ class AsyncClient:
         connection = self._connection
         if not connection.address:
             try:
-                return bool(await self.ask(GetHealth(), timeout))
+                return bool(await self.ask(api.GetHealth(), timeout))
             except BatonError:
                 return None
         import grpc.aio

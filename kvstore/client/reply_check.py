@@ -9,27 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton import store_protocol as protocol
 from baton.errors import MalformedMessage
 from baton.messages import KEY_BYTES
-from baton.store_protocol import (
-    Acquire,
-    Attached,
-    AttachRefused,
-    EndLease,
-    LowerTierHits,
-    NotReserved,
-    PagesReady,
-    PagesUnavailable,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-    StoreCall,
-    StoreHeartbeat,
-    StoreReply,
-)
 
 
 @dataclass(slots=True)
@@ -51,58 +33,58 @@ class ReplyCheck:
         self._slots = slots
         self._leases: dict[int, _OpenLease] = {}
 
-    def called(self, call: StoreCall) -> None:
+    def called(self, call: protocol.StoreCall) -> None:
         """Note what is asked."""
         match call:
-            case Reserve(lease=number, keys=keys):
+            case protocol.Reserve(lease=number, keys=keys):
                 self._leases[number] = _OpenLease(len(keys) // KEY_BYTES, reserving=True, undecided=True)
-            case Acquire(lease=number, keys=keys, wait=wait):
+            case protocol.Acquire(lease=number, keys=keys, wait=wait):
                 self._leases[number] = _OpenLease(len(keys) // KEY_BYTES, reserving=False, undecided=not wait)
-            case Seal(lease=number, first=first, checksums=checksums) if lease := self._leases.get(number):
+            case protocol.Seal(lease=number, first=first, checksums=checksums) if lease := self._leases.get(number):
                 lease.owed.update(range(first, first + len(checksums)))
-            case Release(lease=number, indices=indices) if lease := self._leases.get(number):
+            case protocol.Release(lease=number, indices=indices) if lease := self._leases.get(number):
                 lease.owed.update(indices)
-            case EndLease(lease=number):
+            case protocol.EndLease(lease=number):
                 self._leases.pop(number, None)
             case _:
                 pass
 
-    def heard(self, reply: StoreReply) -> None:
+    def heard(self, reply: protocol.StoreReply) -> None:
         """Check a reply. Raises MalformedMessage for one that no call has asked for. What is said of a lease that has
         ended may have been on its way and counts for nothing."""
-        if isinstance(reply, Attached | AttachRefused):
+        if isinstance(reply, protocol.Attached | protocol.AttachRefused):
             raise MalformedMessage(f"{type(reply).__name__} on a connection that is attached already")
-        if isinstance(reply, StoreHeartbeat) or (lease := self._leases.get(reply.lease)) is None:
+        if isinstance(reply, protocol.StoreHeartbeat) or (lease := self._leases.get(reply.lease)) is None:
             return
         if not _fits(reply, lease, self._slots):
             raise MalformedMessage(f"a {type(reply).__name__} that does not fit lease {reply.lease}: {reply}"[:300])
 
 
-def _fits(reply: StoreReply, lease: _OpenLease, slots: int) -> bool:
+def _fits(reply: protocol.StoreReply, lease: _OpenLease, slots: int) -> bool:
     """Whether a reply fits the lease; note it."""
     match reply:
-        case Reserved(slots=grants):
+        case protocol.Reserved(slots=grants):
             numbers = [slot for slot in grants if slot is not None]
             fits = lease.reserving and lease.undecided and len(grants) == lease.pages
             lease.undecided = False
             return fits and len(set(numbers)) == len(numbers) and all(0 <= slot < slots for slot in numbers)
-        case NotReserved():
+        case protocol.NotReserved():
             fits, lease.undecided = lease.reserving and lease.undecided, False
             return fits
-        case Sealed(first=first, count=count):
+        case protocol.Sealed(first=first, count=count):
             return lease.reserving and count <= lease.pages and _settle(lease, range(first, first + count))
-        case PagesReady(pages=pages):
+        case protocol.PagesReady(pages=pages):
             indices = {page.index for page in pages}
             fits = not lease.reserving and len(indices) == len(pages) and indices.isdisjoint(lease.granted)
             lease.granted |= indices
             return fits and all(page.index < lease.pages and page.slot < slots for page in pages)
-        case LowerTierHits(first=first, runs=runs):
+        case protocol.LowerTierHits(first=first, runs=runs):
             fits = not lease.reserving and lease.undecided and first + sum(run.pages for run in runs) <= lease.pages
             lease.undecided = False
             return fits
-        case Released(indices=indices, held=held):
+        case protocol.Released(indices=indices, held=held):
             return not lease.reserving and len(held) == len(indices) and _settle(lease, indices)
-        case PagesUnavailable(index=index):
+        case protocol.PagesUnavailable(index=index):
             return index < lease.pages
         case _:
             return False

@@ -22,33 +22,15 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
+from baton import store_protocol as protocol
 from baton.messages import MAX_KEYS_PER_CALL, PageSource
-from baton.store_protocol import (
-    Acquire,
-    EndLease,
-    LowerTierHits,
-    NotReserved,
-    PageCorrupt,
-    PagesReady,
-    PagesUnavailable,
-    Promote,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-    StoreCall,
-    StoreReply,
-    TierPages,
-)
 from kvstore.client.device_block_manager import DeviceBlockManager
 
 
 class CallStore(Struct, frozen=True):
     """A state's command: send this to the node's store. Dropped while there is none: its loss is told by StoreLost."""
 
-    call: StoreCall
+    call: protocol.StoreCall
 
 
 class CopyIn(msgspec.Struct, frozen=True):
@@ -111,7 +93,7 @@ class StoreLost(Struct, frozen=True):
 
 
 Copy: TypeAlias = CopyIn | CopyOut
-TransferEvent: TypeAlias = StoreReply | CopiedIn | CopiedOut
+TransferEvent: TypeAlias = protocol.StoreReply | CopiedIn | CopiedOut
 
 
 def batches(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
@@ -144,7 +126,7 @@ class _Acquisition:
         self._partial = partial  # the last one is of a partial page
         self._bases = {next(leases): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
         self._here: set[int] = set()  # pages that the arena has, or had
-        self._below: dict[int, Sequence[TierPages]] = {}  # by lease
+        self._below: dict[int, Sequence[protocol.TierPages]] = {}  # by lease
         self._unanswered = set(() if wait else self._bases)  # leases of which not everything is known yet
         self._decided = wait
         self.limit = len(keys)  # the first page that is known not to come
@@ -153,8 +135,8 @@ class _Acquisition:
     def leases(self) -> tuple[int, ...]:
         return tuple(self._bases)
 
-    def start(self) -> list[StoreCall]:
-        calls: list[StoreCall] = []
+    def start(self) -> list[protocol.StoreCall]:
+        calls: list[protocol.StoreCall] = []
         for lease, base in self._bases.items():
             keys = b"".join(self._keys[base : base + MAX_KEYS_PER_CALL])
             parent = self._keys[base - 1] if base else self._parent
@@ -164,7 +146,7 @@ class _Acquisition:
                 if source.pages > base
             )
             partial = self._partial and base + MAX_KEYS_PER_CALL >= len(self._keys)
-            calls.append(Acquire(lease, keys, self._wait, parent, sources, partial))
+            calls.append(protocol.Acquire(lease, keys, self._wait, parent, sources, partial))
         return calls
 
     @property
@@ -178,9 +160,9 @@ class _Acquisition:
         return self._arrived(0, len(self._keys))
 
     @property
-    def runs(self) -> list[TierPages]:
+    def runs(self) -> list[protocol.TierPages]:
         """What lower tiers have after the pages that the arena has, without a gap."""
-        runs: list[TierPages] = []
+        runs: list[protocol.TierPages] = []
         for lease, base in self._bases.items():
             end = min(base + MAX_KEYS_PER_CALL, len(self._keys))
             if self._here.issuperset(range(base, end)):
@@ -190,7 +172,7 @@ class _Acquisition:
                 break
         return runs
 
-    def decide(self, pages: int) -> list[StoreCall]:
+    def decide(self, pages: int) -> list[protocol.StoreCall]:
         """Load the first `pages` of `runs`; nothing after them will come."""
         assert self.undecided
         self._decided = True
@@ -198,7 +180,7 @@ class _Acquisition:
         until = min(self.limit, here + pages)
         self.limit = until
         return [
-            Promote(lease, min(until - base, MAX_KEYS_PER_CALL))
+            protocol.Promote(lease, min(until - base, MAX_KEYS_PER_CALL))
             for lease, base in self._bases.items()
             if until > max(base, here) and here < base + MAX_KEYS_PER_CALL
         ]
@@ -209,15 +191,15 @@ class _Acquisition:
 
     def _hear(self, event: TransferEvent) -> None:
         match event:
-            case PagesReady(lease=lease, pages=pages):
+            case protocol.PagesReady(lease=lease, pages=pages):
                 base = self._bases[lease]
                 self._here |= {base + page.index for page in pages}
                 if self._here.issuperset(range(base, min(base + MAX_KEYS_PER_CALL, len(self._keys)))):
                     self._unanswered.discard(lease)
-            case LowerTierHits(lease=lease, runs=runs):
+            case protocol.LowerTierHits(lease=lease, runs=runs):
                 self._below[lease] = runs
                 self._unanswered.discard(lease)
-            case PagesUnavailable(lease=lease, index=index):
+            case protocol.PagesUnavailable(lease=lease, index=index):
                 self._unanswered.discard(lease)
                 self._stop_at(lease, index)
             case _:
@@ -281,11 +263,11 @@ class PageFetch(_Acquisition):
         """Every page is here."""
         return self.covered == len(self._keys)
 
-    def handle(self, event: TransferEvent) -> list[StoreCall | Copy]:
+    def handle(self, event: TransferEvent) -> list[protocol.StoreCall | Copy]:
         """Take an event about one of this fetch's leases."""
         self._hear(event)
         match event:
-            case PagesReady(lease=lease, pages=arrived):
+            case protocol.PagesReady(lease=lease, pages=arrived):
                 base = self._bases[lease]
                 return [
                     CopyIn(lease, page.index, page.slot, self._pages[base + page.index], page.checksum)
@@ -295,9 +277,9 @@ class PageFetch(_Acquisition):
                 for index in corrupt:
                     self._lost(lease, index)
                 self._copied |= {self._bases[lease] + index for index in indices}
-                calls: list[StoreCall | Copy] = [PageCorrupt(lease, index) for index in corrupt]
-                return [*calls, Release(lease, indices)] if indices else calls
-            case Released(lease=lease, indices=indices, held=held):
+                calls: list[protocol.StoreCall | Copy] = [protocol.PageCorrupt(lease, index) for index in corrupt]
+                return [*calls, protocol.Release(lease, indices)] if indices else calls
+            case protocol.Released(lease=lease, indices=indices, held=held):
                 for index, counts in zip(indices, held, strict=True):
                     if counts:
                         self._counted.add(self._bases[lease] + index)
@@ -346,11 +328,11 @@ class StorePages:
         """Every page is in the store."""
         return not self._missing
 
-    def start(self) -> list[StoreCall]:
+    def start(self) -> list[protocol.StoreCall]:
         """Ask for slots."""
-        return [Reserve(self.lease, self._parent, b"".join(self._keys), self._partial, self._prompt)]
+        return [protocol.Reserve(self.lease, self._parent, b"".join(self._keys), self._partial, self._prompt)]
 
-    def offer(self, index: int, page: int) -> list[StoreCall | Copy]:
+    def offer(self, index: int, page: int) -> list[protocol.StoreCall | Copy]:
         """The contents of page `index` lie complete in the device page `page`."""
         if self._slots is None:
             self._waiting[index] = page
@@ -358,21 +340,21 @@ class StorePages:
         slot = self._slots[index]
         return [] if slot is None else [CopyOut(self.lease, index, page, slot)]
 
-    def handle(self, event: TransferEvent) -> list[StoreCall | Copy]:
+    def handle(self, event: TransferEvent) -> list[protocol.StoreCall | Copy]:
         """Take an event about this write's lease."""
         match event:
-            case Reserved(slots=slots):
+            case protocol.Reserved(slots=slots):
                 self._slots = slots
                 self._missing -= {index for index, slot in enumerate(slots) if slot is None}
                 waiting, self._waiting = self._waiting, {}
                 return [copy for index, page in waiting.items() for copy in self.offer(index, page)]
-            case NotReserved(reason=reason):
+            case protocol.NotReserved(reason=reason):
                 self.refused = reason
-            case PagesUnavailable():
+            case protocol.PagesUnavailable():
                 self.refused = "orphan"  # the chain that these pages follow has been dropped meanwhile
             case CopiedOut(lease=lease, first=first, checksums=checksums):
-                return [Seal(lease, first, checksums, self._hold)]
-            case Sealed(first=first, count=count):
+                return [protocol.Seal(lease, first, checksums, self._hold)]
+            case protocol.Sealed(first=first, count=count):
                 self._missing -= set(range(first, first + count))
                 self.pages_written += count
             case _:
@@ -397,7 +379,7 @@ class CopyQueue:
         """Whether there is a copy to hand out."""
         return len(self._copies) > len(self._delayed())
 
-    def add_copies(self, requests: Sequence[StoreCall | Copy]) -> list[CallStore]:
+    def add_copies(self, requests: Sequence[protocol.StoreCall | Copy]) -> list[CallStore]:
         """Keep the copies of what a transfer asks for; the calls come back as commands."""
         self._copies += [item for item in requests if isinstance(item, CopyIn | CopyOut)]
         return [CallStore(item) for item in requests if not isinstance(item, CopyIn | CopyOut)]
@@ -430,13 +412,13 @@ class CopyQueue:
         if event.lease not in self._ending:
             return []
         self._ending.remove(event.lease)
-        return [CallStore(EndLease(event.lease))]
+        return [CallStore(protocol.EndLease(event.lease))]
 
     def end_lease(self, lease: int) -> list[CallStore]:
         """End a lease, now or after the copies under way. Its other copies are not made."""
         self._copies = [copy for copy in self._copies if copy.lease != lease]
         if lease not in self._under_way:
-            return [CallStore(EndLease(lease))]
+            return [CallStore(protocol.EndLease(lease))]
         self._ending.add(lease)
         return []
 

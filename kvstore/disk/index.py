@@ -26,30 +26,8 @@ from typing import Literal, NamedTuple
 
 from baton.config import DiskConfig
 from baton.messages import TierSpeed
+from kvstore.disk import orders as disk
 from kvstore.disk.file_names import MAX_NAMESPACE, PageFile, footprint
-from kvstore.disk.orders import (
-    Delete,
-    Deleted,
-    DeleteFolder,
-    DiskEvent,
-    DiskOrder,
-    DiskOutcome,
-    DiskPage,
-    DiskResult,
-    FolderDeleted,
-    Open,
-    Opened,
-    OpenFailed,
-    PagesListed,
-    PagesRead,
-    Read,
-    ReadEnded,
-    ReadFinished,
-    SlotPage,
-    Write,
-    WriteEnded,
-    Written,
-)
 from kvstore.disk.page_index import DiskPages, StoredPage
 from kvstore.disk.stats import DiskCounters, DiskStats
 from kvstore.events.changes import CacheChange
@@ -88,14 +66,14 @@ class _Folder:
 class _Outbox:
     """What one call leads to."""
 
-    orders: list[DiskOrder] = field(default_factory=list[DiskOrder])
-    ended: list[DiskOutcome] = field(default_factory=list[DiskOutcome])
+    orders: list[disk.DiskOrder] = field(default_factory=list[disk.DiskOrder])
+    ended: list[disk.DiskOutcome] = field(default_factory=list[disk.DiskOutcome])
     deletes: list[PageFile] = field(default_factory=list[PageFile])
 
-    def result(self, epoch: int) -> DiskResult:
+    def result(self, epoch: int) -> disk.DiskResult:
         if self.deletes:
-            self.orders.append(Delete(epoch, tuple(self.deletes)))
-        return DiskResult(self.orders, self.ended)
+            self.orders.append(disk.Delete(epoch, tuple(self.deletes)))
+        return disk.DiskResult(self.orders, self.ended)
 
 
 class DiskIndex:
@@ -182,13 +160,13 @@ class DiskIndex:
 
     # --- what is asked for --------------------------------------------------------------------------------------------
 
-    def open(self, namespace: bytes, page_bytes: int, kv_heads: int) -> DiskResult:
+    def open(self, namespace: bytes, page_bytes: int, kv_heads: int) -> disk.DiskResult:
         """Serve this namespace from now on. Nothing may be in flight for the caller, which reports the end of all
         pages of the last one itself."""
         assert not self._coming
         assert not self._reading
         if not self._settings.path:
-            return DiskResult()
+            return disk.DiskResult()
         assert 0 < len(namespace) <= MAX_NAMESPACE
         assert page_bytes > 0
         self._namespace = (namespace, page_bytes, kv_heads)
@@ -196,48 +174,48 @@ class DiskIndex:
         self._pages.drain_events()
         return self._settled()
 
-    def write(self, pages: Sequence[DiskPage]) -> DiskResult:
+    def write(self, pages: Sequence[disk.DiskPage]) -> disk.DiskResult:
         """Take those pages that can be taken; parents first. Each ends in one WriteEnded, now or later."""
-        order: list[SlotPage] = []
+        order: list[disk.SlotPage] = []
         for each in pages:
             file = PageFile(each.key, each.parent, each.checksum)
             if self._admit(file, each.slot):
-                order.append(SlotPage(file, each.slot))
+                order.append(disk.SlotPage(file, each.slot))
             else:
-                self._out.ended.append(WriteEnded(each.key, each.slot))
+                self._out.ended.append(disk.WriteEnded(each.key, each.slot))
         if order:
-            self._out.orders.append(Write(self._epoch, tuple(order)))
+            self._out.orders.append(disk.Write(self._epoch, tuple(order)))
         return self._settled()
 
-    def read(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
+    def read(self, pages: Sequence[tuple[bytes, int]]) -> disk.DiskResult:
         """Bring pages that can be read into these slots: (key, slot). Each ends in one ReadEnded."""
         self._numbers += 1
-        order: list[SlotPage] = []
+        order: list[disk.SlotPage] = []
         reading: dict[int, _Reading] = {}
         for key, slot in pages:
             node = self._pages.find(key)
             if node is None:
-                self._out.ended.append(ReadEnded(key, slot, 0, ok=False))
+                self._out.ended.append(disk.ReadEnded(key, slot, 0, ok=False))
                 continue
             reading[len(order)] = _Reading(key, slot, node.value)
-            order.append(SlotPage(node.value.file, slot))
+            order.append(disk.SlotPage(node.value.file, slot))
         for each in reversed(reading.values()):  # the deepest first: it protects the others at one go
             self._pages.pin(each.page)
         if order:
             self._reading += len(order)
             self._reads[self._numbers] = reading
             self._read_bytes[self._numbers] = 0
-            self._out.orders.append(Read(self._epoch, self._numbers, tuple(order)))
+            self._out.orders.append(disk.Read(self._epoch, self._numbers, tuple(order)))
         return self._settled()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """These pages, parents first, were useful: they go later."""
         self._pages.touch(keys)
 
-    def tick(self, now: float) -> DiskResult:
+    def tick(self, now: float) -> disk.DiskResult:
         """Time passes: try again what has failed a while ago."""
         if not self._failure or self._hopeless or self._namespace is None:
-            return DiskResult()
+            return disk.DiskResult()
         if self._retry_at is None:
             self._retry_at = now + RETRY_SECONDS
         elif now >= self._retry_at:
@@ -249,26 +227,26 @@ class DiskIndex:
                 self._reopen(*self._namespace)
         return self._settled()
 
-    def handle(self, event: DiskEvent) -> DiskResult:
+    def handle(self, event: disk.DiskEvent) -> disk.DiskResult:
         """The threads say this."""
         if getattr(event, "epoch", None) != self._epoch:
-            return DiskResult()  # of a namespace that is served no more
+            return disk.DiskResult()  # of a namespace that is served no more
         match event:
-            case PagesListed():
+            case disk.PagesListed():
                 self._pages_listed(event)
-            case Opened():
+            case disk.Opened():
                 self._opened(event)
-            case OpenFailed(reason=reason):
+            case disk.OpenFailed(reason=reason):
                 self._fail(reason)
-            case Written():
+            case disk.Written():
                 self._written(event)
-            case PagesRead():
+            case disk.PagesRead():
                 self._pages_read(event)
-            case ReadFinished():
+            case disk.ReadFinished():
                 self._read_finished(event)
-            case Deleted():
+            case disk.Deleted():
                 self._deleted(event)
-            case FolderDeleted(name=name, reason=reason):
+            case disk.FolderDeleted(name=name, reason=reason):
                 self._folder_deleted(name, reason)
             case _:
                 raise AssertionError(f"{type(event).__name__} is no event of the disk's threads")
@@ -285,9 +263,9 @@ class DiskIndex:
         if self._hopeless:
             self._fail(f"disk.max_bytes is {self._limit}, too little for pages of {page_bytes} bytes; raise it")
         else:
-            self._out.orders.append(Open(self._epoch, namespace, page_bytes, kv_heads))
+            self._out.orders.append(disk.Open(self._epoch, namespace, page_bytes, kv_heads))
 
-    def _pages_listed(self, event: PagesListed) -> None:
+    def _pages_listed(self, event: disk.PagesListed) -> None:
         pages = [StoredPage(file) for file in event.pages]
         self._used += len(pages) * self._footprint
         for page in pages:
@@ -299,7 +277,7 @@ class DiskIndex:
         for page in pages:
             self._pages.unpin(page)
 
-    def _opened(self, event: Opened) -> None:
+    def _opened(self, event: disk.Opened) -> None:
         for name, size in event.folders:
             self._folders[name] = _Folder(size)
             self._used += size
@@ -331,10 +309,10 @@ class DiskIndex:
         self._used += self._footprint
         return True
 
-    def _written(self, event: Written) -> None:
+    def _written(self, event: disk.Written) -> None:
         for key, outcome in event.outcomes:
             page, slot = self._coming.pop(key)
-            self._out.ended.append(WriteEnded(key, slot, outcome != "damaged"))
+            self._out.ended.append(disk.WriteEnded(key, slot, outcome != "damaged"))
             if outcome == "ok":
                 self._count.written += 1
                 if page.node is None:
@@ -353,12 +331,12 @@ class DiskIndex:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def _pages_read(self, event: PagesRead) -> None:
+    def _pages_read(self, event: disk.PagesRead) -> None:
         reading = self._reads[event.number]
         for place, outcome in event.outcomes:
             key, slot, page = reading.pop(place)
             self._reading -= 1
-            self._out.ended.append(ReadEnded(key, slot, page.file.checksum, outcome == "ok"))
+            self._out.ended.append(disk.ReadEnded(key, slot, page.file.checksum, outcome == "ok"))
             if outcome == "ok":
                 self._count.read += 1
                 self._read_bytes[event.number] += self._page_bytes
@@ -370,7 +348,7 @@ class DiskIndex:
             else:
                 self._drop(page)
 
-    def _read_finished(self, event: ReadFinished) -> None:
+    def _read_finished(self, event: disk.ReadFinished) -> None:
         assert not self._reads.pop(event.number), "pages of a read have not been told of"
         size = self._read_bytes.pop(event.number)
         if size:
@@ -382,7 +360,7 @@ class DiskIndex:
 
     # --- making room --------------------------------------------------------------------------------------------------
 
-    def _settled(self) -> DiskResult:
+    def _settled(self) -> disk.DiskResult:
         """The end of every call: see to room, and hand over what the call has led to."""
         if self._open and (self._accepting or self._full):
             self._reclaim()
@@ -398,7 +376,7 @@ class DiskIndex:
             if name is not None:
                 self._folders[name].state = "deleting"
                 self._going += self._folders[name].size
-                self._out.orders.append(DeleteFolder(self._epoch, name))
+                self._out.orders.append(disk.DeleteFolder(self._epoch, name))
             elif self._pages.evictable:
                 self._evict()
             else:
@@ -420,7 +398,7 @@ class DiskIndex:
         self._out.deletes.append(page.file)
         self._going += self._footprint
 
-    def _deleted(self, event: Deleted) -> None:
+    def _deleted(self, event: disk.Deleted) -> None:
         self._going -= self._footprint * (len(event.deleted) + len(event.left))
         self._used -= self._footprint * len(event.deleted)
         self._deleting.difference_update(page.key for page in event.deleted)

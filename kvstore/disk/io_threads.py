@@ -25,28 +25,10 @@ from typing import TypeAlias, TypeVar
 
 from baton.errors import StartupError
 from kvstore.checksum import page_checksum
+from kvstore.disk import orders as disk
 from kvstore.disk.file_names import FileNames, PageFile
 from kvstore.disk.files import NodeDirectory, PageFiles
 from kvstore.disk.listing import list_pages
-from kvstore.disk.orders import (
-    Delete,
-    Deleted,
-    DeleteFolder,
-    DiskEvent,
-    DiskOrder,
-    FolderDeleted,
-    Open,
-    Opened,
-    OpenFailed,
-    PagesListed,
-    PagesRead,
-    Read,
-    ReadFinished,
-    ReadOutcome,
-    Write,
-    WriteOutcome,
-    Written,
-)
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +57,7 @@ class _Namespace:
 class _ReadProgress:
     """A Read on its way, whose runs several threads may have taken."""
 
-    def __init__(self, order: Read) -> None:
+    def __init__(self, order: disk.Read) -> None:
         self.order = order
         self.lock = threading.Lock()
         self.began = 0.0  # when the first run was
@@ -84,7 +66,7 @@ class _ReadProgress:
 
 
 _Run: TypeAlias = tuple[_ReadProgress, range]  # places in the order
-_Task: TypeAlias = "Write | Open | Delete | DeleteFolder"
+_Task: TypeAlias = "disk.Write | disk.Open | disk.Delete | disk.DeleteFolder"
 
 
 class DiskTier:
@@ -101,7 +83,7 @@ class DiskTier:
         self._page_bytes = 1  # of the latest Open
         self._closing = False
         self._failure: BaseException | None = None  # what one of the threads has died of
-        self._events: deque[DiskEvent] = deque()
+        self._events: deque[disk.DiskEvent] = deque()
         self._signalled = False  # the store's loop has been told of events, and has not looked yet
         self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._to_write: SimpleQueue[_Task | None] = SimpleQueue()
@@ -115,21 +97,21 @@ class DiskTier:
 
     # --- the store's loop ---------------------------------------------------------------------------------------------
 
-    def submit(self, order: DiskOrder) -> None:
+    def submit(self, order: disk.DiskOrder) -> None:
         match order:
-            case Read(pages=pages):
+            case disk.Read(pages=pages):
                 read = _ReadProgress(order)
                 # The first run is one page, so that the waiter for it need not wait for more.
                 self._to_read.put((read, range(1)))
                 for run in _runs(1, len(pages), self._page_bytes):
                     self._to_read.put((read, run))
-            case Write(epoch=epoch, pages=pages):
+            case disk.Write(epoch=epoch, pages=pages):
                 for run in _runs(0, len(pages), self._page_bytes):
-                    self._to_write.put(Write(epoch, pages[run.start : run.stop]))
-            case Open(epoch=epoch, page_bytes=page_bytes):
+                    self._to_write.put(disk.Write(epoch, pages[run.start : run.stop]))
+            case disk.Open(epoch=epoch, page_bytes=page_bytes):
                 self._epoch, self._page_bytes = epoch, page_bytes
                 self._to_write.put(order)
-            case Delete() | DeleteFolder():
+            case disk.Delete() | disk.DeleteFolder():
                 self._to_write.put(order)
             case _:
                 raise AssertionError(f"{type(order).__name__} is no order for the disk's threads")
@@ -137,7 +119,7 @@ class DiskTier:
     def fileno(self) -> int:
         return self._signal
 
-    def poll(self) -> list[DiskEvent]:
+    def poll(self) -> list[disk.DiskEvent]:
         """What has happened. Not more than one large event at a time, so that the caller's turn stays short. Raises
         what a thread has died of, which no disk can bring about."""
         if self._failure is not None:
@@ -145,10 +127,10 @@ class DiskTier:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._signal)
         self._signalled = False  # before looking: what comes after this tells again
-        events: list[DiskEvent] = []
+        events: list[disk.DiskEvent] = []
         while self._events:
             events.append(self._events.popleft())
-            if isinstance(events[-1], PagesListed) and self._events:
+            if isinstance(events[-1], disk.PagesListed) and self._events:
                 self._signalled = True
                 os.eventfd_write(self._signal, 1)
                 break
@@ -186,7 +168,7 @@ class DiskTier:
             self._failure = error
             os.eventfd_write(self._signal, 1)
 
-    def _tell(self, event: DiskEvent) -> None:
+    def _tell(self, event: disk.DiskEvent) -> None:
         self._events.append(event)
         if not self._signalled:
             self._signalled = True
@@ -194,17 +176,17 @@ class DiskTier:
 
     def _carry_out(self, task: _Task) -> None:
         match task:
-            case Write():
+            case disk.Write():
                 self._write(task)
-            case Delete():
+            case disk.Delete():
                 self._delete(task)
-            case DeleteFolder(epoch=epoch, name=name):
-                self._tell(FolderDeleted(epoch, name, self._delete_folder(name)))
-            case Open():
+            case disk.DeleteFolder(epoch=epoch, name=name):
+                self._tell(disk.FolderDeleted(epoch, name, self._delete_folder(name)))
+            case disk.Open():
                 try:
                     self._open(task)
                 except (StartupError, OSError) as error:
-                    self._tell(OpenFailed(task.epoch, _reason(error)))
+                    self._tell(disk.OpenFailed(task.epoch, _reason(error)))
 
     def _opened(self, epoch: int) -> _Namespace:
         """The namespace of an order. Raises OSError when another one is open."""
@@ -213,7 +195,7 @@ class DiskTier:
             raise _NOT_OPEN
         return namespace
 
-    def _open(self, order: Open) -> None:
+    def _open(self, order: disk.Open) -> None:
         if self._directory is None:
             self._directory = NodeDirectory(self._path)
         else:
@@ -230,26 +212,26 @@ class DiskTier:
             files.make_folders()
         self._namespace = _Namespace(order.epoch, order.page_bytes, order.kv_heads, files)
         for start in range(0, len(listing.pages), _PAGES_PER_EVENT):
-            self._tell(PagesListed(order.epoch, tuple(listing.pages[start : start + _PAGES_PER_EVENT])))
+            self._tell(disk.PagesListed(order.epoch, tuple(listing.pages[start : start + _PAGES_PER_EVENT])))
         counts = (listing.stray_bytes, listing.torn, listing.corrupt, listing.orphans, listing.duplicates)
-        self._tell(Opened(order.epoch, others, *counts, directory.read_only))
+        self._tell(disk.Opened(order.epoch, others, *counts, directory.read_only))
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def _write(self, order: Write) -> None:
-        outcomes: list[tuple[bytes, WriteOutcome]] = []
+    def _write(self, order: disk.Write) -> None:
+        outcomes: list[tuple[bytes, disk.WriteOutcome]] = []
         failure: OSError | None = None
         for page, slot in order.pages:
-            outcome: WriteOutcome = "failed"
+            outcome: disk.WriteOutcome = "failed"
             if failure is None:
                 try:
                     outcome = self._put(self._opened(order.epoch), page, slot)
                 except OSError as error:
                     failure = error
             outcomes.append((page.key, outcome))
-        self._tell(Written(order.epoch, tuple(outcomes), _reason(failure), _is_full(failure)))
+        self._tell(disk.Written(order.epoch, tuple(outcomes), _reason(failure), _is_full(failure)))
 
-    def _put(self, namespace: _Namespace, page: PageFile, slot: int) -> WriteOutcome:
+    def _put(self, namespace: _Namespace, page: PageFile, slot: int) -> disk.WriteOutcome:
         """Write one page. Raises OSError."""
         content = self._arena(slot)
         if page_checksum(content, namespace.kv_heads) != page.checksum:
@@ -280,7 +262,7 @@ class DiskTier:
         pages = read.order.pages
         self._came(read, tuple((place, self._get(read.order.epoch, *pages[place])) for place in places))
 
-    def _get(self, epoch: int, page: PageFile, slot: int) -> ReadOutcome:
+    def _get(self, epoch: int, page: PageFile, slot: int) -> disk.ReadOutcome:
         """Bring one page into its slot."""
         try:
             namespace = self._opened(epoch)
@@ -291,20 +273,20 @@ class DiskTier:
             return "busy" if error.errno in _BUSY else "unreadable"
         return "ok" if page_checksum(room, namespace.kv_heads) == page.checksum else "corrupt"
 
-    def _came(self, read: _ReadProgress, outcomes: tuple[tuple[int, ReadOutcome], ...]) -> None:
+    def _came(self, read: _ReadProgress, outcomes: tuple[tuple[int, disk.ReadOutcome], ...]) -> None:
         order = read.order
         with read.lock:
             seconds = time.monotonic() - read.began
             if read.left == len(order.pages):
                 read.first_seconds = seconds
             read.left -= len(outcomes)
-            self._tell(PagesRead(order.epoch, order.number, outcomes))
+            self._tell(disk.PagesRead(order.epoch, order.number, outcomes))
             if not read.left:
-                self._tell(ReadFinished(order.epoch, order.number, read.first_seconds, seconds))
+                self._tell(disk.ReadFinished(order.epoch, order.number, read.first_seconds, seconds))
 
     # --- making room --------------------------------------------------------------------------------------------------
 
-    def _delete(self, order: Delete) -> None:
+    def _delete(self, order: disk.Delete) -> None:
         deleted: list[PageFile] = []
         left: list[PageFile] = []
         reason = ""
@@ -315,7 +297,7 @@ class DiskTier:
             except OSError as error:
                 left.append(page)
                 reason = _reason(error)
-        self._tell(Deleted(order.epoch, tuple(deleted), tuple(left), reason))
+        self._tell(disk.Deleted(order.epoch, tuple(deleted), tuple(left), reason))
 
     def _delete_folder(self, name: str) -> str:
         """Delete another namespace. Return why that failed."""

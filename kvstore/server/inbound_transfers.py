@@ -24,17 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from baton import peer_protocol as peers
 from baton.messages import PageSource
-from baton.peer_protocol import (
-    CancelFetch,
-    ChecksumMismatch,
-    FetchCredit,
-    FetchHeartbeat,
-    FetchPages,
-    FetchStatus,
-    FetchUnavailable,
-    PageReply,
-)
 from kvstore.arena.host_page_pool import NOWHERE, HostPage, HostPagePool, SlotReservation
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.orders import DiskOrder, ReadEnded
@@ -251,7 +242,7 @@ class InboundTransfers:
         if not fetch.credit and not wait and not self._reserved:
             self._failed += len(keys)
             return self._end(fetch, outcome)  # no room, and cached pages are not worth waiting for it
-        want = FetchPages(fetch.number, self._page_bytes, b"".join(keys), wait, fetch.credit)
+        want = peers.FetchPages(fetch.number, self._page_bytes, b"".join(keys), wait, fetch.credit)
         outcome.orders.append(AskPeer(fetch.source, want))
         return outcome
 
@@ -300,7 +291,7 @@ class InboundTransfers:
             fetch.doubts[index] = fetch.doubts.get(index, 0) + 1
             if fetch.doubts[index] > _DOUBTS:
                 return self._try_next(fetch, outcome, now)
-            outcome.orders.append(AskPeer(fetch.source, ChecksumMismatch(fetch.number, index)))
+            outcome.orders.append(AskPeer(fetch.source, peers.ChecksumMismatch(fetch.number, index)))
         if fetch.wait:
             self._watch(fetch, now)
         return self._go_on(fetch, outcome, now)
@@ -313,17 +304,17 @@ class InboundTransfers:
             since, received = now, fetch.received
         fetch.watched = since, received
 
-    def peer_replied(self, store: str, reply: PageReply, now: float) -> InboundResult:
+    def peer_replied(self, store: str, reply: peers.PageReply, now: float) -> InboundResult:
         """Another store has said something about our fetches."""
         outcome = InboundResult()
         if store in self._heard:
             self._heard[store] = now
         match reply:
-            case FetchUnavailable(fetch=number, index=index):
+            case peers.FetchUnavailable(fetch=number, index=index):
                 fetch = self._fetches.get(number)
                 if fetch is not None and fetch.source.store == store:
                     self._lacks_from(fetch, index, outcome, now)
-            case FetchStatus(number=beat, fetches=served):
+            case peers.FetchStatus(number=beat, fetches=served):
                 sent = dict(served)
                 for fetch in [f for f in self._fetches.values() if f.source.store == store]:
                     known = fetch.beat is None or fetch.beat > beat or fetch.number in sent
@@ -383,8 +374,8 @@ class InboundTransfers:
             for fetch in fetches:
                 fetch.beat = self._beats if fetch.beat is None else fetch.beat
                 if fetch.slots:
-                    outcome.orders.append(AskPeer(source, FetchCredit(fetch.number, fetch.credit)))
-            outcome.orders.append(AskPeer(source, FetchHeartbeat(self._beats, tuple(f.number for f in fetches))))
+                    outcome.orders.append(AskPeer(source, peers.FetchCredit(fetch.number, fetch.credit)))
+            outcome.orders.append(AskPeer(source, peers.FetchHeartbeat(self._beats, tuple(f.number for f in fetches))))
         self._heard = {store: heard for store, heard in self._heard.items() if store in by_store}
         return outcome
 
@@ -445,7 +436,7 @@ class InboundTransfers:
         before = fetch.credit
         outcome.merge(self._grant(fetch, loose))
         if fetch.credit > before:
-            outcome.orders.append(AskPeer(fetch.source, FetchCredit(fetch.number, fetch.credit)))
+            outcome.orders.append(AskPeer(fetch.source, peers.FetchCredit(fetch.number, fetch.credit)))
 
     def _go_on(self, fetch: RemoteFetch, outcome: InboundResult, now: float) -> InboundResult:
         if len(fetch.slots) <= self._window // 2:
@@ -523,7 +514,7 @@ class InboundTransfers:
         for reservation in reversed(slots):
             outcome.unmade += [key for key in self._pages.detach(reservation) if key != reservation.key]
         self._retired[fetch.number] = [*slots, *fetch.abandoned]
-        outcome.orders += [RetractFetch(fetch.number), AskPeer(fetch.source, CancelFetch(fetch.number))]
+        outcome.orders += [RetractFetch(fetch.number), AskPeer(fetch.source, peers.CancelFetch(fetch.number))]
         return outcome
 
     # --- what can be read off -------------------------------------------------------------------------------------

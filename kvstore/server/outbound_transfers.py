@@ -20,18 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from baton import peer_protocol as peers
 from baton.errors import MalformedMessage
-from baton.peer_protocol import (
-    CancelFetch,
-    ChecksumMismatch,
-    FetchCredit,
-    FetchHeartbeat,
-    FetchPages,
-    FetchStatus,
-    FetchUnavailable,
-    PageRequest,
-    SentPage,
-)
 from kvstore.arena.host_page_pool import HostPage, HostPagePool
 from kvstore.keys import split_keys
 from kvstore.server.inbound_transfers import ChainLink, InboundResult
@@ -109,31 +99,33 @@ class OutboundTransfers:
         """No thread reads a slot on our behalf."""
         return not (self._sending or self._doubted)
 
-    def peer_requested(self, peer: str, request: PageRequest, now: float) -> InboundResult:
+    def peer_requested(self, peer: str, request: peers.PageRequest, now: float) -> InboundResult:
         """Another store has said something."""
         self._heard[peer] = now
         fetches = self._peers.setdefault(peer, {})
         match request:
-            case FetchPages():
+            case peers.FetchPages():
                 return self._fetch_pages(peer, fetches, request, now)
-            case FetchCredit(fetch=number, credit=credit):
+            case peers.FetchCredit(fetch=number, credit=credit):
                 if (fetch := fetches.get(number)) is not None:
                     fetch.credit = max(fetch.credit, min(credit, len(fetch.keys)))
                     return self._go_on(fetch, now)
-            case ChecksumMismatch(fetch=number, index=index):
+            case peers.ChecksumMismatch(fetch=number, index=index):
                 if (fetch := fetches.get(number)) is not None and 0 <= index < fetch.next:
                     return self._recheck(fetch, index)
-            case CancelFetch(fetch=number):
+            case peers.CancelFetch(fetch=number):
                 self._forget(fetches, number)
-            case FetchHeartbeat(number=beat, fetches=listed):
+            case peers.FetchHeartbeat(number=beat, fetches=listed):
                 for number in fetches.keys() - set(listed):
                     self._forget(fetches, number)
                 # A peer that lists a fetch that has ended here has missed the end.
                 gone = [
-                    FetchUnavailable(number, fetch.gone) for number, fetch in fetches.items() if fetch.gone is not None
+                    peers.FetchUnavailable(number, fetch.gone)
+                    for number, fetch in fetches.items()
+                    if fetch.gone is not None
                 ]
                 known = tuple((number, fetch.sent) for number, fetch in fetches.items())
-                return InboundResult([AnswerPeer(peer, reply) for reply in (*gone, FetchStatus(beat, known))])
+                return InboundResult([AnswerPeer(peer, reply) for reply in (*gone, peers.FetchStatus(beat, known))])
         return InboundResult()
 
     def arrived(self, fetch: PeerFetch, index: int, page: HostPage) -> InboundResult:
@@ -144,7 +136,7 @@ class OutboundTransfers:
         """The pages of this fetch from `index` on are not coming."""
         fetch.credit = fetch.next = len(fetch.keys)
         fetch.gone = index if fetch.gone is None else min(index, fetch.gone)
-        return InboundResult([AnswerPeer(fetch.peer, FetchUnavailable(fetch.number, fetch.gone))])
+        return InboundResult([AnswerPeer(fetch.peer, peers.FetchUnavailable(fetch.number, fetch.gone))])
 
     def served(self, number: int) -> None:
         """The transport is done with the pages of that SendPages."""
@@ -179,14 +171,16 @@ class OutboundTransfers:
 
     # --- internals --------------------------------------------------------------------------------------------------
 
-    def _fetch_pages(self, peer: str, fetches: dict[int, PeerFetch], want: FetchPages, now: float) -> InboundResult:
+    def _fetch_pages(
+        self, peer: str, fetches: dict[int, PeerFetch], want: peers.FetchPages, now: float
+    ) -> InboundResult:
         try:
             keys = split_keys(want.keys)
         except MalformedMessage:
             keys = []
         fits = want.page_bytes == self._page_bytes and len(set(keys)) == len(keys) and len(fetches) < _MAX_FETCHES
         if not fits or not keys:
-            return InboundResult([AnswerPeer(peer, FetchUnavailable(want.fetch, 0))])
+            return InboundResult([AnswerPeer(peer, peers.FetchUnavailable(want.fetch, 0))])
         self._forget(fetches, want.fetch)
         fetch = PeerFetch(want.fetch, keys, want.wait, peer, min(want.credit, len(keys)))
         fetches[want.fetch] = fetch
@@ -227,7 +221,7 @@ class OutboundTransfers:
             for _, page in batch:
                 self._pages.hold(page)
             self._sending[self._numbers] = [page for _, page in batch]
-            named = tuple(SentPage(index, page.checksum) for index, page in batch)
+            named = tuple(peers.SentPage(index, page.checksum) for index, page in batch)
             slots = tuple(page.slot for _, page in batch)
             outcome.orders.append(SendPages(self._numbers, fetch.peer, fetch.number, named, slots))
             fetch.sent += len(batch)

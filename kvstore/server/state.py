@@ -31,67 +31,18 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from baton import messages as msg
+from baton import store_protocol as protocol
 from baton.clock import Tick
 from baton.config import StoreConfig
 from baton.errors import Incompatible, MalformedMessage, ProtocolError
-from baton.messages import (
-    KEY_BYTES,
-    PROTOCOL_VERSION,
-    AttemptHeld,
-    LoadReport,
-    Medium,
-    Namespace,
-    PageSegment,
-    Peer,
-    PinPages,
-    ToStore,
-    UnpinPages,
-    difference,
-)
-from baton.store_protocol import (
-    Acquire,
-    Attach,
-    Attached,
-    AttachRefused,
-    EndLease,
-    LeaseHeartbeat,
-    LowerTierHits,
-    NotReserved,
-    PageCorrupt,
-    PagesReady,
-    PagesUnavailable,
-    Promote,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-    StoreCall,
-    StoreHeartbeat,
-    StoreReply,
-)
-from baton.store_protocol import LeasedPage as PageAt
 from baton.waits import WaitEdge
 from kvstore.arena.host_page_pool import HostPage, HostPagePool
 from kvstore.disk.admission_filter import AdmissionFilter
 from kvstore.disk.index import DiskIndex
 from kvstore.events.changes import CacheChange
 from kvstore.keys import namespace_root, split_keys
-from kvstore.server.events import (
-    CallReceived,
-    CloseConnection,
-    Connected,
-    Disconnected,
-    DivideArena,
-    RouterMessageReceived,
-    SendReply,
-    StoreCommand,
-    StoreEvent,
-    StoreStats,
-    TellRouter,
-    WriterDied,
-)
+from kvstore.server import events
 from kvstore.server.head_of_line import HeadOfLine
 from kvstore.server.leases import ClientProcess, Lease
 from kvstore.server.tier_manager import TierManager, TierResult
@@ -114,7 +65,7 @@ class StoreState:
     """The one owner of the arena's slots, which decides which process may read and write them, and when."""
 
     def __init__(
-        self, me: Peer, settings: StoreConfig, disk: DiskIndex, admit_after: int, heartbeat: float, silence: float
+        self, me: msg.Peer, settings: StoreConfig, disk: DiskIndex, admit_after: int, heartbeat: float, silence: float
     ) -> None:
         """Pages used `admit_after` times are written to the disk. `heartbeat` and `silence` in seconds."""
         self._me = me
@@ -123,7 +74,7 @@ class StoreState:
         self._admit_after = admit_after
         self._heartbeat, self._silence = heartbeat, silence
         self._next_beat = float("-inf")
-        self._namespace: Namespace | None = None
+        self._namespace: msg.Namespace | None = None
         self._page_bytes = 0
         self._disk = disk
         self._fetch_numbers = itertools.count(1)
@@ -144,7 +95,7 @@ class StoreState:
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
-    def handle(self, event: StoreEvent, now: float) -> list[StoreCommand]:
+    def handle(self, event: events.StoreEvent, now: float) -> list[events.StoreCommand]:
         """Take one event. A worker that breaks the protocol loses its connection, and no other one is affected."""
         commands = self._handle(event, now)
         if self._ended:
@@ -152,45 +103,45 @@ class StoreState:
             commands += self._tell(self._tiers.prune(now))
         return commands
 
-    def _handle(self, event: StoreEvent, now: float) -> list[StoreCommand]:
+    def _handle(self, event: events.StoreEvent, now: float) -> list[events.StoreCommand]:
         match event:
-            case Connected(connection=connection, pid=pid):
+            case events.Connected(connection=connection, pid=pid):
                 self._strangers[connection] = pid
                 return []
-            case CallReceived(connection=connection, call=call):
+            case events.CallReceived(connection=connection, call=call):
                 try:
                     return self._hear(connection, call, now)
                 except ProtocolError as error:
                     self._count.refusals += 1
-                    refusal = SendReply(connection, AttachRefused(error.reason, str(error)))
-                    return [refusal, CloseConnection(connection), *self._disconnect(connection)]
-            case Disconnected(connection=connection):
+                    refusal = events.SendReply(connection, protocol.AttachRefused(error.reason, str(error)))
+                    return [refusal, events.CloseConnection(connection), *self._disconnect(connection)]
+            case events.Disconnected(connection=connection):
                 return self._disconnect(connection)
-            case WriterDied(pid=pid):
+            case events.WriterDied(pid=pid):
                 return self._end_processes([process for process in self._processes.values() if process.pid == pid])
             case Tick(paused=paused):
                 return self._tick(now, paused)
-            case RouterMessageReceived(message=message, router=router):
+            case events.RouterMessageReceived(message=message, router=router):
                 return self._router_message(message, router, now)
             case _:
                 return self._tell(self._tiers.handle(event, now))
 
-    def _router_message(self, message: ToStore, router: str, now: float) -> list[StoreCommand]:
+    def _router_message(self, message: msg.ToStore, router: str, now: float) -> list[events.StoreCommand]:
         match message:
-            case PinPages():
+            case msg.PinPages():
                 try:
                     answer, turn = self._tiers.pin(message, router, now)
                 except MalformedMessage:
                     return []
-                return [TellRouter(answer, router), *self._tell(turn)]
-            case UnpinPages(pin=pin):
+                return [events.TellRouter(answer, router), *self._tell(turn)]
+            case msg.UnpinPages(pin=pin):
                 self._tiers.pins.unpin(router, pin)
                 return []
             case _:
                 return []
 
-    def _hear(self, connection: int, call: StoreCall, now: float) -> list[StoreCommand]:
-        if isinstance(call, Attach):
+    def _hear(self, connection: int, call: protocol.StoreCall, now: float) -> list[events.StoreCommand]:
+        if isinstance(call, protocol.Attach):
             return self._attach(connection, call)
         process = self._attached.get(connection)
         if process is None:
@@ -198,55 +149,58 @@ class StoreState:
                 raise MalformedMessage(f"{type(call).__name__} before Attach")
             return []  # said before it learnt that we have closed the connection
         match call:
-            case Reserve():
+            case protocol.Reserve():
                 return self._reserve(process, call, now)
-            case Seal():
+            case protocol.Seal():
                 return self._seal(process, call)
-            case Acquire():
+            case protocol.Acquire():
                 return self._acquire(process, call, now)
-            case Promote():
+            case protocol.Promote():
                 return self._promote(process, call, now)
-            case Release():
+            case protocol.Release():
                 return self._reply(process, self._release(process, call))
-            case EndLease():
+            case protocol.EndLease():
                 self._line.leave(process, call.lease)
                 lease = process.leases.get(call.lease)
                 return self._end([lease]) if lease else []
-            case PageCorrupt():
+            case protocol.PageCorrupt():
                 return self._corrupt(process, call)
-            case LeaseHeartbeat():
+            case protocol.LeaseHeartbeat():
                 return self._reconcile(process, call, now)
 
     # --- processes ------------------------------------------------------------------------------------------------
 
-    def _attach(self, connection: int, call: Attach) -> list[StoreCommand]:
+    def _attach(self, connection: int, call: protocol.Attach) -> list[events.StoreCommand]:
         pid = self._strangers.get(connection)
         if pid is None:
             raise MalformedMessage("Attach on a connection that is attached already")
-        if call.protocol != PROTOCOL_VERSION:
-            raise Incompatible(f"protocol {call.protocol} is not this store's {PROTOCOL_VERSION}; update the older one")
+        if call.protocol != msg.PROTOCOL_VERSION:
+            own = msg.PROTOCOL_VERSION
+            raise Incompatible(f"protocol {call.protocol} is not this store's {own}; update the older one")
         divided = self._divide(call.namespace, call.page_bytes)
         name = (pid, call.peer.incarnation)
         process = self._processes.setdefault(name, ClientProcess(*name))
-        commands: list[StoreCommand] = []
+        commands: list[events.StoreCommand] = []
         if (old := process.connection) is not None:
             # It has given up a connection whose end we have not seen yet.
-            commands = [CloseConnection(old), *self._disconnect(old)]
+            commands = [events.CloseConnection(old), *self._disconnect(old)]
             self._processes[name] = process
         del self._strangers[connection]
         self._attached[connection] = process
         process.connection = connection
-        attached = SendReply(connection, Attached(self._me, self._pages.slots, self._page_bytes))
+        attached = events.SendReply(connection, protocol.Attached(self._me, self._pages.slots, self._page_bytes))
         return [*divided, *commands, attached]
 
-    def _divide(self, namespace: Namespace, page_bytes: int) -> list[StoreCommand]:
+    def _divide(self, namespace: msg.Namespace, page_bytes: int) -> list[events.StoreCommand]:
         """Cut the arena into slots for the first worker that attaches, or anew for another kind of page when no
         process is left that reads or writes the old ones."""
         if (namespace, page_bytes) == (self._namespace, self._page_bytes):
             return []
         if self._processes or not self._tiers.idle:
             assert self._namespace is not None
-            mismatch = difference(namespace, self._namespace) or f"page_bytes is {page_bytes}, not {self._page_bytes}"
+            mismatch = (
+                msg.difference(namespace, self._namespace) or f"page_bytes is {page_bytes}, not {self._page_bytes}"
+            )
             raise Incompatible(f"{mismatch}; run one store and its workers per model")
         host_cache_bytes = self._settings.host_cache_bytes
         if page_bytes % namespace.kv_heads:
@@ -260,9 +214,9 @@ class StoreState:
         self._tiers = self._new_tiers(host_cache_bytes // page_bytes)
         self._pages.clear()  # readers of events are told that the other pages are gone
         opened = self._tiers.open_disk(namespace_root(namespace), page_bytes, namespace.kv_heads)
-        return [DivideArena(page_bytes, namespace.kv_heads), *opened]
+        return [events.DivideArena(page_bytes, namespace.kv_heads), *opened]
 
-    def _disconnect(self, connection: int) -> list[StoreCommand]:
+    def _disconnect(self, connection: int) -> list[events.StoreCommand]:
         self._strangers.pop(connection, None)
         process = self._attached.pop(connection, None)
         if process is None:
@@ -277,17 +231,19 @@ class StoreState:
             del self._processes[process.pid, process.incarnation]
         return []
 
-    def _end_processes(self, processes: list[ClientProcess]) -> list[StoreCommand]:
-        commands: list[StoreCommand] = []
+    def _end_processes(self, processes: list[ClientProcess]) -> list[events.StoreCommand]:
+        commands: list[events.StoreCommand] = []
         for process in processes:
             if process.connection is not None:
-                commands.append(CloseConnection(process.connection))
+                commands.append(events.CloseConnection(process.connection))
                 commands += self._disconnect(process.connection)
             commands += self._end(list(process.leases.values()))
             self._processes.pop((process.pid, process.incarnation), None)
         return commands
 
-    def _reconcile(self, process: ClientProcess, call: LeaseHeartbeat, now: float) -> list[StoreCommand]:
+    def _reconcile(
+        self, process: ClientProcess, call: protocol.LeaseHeartbeat, now: float
+    ) -> list[events.StoreCommand]:
         listed = set(call.leases)
         self._line.keep(process, listed)
         for lease in process.leases.values():
@@ -296,22 +252,22 @@ class StoreState:
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def _reserve(self, process: ClientProcess, call: Reserve, now: float) -> list[StoreCommand]:
+    def _reserve(self, process: ClientProcess, call: protocol.Reserve, now: float) -> list[events.StoreCommand]:
         """A page that is sealed already is held by the lease from now on, as one that it seals itself may be."""
-        if len(call.parent) not in (0, KEY_BYTES):
+        if len(call.parent) not in (0, msg.KEY_BYTES):
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
         lease = self._new_lease(process, call.lease, call.keys, now, reserving=True)
         allowed = max(1, int(self._pages.slots * self._settings.writer_share))
         missing = self._pages.missing(lease.keys)
         if process.reserved + missing > allowed:
-            return self._reply(process, NotReserved(call.lease, "quota"))
+            return self._reply(process, protocol.NotReserved(call.lease, "quota"))
         if missing and call.prompt and self._line.bars(process, call.prompt, now):
-            return self._reply(process, NotReserved(call.lease, "behind"))
+            return self._reply(process, protocol.NotReserved(call.lease, "behind"))
         lease.prompt = call.prompt
         result = self._pages.reserve(process, call.parent, lease.keys, partial=call.partial)
         if isinstance(result, str):
             behind = result == "full" and call.prompt and not self._line.refused(process, call.prompt, now)
-            return self._reply(process, NotReserved(call.lease, "behind" if behind else result))
+            return self._reply(process, protocol.NotReserved(call.lease, "behind" if behind else result))
         self._line.granted(process, call.prompt)
         for index, each in enumerate(result):
             if isinstance(each, HostPage):
@@ -320,9 +276,9 @@ class StoreState:
                 lease.reservations[index] = each
         process.leases[lease.number] = lease
         slots = tuple(None if isinstance(each, HostPage) else each.slot for each in result)
-        return self._reply(process, Reserved(call.lease, slots))
+        return self._reply(process, protocol.Reserved(call.lease, slots))
 
-    def _seal(self, process: ClientProcess, call: Seal) -> list[StoreCommand]:
+    def _seal(self, process: ClientProcess, call: protocol.Seal) -> list[events.StoreCommand]:
         lease = process.leases.get(call.lease)
         end = call.first + len(call.checksums)
         if lease is None or not lease.reserving:
@@ -350,23 +306,23 @@ class StoreState:
             new.append(page)
         # A page whose chain has been dropped can't be sealed; nor can those after it, which hang from it.
         count = (detached[0] if detached else end) - call.first
-        commands = self._reply(process, Sealed(call.lease, call.first, count)) if count else []
+        commands = self._reply(process, protocol.Sealed(call.lease, call.first, count)) if count else []
         if detached:
-            commands += self._reply(process, PagesUnavailable(call.lease, detached[0]))
+            commands += self._reply(process, protocol.PagesUnavailable(call.lease, detached[0]))
         return commands + self._tell(self._tiers.sealed(new))
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    def _acquire(self, process: ClientProcess, call: Acquire, now: float) -> list[StoreCommand]:
+    def _acquire(self, process: ClientProcess, call: protocol.Acquire, now: float) -> list[events.StoreCommand]:
         """Without `wait`, pages after the first that is missing are of no use and not held."""
-        if len(call.parent) not in (0, KEY_BYTES):
+        if len(call.parent) not in (0, msg.KEY_BYTES):
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
         lease = self._new_lease(process, call.lease, call.keys, now, reserving=False)
         lease.wait, lease.parent, lease.partial = call.wait, call.parent, call.partial
         # Our own pages are found without asking; a fetch from ourselves would wait for itself.
         lease.sources = tuple(source for source in call.sources if source.store != self._me.incarnation)
         process.leases[lease.number] = lease
-        hits: list[PageAt] = []
+        hits: list[protocol.LeasedPage] = []
         missing: list[int] = []
         for index, key in enumerate(lease.keys):
             page = self._pages.find(key)
@@ -378,10 +334,10 @@ class StoreState:
             else:
                 self._pages.hold(page)
                 lease.holds[index] = page
-                hits.append(PageAt(index, page.slot, page.checksum))
+                hits.append(protocol.LeasedPage(index, page.slot, page.checksum))
         self._count.hits += len(hits)
         self._count.misses += len(lease.keys) - len(hits)
-        commands = self._reply(process, PagesReady(call.lease, tuple(hits))) if hits else []
+        commands = self._reply(process, protocol.PagesReady(call.lease, tuple(hits))) if hits else []
         if call.wait:
             return commands + self._tell(self._tiers.hand_off(lease, now))
         commands += self._tell(self._tiers.used(lease.keys[: missing[0]] if missing else lease.keys))
@@ -389,14 +345,14 @@ class StoreState:
         if missing:
             below = self._tiers.below(lease, missing[0])
             reply = (
-                LowerTierHits(call.lease, missing[0], tuple(below))
+                protocol.LowerTierHits(call.lease, missing[0], tuple(below))
                 if below
-                else PagesUnavailable(call.lease, missing[0])
+                else protocol.PagesUnavailable(call.lease, missing[0])
             )
             commands += self._reply(process, reply)
         return commands
 
-    def _promote(self, process: ClientProcess, call: Promote, now: float) -> list[StoreCommand]:
+    def _promote(self, process: ClientProcess, call: protocol.Promote, now: float) -> list[events.StoreCommand]:
         lease = process.leases.get(call.lease)
         if lease is None:
             return []  # it ended meanwhile, and its owner will learn so
@@ -406,11 +362,11 @@ class StoreState:
             raise MalformedMessage(f"a second Promote of lease {call.lease}")
         return self._tell(self._tiers.promote(lease, call.until, now))
 
-    def _release(self, process: ClientProcess, call: Release) -> Released:
+    def _release(self, process: ClientProcess, call: protocol.Release) -> protocol.Released:
         """A page that was dropped while it was held, as corrupt or with its chain, does not count as held."""
         lease = process.leases.get(call.lease)
         if lease is None:
-            return Released(call.lease, call.indices, (False,) * len(call.indices))
+            return protocol.Released(call.lease, call.indices, (False,) * len(call.indices))
         for index in call.indices:
             self._check_index(lease, index)
         held: list[bool] = []
@@ -419,9 +375,9 @@ class StoreState:
             held.append(page is not None and not page.dropped)
             if page is not None:
                 self._pages.unhold(page)
-        return Released(call.lease, call.indices, tuple(held))
+        return protocol.Released(call.lease, call.indices, tuple(held))
 
-    def _corrupt(self, process: ClientProcess, call: PageCorrupt) -> list[StoreCommand]:
+    def _corrupt(self, process: ClientProcess, call: protocol.PageCorrupt) -> list[events.StoreCommand]:
         """Believed only of a page that the lease still holds: without a hold the reader may have read another one."""
         lease = process.leases.get(call.lease)
         if lease is None:
@@ -455,7 +411,7 @@ class StoreState:
             self._pages.unhold(page)
         lease.holds.clear()
 
-    def _end(self, leases: list[Lease]) -> list[StoreCommand]:
+    def _end(self, leases: list[Lease]) -> list[events.StoreCommand]:
         """End leases with all that is under them, and answer the waiters for pages that will not be written now."""
         unmade: list[bytes] = []
         for lease in leases:
@@ -465,7 +421,7 @@ class StoreState:
             del lease.owner.leases[lease.number]
         return self._tell(self._tiers.unmade(unmade)) if unmade else []
 
-    def _tick(self, now: float, paused: float) -> list[StoreCommand]:
+    def _tick(self, now: float, paused: float) -> list[events.StoreCommand]:
         if paused:
             self._line.pause(paused)
             for lease in self._leases():
@@ -478,34 +434,34 @@ class StoreState:
             commands
             + self._expire(now)
             + [
-                SendReply(connection, StoreHeartbeat(tuple(process.leases)))
+                events.SendReply(connection, protocol.StoreHeartbeat(tuple(process.leases)))
                 for connection, process in self._attached.items()
             ]
         )
 
-    def _expire(self, now: float) -> list[StoreCommand]:
-        commands: list[StoreCommand] = []
+    def _expire(self, now: float) -> list[events.StoreCommand]:
+        commands: list[events.StoreCommand] = []
         for lease in self._leases():
             if now < lease.expires or not (lease.holds or lease.waits):
                 continue
             self._count.expired += len(lease.holds)
             if lease.waits:
-                commands += self._reply(lease.owner, PagesUnavailable(lease.number, min(lease.waits)))
+                commands += self._reply(lease.owner, protocol.PagesUnavailable(lease.number, min(lease.waits)))
             self._end_lease_parts(lease)
         return commands
 
-    def _tell(self, turn: TierResult) -> list[StoreCommand]:
+    def _tell(self, turn: TierResult) -> list[events.StoreCommand]:
         """The orders of a turn, and the replies to the leases that it concerns."""
-        commands: list[StoreCommand] = [*turn.orders]
+        commands: list[events.StoreCommand] = [*turn.orders]
         for lease, pages in turn.granted.items():
-            arrived = tuple(PageAt(index, page.slot, page.checksum) for index, page in pages)
-            commands += self._reply(lease.owner, PagesReady(lease.number, arrived))
+            arrived = tuple(protocol.LeasedPage(index, page.slot, page.checksum) for index, page in pages)
+            commands += self._reply(lease.owner, protocol.PagesReady(lease.number, arrived))
         for lease, index in turn.refused:
-            commands += self._reply(lease.owner, PagesUnavailable(lease.number, index))
+            commands += self._reply(lease.owner, protocol.PagesUnavailable(lease.number, index))
         return commands
 
-    def _reply(self, process: ClientProcess, reply: StoreReply) -> list[StoreCommand]:
-        return [] if process.connection is None else [SendReply(process.connection, reply)]
+    def _reply(self, process: ClientProcess, reply: protocol.StoreReply) -> list[events.StoreCommand]:
+        return [] if process.connection is None else [events.SendReply(process.connection, reply)]
 
     def _leases(self) -> Iterable[Lease]:
         return (lease for process in self._processes.values() for lease in process.leases.values())
@@ -525,9 +481,9 @@ class StoreState:
         """Whether the end of process `pid` matters still: something is reserved by it, or it is attached."""
         return any(process.pid == pid for process in self._processes.values())
 
-    def drain_events(self) -> list[tuple[Medium, list[CacheChange]]]:
+    def drain_events(self) -> list[tuple[msg.Medium, list[CacheChange]]]:
         """What has become findable on each tier or stopped being so since the last call, in order."""
-        changes: list[tuple[Medium, list[CacheChange]]] = [
+        changes: list[tuple[msg.Medium, list[CacheChange]]] = [
             ("CPU", self._pages.drain_events()),
             ("DISK", self._disk.drain_events()),
         ]
@@ -546,23 +502,23 @@ class StoreState:
             waiting.add(place)
         yield from ((("slots", *one), ("place", *other)) for one in waiting for other in having if other != one)
 
-    def snapshot(self) -> list[PageSegment]:
+    def snapshot(self) -> list[msg.PageSegment]:
         """Every page that can be found, parents first, on each tier."""
         return self._tiers.snapshot()
 
-    def load(self) -> LoadReport:
+    def load(self) -> msg.LoadReport:
         """For the heartbeat: a slot counts as free when a page could be written to it now."""
         free = self._pages.free + self._pages.evictable
-        return LoadReport(pages_free=free, pages_total=self._pages.slots, tiers=self._tiers.speeds)
+        return msg.LoadReport(pages_free=free, pages_total=self._pages.slots, tiers=self._tiers.speeds)
 
-    def pins(self, router: str = "") -> tuple[AttemptHeld, ...]:
+    def pins(self, router: str = "") -> tuple[msg.AttemptHeld, ...]:
         """For the heartbeat to a router: what it has pinned."""
         return self._tiers.pins.listed(router)
 
-    def stats(self, now: float) -> StoreStats:
+    def stats(self, now: float) -> events.StoreStats:
         pages, count = self._pages, self._count
         away = (process for process in self._processes.values() if process.connection is None)
-        return StoreStats(
+        return events.StoreStats(
             slots=pages.slots,
             page_bytes=self._page_bytes,
             free=pages.free,

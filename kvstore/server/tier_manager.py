@@ -39,23 +39,14 @@ from kvstore.server.inbound_transfers import STORE, ChainLink, InboundResult, In
 from kvstore.server.leases import Lease, PageWaiter, PageWaiters
 from kvstore.server.outbound_transfers import OutboundTransfers, PeerFetch
 from kvstore.server.pins import PinnedPrefixes
-from kvstore.transport.interface import (
-    FetchRetracted,
-    PagesLanded,
-    PagesSent,
-    PeerEvent,
-    PeerOrder,
-    PeerReplied,
-    PeerRequested,
-    SlotVerified,
-)
+from kvstore.transport import interface
 
 
 @dataclass(slots=True)
 class TierResult:
     """What a call led to: orders for the threads, pages that leases hold now, and from where on they get no more."""
 
-    orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
+    orders: list[interface.PeerOrder | DiskOrder] = field(default_factory=list[interface.PeerOrder | DiskOrder])
     granted: dict[Lease, list[tuple[int, HostPage]]] = field(default_factory=dict[Lease, list[tuple[int, HostPage]]])
     refused: list[tuple[Lease, int]] = field(default_factory=list[tuple[Lease, int]])
 
@@ -189,20 +180,20 @@ class TierManager:
 
     # --- what threads, other stores and the operator do ------------------------------------------------------------
 
-    def handle(self, event: PeerEvent | DiskEvent, now: float) -> TierResult:
+    def handle(self, event: interface.PeerEvent | DiskEvent, now: float) -> TierResult:
         match event:
-            case PagesLanded():
+            case interface.PagesLanded():
                 return self._settle(self.loads.landed(event, now), now)
-            case PeerReplied(peer=peer, reply=reply):
+            case interface.PeerReplied(peer=peer, reply=reply):
                 return self._settle(self.loads.peer_replied(peer, reply, now), now)
-            case FetchRetracted(fetch=fetch):
+            case interface.FetchRetracted(fetch=fetch):
                 return self._settle(self.loads.retracted(fetch, now), now)
-            case PeerRequested(peer=peer, request=request):
+            case interface.PeerRequested(peer=peer, request=request):
                 return self._settle(self.server.peer_requested(peer, request, now), now)
-            case PagesSent(number=number):
+            case interface.PagesSent(number=number):
                 self.server.served(number)
                 return TierResult()
-            case SlotVerified(number=number, intact=intact):
+            case interface.SlotVerified(number=number, intact=intact):
                 return self._settle(self.server.checked(number, intact), now)
             case _:
                 return self._disk_result(self.disk.handle(event), now)
@@ -223,7 +214,7 @@ class TierManager:
         turn.merge(self._disk_result(self.disk.tick(now), now))
         return turn
 
-    def open_disk(self, namespace: bytes, page_bytes: int, kv_heads: int) -> list[PeerOrder | DiskOrder]:
+    def open_disk(self, namespace: bytes, page_bytes: int, kv_heads: int) -> list[interface.PeerOrder | DiskOrder]:
         return list(self.disk.open(namespace, page_bytes, kv_heads).orders)
 
     # --- internals --------------------------------------------------------------------------------------------------
@@ -320,7 +311,7 @@ class TierManager:
         self.corrupt += 1
         return self.pages.drop(page)
 
-    def _used(self, keys: Sequence[bytes]) -> list[PeerOrder | DiskOrder]:
+    def _used(self, keys: Sequence[bytes]) -> list[interface.PeerOrder | DiskOrder]:
         """A page goes to the disk with everything before it; the deepest tells which those are."""
         deepest: HostPage | None = None
         for key in keys:
@@ -328,7 +319,7 @@ class TierManager:
                 deepest = page
         return self._demote([] if deepest is None else self.pages.chain(deepest))
 
-    def _demote(self, chain: Sequence[HostPage]) -> list[PeerOrder | DiskOrder]:
+    def _demote(self, chain: Sequence[HostPage]) -> list[interface.PeerOrder | DiskOrder]:
         batch: list[DiskPage] = []
         for page in chain:
             if page.node is None or page.key in self._demoting or not self.disk.wants(page.key):

@@ -25,22 +25,7 @@ from baton.messages import Peer
 from baton.peer_protocol import FetchedPages, PageReply, PageRequest, SentPage
 from baton.wire.pages import PageSockets, Sending
 from kvstore.checksum import copy_page, page_checksum
-from kvstore.transport.interface import (
-    AnswerPeer,
-    AskPeer,
-    ExpectPages,
-    FetchRetracted,
-    PagesLanded,
-    PagesSent,
-    PeerEvent,
-    PeerOrder,
-    PeerReplied,
-    PeerRequested,
-    RetractFetch,
-    SendPages,
-    SlotVerified,
-    VerifySlot,
-)
+from kvstore.transport import interface
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +64,7 @@ class _Close:
     """Stop."""
 
 
-_Order: TypeAlias = PeerOrder | _Use | _Close
+_Order: TypeAlias = interface.PeerOrder | _Use | _Close
 
 
 class Mailbox:
@@ -89,7 +74,7 @@ class Mailbox:
         self.ordered = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.happened = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._orders: deque[_Order] = deque()
-        self._events: deque[PeerEvent] = deque()
+        self._events: deque[interface.PeerEvent] = deque()
 
     @property
     def backlog(self) -> int:
@@ -104,11 +89,11 @@ class Mailbox:
         while self._orders:
             yield self._orders.popleft()
 
-    def tell(self, event: PeerEvent) -> None:
+    def tell(self, event: interface.PeerEvent) -> None:
         self._events.append(event)
         os.eventfd_write(self.happened, 1)
 
-    def events(self) -> list[PeerEvent]:
+    def events(self) -> list[interface.PeerEvent]:
         _drain(self.happened)
         return [self._events.popleft() for _ in range(len(self._events))]
 
@@ -142,13 +127,13 @@ class ZmqTransport:
     def use(self, arena: memoryview, page_bytes: int, kv_heads: int) -> None:
         self._mailbox.order(_Use(arena, page_bytes, kv_heads))
 
-    def submit(self, order: PeerOrder) -> None:
+    def submit(self, order: interface.PeerOrder) -> None:
         self._mailbox.order(order)
 
     def fileno(self) -> int:
         return self._mailbox.happened
 
-    def poll(self) -> list[PeerEvent]:
+    def poll(self) -> list[interface.PeerEvent]:
         """What has happened since the last call. Raises what the thread has died of."""
         if self._failure is not None:
             raise self._failure
@@ -226,21 +211,23 @@ class Carrier:
         drops = self._sockets.drops
         return replace(self._count, links=len(self._sockets.links), malformed=drops.malformed, dropped=drops.dropped)
 
-    def _carry_out(self, order: PeerOrder | _Use) -> None:
+    def _carry_out(self, order: interface.PeerOrder | _Use) -> None:
         match order:
-            case ExpectPages(fetch=fetch, slots=slots):
+            case interface.ExpectPages(fetch=fetch, slots=slots):
                 self._expected.setdefault(fetch, {}).update(slots)
-            case AskPeer():
+            case interface.AskPeer():
                 self._ask(order)
-            case RetractFetch(fetch=fetch):
+            case interface.RetractFetch(fetch=fetch):
                 self._expected.pop(fetch, None)
-                self._mailbox.tell(FetchRetracted(fetch))
-            case AnswerPeer(peer=peer, reply=reply):
+                self._mailbox.tell(interface.FetchRetracted(fetch))
+            case interface.AnswerPeer(peer=peer, reply=reply):
                 self._server.send(peer, reply)
-            case SendPages():
+            case interface.SendPages():
                 self.serve(order)
-            case VerifySlot(number=number, slot=slot, checksum=checksum):
-                self._mailbox.tell(SlotVerified(number, page_checksum(self._slot(slot), self._kv_heads) == checksum))
+            case interface.VerifySlot(number=number, slot=slot, checksum=checksum):
+                self._mailbox.tell(
+                    interface.SlotVerified(number, page_checksum(self._slot(slot), self._kv_heads) == checksum)
+                )
             case _Use(arena=arena, page_bytes=page_bytes, kv_heads=kv_heads):
                 self._expected.clear()
                 self.use(arena, page_bytes, kv_heads)
@@ -254,7 +241,7 @@ class Carrier:
 
     # --- pages out --------------------------------------------------------------------------------------------------
 
-    def serve(self, order: SendPages) -> None:
+    def serve(self, order: interface.SendPages) -> None:
         sending = Sending()
         per_message = max(1, _MESSAGE_BYTES // self._page_bytes)
         for first in range(0, len(order.slots), per_message):
@@ -281,12 +268,12 @@ class Carrier:
         done = [number for number, sending in self._sending.items() if sending.done]
         for number in done:
             del self._sending[number]
-            self._mailbox.tell(PagesSent(number))
+            self._mailbox.tell(interface.PagesSent(number))
         self._look = _FIRST_LOOK if done else min(2 * self._look, _LAST_LOOK)
 
     # --- words and pages in -----------------------------------------------------------------------------------------
 
-    def _ask(self, order: AskPeer) -> None:
+    def _ask(self, order: interface.AskPeer) -> None:
         try:
             link = self._sockets.link(order.source.store, order.source.endpoint)
         except StartupError as error:
@@ -308,13 +295,13 @@ class Carrier:
                 self.reply_received(link.store, reply, frames)
 
     def request_received(self, peer: str, request: PageRequest) -> None:
-        self._mailbox.tell(PeerRequested(peer, request))
+        self._mailbox.tell(interface.PeerRequested(peer, request))
 
     def reply_received(self, store: str, reply: PageReply, frames: Sequence[memoryview]) -> None:
         if isinstance(reply, FetchedPages):
             self.land(reply.fetch, reply.pages, frames)
         else:
-            self._mailbox.tell(PeerReplied(store, reply))
+            self._mailbox.tell(interface.PeerReplied(store, reply))
 
     def land(self, fetch: int, pages: Sequence[SentPage], frames: Sequence[memoryview]) -> None:
         """Write each page that is expected into its slot, and then look at what is there: a page that has landed is
@@ -338,7 +325,7 @@ class Carrier:
             self._expected.pop(fetch, None)
         self._count.pages_in += len(landed)
         if landed or damaged:
-            self._mailbox.tell(PagesLanded(fetch, tuple(landed), tuple(sorted(damaged))))
+            self._mailbox.tell(interface.PagesLanded(fetch, tuple(landed), tuple(sorted(damaged))))
 
     def _drop_idle(self) -> None:
         now = time.monotonic()
