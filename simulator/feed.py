@@ -6,18 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from baton.messages import Medium, PageSegment, Snapshot
-from kvstore.events.changes import (
-    CacheChange,
-    PagesCleared,
-    PagesRemoved,
-    PagesStored,
-    TierChanges,
-    digest,
-    in_parts,
-    snapshot_parts,
-)
-from kvstore.events.wire_format import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
+from baton.messages import PageSegment, Snapshot
+from kvstore.events.changes import PagesCleared, TierChanges, digest, in_parts, snapshot_parts
+from kvstore.events.wire_format import KvEvent, KvEventBatch, event_of
 
 
 class Feed:
@@ -34,7 +25,7 @@ class Feed:
             events: list[KvEvent] = []
             for medium, of_tier in part:
                 for change in of_tier:
-                    events.append(self._event(change, medium))
+                    events.append(event_of(change, medium, self._page_size))
                     self.digest = 0 if isinstance(change, PagesCleared) else self.digest ^ digest(change.keys, medium)
             self.sequence += 1
             yield KvEventBatch(self._holder, self.sequence, tuple(events))
@@ -42,12 +33,3 @@ class Feed:
     def snapshot(self, runs: Iterable[PageSegment]) -> list[Snapshot]:
         """Return the snapshot of `runs`, which must equal the sum of all batches so far."""
         return snapshot_parts(self.sequence, runs)
-
-    def _event(self, change: CacheChange, medium: Medium) -> KvEvent:
-        match change:
-            case PagesStored(parent=parent, keys=keys):
-                return BlockStored(keys, parent or None, (), self._page_size, None, medium, None)
-            case PagesRemoved(keys=keys):
-                return BlockRemoved(keys, medium)
-            case PagesCleared():
-                return AllBlocksCleared()

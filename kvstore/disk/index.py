@@ -229,7 +229,7 @@ class DiskIndex:
 
     def handle(self, event: disk.DiskEvent) -> disk.DiskResult:
         """The threads say this."""
-        if getattr(event, "epoch", None) != self._epoch:
+        if event.epoch != self._epoch:
             return disk.DiskResult()  # of a namespace that is served no more
         match event:
             case disk.PagesListed():

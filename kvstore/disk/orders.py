@@ -16,7 +16,6 @@ names one opening of one namespace, and events of an earlier epoch are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
@@ -24,26 +23,24 @@ from msgspec import Struct
 from kvstore.disk.file_names import PageFile
 
 
-class DiskOrder:
+class DiskOrder(Struct, frozen=True):
     """Base of what the index asks the disk's threads to do."""
 
-    __slots__ = ()
+    epoch: int
 
 
-class DiskEvent:
+class DiskEvent(Struct, frozen=True):
     """Base of what the disk's threads tell the index."""
 
-    __slots__ = ()
+    epoch: int
 
 
 # --- orders -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Open(DiskOrder):
+class Open(DiskOrder, frozen=True):
     """Lock the directory if that is not done, and list its namespace's folder: PagesListed …, Opened; or OpenFailed."""
 
-    epoch: int
     namespace: bytes
     page_bytes: int
     kv_heads: int
@@ -56,47 +53,37 @@ class SlotPage(NamedTuple):
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Write(DiskOrder):
+class Write(DiskOrder, frozen=True):
     """Write these pages. Answered by one Written or several."""
 
-    epoch: int
     pages: tuple[SlotPage, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Read(DiskOrder):
+class Read(DiskOrder, frozen=True):
     """Bring these pages into the arena: PagesRead …, then ReadFinished."""
 
-    epoch: int
     number: int
     pages: tuple[SlotPage, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Delete(DiskOrder):
+class Delete(DiskOrder, frozen=True):
     """Delete the files of these pages. One that is not there counts as deleted."""
 
-    epoch: int
     pages: tuple[PageFile, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DeleteFolder(DiskOrder):
+class DeleteFolder(DiskOrder, frozen=True):
     """Delete the pages of another namespace."""
 
-    epoch: int
     name: str
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PagesListed(DiskEvent):
+class PagesListed(DiskEvent, frozen=True):
     """Some of the pages that lie there, each once, parents before children, otherwise oldest first."""
 
-    epoch: int
     pages: tuple[PageFile, ...]
 
 
@@ -105,12 +92,10 @@ class FoundFolder(NamedTuple):
     size: int  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Opened(DiskEvent):
+class Opened(DiskEvent, frozen=True):
     """All pages have been found. Folders are those of other namespaces, oldest first. Useless files were deleted and
     are counted; `stray_bytes` is what could not be. `read_only` says why nothing can be written."""
 
-    epoch: int
     folders: tuple[FoundFolder, ...] = ()
     stray_bytes: int = 0
     torn: int = 0
@@ -120,21 +105,17 @@ class Opened(DiskEvent):
     read_only: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenFailed(DiskEvent):
-    epoch: int
+class OpenFailed(DiskEvent, frozen=True):
     reason: str
 
 
 WriteOutcome: TypeAlias = Literal["ok", "damaged", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Written(DiskEvent):
+class Written(DiskEvent, frozen=True):
     """How some pages of a Write went. A page is "damaged" if it did not match its checksum in the arena. `reason` says
     why others failed; `full`: there is no space. Only pages that went well are on the disk."""
 
-    epoch: int
     outcomes: tuple[tuple[bytes, WriteOutcome], ...]  # by key
     reason: str = ""
     full: bool = False
@@ -143,41 +124,33 @@ class Written(DiskEvent):
 ReadOutcome: TypeAlias = Literal["ok", "corrupt", "unreadable", "busy"]
 
 
-@dataclass(frozen=True, slots=True)
-class PagesRead(DiskEvent):
+class PagesRead(DiskEvent, frozen=True):
     """How some pages of a Read went: (place in the order, outcome). A page is "busy" if the process had no descriptor
     or memory left for it: later it may be read."""
 
-    epoch: int
     number: int
     outcomes: tuple[tuple[int, ReadOutcome], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFinished(DiskEvent):
+class ReadFinished(DiskEvent, frozen=True):
     """All pages of a Read have been told of. Seconds since it was begun, until the first page and until the last."""
 
-    epoch: int
     number: int
     first_seconds: float
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Deleted(DiskEvent):
+class Deleted(DiskEvent, frozen=True):
     """A Delete has ended. Those pages that could not be deleted, for this reason, are still there."""
 
-    epoch: int
     deleted: tuple[PageFile, ...]
     left: tuple[PageFile, ...] = ()
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FolderDeleted(DiskEvent):
+class FolderDeleted(DiskEvent, frozen=True):
     """Its pages are gone, or, with a reason, some of them are still there."""
 
-    epoch: int
     name: str
     reason: str = ""
 

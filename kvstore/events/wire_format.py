@@ -110,7 +110,7 @@ class KvEventLog:
         events: list[KvEvent] = []
         for medium, of_tier in changes:
             for change in of_tier:
-                events.append(_event(change, medium, page_size))
+                events.append(event_of(change, medium, page_size))
                 self.digest = 0 if isinstance(change, PagesCleared) else self.digest ^ digest(change.keys, medium)
         return self._append(tuple(events), timestamp)
 
@@ -154,7 +154,8 @@ def decode(topic: bytes, sequence: int, payload: bytes) -> KvEventBatch:
         raise MalformedMessage(f"{len(payload)} bytes that are no batch of KV events: {error}") from None
 
 
-def _event(change: CacheChange, medium: Medium, page_size: int) -> KvEvent:
+def event_of(change: CacheChange, medium: Medium, page_size: int) -> KvEvent:
+    """Return the event that tells of a change."""
     match change:
         case PagesStored(parent=parent, keys=keys, tokens=tokens):
             return BlockStored(keys, parent or None, tokens, page_size, None, medium, None)

@@ -53,7 +53,7 @@ class Bench:
         for name, above in links(keys(word), b""):
             page = DiskPage(name, above, 0, 7)
             self.disk.write([page])
-            self.disk.handle(Finished(Write(page)))
+            self.disk.handle(Finished(0, Write(0, page)))
 
     def seal(self, word: str) -> None:
         """Have a local worker seal a chain here."""

@@ -14,19 +14,16 @@ from kvstore.events.changes import CacheChange, ChangeLog
 from kvstore.load_or_recompute import DEFAULT_SPEEDS
 
 
-@dataclass(frozen=True)
-class Write(DiskOrder):
+class Write(DiskOrder, frozen=True):
     page: DiskPage
 
 
-@dataclass(frozen=True)
-class Read(DiskOrder):
+class Read(DiskOrder, frozen=True):
     key: bytes
     slot: int
 
 
-@dataclass(frozen=True)
-class Finished(DiskEvent):
+class Finished(DiskEvent, frozen=True):
     """An order has been carried out, or (`ok` False) not."""
 
     order: Write | Read
@@ -86,7 +83,7 @@ class FakeDisk:
             follows = page.parent == b"" or page.parent in self._pages or page.parent in self._coming
             if fits and follows and self.wants(page.key):
                 self._coming[page.key] = page.parent
-                orders.append(Write(page))
+                orders.append(Write(0, page))
             else:
                 ended.append(WriteEnded(page.key, page.slot))
         return DiskResult(orders, ended)
@@ -94,7 +91,7 @@ class FakeDisk:
     def read(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
         assert all(key in self._pages for key, _ in pages)
         self._reading.update(key for key, _ in pages)
-        return DiskResult([Read(key, slot) for key, slot in pages])
+        return DiskResult([Read(0, key, slot) for key, slot in pages])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         pass
@@ -184,4 +181,4 @@ class DiskThreads:
                 contents = self.files.get(key, memory.rubbish)
                 ok = ok and key in self.files and not memory.spoilt(contents)
                 memory.write(slot, contents if ok else memory.rubbish)
-        return Finished(order, ok, intact)
+        return Finished(0, order, ok, intact)
