@@ -14,7 +14,7 @@ from collections.abc import Sequence as Items
 from baton.messages import LowerTier, PageSource
 from decode_worker.sequence import Sequence, SequencePhase
 from kvstore.client.device_block_manager import DeviceBlockManager
-from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyQueue, PageFetch, TransferEvent
+from kvstore.client.transfer import CallStore, CopyQueue, PageFetch, TransferEvent
 from kvstore.load_or_recompute import LoadInProgress, LoadRegret, choose_load_length
 
 
@@ -24,7 +24,7 @@ class PageFetches:
     def __init__(self, blocks: DeviceBlockManager, leases: Iterator[int], page_size: int) -> None:
         self._numbers, self._page_size = leases, page_size
         self._sequences: dict[int, Sequence] = {}  # by lease
-        self._copies = CopyQueue(blocks)
+        self.copies = CopyQueue(blocks)
         self._regret = LoadRegret()
         self.short = 0  # those that have ended before all pages had come
 
@@ -49,7 +49,7 @@ class PageFetches:
         fetch = sequence.fetch
         assert fetch is not None
         before = fetch.covered
-        calls = self._copies.add_copies(fetch.handle(event))
+        calls = self.copies.add_copies(fetch.handle(event))
         sequence.progressed_at = now
         return calls, fetch.covered - before
 
@@ -83,40 +83,20 @@ class PageFetches:
         calls: list[CallStore] = []
         for lease in fetch.leases:
             del self._sequences[lease]
-            calls += self._copies.end_lease(lease)
-        sequence.in_limbo = self._copies.busy(sequence.pages)  # where copies under way still write
+            calls += self.copies.end_lease(lease)
+        sequence.in_limbo = self.copies.busy(sequence.pages)  # where copies under way still write
         return calls
-
-    # --- copies -------------------------------------------------------------------------------------------------
-
-    @property
-    def copying(self) -> bool:
-        """Copies wait to be made."""
-        return bool(self._copies)
-
-    @property
-    def copies_under_way(self) -> int:
-        """Copies that were handed out and not reported."""
-        return self._copies.under_way
-
-    def take_copies(self, count: int) -> list[Copy]:
-        """At most `count` copies to make now."""
-        return self._copies.take_copies(count)
-
-    def copied(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
-        """Copies were made; `handle` is told, too."""
-        return self._copies.copies_ended(event)
 
     def leave_limbo(self, sequence: Sequence) -> None:
         """Note which of its pages in limbo copies still write to."""
         if sequence.in_limbo:
-            sequence.in_limbo = self._copies.busy(sequence.in_limbo)
+            sequence.in_limbo = self.copies.busy(sequence.in_limbo)
 
     # --- what others read ---------------------------------------------------------------------------------------
 
     @property
     def leases(self) -> tuple[int, ...]:
-        return (*self._sequences, *self._copies.ending)
+        return (*self._sequences, *self.copies.ending)
 
     @property
     def confirming(self) -> bool:
@@ -131,4 +111,4 @@ class PageFetches:
     def validate(self, sequences: Iterator[Sequence]) -> None:
         """Raise AssertionError unless every invariant holds, with these sequences on the worker. For tests."""
         assert set(self._sequences) == {lease for s in sequences if s.fetch for lease in s.fetch.leases}
-        assert self._copies.leases <= set(self._sequences)
+        assert self.copies.leases <= set(self._sequences)

@@ -147,6 +147,7 @@ class DecodeScheduler:
         self._fetches = PageFetches(self._pages.blocks, leases, page_size)
         self._write_through = WriteThrough(self._pages.blocks, leases, page_size)
         self._refill = StoreRefill(self._pages.blocks, leases)
+        self._copy_queues = (self._fetches.copies, self._write_through.copies, self._refill.copies)
         self._recomputation = Recomputation(self._pages.blocks, leases, page_size, recompute_share)
         self._arrivals = itertools.count()
         self._store_up = False
@@ -293,9 +294,8 @@ class DecodeScheduler:
         lease = getattr(event, "lease", 0)
         ended: list[DecodeCommand] = []
         if isinstance(event, CopiedIn | CopiedOut):
-            ended += [
-                *self._fetches.copied(event), *self._write_through.copied(event), *self._refill.copied(event)
-            ]  # fmt: skip
+            for queue in self._copy_queues:
+                ended += queue.copies_ended(event)
             self._planner.budget.observe_copies(
                 event.pages, now - self._copying if event.seconds is None else event.seconds
             )
@@ -348,22 +348,22 @@ class DecodeScheduler:
         if not self._copying_now:
             return []
         most = self._room_for_copies
-        copies = self._fetches.take_copies(most)
-        copies += self._write_through.take_copies(most - len(copies))
-        return copies + self._refill.take_copies(most - len(copies))
+        copies: list[Copy] = []
+        for queue in self._copy_queues:
+            copies += queue.take_copies(most - len(copies))
+        return copies
 
     @property
     def _copying_now(self) -> bool:
         """Copies wait to be made."""
-        return self._fetches.copying or self._write_through.copying or self._refill.copying
+        return any(self._copy_queues)
 
     @property
     def _room_for_copies(self) -> int:
         """How many more may be under way. If they delay steps, that is what the next step can bear."""
-        parts = (self._fetches, self._write_through, self._refill)
         budget = self._planner.budget
         most = self._config.copies_per_step if self._copies_overlap else budget.copies(self._decoding())
-        return max(0, most - sum(part.copies_under_way for part in parts))
+        return max(0, most - sum(queue.under_way for queue in self._copy_queues))
 
     @property
     def patience(self) -> float:

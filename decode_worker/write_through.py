@@ -17,7 +17,7 @@ from baton.messages import MAX_KEYS_PER_CALL
 from decode_worker.sequence import Sequence
 from engine.step.block_table import BlockTable
 from kvstore.client.device_block_manager import DeviceBlockManager
-from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyQueue, StorePages, TransferEvent
+from kvstore.client.transfer import CallStore, CopyQueue, StorePages, TransferEvent
 
 
 @dataclass
@@ -52,18 +52,13 @@ class WriteThrough:
     def __init__(self, cache: DeviceBlockManager, leases: Iterator[int], page_size: int) -> None:
         self._blocks, self._numbers, self._page_size = cache, leases, page_size
         self._under_way: dict[int, _PageWrite] = {}  # by lease, oldest first
-        self._copies = CopyQueue(cache)
+        self.copies = CopyQueue(cache)
         self.written = 0  # pages that were sealed
         self.refused = 0  # writes that the store had no room for
 
     @property
     def leases(self) -> tuple[int, ...]:
-        return (*self._under_way, *self._copies.ending)
-
-    @property
-    def copying(self) -> bool:
-        """Copies wait to be made."""
-        return bool(self._copies)
+        return (*self._under_way, *self.copies.ending)
 
     def store(self, sequence: Sequence, now: float) -> list[CallStore]:
         """Write the pages of `sequence` that have filled up since the last time."""
@@ -80,9 +75,9 @@ class WriteThrough:
             pages = sequence.pages[start:end]
             self._blocks.incref(pages)
             self._under_way[store.lease] = _PageWrite(store, pages, sequence, sequence.pages, start, now)
-            calls += self._copies.add_copies(store.start())
+            calls += self.copies.add_copies(store.start())
             for index, page in enumerate(pages):
-                calls += self._copies.add_copies(store.offer(index, page))
+                calls += self.copies.add_copies(store.offer(index, page))
         return calls
 
     def handle(self, lease: int, event: TransferEvent, now: float) -> list[CallStore]:
@@ -91,26 +86,13 @@ class WriteThrough:
         if page_write is None:
             return []
         page_write.progressed_at = now
-        calls = self._copies.add_copies(page_write.store.handle(event))
+        calls = self.copies.add_copies(page_write.store.handle(event))
         if page_write.store.refused:
             self.refused += 1
             page_write.sequence.writes_through = False
         if page_write.store.done or page_write.store.refused:
             calls += self._end(lease)
         return calls
-
-    def take_copies(self, count: int) -> list[Copy]:
-        """At most `count` copies to make now."""
-        return self._copies.take_copies(count)
-
-    @property
-    def copies_under_way(self) -> int:
-        """Copies that were handed out and not reported."""
-        return self._copies.under_way
-
-    def copied(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
-        """Copies were made; `handle` is told, too."""
-        return self._copies.copies_ended(event)
 
     @property
     def spare(self) -> int:
@@ -127,7 +109,7 @@ class WriteThrough:
     def tick(self, now: float, paused: float, most: float) -> list[CallStore]:
         """End the writes of which the store has said nothing for `most` seconds. While this worker has not made their
         copies, or was paused, the store is not to blame."""
-        for lease in self._copies.leases:
+        for lease in self.copies.leases:
             self._under_way[lease].progressed_at = now
         for page_write in self._under_way.values():
             page_write.progressed_at += paused
@@ -140,10 +122,10 @@ class WriteThrough:
 
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests."""
-        assert self._copies.leases <= set(self._under_way)
+        assert self.copies.leases <= set(self._under_way)
 
     def _end(self, lease: int) -> list[CallStore]:
         page_write = self._under_way.pop(lease)
         self.written += page_write.store.pages_written
         self._blocks.free(page_write.pages)
-        return self._copies.end_lease(lease)
+        return self.copies.end_lease(lease)

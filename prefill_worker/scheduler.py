@@ -418,7 +418,7 @@ class PrefillScheduler:
         job = self._owners.get(lease)
         ended: list[CallStore] = []
         if isinstance(event, CopiedIn | CopiedOut):
-            ended = [*self._copies.copies_ended(event), *self._refill.copied(event)]
+            ended = [*self._copies.copies_ended(event), *self._refill.copies.copies_ended(event)]
         if isinstance(event, CopiedOut) and self._copy_rate is not None:
             self._copy_rate.copied(event.pages, now)
         if job is None:
@@ -469,18 +469,18 @@ class PrefillScheduler:
         CopiedOut."""
         most = self._room_for_copies
         copies = self._copies.take_copies(most)
-        return copies + self._refill.take_copies(most - len(copies))
+        return copies + self._refill.copies.take_copies(most - len(copies))
 
     @property
     def _room_for_copies(self) -> int:
         """How many more may be under way."""
-        return max(0, self._config.copies_per_step - self._copies.under_way - self._refill.copies_under_way)
+        return max(0, self._config.copies_per_step - self._copies.under_way - self._refill.copies.under_way)
 
     @property
     def busy(self) -> bool:
         """There is something to do without waiting for a message, or for the end of a copy."""
         self._leave_limbo()
-        copying = bool(self._copies) or self._refill.copying
+        copying = bool(self._copies) or bool(self._refill.copies)
         return (copying and self._room_for_copies > 0) or any(job.ready_to_step for job in self._requests.values())
 
     @property

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvstore.client.device_block_manager import CachedPage, DeviceBlockManager
-from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyQueue, StorePages, TransferEvent
+from kvstore.client.transfer import CallStore, CopyQueue, StorePages, TransferEvent
 
 _RUN = 16  # pages, and at most this share of the arena's slots: a worker may reserve only so many
 _SHARE = 1 / 16
@@ -40,7 +40,7 @@ class StoreRefill:
 
     def __init__(self, blocks: DeviceBlockManager, leases: Iterator[int]) -> None:
         self._blocks, self._leases = blocks, leases
-        self._copies = CopyQueue(blocks)
+        self.copies = CopyQueue(blocks)
         self._waiting: deque[bytes] = deque()
         self._run: list[CachedPage] = []
         self._write: StorePages | None = None  # of the run
@@ -60,7 +60,7 @@ class StoreRefill:
         if self._write is None:
             at_once = idle and not self._gave_way
             return self._begin_run(now) if at_once or now - self._began >= _PERIOD else []
-        self._progressed_at = now if self._copies else self._progressed_at + paused
+        self._progressed_at = now if self.copies else self._progressed_at + paused
         return self.stop() if now - self._progressed_at > most else []
 
     def handle(self, lease: int, event: TransferEvent, now: float) -> list[CallStore]:
@@ -69,7 +69,7 @@ class StoreRefill:
         if write is None or write.lease != lease:
             return []
         self._progressed_at = now
-        calls = self._copies.add_copies(write.handle(event))
+        calls = self.copies.add_copies(write.handle(event))
         if write.refused == "quota":  # the worker's prompts need their share
             return calls + (self.give_way() or [])
         return calls + (self._end_run() if write.done or write.refused else [])
@@ -101,9 +101,9 @@ class StoreRefill:
         self._blocks.incref([page.page for page in self._run])
         keys = [page.key for page in self._run]
         self._write = StorePages(next(self._leases), self._run[0].parent, keys, hold=False)
-        calls = self._copies.add_copies(self._write.start())
+        calls = self.copies.add_copies(self._write.start())
         for index, page in enumerate(self._run):
-            calls += self._copies.add_copies(self._write.offer(index, page.page))
+            calls += self.copies.add_copies(self._write.offer(index, page.page))
         return calls
 
     def _end_run(self) -> list[CallStore]:
@@ -113,27 +113,7 @@ class StoreRefill:
         self._written += write.pages_written
         self._blocks.free([page.page for page in self._run])
         self._run = []
-        return self._copies.end_lease(write.lease)
-
-    # --- copies -------------------------------------------------------------------------------------------------
-
-    @property
-    def copying(self) -> bool:
-        """Copies wait to be made."""
-        return bool(self._copies)
-
-    @property
-    def copies_under_way(self) -> int:
-        """Copies that were handed out and not reported."""
-        return self._copies.under_way
-
-    def take_copies(self, count: int) -> list[Copy]:
-        """At most `count` copies to make now."""
-        return self._copies.take_copies(count)
-
-    def copied(self, event: CopiedIn | CopiedOut) -> list[CallStore]:
-        """Copies were made; `handle` is told, too."""
-        return self._copies.copies_ended(event)
+        return self.copies.end_lease(write.lease)
 
     # --- what others read ---------------------------------------------------------------------------------------
 
@@ -144,7 +124,7 @@ class StoreRefill:
 
     @property
     def leases(self) -> tuple[int, ...]:
-        return (*([self._write.lease] if self._write else []), *self._copies.ending)
+        return (*([self._write.lease] if self._write else []), *self.copies.ending)
 
     @property
     def pages(self) -> list[int]:
@@ -154,4 +134,4 @@ class StoreRefill:
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests."""
         assert bool(self._run) == (self._write is not None)
-        assert self._copies.leases <= set(self.leases)
+        assert self.copies.leases <= set(self.leases)
