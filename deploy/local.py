@@ -39,6 +39,7 @@ from typing import BinaryIO, ClassVar, Protocol, Self
 
 import msgspec
 
+from baton.addresses import ServiceAddresses, listening
 from baton.client import Client, is_up
 from baton.config import Config, dump
 from baton.errors import BatonError, StartupError
@@ -47,7 +48,6 @@ from baton.operator_address import FIRST_ROUTER, operator_of_router
 from baton.operator_api import Status
 from baton.operator_port import MAX_PATH_BYTES
 from baton.wire import ClusterKeys
-from deploy.addresses import ServiceAddresses, listening
 from deploy.placement.desired import ClusterScale, ProcessSpec, plan, scale_of, worker_role, workers_on
 from deploy.placement.gpu_sharing import GpuShare, share_gpus, uses_assigned_gpu, wanted_gpus, with_share
 from deploy.processes import ProcessIdentity, end, share_cores

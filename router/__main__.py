@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 
+import msgspec
+
+from baton.addresses import ServiceAddresses
 from baton.errors import BatonError
 from baton.grpc_loop import GrpcEventLoop
 from baton.process import Arguments, parse
-from router.service import RouterAddresses, serve
+from router.service import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +35,8 @@ async def _serve(arguments: Arguments) -> None:
     await serve(arguments.config, arguments.name, arguments.node, stop, _say, arguments.host)
 
 
-def _say(addresses: RouterAddresses) -> None:
-    print(json.dumps(asdict(addresses)), flush=True)  # noqa: T201
+def _say(addresses: ServiceAddresses) -> None:
+    print(msgspec.json.encode(addresses).decode(), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

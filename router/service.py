@@ -14,12 +14,15 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 import baton
 from baton import hosts
+from baton.addresses import ServiceAddresses
 from baton.api_keys import KeyRing
 from baton.clock import Clock, PauseDetector, Tick
 from baton.config import Config
@@ -58,24 +61,12 @@ _LOOK = 1.0  # seconds between two looks at the operator's socket, and at the fi
 _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their sockets
 
 
-@dataclass(frozen=True)
-class RouterAddresses:
-    """Where the router listens, once it does. `grpc`, `http` and `api` are host:port, `internal` is a ZMQ endpoint,
-    `operator` host:port or unix:PATH."""
-
-    grpc: str
-    internal: str
-    http: str
-    operator: str
-    api: str
-
-
 async def serve(
     config: Config,
     name: str,
     node: str,
     stop: asyncio.Event,
-    ready: Callable[[RouterAddresses], object],
+    ready: Callable[[ServiceAddresses], object],
     host: str = hosts.LOOPBACK,
 ) -> None:
     """Serve until `stop` is set; `ready` is called once every port listens, and again if the operator's has moved.
@@ -134,10 +125,10 @@ async def serve(
         log.info("the operator is served at %s", operator_address)
         needed = f"an API key of {config.api_keys_path}" if keys.required else "no API key"
         log.info("clients need %s; they connect %s TLS", needed, "with" if tls else "without")
-        addresses = RouterAddresses(grpc_address, listener.endpoint, http_address, operator_address, api_address)
+        addresses = ServiceAddresses(grpc_address, listener.endpoint, http_address, operator_address, api_address)
         ready(addresses)
         again = _listen_again(
-            driver, operator, operator_setting, lambda target: ready(replace(addresses, operator=target))
+            driver, operator, operator_setting, lambda target: ready(structs.replace(addresses, operator=target))
         )
         loops = (
             again,

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.addresses import ServiceAddresses
+from baton.addresses import ServiceAddresses
 from deploy.control_plane.actors import PROCESS_KEY, STOP_PATIENCE, Host, Order, end_here
 from deploy.control_plane.kv import RayKvKeys
 from deploy.control_plane.reports import Failure, ProcessRecord, Report

@@ -14,12 +14,12 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 import ray
 
 from baton import logs
+from baton.addresses import ServiceAddresses
 from baton.config import Config
 from baton.errors import BatonError
 from baton.grpc_loop import GrpcEventLoop
@@ -27,7 +27,6 @@ from baton.hosts import LOOPBACK, is_loopback
 from baton.messages import Role
 from baton.process import raise_descriptor_limit, share_heaps
 from baton.wire import ClusterKeys, use_keys
-from deploy.addresses import ServiceAddresses
 from deploy.control_plane.kv import RayKvKeys as RayKeys
 from deploy.control_plane.reports import Failure, ProcessRecord, Report
 from deploy.processes import ProcessIdentity, end, share_cores
@@ -113,10 +112,8 @@ class Service:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self._stop_router = lambda: loop.call_soon_threadsafe(stop.set)
 
-        def ready(addresses: Any) -> None:
-            self.addresses = ServiceAddresses(
-                addresses.grpc, addresses.internal, addresses.http, addresses.operator, addresses.api
-            )
+        def ready(addresses: ServiceAddresses) -> None:
+            self.addresses = addresses
 
         await serve(self._order.config, self._order.name, self._order.node, stop, ready, self._host)
 

@@ -11,13 +11,13 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from baton.addresses import ServiceAddresses
 from baton.checkpoints import hub, named
 from baton.client import Client
 from baton.config import Config
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
 from baton.hosts import is_loopback
 from baton.wire import ClusterKeys
-from deploy.addresses import ServiceAddresses
 from deploy.control_plane import checkpoint, cluster, preflight, probe, state_file
 from deploy.control_plane.reconcile import JOIN_PATIENCE
 from deploy.control_plane.reports import ClusterOverview

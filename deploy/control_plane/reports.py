@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from baton.addresses import ServiceAddresses
 from baton.errors import BatonError, from_reason
 from baton.messages import Role
-from deploy.addresses import ServiceAddresses
 from deploy.placement.desired import ClusterScale
 from deploy.processes import ProcessIdentity
 

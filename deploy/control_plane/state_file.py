@@ -15,9 +15,9 @@ from typing import Literal
 import msgspec
 
 from baton import file_lock
+from baton.addresses import ServiceAddresses, operator_target
 from baton.errors import KeysUnusable, StartupError
 from baton.wire import ClusterKeys
-from deploy.addresses import ServiceAddresses, operator_target
 from deploy.processes import ProcessIdentity
 
 

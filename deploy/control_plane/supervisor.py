@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from baton import logs
+from baton.addresses import ServiceAddresses, listening
 from baton.client import Client
 from baton.clock import PauseDetector
 from baton.config import Config, decode_size, encode_size
@@ -27,7 +28,6 @@ from baton.errors import BatonError
 from baton.operator_address import FIRST_ROUTER
 from baton.operator_api import Status
 from baton.wire import ClusterKeys as ClusterKeys
-from deploy.addresses import ServiceAddresses, listening
 from deploy.control_plane.actor_registry import SUPERVISOR, ActorRegistry
 from deploy.control_plane.actors import Order
 from deploy.control_plane.kv import RayKvKeys

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.addresses import ServiceAddresses
 from baton.errors import RayUnusable, StartupError
-from deploy.addresses import ServiceAddresses
 from deploy.control_plane import cluster, state_file
 from deploy.control_plane.preflight import check_name_free
 from deploy.control_plane.state_file import OwnRay, RayLink, State

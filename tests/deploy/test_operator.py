@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from baton import operator_port
+from baton.addresses import ServiceAddresses, operator_target
 from baton.client import Client
 from baton.config import load
 from baton.errors import PortInUse, StartupError
 from baton.metrics_server import MetricsServer
 from baton.operator_address import parse_operator
-from deploy.addresses import ServiceAddresses, operator_target
 from deploy.commands import running_cluster
 from deploy.control_plane import preflight, state_file
 from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview

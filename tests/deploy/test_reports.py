@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from baton.addresses import ServiceAddresses, listening
 from baton.client import Generated, Timing, TokenUsage, Work
 from baton.config import Config, load
 from baton.errors import CorruptWeights, StartupError, Unavailable
-from deploy.addresses import ServiceAddresses, listening
 from deploy.commands import generate, show
 from deploy.commands.progress import Progress
 from deploy.control_plane.bring_up import why_failed

@@ -16,8 +16,8 @@ from typing import Self
 
 import msgspec
 
+from baton.addresses import ServiceAddresses
 from baton.config import Bytes, Config, dump
-from deploy.addresses import ServiceAddresses
 from deploy.local import Child, LocalCluster
 from deploy.processes import ProcessIdentity, end
 from kvstore.client.connection import store_address

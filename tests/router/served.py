@@ -14,9 +14,10 @@ import msgspec
 
 from baton import config as settings
 from baton import messages
+from baton.addresses import ServiceAddresses
 from baton.v1 import generation_pb2
 from baton.wire import RouterSocket
-from router.service import RouterAddresses, serve
+from router.service import serve
 from tests.router import tokenizers
 from tests.router.cluster import Cluster
 from tests.router.model import CONFIG, CONTEXT, EOS, ROUTER, VOCAB
@@ -50,7 +51,7 @@ class Served:
 
     stop: asyncio.Event
 
-    def __init__(self, addresses: RouterAddresses) -> None:
+    def __init__(self, addresses: ServiceAddresses) -> None:
         self.addresses = addresses
         self.cluster = Cluster()
         self.step_seconds = 0.002
@@ -95,7 +96,7 @@ def _heard(role: str) -> Any:
 async def served(config: settings.Config) -> AsyncIterator[Served]:
     """A router that serves until the block is left."""
     stop = asyncio.Event()
-    ready: asyncio.Future[RouterAddresses] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[ServiceAddresses] = asyncio.get_running_loop().create_future()
     router = asyncio.create_task(serve(config, "router", "a", stop, ready.set_result))
     await asyncio.wait([router, ready], return_when=asyncio.FIRST_COMPLETED, timeout=20)
     if router.done():
