@@ -58,15 +58,7 @@ from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepLaunch
 from engine.step.recomputation import ComparePages, PagesCompared, Recomputation
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.refill import StoreRefill
-from kvstore.client.transfer import (
-    CallStore,
-    CopiedIn,
-    CopiedOut,
-    Copy,
-    StoreLost,
-    StoreUp,
-    TransferEvent,
-)
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, StoreLost, StoreUp, TransferEvent
 
 _SCORES_PER_MESSAGE = 256  # prompt tokens, each with up to 20 alternatives: 150 KB
 OTHERS_AHEAD = 8

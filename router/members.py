@@ -21,16 +21,7 @@ from typing import Literal, TypeAlias, get_args
 import msgspec
 
 from baton.errors import Incompatible
-from baton.messages import (
-    PROTOCOL_VERSION,
-    AttemptName,
-    Hello,
-    LoadReport,
-    ModelCard,
-    Peer,
-    Role,
-    difference,
-)
+from baton.messages import PROTOCOL_VERSION, AttemptName, Hello, LoadReport, ModelCard, Peer, Role, difference
 
 _REMEMBERED = 4_096  # incarnations; far more than processes ever start while one of them is still around
 _UNANSWERED = 16  # Decodes on their way to one worker; without a limit, a full worker would refuse a whole queue

@@ -38,15 +38,7 @@ from engine.vllm_runner.adapters import load_adapters
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.child_link import ChildLink, Pending
 from engine.vllm_runner.leftovers import ProcessFolder
-from engine.vllm_runner.messages import (
-    Drawn,
-    Duplicate,
-    Failed,
-    Load,
-    Loaded,
-    Row,
-    Step,
-)
+from engine.vllm_runner.messages import Drawn, Duplicate, Failed, Load, Loaded, Row, Step
 from engine.vllm_runner.mover import VllmMover
 from engine.vllm_runner.process_watch import ProcessWatch
 from kvstore.layout import PageLayout

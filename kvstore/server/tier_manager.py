@@ -25,15 +25,7 @@ from baton.waits import WaitEdge, WaitNode
 from kvstore.arena.host_page_pool import NOWHERE, HostPage, HostPagePool
 from kvstore.disk.admission_filter import AdmissionFilter
 from kvstore.disk.index import DiskIndex
-from kvstore.disk.orders import (
-    DiskEvent,
-    DiskOrder,
-    DiskOutcome,
-    DiskPage,
-    DiskResult,
-    ReadEnded,
-    WriteEnded,
-)
+from kvstore.disk.orders import DiskEvent, DiskOrder, DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 from kvstore.events.changes import page_runs
 from kvstore.server.inbound_transfers import STORE, ChainLink, InboundResult, InboundTransfers, links
 from kvstore.server.leases import Lease, PageWaiter, PageWaiters

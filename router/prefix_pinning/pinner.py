@@ -33,14 +33,7 @@ from baton.errors import (
     Unavailable,
     shown,
 )
-from baton.messages import (
-    TOKEN_BYTES,
-    AttemptName,
-    Cancel,
-    PinPages,
-    Prefill,
-    UnpinPages,
-)
+from baton.messages import TOKEN_BYTES, AttemptName, Cancel, PinPages, Prefill, UnpinPages
 from baton.operator_api import Pin
 from kvstore.keys import namespace_root, split_keys
 from router.events import PIN, Cancelled, Failed, PinAnswered, PinPrefix, UnpinPrefix

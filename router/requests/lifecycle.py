@@ -16,13 +16,7 @@ from math import inf
 from msgspec.structs import replace
 
 from baton.config import Config
-from baton.errors import (
-    AttemptsExhausted,
-    BatonError,
-    DeadlineExpired,
-    InvalidRequest,
-    Unavailable,
-)
+from baton.errors import AttemptsExhausted, BatonError, DeadlineExpired, InvalidRequest, Unavailable
 from baton.messages import MIXED, AttemptName, Cancel, Decode, ModelCard
 from kvstore.prefix_map.prefix_map import PrefixMatch
 from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome
