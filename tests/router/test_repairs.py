@@ -289,6 +289,7 @@ def test_pictures_in_results_and_history_have_a_placeholder(tmp_path: Path, monk
     async def test() -> None:
         async with front(tmp_path, monkeypatch) as it:
             turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            results = [USER, turn, {"role": "tool", "tool_call_id": "c", "content": "seen"}]
             output = {"type": "function_call_output", "call_id": "c"}
             item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
             picture = {"type": "input_image", "image_url": "data:,"}
@@ -305,6 +306,15 @@ def test_pictures_in_results_and_history_have_a_placeholder(tmp_path: Path, monk
                 ("chat/completions", {"messages": [USER, {"role": "assistant", "content": [url]}, USER]},
                  [left_out("image_url")]),
                 ("responses", {"input": [USER, item, output | {"output": [picture]}]}, [left_out("input_image")]),
+                ("chat/completions", {"messages": [
+                    *results, system("B"), {"role": "user", "content": [text, url]}, TURN, USER,
+                ]}, ["<user>seen\n" + left_out("image_url")]),
+                ("responses", {"input": [
+                    USER, item, output | {"output": "seen"}, {"role": "user", "content": [picture]}
+                ]}, ["<user>" + left_out("input_image")]),
+                ("messages", {"messages": [
+                    {"role": "user", "content": [*result(text)["messages"][0]["content"], IMAGE]}
+                ]}, ["<user>" + left_out("image")]),
                 *(("responses", hosted(kind), [left_out(kind), "Yes?"]) for kind in (
                     "web_search_call", "image_generation_call", "computer_call_output", "mcp_list_tools", "compaction",
                 )),
@@ -322,6 +332,11 @@ def test_pictures_in_results_and_history_have_a_placeholder(tmp_path: Path, monk
                     "input[1]",
                 ),
                 ("chat/completions", {"messages": [{"role": "user", "content": [url]}]}, "messages[0].content[0]"),
+                (
+                    "chat/completions",
+                    {"messages": [*results, TURN, {"role": "user", "content": [url]}]},
+                    "messages[4].content[0]",
+                ),
                 ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
                 ("responses", {"input": [{"type": "wizardry", "id": "x"}]}, "input[0].type"),
             ):

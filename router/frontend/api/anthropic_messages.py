@@ -19,7 +19,7 @@ from router.frontend.api.response_builder import Choice, Count, NotCachedTokens,
 from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import checked_function, is_left_out, switch, wrong
 from router.frontend.chat.deltas import Content, Item, ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream, ToolCall
-from router.frontend.chat.repairs import Repairs, arguments_of, content_of
+from router.frontend.chat.repairs import Repairs, arguments_of, content_of, source_of
 from router.frontend.chat.scanning import decoded
 from router.frontend.output_stream import Output
 
@@ -61,7 +61,7 @@ def chat_of_messages(request: CountTokensRequest, repairs: Repairs) -> ChatCompl
         messages.append({"role": "system", "content": content_of("system", request.system, "system", repairs)})
     called: dict[str, str] = {}
     for number, message in enumerate(request.messages):
-        messages += _messages(f"messages[{number}]", message, called, repairs)
+        messages += _messages(f"messages[{number}]", message, messages, called, repairs)
     continued = bool(request.messages) and request.messages[-1].get("role") == "assistant"
     choice, parallel = _choice(request.tool_choice)
     shows, variables = _thinking(request.thinking)
@@ -99,7 +99,7 @@ def _response_format(request: CountTokensRequest) -> Json | None:
             raise wrong(at, f"it is {shown(repr(form))}; send a JSON schema, as {{type: json_schema, schema: …}}")
 
 
-def _messages(at: str, message: Json, called: dict[str, str], repairs: Repairs) -> list[Json]:
+def _messages(at: str, message: Json, before: list[Json], called: dict[str, str], repairs: Repairs) -> list[Json]:
     """The messages that one with blocks is as a chat. `called` has the names of calls by their ids."""
     role, blocks = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -129,7 +129,7 @@ def _messages(at: str, message: Json, called: dict[str, str], repairs: Repairs) 
             case {"type": "tool_result" | "tool_use" | "thinking" as kind}:
                 raise wrong(f"{at}[{number}]", f"it is {shown(repr(block))}, which is no {kind}")
             case _:
-                rest += content_of(f"{at}[{number}]", [block], role, repairs)
+                rest += content_of(f"{at}[{number}]", [block], source_of(role, results or before), repairs)
     if results and not rest and message.get("role") == "user":
         return results
     turn: Json = message | {"content": rest if rest or not (calls or thoughts) else ""}

@@ -43,7 +43,7 @@ from router.frontend.chat.deltas import (
     Text,
     ToolCall,
 )
-from router.frontend.chat.repairs import Repairs, arguments_of, content_of, placeholder
+from router.frontend.chat.repairs import Repairs, arguments_of, content_of, placeholder, source_of
 from router.frontend.output_stream import Output
 
 _MEMBERS = {"function": ("name", "description", "parameters", "strict"), "custom": ("name", "description", "format")}
@@ -187,9 +187,8 @@ def _messages(request: ResponsesRequest, tools: ResponseTools, repairs: Repairs)
                 turn, role = None, item.get("role")
                 if role not in _ROLES:
                     raise wrong(f"{at}.role", f"it is {shown(repr(role))}; it must be one of {', '.join(_ROLES)}")
-                messages.append(
-                    {"role": role, "content": content_of(f"{at}.content", item.get("content"), role, repairs)}
-                )
+                content = content_of(f"{at}.content", item.get("content"), source_of(role, messages), repairs)
+                messages.append({"role": role, "content": content})
             case {"type": str(kind)} if _is_hosted(kind) and repairs.make("placeholder"):
                 turn = turn or _turn(messages)
                 if "tool_calls" in turn:

@@ -86,6 +86,16 @@ def content_of(at: str, content: Any, role: Any, repairs: Repairs) -> str | list
     return [_part(f"{at}[{number}]", part, role, repairs) for number, part in enumerate(parts)]
 
 
+def source_of(role: Any, before: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the role that the parts of a message come from. A user's message right behind the results of tools has
+    their pictures, for which a result in a chat has no place."""
+    if role != "user":
+        return role
+    roles = (message["role"] for message in reversed(before))
+    latest = next((one for one in roles if one not in ("system", "developer")), "")
+    return "tool" if latest == "tool" else "user"
+
+
 def _part(at: str, part: Any, role: Any, repairs: Repairs) -> Json:
     text = _text_of(part)
     if text is None:

@@ -18,7 +18,7 @@ import msgspec
 from baton.checkpoint_files import read_optional
 from baton.errors import InvalidRequest, ModelError, shown
 from baton.logs import RateLimitedLog
-from router.frontend.chat.repairs import Repairs, arguments_of, content_of, refused, without_telemetry
+from router.frontend.chat.repairs import Repairs, arguments_of, content_of, refused, source_of, without_telemetry
 from router.frontend.chat.scanning import TEXT_ARGUMENT
 from router.frontend.off_loop import HelperDied, HelperLate, HelperProcess
 
@@ -130,14 +130,16 @@ def normalized(
         known = roles.get(role) if isinstance(role, str) else None
         if known is None:
             known = roles[role] = _role(f"{at}.role", role, template, repairs)
-        result.append(_message(at, message, known, repairs))
+        result.append(_message(at, message, known, result, repairs))
     return without_telemetry(result, repairs)
 
 
-def _message(at: str, message: Mapping[str, Any], role: str, repairs: Repairs) -> dict[str, Any]:
+def _message(
+    at: str, message: Mapping[str, Any], role: str, before: Sequence[Mapping[str, Any]], repairs: Repairs
+) -> dict[str, Any]:
     result = dict(message)
     result["role"] = role
-    result["content"] = content_of(f"{at}.content", message.get("content"), role, repairs)
+    result["content"] = content_of(f"{at}.content", message.get("content"), source_of(role, before), repairs)
     # Clients have one name for it, templates the other.
     if isinstance(thought := message.get("reasoning"), str) and not message.get("reasoning_content"):
         result["reasoning_content"] = thought
