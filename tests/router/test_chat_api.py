@@ -232,6 +232,8 @@ def test_calls_that_the_request_insists_on(tmp_path: Path, monkeypatch: pytest.M
             assert both.content is None
             assert [call.function.name for call in both.tool_calls] == ["get_weather", "get_time"]
             assert len((await ask("required", parallel_tool_calls=False)).message.tool_calls) == 1
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+            assert len((await ask("required", response_format=form)).message.tool_calls) == 2
             client.say(json.dumps(WEATHER))
             one = await ask({"type": "function", "function": {"name": "get_weather"}})
             assert one.finish_reason == "tool_calls"

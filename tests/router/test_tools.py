@@ -86,7 +86,6 @@ TWO = [tool("f", {"type": "object"}), tool("g")]
             "tool_choice.allowed_tools.tools[0]",
         ),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TWO, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": TWO, "tool_choice": "required", "structured_outputs": {"regex": "x"}}, "tool_choice"),
     ],
 )

@@ -114,13 +114,12 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
             "tool_choice of 'required' or a function",
         )
     if plan.forced:
-        if constrained:
-            raise wrong(
-                "tool_choice", "it insists on a call beside a response_format or structured_outputs; choose one"
-            )
+        if fields.structured_outputs:
+            raise wrong("tool_choice", "it insists on a call beside structured_outputs; choose one")
         grammar = _lark_of(texts.get(names[0])) if calls is Calls.NAMED else None
         plan = dataclasses.replace(plan, constrained=True, framed=False, plain=grammar is not None)
-        fields = replace(fields, structured_outputs=grammar or constraint(plan, plan.schemas))
+        # A response_format is for texts, and no text comes.
+        fields = replace(fields, structured_outputs=grammar or constraint(plan, plan.schemas), response_format=None)
     if (plan.constrained and form.reasoning_parser) or fields.reasoning_effort == "none":
         fields = replace(fields, chat_template_kwargs=switch(fields.chat_template_kwargs, on=False))
     seen = [] if calls is Calls.NONE else [tool for name, tool in tools.items() if name in names or plan.forced]
