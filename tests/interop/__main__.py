@@ -82,6 +82,8 @@ def prepare(suite: Suite, scratch: Path, until: float | None) -> Environment:
         return own
     else:
         new = environments.make(suite.name, suite.requirements, scratch, _left(until), patience=_left(until))
+    if suite.npm:
+        environments.install_npm(suite.name, suite.npm, new)
     if suite.fetch is not None:
         suite.fetch(new if until is None else replace(new, seconds=_left(until)))
     return new
@@ -97,7 +99,7 @@ def run_suite(suite: Suite, running: Target, ready: Future[Environment], until: 
         if until is not None:
             seconds = min(suite.seconds, _left(until))
             environment = replace(environment, seconds=seconds)
-        versions = environment.versions(suite.packages)
+        versions = [*suite.npm, *environment.versions(suite.packages)]
         began = time.monotonic()
         result = suite.run(running, environment)
     except SuiteTimeout as error:

@@ -24,8 +24,17 @@ class Suite:
     seconds: float = 300.0
     needs_torch: bool = False
     fetch: Callable[[Environment], object] | None = None
+    npm: Sequence[str] = ()  # packages
 
 
+_AGENT = (
+    f", from npm: {', '.join(agents.CASES.values())}. A model follows a script, once with a lenient and once with a "
+    "strict chat template"
+)
+_LIBRARY = (
+    ": a tool loop and a second turn, a picture in a tool's result, typed output, whole and as streams, and a prompt "
+    "beyond the context. The model is that of the agents"
+)
 _ALL = (
     Suite(
         "openai",
@@ -73,13 +82,61 @@ _ALL = (
         partial(clients.run_client, "langchain_client.py"),
     ),
     Suite(
-        "agents",
-        "Codex over Responses and Claude Code over Messages, from npm, with a model that follows a script: a first "
-        "turn and a tool loop, each with a lenient and a strict chat template",
+        "codex",
+        f"Codex over Responses{_AGENT}",
         [],
         [],
-        agents.run,
-        fetch=agents.fetch,
+        partial(agents.run_agent, agents.CODEX),
+        npm=["@openai/codex@0.171.0"],
+    ),
+    Suite(
+        "claude-code",
+        f"Claude Code over Messages{_AGENT}",
+        [],
+        [],
+        partial(agents.run_agent, agents.CLAUDE_CODE),
+        npm=["@anthropic-ai/claude-code@2.1.332"],
+    ),
+    Suite(
+        "opencode",
+        f"OpenCode over chats{_AGENT}",
+        [],
+        [],
+        partial(agents.run_agent, agents.OPENCODE),
+        npm=["opencode-linux-x64@1.18.34"],
+    ),
+    Suite(
+        "ai-sdk",
+        f"`tests/interop/clients/ai_sdk.mjs`: AI SDK over chats, Responses and Messages{_LIBRARY}",
+        [],
+        [],
+        partial(agents.run_client, "ai_sdk.mjs"),
+        npm=[
+            "ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/openai@3.0.141", "@ai-sdk/anthropic@3.0.140",
+            "zod@4.6.7",
+        ],
+    ),
+    Suite(
+        "openai-agents",
+        f"`tests/interop/clients/openai_agents_client.py`: over Responses and chats{_LIBRARY}",
+        ["openai-agents==0.24.0"],
+        ["openai-agents", "openai"],
+        partial(agents.run_client, "openai_agents_client.py"),
+    ),
+    Suite(
+        "pydantic-ai",
+        f"`tests/interop/clients/pydantic_ai_client.py`: over chats, Responses and Messages{_LIBRARY}",
+        ["pydantic-ai-slim[openai,anthropic]==2.68.0"],
+        ["pydantic-ai-slim", "openai", "anthropic"],
+        partial(agents.run_client, "pydantic_ai_client.py"),
+    ),
+    Suite(
+        "instructor",
+        "`tests/interop/clients/instructor_client.py`: typed output by each of its modes, whole and as a stream, and a "
+        "prompt beyond the context",
+        ["instructor==1.17.0"],
+        ["instructor", "openai"],
+        partial(agents.run_client, "instructor_client.py"),
     ),
     Suite(
         "schemathesis",

@@ -176,6 +176,34 @@ def fetch_sdist(environment: Environment, package: str) -> Path:
     return folder
 
 
+def npm_folder(name: str) -> Path:
+    """Return the folder of a suite's packages from npm."""
+    return cache() / "npm" / name / "node_modules"
+
+
+def install_npm(name: str, packages: Sequence[str], environment: Environment) -> None:
+    """Install a suite's packages from npm, if they are not there as required. Raises IndexUnreachable where npm is
+    missing, or does not bring them in time."""
+    folder, text = npm_folder(name).parent, "\n".join(packages) + "\n"
+    stamp = folder / "packages.txt"
+    if stamp.is_file() and stamp.read_text() == text:
+        return
+    if (npm := shutil.which("npm")) is None:
+        raise IndexUnreachable("there is no npm here")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    argv = [npm, "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--foreground-scripts", *packages]
+    try:
+        ran = run_bounded(argv, environment.seconds, folder, environment.variables({}))
+        if ran.code:
+            raise IndexUnreachable(f"npm could not install {text}: {ran.tail}")
+        for script in folder.glob("node_modules/@anthropic-ai/claude-code/install.cjs"):  # npm may leave it out
+            run_bounded(["node", str(script)], environment.seconds, script.parent, environment.variables({}))
+    except SuiteTimeout as error:
+        raise IndexUnreachable(str(error)) from None
+    stamp.write_text(text)
+
+
 def _install(argv: Sequence[str], cwd: Path, environment: Environment, until: float) -> None:
     """Run pip, a second time if it fails although an index answers; `until` is a time of the monotonic clock. Raises
     InstallError."""

@@ -19,6 +19,28 @@ from typing import Any
 _SECONDS = 60.0  # of one async check
 
 
+def prompt_of(case: str, client: str) -> str:
+    """Return the user's prompt in a case of `tests/interop/scripted_model.py`."""
+    return f"Case {case} of {client}: do as the model says."
+
+
+LOOP, PICTURE, TYPED = (prompt_of(case, "a library") for case in ("loop", "picture", "typed"))
+VERDICT = {"answer": "yes", "certain": True}
+END = {
+    "loop": "The command printed baton-42.",
+    "cut": "The command printed baton-42.",
+    "picture": "The picture was left out.",
+    "context": "The numbers are in SUMMARY-7.",
+    "typed": json.dumps(VERDICT),
+}
+"""The last text of the model in each case."""
+TOO_LONG = "Tell of batons. " * 12_000
+PICTURE_URL = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+)
+
+
 @dataclass(frozen=True)
 class Target:
     """The server: its URL without a path, and the model's name."""

@@ -28,7 +28,7 @@ def read_cases(output: str) -> list[Case]:
     """The cases among what a script has printed. Packages print lines of their own."""
     cases = list[Case]()
     for line in output.splitlines():
-        if line.startswith('{"name": '):
+        if line.startswith('{"name":'):
             result = json.loads(line)
             cases.append(
                 Case(result["name"], "passed")
