@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -70,7 +70,7 @@ class CacheBytes(Bytes):
     ON_CPU: ClassVar[int] = 512 * 2**20
 
     @classmethod
-    def parse(cls, value: object) -> CacheBytes:
+    def parse(cls, value: object) -> Self:
         """Raises ValueError for anything that is neither a positive size nor "auto"."""
         return cls(0) if value == "auto" else cls(super().parse(value))
 
@@ -80,9 +80,20 @@ class CacheBytes(Bytes):
         return int(self) or self.ON_CPU
 
 
+class ArenaBytes(CacheBytes):
+    """The size of a node's arena, or "auto" (0): on a machine with GPUs a part of its memory, else `ON_CPU` bytes."""
+
+    PART: ClassVar[float] = 0.25  # of the memory that is free
+    PER_GPU: ClassVar[int] = 32 * 2**30  # at most; a kernel clears 2 to 4 GiB a second for it
+
+    def on_node(self, gpus: int, free: int) -> ArenaBytes:
+        """The size on a machine with so many GPUs for workers, and so many bytes free."""
+        return ArenaBytes(self or max(self.ON_CPU, min(int(free * self.PART), gpus * self.PER_GPU)))
+
+
 def encode_size(value: Bytes) -> int | str:
     """What a file says for a size, for msgspec's `enc_hook`."""
-    return "auto" if isinstance(value, CacheBytes) and not value else int(value)
+    return int(value) or "auto"
 
 
 def decode_size(kind: type, value: object) -> object:
@@ -301,7 +312,7 @@ class TracingConfig(_Section, frozen=True):
 class StoreConfig(_Section, frozen=True):
     """The node's store."""
 
-    host_cache_bytes: Bytes = Bytes(512 * 2**20)  # the host tier of one node, taken at start
+    host_cache_bytes: ArenaBytes = ArenaBytes(0)  # a node's host tier, taken at start; auto: 512MiB, more with GPUs
     lease_ms: Positive = 30_000  # a hold that its owner does not renew lasts this long
     writer_share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of the slots, at most reserved by one writer
     load_share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # of the slots, at most waiting for pages from lower tiers

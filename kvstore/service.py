@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from baton import hosts
 from baton.clock import PauseDetector, Tick
 from baton.config import Config
@@ -36,10 +38,11 @@ from baton.monotonic_clock import MonotonicClock
 from baton.process import settle
 from baton.router_links import RouterLinks, RouterMessage
 from baton.store_protocol import Attach, Attached, AttachRefused, StoreCall
+from baton.system_memory import available_memory
 from baton.trace import Tracer, new_mark
 from baton.unix import OutOfDescriptors, UnixListener, UnixSocket, is_pidfd, readable
 from baton.wire import Poller, refused
-from kvstore.arena.memory import Arena
+from kvstore.arena.memory import Arena, arena_bytes
 from kvstore.client.connection import store_address
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.io_threads import DiskTier
@@ -71,7 +74,7 @@ def run(
     whose workers find this store. Raises NotEnoughMemory or PortInUse when it can't start."""
     with StoreService(config, name, node, routers, host) as store:
         settle()
-        log.info("store %s serves %d bytes at %s", store.me.incarnation, config.store.host_cache_bytes, store.address)
+        log.info("store %s serves %d bytes at %s", store.me.incarnation, store.settings.host_cache_bytes, store.address)
         while not stop.is_set():
             store.turn()
 
@@ -91,13 +94,15 @@ class StoreService:
         PortInUse."""
         self.me = Peer("store", name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
         self.address = store_address(config.cluster.name, node)
+        size = arena_bytes(config, available_memory())
+        self.settings = msgspec.structs.replace(config.store, host_cache_bytes=size)
         self._clock = MonotonicClock()
         self._pauses = PauseDetector(_PAUSE)
         self._cleanup = contextlib.ExitStack()
         with contextlib.ExitStack() as cleanup:
             self._listener: UnixListener[StoreCall] = UnixListener(self.address, StoreCall)
             cleanup.callback(self._listener.close)
-            self._arena = Arena.create(config.store.host_cache_bytes)
+            self._arena = Arena.create(self.settings.host_cache_bytes)
             cleanup.callback(self._arena.close)
             silence = config.cluster.heartbeat_timeout_ms / 1_000
             transport = NixlTransport if config.store.transport == "nixl" else ZmqTransport
@@ -132,7 +137,7 @@ class StoreService:
         self._heartbeat_seconds = config.cluster.heartbeat_ms / 1_000
         self._state = StoreState(
             self.me,
-            config.store,
+            self.settings,
             DiskIndex(config.disk),
             config.disk.admit_after,
             self._heartbeat_seconds,

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from baton.config import Bytes, ClusterConfig, Config, StoreConfig, dump
+from baton.config import ArenaBytes, ClusterConfig, Config, StoreConfig, dump
 from baton.errors import StoreGone
 from baton.messages import Namespace, Peer
 from baton.store_protocol import (
@@ -85,7 +85,7 @@ def store_process(host_cache_bytes: int) -> Iterator[str]:
         path, keys = Path(folder) / "config.yaml", Path(folder) / "cluster.key"
         ClusterKeys.generate().write(keys)
         place = ClusterConfig(name=name, key_file=str(keys), log_dir=folder)
-        path.write_text(dump(Config(cluster=place, store=StoreConfig(Bytes(host_cache_bytes), writer_share=1.0))))
+        path.write_text(dump(Config(cluster=place, store=StoreConfig(ArenaBytes(host_cache_bytes), writer_share=1.0))))
         command = [sys.executable, "-m", "kvstore", "--config", str(path), "--name", "store-0", "--node", "bench"]
         with subprocess.Popen([*command, "--router", "tcp://127.0.0.1:1"], cwd=Path(__file__).parents[2]) as process:
             try:

@@ -21,6 +21,7 @@ from engine.models.config_file import ConfigFile
 from engine.vllm_runner import TESTED_ARCHITECTURES
 from engine.vllm_runner.pages import largest_page
 from engine.vllm_runner.requirements import CPU_PAGE, CUDA_PAGE, Installation
+from kvstore.arena.memory import arena_bytes
 
 if TYPE_CHECKING:
     from engine.spec import ModelSpec
@@ -71,6 +72,7 @@ def examine_model(config: Config, model: str) -> ModelReport:
         _vllm(raw, installed, facts, choice),
         _page_size(config, facts, choice, device),
         *_memory(config, path, raw, spec, choice, device, gpus),
+        *_arena(config, raw),
     )
     return ModelReport(model, choice.engine, choice.why, findings)
 
@@ -202,6 +204,22 @@ def _memory(
         yield Finding("bad", "memory", text, "lower kv_cache_bytes, or take a machine or a GPU with more memory")
     else:
         yield Finding("ok", "memory", text)
+
+
+def _arena(config: Config, raw: Mapping[str, Any]) -> Iterator[Finding]:
+    """How many tokens of the model the store of this machine holds, beside its longest prompts."""
+    longest = (raw.get("text_config") or raw).get("max_position_embeddings")
+    if not (page := _page_bytes(config, raw)) or not isinstance(longest, int):
+        return
+    arena = arena_bytes(config, available_memory())
+    tokens = arena // page * config.pages.page_size
+    text = f"{size(arena)} hold {tokens:,} tokens; the longest prompts have {longest:,}"
+    if tokens >= 2 * longest:
+        yield Finding("ok", "arena", text)
+        return
+    needed = size(2 * -(-longest // config.pages.page_size) * page).replace(" ", "")
+    advice = f"prompts as long as that wait for each other; two of them fit with store.host_cache_bytes={needed}"
+    yield Finding("warn", "arena", text, advice)
 
 
 def _native_weights(config: Config, spec: ModelSpec, device: str) -> int:

@@ -35,6 +35,7 @@ from engine.device.gpus import resolve_device, visible_gpus
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
+from kvstore.arena.memory import arena_bytes
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 
@@ -65,7 +66,10 @@ def check(config: Config, say: Callable[[str], object]) -> None:
     check_ports(config, say)
     check_device(config)
     check_engine(config)
-    check_memory(config, available_memory())
+    room = available_memory()
+    check_memory(config, room)
+    if (arena := arena_bytes(config, room)) > arena.ON_CPU:
+        say(f"the store of a machine like this one takes an arena of {_mib(arena)}")
 
 
 def examine(config: Config) -> list[Finding]:
@@ -227,10 +231,11 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     weights = weight_bytes(checkpoint) if checkpoint else 0
     copies = sum(count for _, count in on_cpu)  # of the weights
     processes = sum(count * _process_bytes(config, role) for role, _, count in roles)
-    needed = config.store.host_cache_bytes + pools + processes + copies * weights
+    arena = arena_bytes(config, room)
+    needed = arena + pools + processes + copies * weights
     if needed > room.available:
         raise NotEnoughMemory(
-            f"the cluster needs about {_mib(needed)}: an arena of {_mib(config.store.host_cache_bytes)}, page pools of "
+            f"the cluster needs about {_mib(needed)}: an arena of {_mib(arena)}, page pools of "
             f"{_mib(pools)}, weights of {_mib(copies * weights)}, and processes of {prefill + decode} workers of "
             f"{_mib(processes)}; {_mib(room.available)} are left ({room.bound}). Lower store.host_cache_bytes, "
             "prefill.kv_cache_bytes or decode.kv_cache_bytes, or start fewer workers"

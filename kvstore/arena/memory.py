@@ -10,12 +10,22 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
+from baton.config import ArenaBytes, Config
 from baton.errors import NotEnoughMemory
 from baton.system_memory import AvailableMemory, available_memory
+from kvstore.arena.numa import interleaved, memory_nodes
 
 _POPULATED = 16 * 2**30  # bytes; mapping them takes about half a second
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def arena_bytes(config: Config, room: AvailableMemory, dev: Path = Path("/dev")) -> ArenaBytes:
+    """Return the size of the arena on this machine. `dev`, for tests, has a file for each NVIDIA GPU."""
+    on_gpus = {config.device_of("prefill"), config.device_of("decode")} != {"cpu"}
+    gpus = sum(1 for _ in dev.glob("nvidia[0-9]*")) if on_gpus else 0
+    return config.store.host_cache_bytes.on_node(gpus, room.available)
 
 
 class Arena:
@@ -41,7 +51,8 @@ class Arena:
             )
         fd = os.memfd_create("baton-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(fd, 0, size)
+            with interleaved(memory_nodes()):
+                os.posix_fallocate(fd, 0, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(fd)

@@ -117,7 +117,7 @@ def test_too_little_memory(model: Path):
 
 def test_memory_counts_arena_pools_and_weights(model: Path):
     config = load(overrides={"model.path": str(model), "cluster.decode": 2})
-    needed = config.store.host_cache_bytes + 3 * (512 + 300) * 2**20 + 3 * (model / "model.safetensors").stat().st_size
+    needed = 512 * 2**20 + 3 * (512 + 300) * 2**20 + 3 * (model / "model.safetensors").stat().st_size
     preflight.check_memory(config, AvailableMemory(needed, "a test"))
     with pytest.raises(NotEnoughMemory, match="a test"):
         preflight.check_memory(config, AvailableMemory(needed - 1, "a test"))
@@ -128,7 +128,7 @@ def test_memory_of_vllm_and_its_ranks_is_counted(model: Path):
     own = {"model.path": str(model), "model.engine": "vllm", "decode.tensor_parallel_size": 2}
     config = load(overrides=own)
     processes = (300 + 500) + (300 + 500 + 2 * 350)
-    needed = config.store.host_cache_bytes + (2 * 512 + processes) * 2**20 + 2 * weights
+    needed = 512 * 2**20 + (2 * 512 + processes) * 2**20 + 2 * weights
     preflight.check_memory(config, AvailableMemory(needed, "a test"))
     with pytest.raises(NotEnoughMemory, match="processes of 2 workers of 2,300 MiB"):
         preflight.check_memory(config, AvailableMemory(needed - 1, "a test"))
@@ -137,7 +137,7 @@ def test_memory_of_vllm_and_its_ranks_is_counted(model: Path):
 def test_memory_of_other_nodes_and_of_gpus_is_not_counted(model: Path):
     """Of workers on other nodes, that is; one decode worker is here."""
     config = load(overrides={"model.path": str(model), "cluster.decode": 8, "cluster.prefill": 4})
-    small = AvailableMemory(config.store.host_cache_bytes + 2 * (512 + 300) * 2**20, "a test")
+    small = AvailableMemory(512 * 2**20 + 2 * (512 + 300) * 2**20, "a test")
     with pytest.raises(NotEnoughMemory):
         preflight.check_memory(config, small)
     spread = {"model.path": str(model), "cluster.decode": 8, "cluster.prefill": 4, "router.host": "192.0.2.1"}

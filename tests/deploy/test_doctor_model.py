@@ -124,6 +124,17 @@ def test_a_gpu_is_for_vllm_and_its_memory_is_looked_at(model: Path, doctor: Doct
     assert "vLLM is not installed: pip install 'baton[vllm]'" in report["why"]
 
 
+def test_an_arena_too_small_for_two_long_prompts_is_told(model: Path, doctor: Doctor):
+    changed(model, max_position_embeddings=100_000)  # 2 KiB a token
+    code, report = doctor(model, "--set", "store.host_cache_bytes=300MiB")
+    arena = finding(report, "arena")
+    assert (code, arena["level"]) == (0, "warn")
+    assert arena["found"] == "300.0 MiB hold 153,600 tokens; the longest prompts have 100,000"
+    assert arena["advice"].endswith("two of them fit with store.host_cache_bytes=390.6MiB")
+    _, report = doctor(model, "--set", "store.host_cache_bytes=391MiB")
+    assert finding(report, "arena")["level"] == "ok"
+
+
 def test_ranks_on_gpus(model: Path, doctor: Doctor):
     ranks = ("--set", "decode.tensor_parallel_size=2")
     two = VisibleGpus((Gpu("H100", 80 * 2**30),) * 2)

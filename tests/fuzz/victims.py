@@ -17,7 +17,7 @@ from typing import Self
 import msgspec
 
 from baton.addresses import ServiceAddresses
-from baton.config import Bytes, Config, dump
+from baton.config import ArenaBytes, Bytes, Config, dump
 from deploy.local import Child, LocalCluster
 from deploy.processes import ProcessIdentity, end
 from kvstore.client.connection import store_address
@@ -25,7 +25,7 @@ from kvstore.client.connection import store_address
 _MODULES = {
     "store": ["kvstore"], "prefill": ["worker", "prefill"], "decode": ["worker", "decode"], "router": ["router"],
 }  # fmt: skip
-_POOL, _ARENA = Bytes(4 * 2**20), Bytes(8 * 2**20)
+_POOL, _ARENA = Bytes(4 * 2**20), ArenaBytes(8 * 2**20)
 _START = 90.0  # seconds in which a router must have said where it listens
 
 

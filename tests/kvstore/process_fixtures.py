@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton import store_protocol as protocol
-from baton.config import Bytes, ClusterConfig, Config, StoreConfig, dump
+from baton.config import ArenaBytes, ClusterConfig, Config, StoreConfig, dump
 from baton.errors import StoreError, StoreGone
 from baton.messages import Peer
 from kvstore.checksum import page_checksum
@@ -56,7 +56,7 @@ def config_of(cluster: str, slots: int, lease_ms: int = 400, silence_ms: int = 1
     beat = int(HEARTBEAT * 1_000)
     return Config(
         cluster=ClusterConfig(name=cluster, heartbeat_ms=beat, heartbeat_timeout_ms=silence_ms, **place),
-        store=StoreConfig(host_cache_bytes=Bytes(slots * PAGE), lease_ms=lease_ms, writer_share=1.0),
+        store=StoreConfig(host_cache_bytes=ArenaBytes(slots * PAGE), lease_ms=lease_ms, writer_share=1.0),
     )
 
 

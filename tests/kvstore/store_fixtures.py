@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.config import Bytes, StoreConfig
+from baton.config import ArenaBytes, StoreConfig
 from baton.messages import Namespace, Peer
 from baton.store_protocol import Attach, Attached, EndLease, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply
 from kvstore.events.changes import CacheChange
@@ -18,7 +18,7 @@ STORE = Peer("store", "store-0", "node", "store-0-1", 1)
 def store_config(slots: int, hold_seconds: float, share: float) -> StoreConfig:
     """Of a store whose pages have 100 bytes."""
     return StoreConfig(
-        host_cache_bytes=Bytes(slots * 100), lease_ms=int(hold_seconds * 1_000), writer_share=share, load_share=1.0
+        host_cache_bytes=ArenaBytes(slots * 100), lease_ms=int(hold_seconds * 1_000), writer_share=share, load_share=1.0
     )
 
 

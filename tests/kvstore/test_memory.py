@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.config import load
 from baton.errors import NotEnoughMemory
 from baton.system_memory import AvailableMemory, available_memory
-from kvstore.arena.memory import Arena
+from kvstore.arena import numa
+from kvstore.arena.memory import Arena, arena_bytes
 
 PAGE = 4_096
 MiB = 2**20
@@ -64,6 +66,56 @@ def test_an_arena_that_does_not_fit_is_refused_with_figures() -> None:
         Arena.create(MiB, AvailableMemory(1_000, "memory.max of x"))
     with pytest.raises(NotEnoughMemory, match="does not fit"):
         Arena.create(2**50)
+
+
+def test_the_arena_of_a_machine_with_gpus_is_a_part_of_its_memory(tmp_path: Path) -> None:
+    """512 MiB are 256 pages of a model with eight billion weights: fewer than one prompt of 4,096 tokens needs."""
+    room, config = AvailableMemory(400 * 2**30, "a test"), load()
+    assert arena_bytes(config, room, tmp_path) == 512 * MiB
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert arena_bytes(config, room, tmp_path) == 64 * 2**30, "at most so much for each GPU"
+    assert arena_bytes(config, AvailableMemory(40 * 2**30, "a test"), tmp_path) == 10 * 2**30
+    assert arena_bytes(config, AvailableMemory(MiB, "a test"), tmp_path) == 512 * MiB
+    assert arena_bytes(load(overrides={"model.device": "cpu"}), room, tmp_path) == 512 * MiB
+    assert arena_bytes(load(overrides={"store.host_cache_bytes": "3GiB"}), room, tmp_path) == 3 * 2**30
+
+
+def test_the_arena_is_spread_over_numa_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """While it is allocated, and not longer: what the process takes later lies where it runs."""
+    calls: list[object] = []
+
+    def policy(mode: int, mask: int) -> bool:
+        calls.append((mode, mask))
+        return len(calls) < 4
+
+    def spread() -> None:
+        with numa.interleaved({0, 2}, policy):
+            calls.append("allocated")
+
+    spread()
+    assert calls == [(3, 0b101), "allocated", (0, 0)]
+    spread()  # refused, as in a container
+    assert calls[3:] == [(3, 0b101), "allocated"]
+    with numa.interleaved({0}, policy):
+        pass
+    assert len(calls) == 5
+    (tmp_path / "has_memory").write_text("0-1,4\n")
+    assert numa.memory_nodes(tmp_path / "has_memory") == {0, 1, 4}
+    assert numa.memory_nodes(tmp_path / "none") == frozenset()
+    during: list[bool] = []
+    allocate = os.posix_fallocate
+    monkeypatch.setattr("kvstore.arena.memory.memory_nodes", lambda: {0, 1})
+    monkeypatch.setattr("kvstore.arena.memory.interleaved", lambda nodes: numa.interleaved(nodes, policy))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: during.append(calls[-1] == (3, 3)) or allocate(*args))
+    Arena.create(PAGE).close()
+    assert during == [True]
+
+
+def test_the_kernel_takes_the_policy() -> None:
+    """For the nodes that are here. A container may be refused it."""
+    if numa.set_policy(3, sum(1 << node for node in numa.memory_nodes())):
+        assert numa.set_policy(0, 0)
 
 
 def test_what_the_kernel_refuses_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:

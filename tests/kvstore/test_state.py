@@ -9,7 +9,7 @@ import pytest
 
 from baton import store_protocol as protocol
 from baton.clock import Tick
-from baton.config import Bytes, DiskConfig, StoreConfig
+from baton.config import ArenaBytes, DiskConfig, StoreConfig
 from baton.messages import Namespace, PageSource, Peer
 from baton.peer_protocol import FetchPages, FetchUnavailable
 from kvstore.disk.file_names import PageFile
@@ -359,7 +359,7 @@ def test_another_namespace_waits_for_the_last_worker() -> None:
 def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
     """A second event for the pages on the disk would make the digest that of pages which no tier has."""
     index = DiskIndex(DiskConfig(path="/never/opened"))
-    state = StoreState(STORE, StoreConfig(host_cache_bytes=Bytes(1_000)), index, 2, 0.25, 3.0)
+    state = StoreState(STORE, StoreConfig(host_cache_bytes=ArenaBytes(1_000)), index, 2, 0.25, 3.0)
 
     def attach(connection: int, namespace: Namespace) -> None:
         state.handle(Connected(connection, connection), 0.0)

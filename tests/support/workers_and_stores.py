@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from baton.clock import Tick
-from baton.config import Bytes, DecodeConfig, PrefillConfig, StoreConfig
+from baton.config import ArenaBytes, DecodeConfig, PrefillConfig, StoreConfig
 from baton.membership import SendToRouter
 from baton.messages import Cancel, FromStore, Message, Namespace, PageSource, Peer, Tokens, WorkerRole
 from baton.store_protocol import Attach, Attached, LeaseHeartbeat, StoreReply
@@ -209,7 +209,7 @@ class RigStore(HeldStore):
         """A new process, with an empty arena, on the same disk."""
         rig = self.rig
         config = StoreConfig(
-            host_cache_bytes=Bytes(rig.slots * PAGE_BYTES), lease_ms=int(rig.lease * 1_000), writer_share=0.5,
+            host_cache_bytes=ArenaBytes(rig.slots * PAGE_BYTES), lease_ms=int(rig.lease * 1_000), writer_share=0.5,
             load_share=rig.load_share,
         )  # fmt: skip
         self.letters: list[TellRouter] = []  # to routers
