@@ -50,17 +50,21 @@ def page_checksum(page: Bytes, heads: int) -> int:
 
 
 def copy_page(target: memoryview, source: Bytes, heads: int) -> int:
-    """Copy a page; returns the checksum of what then lies in `target`. In pieces, so that each is still in the
-    processor's cache when it is read again: for a page of 1 MiB that halves what the checksum adds to the copy. Raises
-    ValueError where the heads don't divide the page."""
+    """Copy a page; returns the checksum of what then lies in `target`. Raises ValueError where the heads don't divide
+    the page."""
+    return join_checksums(copy_heads(target, source, heads))
+
+
+def copy_heads(target: memoryview, source: Bytes, heads: int) -> list[int]:
+    """Copy the parts of so many KV heads; returns the checksums of what then lies in `target`. In pieces, so that each
+    is still in the processor's cache when it is read again: for a page of 1 MiB that halves what the checksum adds to
+    the copy. Raises ValueError as `head_checksums`."""
     size = _head_bytes(source, heads)
     if size <= _PIECE // heads:
         target[:] = source
-        return page_checksum(target, heads)
+        return head_checksums(target, heads)
     view = memoryview(source)
-    return join_checksums(
-        [_copy_head(target[at : at + size], view[at : at + size]) for at in range(0, len(source), size)]
-    )
+    return [_copy_head(target[at : at + size], view[at : at + size]) for at in range(0, len(source), size)]
 
 
 def _copy_head(target: memoryview, source: memoryview) -> int:

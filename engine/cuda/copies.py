@@ -19,10 +19,12 @@ class CudaCopies:
     """The copies of one pool. See `engine.cuda.mover.DeviceCopies`."""
 
     def __init__(self, pages: torch.Tensor) -> None:
-        """`pages`: [num_pages, page_bytes], uint8, on a CUDA device."""
+        """`pages`: [num_pages, …], on a CUDA device, which gathers those that are no contiguous range."""
         self._pages = pages
+        self._page_bytes = pages[0].numel() * pages.element_size()
         self._coming: Any = torch.cuda.Stream(pages.device)
         self._leaving: Any = torch.cuda.Stream(pages.device)
+        torch.cuda.synchronize(pages.device)  # the pages may just be zeroed
         self._duplicated: Any = None  # event after the last duplicate, in the stream of the steps
 
     def duplicate(self, source: int, dest: int) -> None:
@@ -47,24 +49,27 @@ class CudaCopies:
 
     def staging(self, count: int) -> Sequence[memoryview]:
         with torch.cuda.device(self._pages.device):
-            pinned = torch.empty((count, self._pages.shape[1]), dtype=torch.uint8, pin_memory=True)
+            pinned = torch.empty((count, self._page_bytes), dtype=torch.uint8, pin_memory=True)
         return [row.numpy().data for row in pinned]
 
     def copy_in(self, source: memoryview, page: int) -> None:
         with device_errors(), torch.cuda.stream(self._coming):
             if (duplicated := self._duplicated) is not None:
                 self._coming.wait_event(duplicated)
-            self._pages[page].copy_(_tensor(source), non_blocking=True)
+            self._pages[page].copy_(self._page_of(source), non_blocking=True)
 
     def copy_out(self, page: int, dest: memoryview) -> None:
         with device_errors(), torch.cuda.stream(self._leaving):
-            _tensor(dest).copy_(self._pages[page], non_blocking=True)
+            self._page_of(dest).copy_(self._pages[page], non_blocking=True)
 
     def finish(self, *, inward: bool) -> None:
         with device_errors():
             event: Any = torch.cuda.Event(blocking=True)  # the thread sleeps
             event.record(self._coming if inward else self._leaving)
             event.synchronize()
+
+    def _page_of(self, memory: memoryview) -> torch.Tensor:
+        return torch.frombuffer(memory, dtype=self._pages.dtype).view(self._pages.shape[1:])
 
 
 def _tensor(memory: memoryview) -> torch.Tensor:

@@ -14,10 +14,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from engine.runner import Slots, copied_in, copied_out
-from kvstore.checksum import copy_page, page_checksum
+from kvstore.checksum import copy_heads, head_checksums, join_checksums
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut
 
 log = logging.getLogger(__name__)
@@ -57,28 +57,49 @@ class DeviceCopies(Protocol):
         ...
 
 
+Sums: TypeAlias = list[list[int]]
+"""Of each slot the checksums of its heads; none of a slot that was not to be verified."""
+
+
 class MovingThread:
     """Copies that a thread makes."""
 
-    def __init__(self, future: Future[CopiedIn | CopiedOut]) -> None:
-        self._future = future
+    def __init__(self, copies: Sequence[Copy], future: Future[Sums]) -> None:
+        self._copies, self._future = copies, future
 
     def done(self) -> bool:
         return self._future.done()
 
     def wait(self) -> CopiedIn | CopiedOut:
-        return self._future.result()
+        sums = self._future.result()
+        if isinstance(self._copies[0], CopyOut):
+            return copied_out(self._copies, [join_checksums(heads) for heads in sums])
+        copies = zip(self._copies, sums, strict=True)
+        return copied_in(
+            self._copies,
+            [
+                not (heads and isinstance(copy, CopyIn)) or join_checksums(heads) == copy.checksum
+                for copy, heads in copies
+            ],
+        )
 
 
 class OverlappedMover:
     """Copies between a device's pages and an arena."""
 
     def __init__(
-        self, device: DeviceCopies, alarm: Callable[[], None], kv_heads: int, *, verify: bool, piece: int = _PIECE
+        self,
+        device: DeviceCopies,
+        alarm: Callable[[], None],
+        kv_heads: int,
+        *,
+        verify: bool,
+        piece: int = _PIECE,
+        part: slice = slice(None),
     ) -> None:
         """`alarm` is called on another thread whenever copies have been made. `kv_heads` of a page are hashed each on
-        its own. `piece`: bytes pinned at a time."""
-        self._device, self._alarm, self._verify, self._piece = device, alarm, verify, piece
+        its own. `piece`: bytes pinned at a time. `part`: the bytes of a slot that the device has, with its heads."""
+        self._device, self._alarm, self._verify, self._piece, self._part = device, alarm, verify, piece, part
         self._kv_heads = kv_heads
         self._arena: _PinnedArena | None = None
         # One thread for copies in: two requests may want the same page, and the later copy is to be the last.
@@ -87,25 +108,33 @@ class OverlappedMover:
         # A driver that refuses to pin leaves an error on the thread, for the next call there: so it has its own.
         self._pinning = ThreadPoolExecutor(1, "pinning")
         self._buffers = threading.local()
-        self._under_way: set[Future[CopiedIn | CopiedOut]] = set()
+        self._under_way: set[Future[Sums]] = set()
 
     def attach(self, arena: Slots) -> None:
         self._detach()
-        self._arena = _PinnedArena(self._device, arena, self._piece)
+        self._arena = _PinnedArena(self._device, arena, self._piece, self._part)
         self._pinning.submit(self._arena.pin)
 
     def start(self, copies: Sequence[Copy]) -> MovingThread:
+        return MovingThread(copies, self._submit(copies, self._verify))
+
+    def copy(self, copies: Sequence[Copy], *, verify: bool = True) -> Sums:
+        """Make copies in one direction now, on all threads for it, and return the checksums."""
+        share = -(-len(copies) // _OUT_THREADS) if isinstance(copies[0], CopyOut) else len(copies)
+        parts = [self._submit(copies[at : at + share], verify) for at in range(0, len(copies), share)]
+        return [heads for part in parts for heads in part.result()]
+
+    def _submit(self, copies: Sequence[Copy], verify: bool) -> Future[Sums]:
         arena = self._arena
         assert arena is not None, "a copy without an arena"
         arena.enter()
-        future: Future[CopiedIn | CopiedOut]
         if isinstance(copies[0], CopyOut):
             future = self._out.submit(self._copy_out, arena, copies)
         else:
-            future = self._in.submit(self._copy_in, arena, copies)
+            future = self._in.submit(self._copy_in, arena, copies, verify)
         self._under_way = {each for each in self._under_way if not each.done()} | {future}
         future.add_done_callback(lambda _: self._ended(arena))
-        return MovingThread(future)
+        return future
 
     def close(self) -> bool:
         if left := wait(self._under_way, _CLOSING).not_done:
@@ -124,8 +153,8 @@ class OverlappedMover:
             self._pinning.submit(self._arena.unpin)
             self._arena = None
 
-    def _copy_out(self, arena: _PinnedArena, copies: Sequence[Copy]) -> CopiedOut:
-        checksums: list[int] = []
+    def _copy_out(self, arena: _PinnedArena, copies: Sequence[Copy]) -> Sums:
+        sums: Sums = []
         heads = self._kv_heads
         for group in _groups(copies):
             staged = [None if arena.pinned(copy.slot) else self._staging(place) for place, copy in enumerate(group)]
@@ -134,28 +163,26 @@ class OverlappedMover:
             self._device.finish(inward=False)
             for copy, buffer in zip(group, staged, strict=True):
                 slot = arena.slot(copy.slot)
-                checksums.append(page_checksum(slot, heads) if buffer is None else copy_page(slot, buffer, heads))
-        return copied_out(copies, checksums)
+                sums.append(head_checksums(slot, heads) if buffer is None else copy_heads(slot, buffer, heads))
+        return sums
 
-    def _copy_in(self, arena: _PinnedArena, copies: Sequence[Copy]) -> CopiedIn:
-        intact: list[bool] = []
+    def _copy_in(self, arena: _PinnedArena, copies: Sequence[Copy], verify: bool) -> Sums:
+        sums: Sums = []
         for group in _groups(copies):
             for place, copy in enumerate(group):
-                intact.append(self._start_copy_in(arena, copy, place))
+                heads = self._start_copy_in(arena, copy, place, verify)
+                sums.append(heads if verify else [])
             self._device.finish(inward=True)
-        return copied_in(copies, intact)
+        return sums
 
-    def _start_copy_in(self, arena: _PinnedArena, copy: Copy, place: int) -> bool:
-        """Returns whether the page is intact, as far as that is to be verified."""
+    def _start_copy_in(self, arena: _PinnedArena, copy: Copy, place: int, verify: bool) -> list[int]:
         slot = arena.slot(copy.slot)
-        verify = self._verify and isinstance(copy, CopyIn)
         if arena.pinned(copy.slot):
             self._device.copy_in(slot, copy.page)
-            checksum = page_checksum(slot, self._kv_heads) if verify else 0
-        else:
-            checksum = copy_page(self._staging(place), slot, self._kv_heads)
-            self._device.copy_in(self._staging(place), copy.page)
-        return not isinstance(copy, CopyIn) or not verify or checksum == copy.checksum
+            return head_checksums(slot, self._kv_heads) if verify else []
+        heads = copy_heads(self._staging(place), slot, self._kv_heads)
+        self._device.copy_in(self._staging(place), copy.page)
+        return heads
 
     def _staging(self, place: int) -> memoryview:
         """A buffer of this thread's."""
@@ -168,8 +195,8 @@ class OverlappedMover:
 class _PinnedArena:
     """An arena, of which a growing part is pinned. It stays mapped until its last copy has been made."""
 
-    def __init__(self, device: DeviceCopies, arena: Slots, piece: int) -> None:
-        self._device = device
+    def __init__(self, device: DeviceCopies, arena: Slots, piece: int, part: slice) -> None:
+        self._device, self._part = device, part
         self._view = arena.view[:]
         self._page_bytes = arena.page_bytes
         self._slots = arena.slots
@@ -182,7 +209,7 @@ class _PinnedArena:
         self._changed = threading.Condition()
 
     def slot(self, index: int) -> memoryview:
-        return self._view[index * self._page_bytes : (index + 1) * self._page_bytes]
+        return self._view[index * self._page_bytes : (index + 1) * self._page_bytes][self._part]
 
     def pinned(self, slot: int) -> bool:
         return slot < self._pinned_slots

@@ -17,6 +17,8 @@ import torch
 
 from baton.errors import UnsupportedModel
 from baton.messages import PromptTokenLogprob
+from engine.cuda.copies import CudaCopies
+from engine.cuda.mover import OverlappedMover
 from engine.step.batch import Sampled, TokenDraw
 from engine.vllm_runner.draw import make_draw
 from engine.vllm_runner.leftovers import unlink_shared_memory
@@ -25,6 +27,7 @@ from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.ranks import die_with_parent
 from kvstore.arena.memory import Arena
 from kvstore.checksum import head_checksums
+from kvstore.client.transfer import CopyIn, CopyOut
 from kvstore.layout import LATENT, PAIRED
 
 
@@ -37,6 +40,8 @@ class BatonExtension:
     parallel_config: Any
     model_config: Any
     cache_config: Any
+    _baton_copies: CudaCopies | None = None  # of pages on a GPU: by DMA
+    _baton_mover: OverlappedMover | None = None  # around them: it pins the arena, and hashes on threads
     execute_model: Callable[[Any], Any]
     sample_tokens: Callable[[Any], Any]
 
@@ -52,8 +57,14 @@ class BatonExtension:
         caches = self._baton_caches()
         _, heads, page_size, width = caches[0].shape
         latent = self._baton_latent = self.model_config.use_mla
+        self._baton_place = 0 if latent else self.rank
         self._baton_blocks = _blocks(caches)
         self._baton_blocks.zero_()
+        share = self._baton_blocks[0].nbytes
+        self._baton_part = slice(self._baton_place * share, (self._baton_place + 1) * share)
+        if (copies := _copies(self._baton_blocks)) is not None:
+            self._baton_copies = copies
+            self._baton_mover = OverlappedMover(copies, lambda: None, heads, verify=True, part=self._baton_part)
         if self.rank == 0 and "VLLM_DIST_IDENT" in os.environ:
             unlink_shared_memory(os.environ["VLLM_DIST_IDENT"])  # all have opened it
         self.baton_draw.measured = False
@@ -70,20 +81,22 @@ class BatonExtension:
         """Copies are from and to the slots of the arena whose descriptor `path` names. Each rank has its KV heads of a
         page, which lie outermost; of latents, each has all."""
         arena = Arena.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC), slots, page_bytes)
-        blocks = self._baton_blocks
-        parts, own = (1, 0) if self._baton_latent else (self.parallel_config.tensor_parallel_size, self.rank)
-        share = page_bytes // parts
         self._baton_arena = arena
-        self._baton_part = slice(own * share, (own + 1) * share)
-        self._baton_slots = torch.frombuffer(arena.view, dtype=blocks.dtype).view(slots, parts, *blocks.shape[1:])[
-            :, own
-        ]
+        parts = torch.frombuffer(arena.view, dtype=self._baton_blocks.dtype).view(
+            slots, -1, *self._baton_blocks.shape[1:]
+        )
+        self._baton_slots = parts[:, self._baton_place]
+        if self._baton_mover is not None:
+            self._baton_mover.attach(arena)
 
     def baton_out(self, blocks: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
         """Copy this rank's part of blocks into slots. Return the checksums of each slot's heads there: of latents, the
         first rank does so for all."""
         if self._baton_latent and self.rank:
             return [[] for _ in slots]
+        if self._baton_mover is not None:
+            pairs = enumerate(zip(blocks, slots, strict=True))
+            return self._baton_mover.copy([CopyOut(0, index, block, slot) for index, (block, slot) in pairs])
         for block, slot in zip(blocks, slots, strict=True):
             self._baton_slots[slot].copy_(self._baton_blocks[block])
         return [self._baton_checksums(slot) for slot in slots]
@@ -91,12 +104,19 @@ class BatonExtension:
     def baton_in(self, slots: Sequence[int], blocks: Sequence[int], check: bool) -> list[list[int]]:
         """Copy this rank's part of slots into blocks. Return the checksums of each slot's heads there; none without
         `check`."""
+        check = check and not (self._baton_latent and self.rank)  # the first rank's word is enough: they read one slot
+        if self._baton_mover is not None:
+            pairs = enumerate(zip(slots, blocks, strict=True))
+            copies = [CopyIn(0, index, slot, block, 0) for index, (slot, block) in pairs]
+            return self._baton_mover.copy(copies, verify=check)
         for slot, block in zip(slots, blocks, strict=True):
             self._baton_blocks[block].copy_(self._baton_slots[slot])
-        check = check and not (self._baton_latent and self.rank)  # the first rank's word is enough: they read one slot
         return [self._baton_checksums(slot) if check else [] for slot in slots]
 
     def baton_duplicate(self, source: int, dest: int) -> None:
+        if self._baton_copies is not None:
+            self._baton_copies.duplicate(source, dest)
+            return
         self._baton_blocks[dest].copy_(self._baton_blocks[source])
 
     def baton_zero(self, blocks: Sequence[int]) -> None:
@@ -164,6 +184,10 @@ def _blocks(caches: Sequence[torch.Tensor]) -> torch.Tensor:
             raise UnsupportedModel(f"vLLM keeps K and V of layer {number} otherwise than those of layer 0")
     shape = (count, heads, len(caches), page_size * width)
     return first.as_strided(shape, (first.stride(0), first.stride(1), distance, 1), first.storage_offset())
+
+
+def _copies(blocks: torch.Tensor) -> CudaCopies | None:
+    return CudaCopies(blocks) if blocks.is_cuda else None
 
 
 def _dtype(cache: torch.Tensor, held: str) -> str:

@@ -2,14 +2,83 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from engine.device.page_pool import PagePool
 from engine.step.batch import TokenDraw
+from engine.vllm_runner import extension
 from engine.vllm_runner.draw import FirstDraw
 from engine.vllm_runner.extension import BatonExtension
+from kvstore.arena.memory import Arena
+from kvstore.checksum import head_checksums, join_checksums, page_checksum
+from tests.support.threaded_device import ThreadedCopies
+
+BLOCKS, HEADS, LAYERS, PAGE_SIZE, HEAD_DIM = 12, 2, 3, 16, 8
+PART = HEADS * LAYERS * PAGE_SIZE * 2 * HEAD_DIM * 2  # bytes of a page that one of two ranks has
+
+
+class GpuRank(BatonExtension):
+    """One of two ranks, with a GPU whose copies are late. Its driver pins so many pieces of the arena."""
+
+    def __init__(self, rank: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = rank
+        self.parallel_config: Any = SimpleNamespace(tensor_parallel_size=2)
+        self.cache_config: Any = SimpleNamespace(cache_dtype="auto")
+        self.model_config: Any = SimpleNamespace(dtype=torch.bfloat16)
+        self.baton_draw: Any = SimpleNamespace()
+        pages = torch.zeros(BLOCKS, HEADS, LAYERS, PAGE_SIZE, 2 * HEAD_DIM, dtype=torch.bfloat16)
+        self.model_runner: Any = SimpleNamespace(kv_caches=list(pages.unbind(2)))
+        self.pool = PagePool(pages, PART, HEADS)
+        self.copies: Any = ThreadedCopies(self.pool, pieces, slowest=0.001)
+        self.copies.duplicate = self.pool.duplicate
+        monkeypatch.setattr(extension, "die_with_parent", lambda: None)
+        monkeypatch.setattr(extension, "_form", lambda *args: "paired")
+        monkeypatch.setattr(extension, "_copies", lambda blocks: self.copies)
+        self.baton_prepare()
+
+    def page(self, number: int) -> bytes:
+        return bytes(self.pool.view(number).numpy())
+
+
+@pytest.mark.parametrize("pieces", [1, 0], ids=["pinned", "refused"])
+def test_pages_of_a_gpu_go_through_pinned_memory(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+    """Each rank copies and hashes its own heads, on the mover's threads and never on the one that runs steps."""
+    arena = Arena.create(BLOCKS * 2 * PART)
+    arena.divide(2 * PART)
+    ranks = [GpuRank(rank, pieces, monkeypatch) for rank in range(2)]
+    content, order = random.Random(5), list(range(BLOCKS))
+    hashing: set[str] = set()
+
+    def hashed(part: Any, heads: int) -> list[int]:
+        hashing.add(threading.current_thread().name.rpartition("_")[0])
+        return head_checksums(part, heads)
+
+    monkeypatch.setattr("engine.cuda.mover.head_checksums", hashed)
+    content.shuffle(order)
+    for rank in ranks:
+        rank.baton_attach(f"/proc/self/fd/{arena.fd}", arena.slots, arena.page_bytes)
+        rank._baton_mover._pinning.submit(lambda: None).result()  # pinning has ended
+        for page in range(BLOCKS):
+            rank.pool.view(page)[:] = torch.frombuffer(bytearray(content.randbytes(PART)), dtype=torch.uint8)
+    sums = [rank.baton_out(range(BLOCKS), order) for rank in ranks]
+    for block, slot in enumerate(order):
+        page = b"".join(rank.page(block) for rank in ranks)
+        assert bytes(arena.slot(slot)) == page
+        assert join_checksums([head for rank in sums for head in rank[block]]) == page_checksum(page, 2 * HEADS)
+    before = [rank.page(0) for rank in ranks]
+    assert [rank.baton_in(order, range(BLOCKS), True) for rank in ranks] == sums
+    assert [rank.baton_in(order[1:], range(BLOCKS - 1), False) for rank in ranks] == [[[]] * (BLOCKS - 1)] * 2
+    assert [rank.page(0) for rank in ranks] != before
+    assert all(bool(rank.copies.pinned) == bool(pieces) for rank in ranks)
+    assert all(bool(rank.copies.staged) == (not pieces) for rank in ranks)
+    assert hashing <= {"copies-out", "copies-in"}
+    arena.close()
 
 
 def test_a_step_without_draws_ends_when_the_device_has_run_it() -> None:
