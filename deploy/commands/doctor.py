@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from deploy.commands.doctor_model import examine_model
 from deploy.commands.terminal import ConfigFile, Json, Settings, coloured, command, load, out, print_json
-from deploy.control_plane import preflight
+from deploy.control_plane import gpu_checks, preflight
 
 
 @command("baton doctor", "baton doctor --config cluster.yaml --json", "baton doctor ./model")
@@ -23,13 +23,16 @@ def doctor(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Check Ray, memory, ports, torch and cores, or a MODEL, and advise on each problem.
+    """Check Ray, memory, ports, torch, cores and GPUs, or a MODEL, and advise on each problem.
 
     A MODEL of the hub must be in its cache: nothing is fetched but smollm2. The exit status is 1 if it can't be served.
     """
     loaded = load(config, settings, {"model.path": model})
     report = examine_model(loaded, model) if model else None
-    findings = report.findings if report is not None else preflight.examine(loaded)
+    if report is not None:
+        findings = report.findings
+    else:
+        findings = (*preflight.examine(loaded), *gpu_checks.examine(loaded, gpu_checks.read_facts(loaded)))
     if as_json:
         print_json(msgspec.to_builtins(report or {"findings": findings}))
     else:

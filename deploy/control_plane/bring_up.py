@@ -18,7 +18,7 @@ from baton.config import Config
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
 from baton.hosts import is_loopback
 from baton.wire import ClusterKeys
-from deploy.control_plane import checkpoint, cluster, preflight, probe, state_file
+from deploy.control_plane import checkpoint, cluster, gpu_checks, preflight, probe, state_file
 from deploy.control_plane.reconcile import JOIN_PATIENCE
 from deploy.control_plane.reports import ClusterOverview
 from deploy.control_plane.state_file import RayLink, State
@@ -52,6 +52,7 @@ def bring_up(
         named = bool(config.cluster.key_file)
         with interruptible():
             preflight.check(config, say)
+            gpu_checks.warn(config, say)
             made_keys = not named and not config.cluster.key_path.exists()
             config = _settle(config, say)
             config, notes = checkpoint.check(config)

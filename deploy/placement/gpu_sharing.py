@@ -8,7 +8,7 @@ fits: a whole GPU each where there are enough, a half each where two share one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,18 @@ def _pack(
             _take(left, index, part)
             packing[name] = GpuShare(part / _UNIT, index)
     return packing
+
+
+def gpus_in_use(shares: Iterable[float]) -> int:
+    """Return how many GPUs of a node Ray lends for these shares: it puts a part where the least is left that fits."""
+    left: list[int] = []
+    for part in sorted(map(_parts, shares), reverse=True):
+        rooms = [room for room in left if room >= part]
+        if rooms and part < _UNIT:
+            left[left.index(min(rooms))] -= part
+        else:
+            left += [_UNIT - min(part, _UNIT)] * _whole(part)
+    return len(left)
 
 
 def _whole(part: int) -> int:

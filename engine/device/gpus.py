@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from baton.errors import StartupError
 
 _NAME_BYTES = 100
+_CAPABILITY = (75, 76)  # attributes of a device: the major and the minor number
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Gpu:
     name: str
     memory_bytes: int
     uuid: str = ""  # as NVIDIA's tools write it
+    capability: tuple[int, int] = (0, 0)  # (9, 0) for Hopper
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,15 @@ class _LibCuda:
         self._check(self._library.cuDeviceGetName(name, _NAME_BYTES, device))
         self._check(self._library.cuDeviceTotalMem_v2(ctypes.byref(memory), device))
         self._check(self._library.cuDeviceGetUuid_v2(identity, device))
-        return Gpu(name.value.decode(errors="replace"), memory.value, f"GPU-{uuid.UUID(bytes=identity.raw)}")
+        capability = [ctypes.c_int() for _ in _CAPABILITY]
+        for attribute, part in zip(_CAPABILITY, capability, strict=True):
+            self._check(self._library.cuDeviceGetAttribute(ctypes.byref(part), attribute, device))
+        return Gpu(
+            name.value.decode(errors="replace"),
+            memory.value,
+            f"GPU-{uuid.UUID(bytes=identity.raw)}",
+            (capability[0].value, capability[1].value),
+        )
 
     def _check(self, code: int) -> None:
         if code:

@@ -52,9 +52,14 @@ class Library:
         identity.raw = bytes(range(16))
         return 0
 
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:  # noqa: N802
+        value._obj.value = {75: 9, 76: 0}[attribute]
+        return 0
+
 
 def test_a_gpu_has_the_uuid_that_nvidias_tools_show() -> None:
-    assert gpus._LibCuda(Library())._device(0).uuid == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    gpu = gpus._LibCuda(Library())._device(0)
+    assert (gpu.uuid, gpu.capability) == ("GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", (9, 0))
 
 
 @pytest.mark.parametrize(
