@@ -212,10 +212,11 @@ class PagesConfig(_Section, frozen=True):
 
 
 class ObjectivesConfig(_Section, frozen=True):
-    """What a class of requests is promised, unless a request brings its own."""
+    """What a class of requests is promised, unless a request brings its own. Without `enforce` it is only measured."""
 
     ttft_ms: Natural = 0  # to the first token; 0: no promise
     tpot_ms: Natural = 0  # between two tokens, on average; 0: no promise
+    enforce: bool = True  # placement keeps to it, and a request that can't have it is refused
 
 
 class TenantConfig(_Section, frozen=True):
@@ -245,7 +246,9 @@ class RouterConfig(_Section, frozen=True):
     shutdown_timeout_ms: Natural = 30_000  # what runs may go on for so long after SIGTERM
     attempt_timeout_ms: Positive = 120_000  # an attempt without any progress for longer is given up
     ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting
-    slo_classes: dict[int, ObjectivesConfig] = {}  # objectives by priority; a class that is not here has none
+    slo_classes: dict[int, ObjectivesConfig] = msgspec.field(
+        default_factory=lambda: {0: ObjectivesConfig(ttft_ms=6_000, tpot_ms=175, enforce=False)}
+    )  # objectives by priority; a class that is not here has none
     tenants: dict[str, TenantConfig] = {}  # weights and quotas; "*": of all that are not named
     cached_weight: Annotated[float, Meta(ge=0, le=1)] = 0.1  # of a cached prompt token in a tenant's service
     output_weight: Annotated[float, Meta(ge=0)] = 2.0  # of a generated token

@@ -54,7 +54,7 @@ class RoleChanges:
         self._again = config.cluster.heartbeat_ms / 1_000  # seconds until a worker is told again
         self._auto = config.router.roles == "auto"
         self._page_size = config.pages.page_size
-        tpots = [each.tpot_ms / 1_000 for each in config.router.slo_classes.values() if each.tpot_ms]
+        tpots = [each.tpot_ms / 1_000 for each in config.router.slo_classes.values() if each.enforce and each.tpot_ms]
         self._tpot = min(tpots, default=None)
         self._costs = costs
         self._next_look = float("-inf")

@@ -161,7 +161,7 @@ class RouterState:
         self._explanations = Explanations(config.router.explain_requests)
         self._utilization = UtilizationMonitor()
         self._counts = RequestCounts()
-        self._attainment = SloAttainment({0, *config.router.slo_classes})
+        self._attainment = SloAttainment(config.router.slo_classes)
         self._reuse_ceiling = ReuseCeiling(config.pages.page_size)
         self._prompts = PromptHistory(config.pages.page_size, seed)
         self._manager = RequestManager(

@@ -1,4 +1,4 @@
-"""The GPU of a worker, as NVIDIA's management library sees it: memory and utilization, of all processes that use it.
+"""The GPUs of a worker, as NVIDIA's management library sees them: memory and utilization, of all their users.
 
 `nvidia-ml-py` is optional (`pip install 'baton[gpu]'`). Without it, and on a CPU, there is nothing to read.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
-
-import torch
 
 from baton.samples import Sample
 
@@ -18,41 +16,41 @@ log = logging.getLogger(__name__)
 
 
 class GpuMetrics:
-    """Reads one GPU. Any thread may call `read`."""
+    """Reads the GPUs of all ranks. Any thread may call `read`."""
 
-    def __init__(self, nvml: Any, handle: Any, uuid: str) -> None:
-        """`nvml` is the module `pynvml`, initialized. `handle` is the GPU in it, and `uuid` its label."""
+    def __init__(self, nvml: Any, handles: Mapping[str, Any]) -> None:
+        """`nvml` is the module `pynvml`, initialized. `handles` are the GPUs in it, by their UUIDs."""
         self._nvml = nvml
-        self._handle = handle
-        self._label = (uuid,)
+        self._handles = handles
 
     @classmethod
-    def of(cls, device: torch.device) -> Self | None:
-        """Return the reader of a CUDA device. None: the device is a CPU, or the library is missing or fails."""
-        if device.type != "cuda":
+    def of(cls, gpus: Sequence[str]) -> Self | None:
+        """Return the reader of the GPUs with these UUIDs. None: there is none, or the library is missing or fails."""
+        if not gpus:
             return None
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         try:
             nvml = importlib.import_module("pynvml")
         except ImportError:
-            log.info("no metrics of %s: nvidia-ml-py is not installed", uuid)
+            log.info("no metrics of %s: nvidia-ml-py is not installed", ", ".join(gpus))
             return None
         try:
             nvml.nvmlInit()
-            return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid), uuid)
+            return cls(nvml, {gpu: nvml.nvmlDeviceGetHandleByUUID(gpu) for gpu in gpus})
         except nvml.NVMLError as error:
-            log.warning("no metrics of %s: %s", uuid, error)
+            log.warning("no metrics of %s: %s", ", ".join(gpus), error)
             return None
 
     def read(self) -> Mapping[str, Sample]:
         """The metrics by name. What the library can't tell at the moment is left out."""
-        values: dict[str, Sample] = {}
-        try:
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
-            values["gpu_memory_used_bytes"] = {self._label: float(memory.used)}
-            values["gpu_memory_total_bytes"] = {self._label: float(memory.total)}
-            busy = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
-            values["gpu_utilization_perc"] = {self._label: busy / 100}
-        except self._nvml.NVMLError as error:
-            log.debug("can't read %s: %s", self._label[0], error)
-        return values
+        used: dict[tuple[str, ...], float] = {}
+        total: dict[tuple[str, ...], float] = {}
+        busy: dict[tuple[str, ...], float] = {}
+        for gpu, handle in self._handles.items():
+            try:
+                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+                used[gpu,], total[gpu,] = float(memory.used), float(memory.total)
+                busy[gpu,] = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+            except self._nvml.NVMLError as error:
+                log.debug("can't read %s: %s", gpu, error)
+        values = {"gpu_memory_used_bytes": used, "gpu_memory_total_bytes": total, "gpu_utilization_perc": busy}
+        return {name: sample for name, sample in values.items() if sample}

@@ -49,6 +49,7 @@ from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
 from decode_worker.sliding_window import SlidingWindow
+from engine.device.gpus import gpu_uuids
 from engine.runner import CopyHandle, Runner, StepHandle
 from engine.sampling.grammars import GrammarCompiler
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
@@ -193,8 +194,8 @@ class WorkerLoop:
         self._moving: list[tuple[int, CopyHandle]] = []  # copies beside the loop, with their epochs
         self._stepped = False  # in this turn
         self.metrics.read_at_scrape(self._step_age)
-        if (gpu := GpuMetrics.of(torch.device(runner.device))) is not None:
-            self.metrics.read_at_scrape(gpu.read)
+        if (gpus := GpuMetrics.of(gpu_uuids(runner.device, config.ranks_of(role)))) is not None:
+            self.metrics.read_at_scrape(gpus.read)
         self._next_beat = 0.0
         self.pages_in = self.pages_out = self.corrupt = self.ahead = 0
         self._traces = config.cluster.traces

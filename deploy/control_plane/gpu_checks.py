@@ -122,10 +122,10 @@ def has_kernels(kernels: str, capability: tuple[int, int]) -> bool:
     """Whether code compiled for `kernels`, such as "sm_80 sm_90a compute_120", runs on a GPU. Machine code (sm) runs on
     later GPUs of its generation, intermediate code (compute) on all later ones, and code with a suffix on its own."""
     for kind, major, minor, suffix in re.findall(r"(sm|compute)_(\d+)(\d)([af]?)", kernels):
-        made_for = (int(major), int(minor))
-        if made_for == capability:
+        target = (int(major), int(minor))
+        if target == capability:
             return True
-        if not suffix and made_for < capability and (kind == "compute" or made_for[0] == capability[0]):
+        if not suffix and target < capability and (kind == "compute" or target[0] == capability[0]):
             return True
     return False
 
@@ -161,11 +161,11 @@ def _sharing(config: Config, facts: GpuFacts, roles: Sequence[tuple[WorkerRole, 
         for index in range(count)
     }
     shares = [share.share for share in share_gpus(requests, len(facts.gpus)).values()]
-    taken, parts = gpus_in_use(shares), sum(share < 1 for share in shares)
-    if parts and taken < len(facts.gpus):
-        text = f"Ray puts {len(shares)} workers on {taken} of {len(facts.gpus)} GPUs, and the others stay idle"
+    in_use, parts = gpus_in_use(shares), sum(share < 1 for share in shares)
+    if parts and in_use < len(facts.gpus):
+        text = f"Ray puts {len(shares)} workers on {in_use} of {len(facts.gpus)} GPUs, and the others stay idle"
         yield Finding("warn", "GPU shares", text, f"start a multiple of {len(facts.gpus)} workers")
-    if taken < len(shares) and not facts.has_mps:
+    if in_use < len(shares) and not facts.has_mps:
         advice = "start `nvidia-cuda-mps-control -d` before Ray, or one worker for both roles: --prefill 0"
         yield Finding("warn", "MPS", "workers share a GPU and take turns on it: NVIDIA's MPS does not run", advice)
 

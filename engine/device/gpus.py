@@ -14,7 +14,7 @@ import importlib.util
 import os
 import runpy
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,6 +118,13 @@ def visible_gpus() -> VisibleGpus:
     A child that is forked afterwards, without exec, can't use CUDA: the driver has been initialized here.
     """
     return find_gpus(installed_torch(), _load_driver(), os.environ, Path("/dev/nvidiactl").exists())
+
+
+def gpu_uuids(device: str, ranks: int) -> Sequence[str]:
+    """Return the UUIDs of the GPUs that the ranks of a torch device compute on; none of a CPU."""
+    kind, _, index = device.partition(":")
+    first = int(index or 0)
+    return [gpu.uuid for gpu in visible_gpus().gpus[first : first + ranks]] if kind == "cuda" else ()
 
 
 def find_gpus(

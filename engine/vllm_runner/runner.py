@@ -27,7 +27,7 @@ from baton.messages import AdapterCard
 from baton.trace import Tracer
 from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.device import gpu_locks
-from engine.device.gpus import visible_gpus
+from engine.device.gpus import gpu_uuids
 from engine.numerics import digest, torch_digest
 from engine.runner import StepResults
 from engine.sampling.mask_threads import MaskThreads
@@ -197,7 +197,7 @@ class VllmRunner:
             kv_cache_dtype,
             exact,
             attention_backend,
-            _gpus(device, ranks),
+            gpu_uuids(device, ranks),
         )
         fingerprint = _fingerprint(path)
         environment = child_environment(os.environ, device, threads, ranks, exact=exact)
@@ -350,13 +350,6 @@ class VllmRunner:
         first_new = len(known.pages) if appends else 0
         known.end, known.pages, known.token = chunk.end, pages, None
         return known.name, appends, first_new
-
-
-def _gpus(device: str, ranks: int) -> Sequence[str]:
-    """The UUIDs of the GPUs that the ranks compute on."""
-    kind, _, index = device.partition(":")
-    first = int(index or 0)
-    return [gpu.uuid for gpu in visible_gpus().gpus[first : first + ranks]] if kind == "cuda" else ()
 
 
 def _refusal(order: Load, failed: Failed) -> ModelError | NotEnoughMemory:

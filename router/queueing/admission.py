@@ -92,9 +92,11 @@ class AdmissionControl:
     def set_objectives(self, request: Request) -> None:
         """What a request does not ask for itself, its class does."""
         promised = self._config.slo_classes.get(request.spec.priority)
-        if promised is not None and request.ttft is None and promised.ttft_ms:
+        if promised is None or not promised.enforce:
+            return
+        if request.ttft is None and promised.ttft_ms:
             request.ttft = promised.ttft_ms / 1_000
-        if promised is not None and request.tpot is None and promised.tpot_ms:
+        if request.tpot is None and promised.tpot_ms:
             request.tpot = promised.tpot_ms / 1_000
 
     def charge_quota(self, request: Request, output: float, now: float) -> None:

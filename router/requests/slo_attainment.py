@@ -10,9 +10,10 @@ left, the client's request was invalid, or its tenant's rate limit refused it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+from baton.config import ObjectivesConfig
 from baton.errors import InvalidRequest, RateLimited
 from router.events import Cancelled, Failed, Finished, RequestOutcome, Summary
 from router.request import Request
@@ -26,10 +27,11 @@ OBJECTIVES: tuple[Objective, ...] = ("ttft", "tpot", "all")
 class SloAttainment:
     """Counts of requests by (level of priority, objective, whether it was met)."""
 
-    def __init__(self, levels: Iterable[int]) -> None:
-        """`levels`: those that are told from the start, with zeros."""
+    def __init__(self, classes: Mapping[int, ObjectivesConfig]) -> None:
+        """`classes`: objectives of requests that bring none, by priority. Each is told from the start, with zeros."""
+        self._classes = classes
         self._counts: Counter[tuple[int, Objective, bool]] = Counter()
-        for level in levels:
+        for level in {0, *classes}:
             self._counts.update(dict.fromkeys(((level, objective, met) for objective in OBJECTIVES for met in _MET), 0))
 
     @property
@@ -47,12 +49,12 @@ class SloAttainment:
             case Failed():
                 ttft = tpot = False
             case Finished():
-                line = summary.timeline
-                ttft = _within(line.ttft, request.ttft)
-                tpot = _within(line.tpot(summary.usage.completion), request.tpot)
+                line, promised = summary.timeline, self._classes.get(request.spec.priority, ObjectivesConfig())
+                ttft = _within(line.ttft, request.ttft or promised.ttft_ms / 1_000)
+                tpot = _within(line.tpot(summary.usage.completion), request.tpot or promised.tpot_ms / 1_000)
         for objective, met in zip(OBJECTIVES, (ttft, tpot, ttft and tpot), strict=True):
             self._counts[request.level, objective, met] += 1
 
 
-def _within(seconds: float | None, objective: float | None) -> bool:
-    return objective is None or seconds is None or seconds <= objective
+def _within(seconds: float | None, objective: float) -> bool:
+    return not objective or seconds is None or seconds <= objective

@@ -71,9 +71,9 @@ def test_a_machine_on_which_all_is_well() -> None:
 def test_each_problem_is_one_line(
     facts: dict[str, Any], settings: dict[str, object], level: str, text: str, advice: str
 ) -> None:
-    found = [each for each in findings(settings, **facts) if text in each.text]
-    assert [each.level for each in found] == [level]
-    assert advice in found[0].advice
+    lines = [each for each in findings(settings, **facts) if text in each.text]
+    assert [each.level for each in lines] == [level]
+    assert advice in lines[0].advice
     assert not [each for each in findings() if text in each.text]
 
 
@@ -122,9 +122,9 @@ def test_the_facts_of_this_machine_and_what_up_says(monkeypatch: pytest.MonkeyPa
     assert facts.locked in (resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.RLIM_INFINITY)
     os.mkfifo(tmp_path / "control")
     assert read_facts(load()).has_mps
-    said: list[str] = []
-    warn(load(), said.append)
-    assert [line.partition(":")[0] for line in said] == ["GPU memory", "vLLM"]
+    shown: list[str] = []
+    warn(load(), shown.append)
+    assert [line.partition(":")[0] for line in shown] == ["GPU memory", "vLLM"]
     far = load()
-    warn(replaced(far, router=replaced(far.router, host="192.0.2.1")), said.append)
-    assert len(said) == 2
+    warn(replaced(far, router=replaced(far.router, host="192.0.2.1")), shown.append)
+    assert len(shown) == 2

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from baton.errors import DeviceLost, NotEnoughMemory, StartupError, UnsupportedModel
 from engine import numerics
-from engine.device import gpu_locks
+from engine.device import gpu_locks, gpus
 from engine.device.gpus import Gpu, VisibleGpus
 from engine.step.batch import Chunk
-from engine.vllm_runner import device_memory, runner
+from engine.vllm_runner import device_memory
 from engine.vllm_runner.device_memory import lacks_of_memory
 from engine.vllm_runner.runner import VllmRunner
 
@@ -113,9 +113,9 @@ child.main(int(sys.argv[1]))
 def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    gpus = VisibleGpus((Gpu("H100", 2**36, "GPU-a"), Gpu("H100", 2**36, "GPU-b")))
-    for module in (runner, numerics):
-        monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
+    visible = VisibleGpus((Gpu("H100", 2**36, "GPU-a"), Gpu("H100", 2**36, "GPU-b")))
+    for module in (gpus, numerics):
+        monkeypatch.setattr(module, "visible_gpus", lambda: visible)
 
 
 @pytest.fixture
@@ -238,6 +238,6 @@ def test_all_gpus_of_the_ranks_are_locked_and_no_others(tmp_path: Path) -> None:
             pass
     with gpu_locks.locked(["GPU-a", "GPU-b"], 0.0):
         pass
-    assert runner._gpus("cuda", 2) == ["GPU-a", "GPU-b"]
-    assert runner._gpus("cuda:1", 1) == ["GPU-b"]
-    assert not runner._gpus("cpu", 2)
+    assert gpus.gpu_uuids("cuda", 2) == ["GPU-a", "GPU-b"]
+    assert gpus.gpu_uuids("cuda:1", 1) == ["GPU-b"]
+    assert not gpus.gpu_uuids("cpu", 2)

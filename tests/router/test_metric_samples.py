@@ -64,6 +64,18 @@ def test_a_request_without_objectives_meets_them_if_it_is_served_and_a_failed_on
     assert slo(cluster) == {"ttft": (1, 1), "tpot": (1, 1), "all": (1, 1)}
 
 
+def test_the_default_objectives_are_measured_and_refuse_nothing() -> None:
+    cluster = lab()
+    (decode,) = cluster.colocated()
+    cluster.submit(prompt=10, max_tokens=3)
+    cluster.say(decode, Accepted("r", 1))
+    cluster.now += 6.1
+    cluster.tokens(decode, "r", 1, 10, 8, computed=10)
+    cluster.now += 0.2
+    cluster.tokens(decode, "r", 1, 11, 8, 8, finish="length")
+    assert slo(cluster) == {"ttft": (0, 1), "tpot": (1, 0), "all": (0, 1)}
+
+
 def test_what_clients_cause_themselves_says_nothing_of_objectives() -> None:
     cluster = lab(tenants={"slow": TenantConfig(requests_per_minute=1, burst_s=60)})
     cluster.colocated()
