@@ -76,6 +76,8 @@ TABLE: Mapping[str, MetricSpec] = {
     "prefix_cache_ceiling": MetricSpec(
         "gauge", "Share of prompt tokens that a cache without bounds would have had, over a time.", ("window",)
     ),
+    "tokenizer_cache_queries": MetricSpec("counter", "Prompt tokens of chats."),
+    "tokenizer_cache_hits": MetricSpec("counter", "Prompt tokens of chats that were known without tokenizing."),
     "prompt_tokens_not_cached": MetricSpec(
         "counter", "Prompt tokens of finished requests that were computed, by why they were not cached.", ("reason",)
     ),

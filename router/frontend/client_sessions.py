@@ -357,12 +357,15 @@ class RouterDriver:
             views = self.state.processes(now)
             self.vllm_metrics.load = _engine_load(stats, views)
             self._heartbeat_age = heartbeat_age(views)
+        cache = self.model.token_cache
         self.metrics.publish(
             {
                 **metric_samples(stats),
                 "heartbeat_age_seconds": self._heartbeat_age,
                 "handoff_bytes": self._handoff_bytes,
                 "spans": {} if self.tracer is None else self.tracer.counts,
+                "tokenizer_cache_queries": 0 if cache is None else cache.queries,
+                "tokenizer_cache_hits": 0 if cache is None else cache.hits,
                 "request_repairs": {(kind,): float(count) for kind, count in self.repairs.items()},
                 "malformed_messages": malformed,
                 "connections_refused": refused,

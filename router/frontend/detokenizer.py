@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -145,6 +145,26 @@ class Tokenizer:
             for part in _parts(self._tokenizer.normalizer)
         )
 
+    def borders(self, written: Collection[str]) -> Mapping[str, int]:
+        """Return added tokens before which any text can be cut: the tokens of its parts are those of the whole. Only
+        tokens in the texts of `written` are looked at.
+
+        Added tokens are found before all else. Each piece of text between two is normalized and tokenized by itself. So
+        a border is found wherever it stands if no added token overlaps its beginning or is longer, and neither it nor
+        any other token looks at the text across its beginning."""
+        added = list(self._added.values())
+        if any(token.single_word for token in added):
+            return {}
+        return {
+            token.content: index
+            for index, token in self._added.items()
+            if any(token.content in text for text in written)
+            and not (token.normalized or token.lstrip)
+            and token.content[:1].strip()
+            and not any(_overlaps(other.content, token.content) for other in added)
+            and self.encode(token.content, special_tokens=False) == [index]
+        }
+
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text, without special tokens unless they are wanted."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
@@ -193,6 +213,13 @@ def _word_after(text: str, start: int) -> int:
     """Where a word begins, the space before it included, soon after `start`; `start` itself if there is none."""
     match = _BEFORE_WORD.search(text, start, start + _NEAR)
     return match.start() if match else start
+
+
+def _overlaps(token: str, border: str) -> bool:
+    """Return whether a token of a text may contain a border, or begin before one and end within it."""
+    if border in token:
+        return border != token
+    return any(token.endswith(border[:length]) for length in range(1, len(border)))
 
 
 def _utf8(text: str) -> int:

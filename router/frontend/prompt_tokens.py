@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from baton.errors import ContextTooLong, InvalidRequest
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.served_model import ServedModel
+from router.frontend.token_cache import TextOwner
 
 _BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
 
 
 def tokenized(
-    texts: Sequence[str], model: ServedModel, *, special_tokens: bool = True, keep: int | None = None
-) -> list[Sequence[int]]:
+    texts: Sequence[str], model: ServedModel, *, special_tokens: bool = True, keep: int | None = None,
+    owner: TextOwner | None = None,
+) -> list[Sequence[int]]:  # fmt: skip
     """Return the tokens of each text, the last `keep` of them if that is set. Special tokens that the tokenizer adds
-    are among these and stay, as with vLLM.
+    are among these and stay, as with vLLM. `owner`: the texts are chats, whose tokens are cached for later ones.
 
     Raises InvalidRequest without a tokenizer, and without `keep` ContextTooLong before it tokenizes a text that can't
     fit."""
@@ -31,6 +33,8 @@ def tokenized(
         return [model.tokenizer.encode_end(text, keep, special_tokens=special_tokens) for text in texts]
     for text in texts:
         _check_size(text, model.tokenizer, model.limits.max_context)
+    if owner is not None and model.token_cache is not None and not special_tokens:
+        return [model.token_cache.encode(text, owner) for text in texts]
     return [*model.tokenizer.encode_all(texts, special_tokens=special_tokens)]
 
 

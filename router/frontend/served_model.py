@@ -22,6 +22,7 @@ from baton.tokenizer_files import tokenizer_folder
 from router.frontend.chat.formats import NO_FORMAT, ChatFormat, ResponseTemplate, chosen, read_template
 from router.frontend.chat.template import ChatTemplate, special_token
 from router.frontend.detokenizer import Tokenizer
+from router.frontend.token_cache import TokenCache
 from router.generation_request import check_bounds
 from router.queueing.admission import ModelLimits
 
@@ -46,6 +47,7 @@ class ServedModel:
     tool_format: ChatFormat = NO_FORMAT  # the same, and tool calls, where its prompt shows tools
     json_whitespace: int = ApiConfig().json_whitespace  # most characters in one place of JSON by a schema
     notes: tuple[str, ...] = ()  # what is odd in its files and does no harm
+    token_cache: TokenCache | None = None  # of its chats
 
     @cached_property
     def reasoning_end(self) -> str | None:
@@ -95,6 +97,7 @@ def load(config: ModelConfig) -> ServedModel:
     template = ChatTemplate.load(folder)
     special = tokenizer.special_tokens if tokenizer else ()
     parsers = config.tool_call_parser, config.reasoning_parser
+    written = (*template.named.values(), *template.special_tokens.values()) if template else ()
     plain, with_tools = (
         chosen(template and template.source(tools=tools), *parsers, special, response) for tools in (False, True)
     )
@@ -112,6 +115,7 @@ def load(config: ModelConfig) -> ServedModel:
         tokenizer_file=of_tokenizer / "tokenizer.json" if of_tokenizer else None,
         folder=folder,
         notes=(*notes, *odd),
+        token_cache=TokenCache(tokenizer, tokenizer.borders(written)) if tokenizer else None,
     )
 
 

@@ -77,7 +77,10 @@ if ENGINE.name == "vllm":
     SHAPES |= RANKED
 _LATENT = {name for name, recipe in checkpoints.VLLM_RECIPES.items() if "kv_lora_rank" in recipe.settings}
 """Their pages have another size; tests/vllm_runner/test_latents.py has their clusters."""
-FAMILIES = (*checkpoints.FAMILIES, *(sorted(checkpoints.VLLM_RECIPES.keys() - _LATENT) if ENGINE.name == "vllm" else ()))
+FAMILIES = (
+    *checkpoints.FAMILIES,
+    *(sorted(checkpoints.VLLM_RECIPES.keys() - _LATENT) if ENGINE.name == "vllm" else ()),
+)
 
 
 @dataclass(frozen=True)

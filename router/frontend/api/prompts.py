@@ -18,6 +18,7 @@ from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_en
 from router.frontend.generation import GenerationService
 from router.frontend.identity import caller
 from router.frontend.prompt_tokens import kept_tokens, tokenized
+from router.frontend.token_cache import TextOwner
 
 MAX_SAMPLES = 2_048  # of one request: prompts times n
 _END = 256  # characters
@@ -43,6 +44,7 @@ class ChatOrder:
     special_tokens: bool  # are added
     keep: int | None  # the prompt's last tokens; none: all
     template: str  # digest of the template and of what it is told besides the chat
+    salt: str  # of the request's caches
 
 
 class PromptBuilder:
@@ -126,24 +128,28 @@ class PromptBuilder:
         closes = model.format_of(tools=fields.tools) if constrained else None
         others = {name: value for name, value in variables.items() if name not in _OF_THE_CHAT}
         template = sha256(source.encode() + repr(sorted(others.items())).encode()).hexdigest()[:16]
-        return ChatOrder(order, continued, closes, bool(fields.add_special_tokens), keep, template)
+        salt = getattr(fields, "cache_salt", None) or ""
+        return ChatOrder(order, continued, closes, bool(fields.add_special_tokens), keep, template, salt)
 
     async def of_chat(self, order: ChatOrder, repairs: Repairs) -> ChatPrompt:
         """The prompt of a chat of this task's caller. Raises InvalidRequest and Overloaded."""
-        text = await self._templates.render(order.rendering, caller.get().tenant, repairs)
-        return await self._service.apart(len(text), partial(self._chat_prompt, order, text))
+        owner = TextOwner(caller.get().tenant, order.salt)
+        text = await self._templates.render(order.rendering, owner.tenant, repairs)
+        return await self._service.apart(len(text), partial(self._chat_prompt, order, text, owner))
 
-    def _chat_prompt(self, order: ChatOrder, text: str) -> ChatPrompt:
+    def _chat_prompt(self, order: ChatOrder, text: str, owner: TextOwner) -> ChatPrompt:
         if order.continued is not None:
             text = cut_at_mark(text)
         elif order.closes is not None:
             text = order.closes.without_reasoning(text)
-        (tokens,) = self.encode([text], special=order.special_tokens, keep=order.keep)
+        (tokens,) = self.encode([text], special=order.special_tokens, keep=order.keep, owner=owner)
         return ChatPrompt(tokens, text[-_END:], order.continued)
 
-    def encode(self, texts: Sequence[str], *, special: bool, keep: int | None = None) -> list[Sequence[int]]:
-        """The tokens of each text, or the last `keep` of them."""
-        return tokenized(texts, self._model, special_tokens=special, keep=keep)
+    def encode(
+        self, texts: Sequence[str], *, special: bool, keep: int | None = None, owner: TextOwner | None = None
+    ) -> list[Sequence[int]]:
+        """The tokens of each text, or the last `keep` of them. `owner`: of chats."""
+        return tokenized(texts, self._model, special_tokens=special, keep=keep, owner=owner)
 
     def decode(self, tokens: Sequence[int]) -> str:
         tokenizer = self._model.tokenizer
