@@ -167,8 +167,8 @@ def test_a_second_turn_is_counted(tmp_path: Path) -> None:
             async def counted(queries: int, hits: int) -> None:
                 async def seen() -> bool:
                     async with client.http.get(f"{client.url}/metrics") as page:
-                        found = re.findall(r"^baton_tokenizer_cache_(\w+)_total (.*)$", await page.text(), re.MULTILINE)
-                    return {name: float(value) for name, value in found} == {"queries": queries, "hits": hits}
+                        pairs = re.findall(r"^baton_tokenizer_cache_(\w+)_total (.*)$", await page.text(), re.MULTILINE)
+                    return {name: float(value) for name, value in pairs} == {"queries": queries, "hits": hits}
 
                 await eventually_async(seen)
 
