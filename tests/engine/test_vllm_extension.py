@@ -30,7 +30,7 @@ class GpuRank(BatonExtension):
         self.rank = rank
         self.parallel_config: Any = SimpleNamespace(tensor_parallel_size=2)
         self.cache_config: Any = SimpleNamespace(cache_dtype="auto")
-        self.model_config: Any = SimpleNamespace(dtype=torch.bfloat16)
+        self.model_config: Any = SimpleNamespace(dtype=torch.bfloat16, use_mla=False)
         self.baton_draw: Any = SimpleNamespace()
         pages = torch.zeros(BLOCKS, HEADS, LAYERS, PAGE_SIZE, 2 * HEAD_DIM, dtype=torch.bfloat16)
         self.model_runner: Any = SimpleNamespace(kv_caches=list(pages.unbind(2)))
