@@ -32,8 +32,8 @@ _AGENT = (
     "strict chat template"
 )
 _LIBRARY = (
-    ": a tool loop and a second turn, a picture in a tool's result, typed output, whole and as streams, and a prompt "
-    "beyond the context. The model is that of the agents"
+    ": a tool loop and a second turn, a picture in a tool's result where the library sends one, typed output, whole "
+    "and as streams, and a prompt beyond the context. The model is that of the agents"
 )
 _ALL = (
     Suite(

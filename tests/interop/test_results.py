@@ -121,6 +121,24 @@ def test_an_index_that_does_not_answer_is_told_from_a_package_that_is_not_there(
     assert not isinstance(caught.value, IndexUnreachable)
 
 
+def test_packages_that_npm_does_not_bring_in_time_are_a_reason_not_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_INTEROP_CACHE", str(tmp_path))
+    ours = Environment(Path(sys.prefix), tmp_path, 1.0)
+    npm = tmp_path / "npm-program" / "npm"
+    npm.parent.mkdir()
+    for script, reason in (("exit 1", "could not install one@1"), ("sleep 60", "did not end within 1 s")):
+        npm.write_text(f"#!/bin/sh\n{script}\n")
+        npm.chmod(0o755)
+        monkeypatch.setattr(environment.shutil, "which", lambda _: str(npm))
+        with pytest.raises(IndexUnreachable, match=reason):
+            environment.install_npm("one", ["one@1"], ours)
+    monkeypatch.setattr(environment.shutil, "which", lambda _: None)
+    with pytest.raises(IndexUnreachable, match="no npm"):
+        environment.install_npm("one", ["one@1"], ours)
+
+
 def test_this_environment_serves_suites_whose_packages_it_has(tmp_path: Path) -> None:
     assert environment.here([f"pytest=={pytest.__version__}"], tmp_path, 1.0) == Environment(
         Path(sys.prefix), tmp_path, 1.0
