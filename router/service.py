@@ -47,8 +47,8 @@ from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_server import ClientServer
 from router.frontend.http_server import HttpServer
 from router.frontend.identity import Gatekeeper
+from router.frontend.off_loop import TokenizerThreads
 from router.frontend.served_model import load
-from router.frontend.tokenizer_threads import TokenizerThreads
 from router.tracing.request_spans import SpanSink
 
 log = logging.getLogger(__name__)

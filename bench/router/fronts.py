@@ -34,9 +34,9 @@ from router.frontend.detokenizer import TextStream
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_server import GenerationServicer
 from router.frontend.identity import Gatekeeper
+from router.frontend.off_loop import TokenizerThreads
 from router.frontend.output_stream import OutputStream, StopVerdict
 from router.frontend.served_model import ServedModel, load
-from router.frontend.tokenizer_threads import TokenizerThreads
 from router.generation_request import GenerationRequest
 from router.tracing.request_spans import RequestSpans
 

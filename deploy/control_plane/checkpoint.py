@@ -19,9 +19,8 @@ from baton.config import Config
 from baton.errors import BatonError, ModelError
 from baton.hosts import is_loopback
 from engine.device.gpus import resolve_device, visible_gpus
-from router.frontend.chat.template import ChatTemplate
 from router.frontend.chat.template_process import environment
-from router.frontend.served_model import load
+from router.frontend.served_model import ChatTemplate, load
 
 
 @dataclass

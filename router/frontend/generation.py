@@ -32,10 +32,9 @@ from router.frontend.client_sessions import RouterDriver
 from router.frontend.detokenizer import TextStream
 from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.identity import caller
+from router.frontend.off_loop import TokenizerThreads
 from router.frontend.output_stream import OutputStream, ReadableStream, ResultSet, best_of
-from router.frontend.prompt_tokens import kept_tokens, tokenized
-from router.frontend.served_model import ServedModel
-from router.frontend.tokenizer_threads import TokenizerThreads
+from router.frontend.served_model import ServedModel, kept_tokens, tokenized
 from router.generation_request import GenerationRequest, TextOptions, check_bounds
 from router.tracing.origin import origin
 from router.tracing.request_spans import RequestSpans, SpanSink

@@ -1,4 +1,6 @@
-"""Work that the event loop does not do itself, because neither its time nor its memory can be bounded on a thread.
+"""Work that the event loop does not do itself: in helper processes, and on threads. Tenants take turns.
+
+A helper process does work of which neither time nor memory can be bounded on a thread.
 
     router ──order──▶ helper ──answer──▶ router        each is four bytes of length, and JSON
 
@@ -6,8 +8,12 @@ An answer names its order's number, so no request ever gets the answer of anothe
 memory costs its own request and a restart of the helper. A helper that was killed or stopped from outside is replaced,
 and its order is done again once. `helper_main` is the helper's side.
 
-A tenant's jobs are served in their order, and tenants take turns. So a tenant's backlog delays a job of another tenant
-by one job for each place.
+Threads do work in proportion to a request: its JSON, its messages, its tokens. The tokenizer releases the GIL while it
+works, and other work gives it up every few milliseconds, so the event loop goes on. Very long requests have a thread of
+their own: they do not delay the others.
+
+A tenant's jobs are served in their order. What waits is bounded for each tenant, and a tenant's backlog delays a job of
+another tenant by one job for each place.
 """
 
 from __future__ import annotations
@@ -21,8 +27,10 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -35,6 +43,8 @@ from router.frontend.helper_main import READY
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
+T = TypeVar("T")
+
 _START = 30.0  # seconds in which a new process must have imported its libraries
 _BESIDE = 2**16  # bytes of an answer beside its text
 _ESCAPED = 12  # bytes that a character takes in JSON at most
@@ -46,6 +56,11 @@ _EXTENSIONS = 20  # times the deadline that a busy machine may leave a process w
 
 _FROM_OUTSIDE = (-signal.SIGKILL, 255)  # 255: asyncio does not know, since something else has reaped the process
 _NOT_STARTED = (StartupError, asyncio.IncompleteReadError, OSError)
+
+_HERE = 4_000  # bytes; the event loop does smaller work itself, in less than 2 ms
+_LONG = 512 * 2**10  # bytes, about 100,000 tokens; longer requests have their own lane
+_MAX_JOBS = 1_024  # of one tenant in one lane
+_MAX_BYTES = 64 * 2**20  # of these together
 
 
 class HelperLate(Exception):
@@ -266,3 +281,43 @@ class FairTurns:
         backlog.size -= size
         if not backlog.jobs:
             del self._backlogs[tenant]
+
+
+class TokenizerLane:
+    """One pool of threads, and what waits for it."""
+
+    def __init__(self, name: str, threads: int, max_jobs: int = _MAX_JOBS, max_bytes: int = _MAX_BYTES) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"tokenize-{name}")
+        self._turns = FairTurns("a thread that reads them", threads, max_jobs, max_bytes)
+
+    async def run(self, size: int, work: Callable[[], T], tenant: str = "") -> T:
+        """Do the work on a thread. Raises Overloaded when too much of the tenant waits already."""
+        leave = await self._turns.enter(tenant, size)
+        job = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        job.add_done_callback(lambda _: leave())
+        job.add_done_callback(looked_at)
+        # If the client goes, a job that a thread has begun goes on, and counts until it is done.
+        return await asyncio.shield(job)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class TokenizerThreads:
+    """Where a request is worked on, by its length."""
+
+    def __init__(self) -> None:
+        self._short = TokenizerLane("short", threads=2)
+        self._long = TokenizerLane("long", threads=1)
+
+    async def run(self, size: int, work: Callable[[], T], tenant: str = "") -> T:
+        """Do the work on so many bytes here, or on a thread if it would take long. Raises Overloaded, and what the work
+        raises."""
+        if size < _HERE:
+            return work()
+        lane = self._long if size > _LONG else self._short
+        return await lane.run(size, work, tenant)
+
+    def close(self) -> None:
+        self._short.close()
+        self._long.close()

@@ -1,11 +1,16 @@
-"""What the router reads of a checkpoint: tokenizer, limits, what ends an output, how its authors want it sampled.
+"""What the router reads of a checkpoint: tokenizer, limits, chat templates, what ends an output, how its authors want
+it sampled. The tokens of a prompt's text follow from these.
 
 Never the weights: those are the workers' business, and so is whether the engine can run the model at all.
+
+A text that can't fit the context is refused before it is tokenized: that would take seconds. With
+`truncate_prompt_tokens` its end is tokenized instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,17 +21,55 @@ import msgspec
 from baton.checkpoint_files import read_object, read_optional, text_settings
 from baton.checkpoints import hub
 from baton.config import ApiConfig, ModelConfig
-from baton.errors import InvalidRequest, ModelError, ModelMismatch, ModelNotFound, shown
+from baton.errors import ContextTooLong, InvalidRequest, ModelError, ModelMismatch, ModelNotFound, shown
 from baton.messages import DrawParams, SamplingParams
 from baton.tokenizer_files import tokenizer_folder
 from router.frontend.chat.formats import NO_FORMAT, ChatFormat, ResponseTemplate, chosen, read_template
-from router.frontend.chat.template import ChatTemplate, special_token
 from router.frontend.detokenizer import Tokenizer
-from router.frontend.token_cache import TokenCache
+from router.frontend.token_cache import TextOwner, TokenCache
 from router.generation_request import check_bounds
 from router.queueing.admission import ModelLimits
 
 _READ = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")  # of the hub: no weights
+_TEMPLATE = "chat_template.jinja"
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder with others, by name
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"  # names of these
+_BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A checkpoint's templates by name, and the special tokens that they may name."""
+
+    named: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+
+    def source(self, *, tools: bool = False) -> str:
+        """Return the template that transformers would choose, or the first one where it would find none."""
+        named = (tools and self.named.get(_WITH_TOOLS)) or self.named.get(_DEFAULT)
+        return named or next(iter(self.named.values()))
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate | None:
+        """Read a checkpoint's templates; None if it has none. Raises ModelError."""
+        settings = read_optional(folder / "tokenizer_config.json")
+        source = settings.get("chat_template")
+        named: dict[str, Any] = {_DEFAULT: source}
+        if isinstance(source, list):
+            named = {str(one.get("name")): one.get("template") for one in source if isinstance(one, dict)}
+        files = {file.stem: _template_text(file) for file in sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))}
+        if os.path.lexists(folder / _TEMPLATE):  # as with transformers, the settings' ones then count for nothing
+            named = {_DEFAULT: _template_text(folder / _TEMPLATE)}
+        named = {name: text for name, text in (named | files).items() if text}
+        for name, text in named.items():
+            if not isinstance(text, str):
+                raise ModelError(
+                    f"chat_template {name!r} of {folder} is a {type(text).__name__}; it must be a text, or a list of "
+                    "named texts"
+                )
+        names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+        tokens = {name: _content(settings.get(name)) for name in names}
+        return cls(named, {name: text for name, text in tokens.items() if text is not None}) if named else None
 
 
 @dataclass(frozen=True)
@@ -209,3 +252,81 @@ def _ids(settings: Mapping[str, Any], file: str) -> list[int]:
     if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
         raise ModelError(f"eos_token_id is {value!r} in {file}; it must be a token id or a list of them")
     return ids
+
+
+def _template_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} can't be read: {error}; fetch the checkpoint again") from None
+
+
+def special_token(settings: Mapping[str, Any], name: str, file: str) -> str | None:
+    """Return the text of a special token; None if the settings name none. Raises ModelError for anything else."""
+    if (token := settings.get(name)) is not None and _content(token) is None:
+        raise ModelError(f"{name} is {token!r} in {file}; it must be a text, or an object with its content")
+    return _content(token)
+
+
+def _content(token: Any) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def tokenized(
+    texts: Sequence[str], model: ServedModel, *, special_tokens: bool = True, keep: int | None = None,
+    owner: TextOwner | None = None,
+) -> list[Sequence[int]]:  # fmt: skip
+    """Return the tokens of each text, the last `keep` of them if that is set. Special tokens that the tokenizer adds
+    are among these and stay, as with vLLM. `owner`: the texts are chats, whose tokens are cached for later ones.
+
+    Raises InvalidRequest without a tokenizer, and without `keep` ContextTooLong before it tokenizes a text that can't
+    fit."""
+    if not all(texts):
+        raise InvalidRequest("the prompt's text is empty; send at least one character")
+    if model.tokenizer is None:
+        raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
+    if keep is not None:
+        return [model.tokenizer.encode_end(text, keep, special_tokens=special_tokens) for text in texts]
+    for text in texts:
+        _check_size(text, model.tokenizer, model.limits.max_context)
+    if owner is not None and model.token_cache is not None and not special_tokens:
+        return [model.token_cache.encode(text, owner) for text in texts]
+    return [*model.tokenizer.encode_all(texts, special_tokens=special_tokens)]
+
+
+def _check_size(text: str, tokenizer: Tokenizer, most: int) -> None:
+    """Raise ContextTooLong for a text that certainly has more than `most` tokens."""
+    bound = tokenizer.max_bytes(most)
+    size = len(text.encode())
+    if size > bound:
+        least = -(-size * most // bound)
+        raise ContextTooLong(
+            f"This model's maximum context length is {most} tokens, which are at most {bound} bytes. However, "
+            f"your prompt has {size} bytes; shorten it",
+            prompt=least, context=most,
+        )  # fmt: skip
+    if size > most * _BYTES_PER_TOKEN and tokenizer.exceeds(text, most):
+        raise ContextTooLong(
+            f"This model's maximum context length is {most} tokens. However, your prompt of {size} bytes has more; "
+            "shorten it",
+            prompt=most + 1, context=most,
+        )  # fmt: skip
+
+
+def kept_tokens(truncation: int | None, max_tokens: int | None, context: int) -> int | None:
+    """Return how many of a prompt's last tokens are kept; None: all.
+
+    `truncation` is `truncate_prompt_tokens`. -1 stands for as many as the context has room for beside `max_tokens` of
+    output. Raises InvalidRequest, as vLLM does, if it is more than that."""
+    if truncation is None:
+        return None
+    if truncation < -1 or truncation == 0:
+        raise InvalidRequest(f"truncate_prompt_tokens is {truncation}; it must be -1 or at least 1")
+    room = context - max(1, max_tokens or 0)
+    if room < max(1, truncation):
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {truncation}, and the model's context of {context} has room for {max(0, room)} "
+            f"prompt tokens beside {max(1, max_tokens or 0)} to generate"
+        )
+    return room if truncation == -1 else truncation

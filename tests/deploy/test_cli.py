@@ -26,7 +26,7 @@ from engine.device.gpus import visible_gpus
 from engine.models.config import load_spec
 from engine.vllm_runner import VLLM_VERSION, requirements
 from engine.vllm_runner.requirements import Installation
-from router.frontend.chat.template import ChatTemplate
+from router.frontend.served_model import ChatTemplate
 
 PORTS = ("router.grpc_port", "router.internal_port", "router.http_port", "api.port")
 ANY_PORT = [each for port in PORTS for each in ("--set", f"{port}=0")]

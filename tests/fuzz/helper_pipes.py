@@ -21,7 +21,7 @@ import msgspec
 
 from baton.errors import BatonError, InvalidGrammar, InvalidRequest, Overloaded
 from baton.messages import MAX_GRAMMAR, Grammar
-from router.frontend.chat.template import TemplateRenderer, normalized, rendering
+from router.frontend.api.prompts import TemplateRenderer, normalized, rendering
 from router.frontend.off_loop import HelperDied, HelperLate, HelperProcess
 from tests.fuzz import false_helper, values
 from tests.fuzz.case import Case

@@ -14,7 +14,7 @@ import pytest
 from baton.config import ModelConfig
 from baton.errors import InvalidRequest, Overloaded
 from baton.messages import Grammar
-from router.frontend.chat.template import TemplateRenderer, rendering
+from router.frontend.api.prompts import TemplateRenderer, rendering
 from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.off_loop import HelperDied, HelperProcess
 from router.frontend.served_model import load

@@ -19,9 +19,9 @@ from router.events import Cancelled, Finished, RequestEnded, RequestOutcome, Sum
 from router.frontend.detokenizer import TextStream
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_server import GenerationServicer
+from router.frontend.off_loop import TokenizerThreads
 from router.frontend.output_stream import MAX_UNREAD, MAX_UNREAD_BYTES, Output, OutputStream, StopVerdict
 from router.frontend.served_model import ServedModel
-from router.frontend.tokenizer_threads import TokenizerThreads
 from router.generation_request import GenerationRequest
 from router.queueing.admission import ModelLimits
 from tests.router.test_client_sessions import request

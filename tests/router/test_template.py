@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.errors import InvalidRequest, ModelError
-from router.frontend.chat import template as chat_template
+from router.frontend.api.prompts import TemplateRenderer, cut_at_mark, mark_end, normalized, rendering
 from router.frontend.chat.repairs import Repairs
-from router.frontend.chat.template import ChatTemplate, TemplateRenderer, cut_at_mark, mark_end, normalized, rendering
+from router.frontend.served_model import ChatTemplate
 from tests.router import tokenizers
 
 pytestmark = pytest.mark.slow
@@ -262,7 +262,7 @@ def test_messages_that_are_none() -> None:
             normalized(messages)
     with pytest.raises(InvalidRequest, match="tool_calls"):
         normalized([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "", Repairs(False))
-    assert chat_template.normalized(CALLS)[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": [1, "ü"]}
+    assert normalized(CALLS)[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": [1, "ü"]}
 
 
 def test_a_tenants_many_long_chats_delay_another_tenant_by_one_of_them() -> None:

@@ -21,11 +21,11 @@ from baton.messages import SamplingParams
 from baton.operator_api import PinPrefix
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
-from router.frontend import detokenizer, generation, prompt_tokens
+from router.frontend import detokenizer, generation, served_model
 from router.frontend.api.operator_server import checked
 from router.frontend.detokenizer import Tokenizer
+from router.frontend.off_loop import TokenizerLane, TokenizerThreads
 from router.frontend.served_model import ServedModel
-from router.frontend.tokenizer_threads import TokenizerLane, TokenizerThreads
 from router.queueing.admission import ModelLimits
 from tests.router import tokenizers
 
@@ -112,7 +112,7 @@ def test_no_prompt_that_fits_is_refused(tokenizer: Tokenizer, data: st.DataObjec
     fits = len(tokenizer.encode(prompt))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(detokenizer, "_WINDOW", 16)  # with windows as small as they may be, and for every prompt
-        patch.setattr(prompt_tokens, "_BYTES_PER_TOKEN", 0)
+        patch.setattr(served_model, "_BYTES_PER_TOKEN", 0)
         assert tokens_of(prompt, model(tokenizer, fits)) == tokenizer.encode(prompt)
         with pytest.raises(ContextTooLong):
             tokens_of(prompt, model(tokenizer, fits - 1))

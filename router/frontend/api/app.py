@@ -75,6 +75,7 @@ from router.frontend.api.tools import ToolPlan, checked, fitted, planned
 from router.frontend.chat.repairs import HEADER, Repairs
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.identity import Gatekeeper
+from router.frontend.served_model import tokenized
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,8 @@ class HttpApi:
         if fields.echo:
             if len(prompts) > 1:
                 raise InvalidRequest("echo is true for several prompts; send them one by one")
-            echo = self._prompts.decode(prompts[0])
+            tokenizer = self._service.model.tokenizer
+            echo = tokenizer.decode(prompts[0]) if tokenizer else ""
         _check_prompt_logprobs(fields)
         return fields, most, prompts, echo
 
@@ -344,7 +346,8 @@ class HttpApi:
         if (fields.prompt is None) == (fields.messages is None):
             raise InvalidRequest("send either prompt or messages")
         if fields.prompt is not None:
-            return fields, self._prompts.encode([fields.prompt], special=fields.add_special_tokens is not False)[0]
+            special = fields.add_special_tokens is not False
+            return fields, tokenized([fields.prompt], self._service.model, special_tokens=special)[0]
         fields.tools = list(checked(fields.tools or ()).values())  # as a chat has them
         return fields, self._prompts.chat_order(fields, repairs)
 

@@ -86,8 +86,7 @@ from router.frontend.chat.repairs import Repairs
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import GenerationService, check_length, checked_name, checked_salt
 from router.frontend.identity import THIS_USER, Gatekeeper, caller, note_refusal
-from router.frontend.prompt_tokens import tokenized
-from router.frontend.served_model import ServedModel
+from router.frontend.served_model import ServedModel, tokenized
 from router.requests.explain import RequestRecord
 from router.role_changes import PATIENCE
 from router.state import ProcessView

@@ -1,28 +1,48 @@
-"""From what a client sends to the tokens of a prompt: texts, token ids, and chats by their template."""
+"""From what a client sends to the tokens of a prompt: texts, token ids, and chats by their template.
+
+A process of its own renders templates (`template_process`). One that hangs or takes too much memory costs its own
+request and a restart of that process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
 
-from baton.errors import InvalidRequest
+import msgspec
+
+from baton.errors import InvalidRequest, shown
+from baton.logs import RateLimitedLog
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionRequest
 from router.frontend.api.protocol import TokenizeRequest, samples, token_ids
 from router.frontend.chat.formats import ChatFormat
-from router.frontend.chat.repairs import Repairs
-from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized, rendering, text_of
+from router.frontend.chat.repairs import Repairs, arguments_of, content_of, refused, source_of, without_telemetry
+from router.frontend.chat.scanning import TEXT_ARGUMENT
 from router.frontend.generation import GenerationService
 from router.frontend.identity import caller
-from router.frontend.prompt_tokens import kept_tokens, tokenized
+from router.frontend.off_loop import HelperDied, HelperLate, HelperProcess
+from router.frontend.served_model import kept_tokens, tokenized
 from router.frontend.token_cache import TextOwner
+
+log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
 MAX_SAMPLES = 2_048  # of one request: prompts times n
 _END = 256  # characters
 _OF_THE_CHAT = ("messages", "tools", "documents", "add_generation_prompt")  # what a template is told differs with these
+MAX_MESSAGES = 100_000
+_DEADLINE = 2.0  # seconds for one prompt; templates take less than a millisecond
+_MARK = f"<end-{secrets.token_hex(8)}>"
+_ROLES = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+    "function": "tool",
+}  # fmt: skip
+"""The roles of OpenAI's chats, each with the one that stands for it in a template that does not know it."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,8 @@ class PromptBuilder:
         context = self._model.limits.max_context
         keep = kept_tokens(fields.truncate_prompt_tokens, max_tokens, context)
         if all(isinstance(prompt, str) for prompt in prompts):
-            return self.encode(prompts, special=fields.add_special_tokens is not False, keep=keep)
+            special = fields.add_special_tokens is not False
+            return tokenized(prompts, self._model, special_tokens=special, keep=keep)
         if not all(isinstance(prompt, list) for prompt in prompts):
             raise InvalidRequest("the prompt mixes texts and token ids; send a list of one kind")
         ends: list[list[Any]] = prompts if keep is None else [prompt[-keep:] for prompt in prompts]
@@ -142,15 +163,133 @@ class PromptBuilder:
             text = cut_at_mark(text)
         elif order.closes is not None:
             text = order.closes.without_reasoning(text)
-        (tokens,) = self.encode([text], special=order.special_tokens, keep=order.keep, owner=owner)
+        (tokens,) = tokenized([text], self._model, special_tokens=order.special_tokens, keep=order.keep, owner=owner)
         return ChatPrompt(tokens, text[-_END:], order.continued)
 
-    def encode(
-        self, texts: Sequence[str], *, special: bool, keep: int | None = None, owner: TextOwner | None = None
-    ) -> list[Sequence[int]]:
-        """The tokens of each text, or the last `keep` of them. `owner`: of chats."""
-        return tokenized(texts, self._model, special_tokens=special, keep=keep, owner=owner)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        tokenizer = self._model.tokenizer
-        return tokenizer.decode(tokens) if tokenizer else ""
+def rendering(template: str, variables: Mapping[str, Any], repairs: Sequence[str] = ()) -> bytes:
+    """Return the order to render a template, as JSON, with kinds of repairs that are allowed if the template can't take
+    the messages. Raises InvalidRequest for variables that JSON can't hold."""
+    try:
+        return msgspec.json.encode({"template": template, "variables": variables, "repairs": repairs})
+    except (OverflowError, RecursionError, UnicodeEncodeError, msgspec.MsgspecError) as error:
+        raise InvalidRequest(f"the chat can't be handed to its template: {shown(str(error), 300)}") from None
+
+
+class TemplateRenderer:
+    """Renders templates in a process that is started when it is first needed. One event loop may use it."""
+
+    def __init__(self, max_characters: int) -> None:
+        self._helper = HelperProcess(
+            "router.frontend.chat.template_process", str(max_characters), deadline=_DEADLINE, most=max_characters
+        )
+
+    async def render(self, order: bytes, tenant: str = "", repairs: Repairs | None = None) -> str:
+        """Return the prompt that `rendering` asks for, and note what was repaired. Raises InvalidRequest if the
+        template fails, hangs or takes too much, and Overloaded where too much of the tenant waits."""
+        try:
+            answer = await self._helper.ask(order, tenant)
+        except HelperLate:
+            log.warning("a chat template took longer than %g s; its process was ended", _DEADLINE)
+            raise InvalidRequest(
+                f"the chat template takes longer than {_DEADLINE:g} s for these messages; send fewer or shorter ones"
+            ) from None
+        except HelperDied:
+            log.warning("a chat template ended its process")
+            raise InvalidRequest("the chat template ended its process, perhaps by its use of memory") from None
+        if answer.text is None:
+            raise InvalidRequest(f"the chat template can't render these messages: {shown(answer.error, 300)}")
+        if repairs is not None:
+            for kind in answer.repairs:
+                repairs.make(kind)
+        return answer.text
+
+    async def close(self) -> None:
+        """End the process."""
+        await self._helper.close()
+
+
+def normalized(
+    messages: Sequence[Mapping[str, Any]], template: str = "", repairs: Repairs | None = None
+) -> list[dict[str, Any]]:
+    """Check a chat's messages and bring them into the form that a template expects. Raises InvalidRequest."""
+    if not messages:
+        raise InvalidRequest("messages is empty; send at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"there are {len(messages)} messages; at most {MAX_MESSAGES} are allowed")
+    repairs = repairs or Repairs()
+    roles: dict[Any, str] = {}
+    result: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        at, role = f"messages[{number}]", message.get("role")
+        known = roles.get(role) if isinstance(role, str) else None
+        if known is None:
+            known = roles[role] = _role(f"{at}.role", role, template, repairs)
+        result.append(_message(at, message, known, result, repairs))
+    return without_telemetry(result, repairs)
+
+
+def _message(
+    at: str, message: Mapping[str, Any], role: str, before: Sequence[Mapping[str, Any]], repairs: Repairs
+) -> dict[str, Any]:
+    result = dict(message)
+    result["role"] = role
+    result["content"] = content_of(f"{at}.content", message.get("content"), source_of(role, before), repairs)
+    # Clients have one name for it, templates the other.
+    if isinstance(thought := message.get("reasoning"), str) and not message.get("reasoning_content"):
+        result["reasoning_content"] = thought
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise refused(f"{at}.tool_calls", f"is {shown(repr(calls))}; it must be a list")
+        result["tool_calls"] = [_call(f"{at}.tool_calls[{number}]", call, repairs) for number, call in enumerate(calls)]
+    return result
+
+
+def _role(at: str, role: Any, template: str, repairs: Repairs) -> str:
+    """A role that the template knows, or that the API has."""
+    if not isinstance(role, str) or not role:
+        raise refused(at, f"is {shown(repr(role))}; it must be a text such as 'user'")
+    if not template or f"'{role}'" in template or f'"{role}"' in template:
+        return role
+    if role not in _ROLES:
+        raise refused(at, f"is {shown(repr(role))}; it must be {', '.join(_ROLES)}, or a role of the chat template")
+    other = _ROLES[role]
+    return other if other != role and repairs.make("role") else role
+
+
+def _call(at: str, call: Any, repairs: Repairs) -> Any:
+    """A tool call with its arguments as an object: templates print them as JSON themselves."""
+    match call:
+        case {"type": "custom", "custom": {"name": name, "input": str(text)}}:
+            function = {"name": name, "arguments": {TEXT_ARGUMENT: text}}
+            return {"id": call.get("id"), "type": "function", "function": function}
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        raise refused(at, f"is {shown(repr(call))}, which is no tool call")
+    arguments = arguments_of(f"{at}.function.arguments", function.get("arguments"), repairs)
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a normalized message."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def mark_end(message: dict[str, Any]) -> None:
+    """Mark the end of the message that the output is to continue. Raises InvalidRequest if it has no text."""
+    content = message["content"]
+    if isinstance(content, str) and content.strip():
+        message["content"] = f"{content}{_MARK} "
+    elif isinstance(content, list) and content:
+        content[-1]["text"] += f"{_MARK} "
+    else:
+        raise InvalidRequest("continue_final_message is true, and the last message has no text to continue")
+
+
+def cut_at_mark(text: str) -> str:
+    """Return the prompt up to the mark. Where the template has trimmed the message, its end is trimmed, too. Raises
+    InvalidRequest if the template does not show the message."""
+    before, mark, after = text.rpartition(_MARK)
+    if not mark:
+        raise InvalidRequest("continue_final_message is true, and the chat template does not show the last message")
+    return before if after.startswith(" ") else before.rstrip()
