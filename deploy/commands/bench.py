@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from baton.client import AsyncClient, Client
 from baton.errors import InvalidRequest, Unavailable
 from baton.messages import ModelCard
 from baton.operator_api import Process
 from deploy.commands.running_cluster import find
-from deploy.commands.terminal import Json, Name, command, err, out, print_json, state_folder
+from deploy.commands.terminal import Json, Name, command, err, new_table, out, print_json, state_folder
 
 if TYPE_CHECKING:
     from deploy.load.figures import Figure, Outcome
@@ -131,10 +129,7 @@ def _show(facts: dict[str, str], measured: Sequence[Figure], load: Preset) -> No
     for name, fact in facts.items():
         out.print(f"[dim]{name:<9}[/] {fact}", markup=True)
     values = {figure.name: figure for figure in measured}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("milliseconds")
-    for quantile in ("p50", "p90", "p99"):
-        table.add_column(quantile, justify="right")
+    table = new_table("milliseconds", ">p50", ">p90", ">p99")
     for name, title in _TITLES.items():
         row = [values.get(f"{name} {quantile}") for quantile in ("p50", "p90", "p99")]
         if any(row):
@@ -153,10 +148,7 @@ def _list(loads: Sequence[Preset], as_json: bool) -> None:
     if as_json:
         print_json({preset.name: asdict(preset) | {"longest": preset.longest} for preset in loads})
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("preset")
-    table.add_column("tokens of a long conversation", justify="right")
-    table.add_column("what it is")
+    table = new_table("preset", ">tokens of a long conversation", "what it is")
     for preset in loads:
         table.add_row(preset.name, f"{preset.longest:,}", preset.about)
     out.print(table)

@@ -12,18 +12,7 @@ from typer.main import get_command
 from baton import config as configuration
 from baton.config import Config
 from baton.errors import ConfigError
-from deploy.commands.terminal import (
-    HELP,
-    ConfigFile,
-    Json,
-    Settings,
-    as_examples,
-    load,
-    new_app,
-    out_text,
-    print_json,
-    reported,
-)
+from deploy.commands.terminal import ConfigFile, Json, Settings, add_command, load, new_app, out_text, print_json
 
 app = new_app(name="config", help="The settings that a cluster would start with.")
 
@@ -33,14 +22,13 @@ def group() -> None:
     """The settings that a cluster would start with."""
 
 
-@app.command(
+@add_command(
+    app,
     "show",
-    context_settings=HELP,
-    epilog=as_examples(
-        ["baton config show", "baton config show --config cluster.yaml --changed", "baton config show router --json"]
-    ),
+    "baton config show",
+    "baton config show --config cluster.yaml --changed",
+    "baton config show router --json",
 )
-@reported
 def config_show(
     section: Annotated[str, typer.Argument(help="One section, such as router.")] = "",
     changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults.")] = False,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,6 +17,7 @@ from baton.checkpoints import named
 from baton.client import ChatAnswer, Client
 from baton.errors import BatonError
 from baton.system_memory import available_memory
+from deploy.commands.terminal import new_table
 
 _PATIENCE = 60.0  # seconds for the download
 _SMOLLM2 = named.MODELS["smollm2"]
@@ -143,10 +143,8 @@ def show_chat(client: Client, show: Show, console: Console) -> bool:
 
 
 def _table(turns: list[tuple[str, ChatAnswer]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("turn", no_wrap=True)
-    for name in ("prompt tokens", "cached", "first token"):
-        table.add_column(name, justify="right")
+    table = new_table("turn", ">prompt tokens", ">cached", ">first token")
+    table.columns[0].no_wrap = True
     for question, answer in turns:
         first = answer.metrics["time_to_first_token_ms"]
         short = question if len(question) <= 34 else f"{question[:33]}…"

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -23,7 +22,7 @@ from baton.operator_api import (
     RequestSummary,
 )
 from deploy.commands.running_cluster import operator_client
-from deploy.commands.terminal import Json, Name, Operator, command, out, print_json
+from deploy.commands.terminal import Json, Name, Operator, command, new_table, out, print_json
 
 _TERMS = [name for name in CostTerms.__struct_fields__ if name != "total_ms"]
 _WIDTH = 240
@@ -85,12 +84,8 @@ def explain(
 
 def requests(console: Console, summaries: Sequence[RequestSummary]) -> None:
     """Print a line for each request."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("request")
-    table.add_column("state")
-    for column in ("age", "prompt", "cached", "output", "TTFT, ms", "TPOT, ms", "attempts"):
-        table.add_column(column, justify="right")
-    table.add_column("on")
+    figures = (">age", ">prompt", ">cached", ">output", ">TTFT, ms", ">TPOT, ms", ">attempts")
+    table = new_table("request", "state", *figures, "on")
     for one in summaries:
         table.add_row(
             escape(one.request_id),
@@ -112,12 +107,8 @@ def requests(console: Console, summaries: Sequence[RequestSummary]) -> None:
 
 def turns(console: Console, summaries: Sequence[RequestSummary]) -> None:
     """Print a line for each turn of a session, and why its prompt was not cached."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("turn")
-    for column in ("age", "prompt", "cached", "TTFT, ms", "page"):
-        table.add_column(column, justify="right")
-    table.add_column("why")
-    table.add_column("tokens not cached")
+    figures = (">age", ">prompt", ">cached", ">TTFT, ms", ">page")
+    table = new_table("turn", *figures, "why", "tokens not cached")
     for one in summaries:
         why = one.not_cached
         table.add_row(
@@ -189,12 +180,8 @@ def _candidates(console: Console, attempt: ExplainedAttempt | Explanation) -> No
     if not attempt.candidates:
         return
     terms = [term for term in _TERMS if any(getattr(one.cost, term) for one in attempt.candidates)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    table.add_column("candidate")
-    for column in ("cached", *(term.removesuffix("_ms").replace("_", " ") for term in terms), "total, ms"):
-        table.add_column(column, justify="right")
-    table.add_column("")
+    costs = (f">{term.removesuffix('_ms').replace('_', ' ')}" for term in terms)
+    table = new_table("", "candidate", ">cached", *costs, ">total, ms", "")
     for one in attempt.candidates:
         costs = [f"{getattr(one.cost, term):.1f}" for term in (*terms, "total_ms")]
         table.add_row(
@@ -211,10 +198,7 @@ def _candidates(console: Console, attempt: ExplainedAttempt | Explanation) -> No
 
 
 def _outlook(console: Console, attempt: ExplainedAttempt) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    table.add_column("predicted", justify="right")
-    table.add_column("actual", justify="right")
+    table = new_table("", ">predicted", ">actual")
     for name, (title, form) in _OUTLOOK.items():
         predicted, actual = _number(attempt.predicted, name, form), _number(attempt.actual, name, form)
         if predicted or actual:

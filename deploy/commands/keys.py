@@ -8,10 +8,8 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from typer.main import get_command
 
 from baton import api_keys
@@ -19,7 +17,7 @@ from baton import config as configuration
 from baton.api_keys import Identity
 from baton.errors import ConfigError
 from baton.wire import ClusterKeys
-from deploy.commands.terminal import HELP, Json, Name, as_examples, err, new_app, out, out_text, print_json, reported
+from deploy.commands.terminal import Json, Name, add_command, err, new_app, new_table, out, out_text, print_json
 from deploy.control_plane import state_file
 
 _LIMITS = {"max_body_bytes": "bytes", "max_prompt_tokens": "prompt tokens", "max_streams": "requests at a time"}
@@ -30,18 +28,13 @@ KeysFile = Annotated[
 ]
 
 
-@app.command(
+@add_command(
+    app,
     "add",
-    context_settings=HELP,
-    epilog=as_examples(
-        [
-            "baton keys add alice --tenant research",
-            "baton keys add watcher --operator",
-            "baton keys add batch --tenant batch --max-streams 32",
-        ]
-    ),
+    "baton keys add alice --tenant research",
+    "baton keys add watcher --operator",
+    "baton keys add batch --tenant batch --max-streams 32",
 )
-@reported
 def keys_add(
     key: Annotated[str, typer.Argument(metavar="NAME", help="The key's name, in lists and logs.")],
     tenant: Annotated[str, typer.Option(help="Clients with this key share its cache, weight and rate limits.")] = "",
@@ -64,8 +57,7 @@ def keys_add(
         out_text(secret + "\n")
 
 
-@app.command("list", epilog=as_examples(["baton keys list"]), context_settings=HELP)
-@reported
+@add_command(app, "list", "baton keys list")
 def keys_list(file: KeysFile = None, name: Name = "baton", as_json: Json = False) -> None:
     """Show the names, tenants and limits of all API keys."""
     path = file_of(file, name)
@@ -76,8 +68,7 @@ def keys_list(file: KeysFile = None, name: Name = "baton", as_json: Json = False
         show(out, path, rows)
 
 
-@app.command("remove", epilog=as_examples(["baton keys remove alice"]), context_settings=HELP)
-@reported
+@add_command(app, "remove", "baton keys remove alice")
 def keys_remove(
     key: Annotated[str, typer.Argument(metavar="NAME", help="The key's name.")],
     file: KeysFile = None,
@@ -95,8 +86,7 @@ def keys_remove(
         out.print(escape(f"every client is refused now; to serve clients without keys, remove {path} and restart"))
 
 
-@app.command("cluster", epilog=as_examples(["baton keys cluster ./cluster.key"]), context_settings=HELP)
-@reported
+@add_command(app, "cluster", "baton keys cluster ./cluster.key")
 def keys_cluster(
     file: Annotated[Path, typer.Argument(help="The file to make; an existing file is never overwritten.")],
     as_json: Json = False,
@@ -144,9 +134,7 @@ def show(console: Console, path: Path, rows: list[dict[str, Any]]) -> None:
         refused = "every client is refused" if path.exists() else "clients need no key"
         console.print(f"there are no keys in {escape(str(path))}; {refused}")
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("name", "tenant", "operator", "limits", "made"):
-        table.add_column(column)
+    table = new_table("name", "tenant", "operator", "limits", "made")
     for key in rows:
         limits = ", ".join(f"{key[limit]} {unit}" for limit, unit in _LIMITS.items() if key[limit] is not None)
         operator = "yes" if key["operator"] else ""

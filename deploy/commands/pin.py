@@ -16,15 +16,13 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from baton.client import Client, PinOptions
 from baton.errors import BatonError, InvalidRequest
 from baton.operator_api import NewPin, Pin
 from deploy.commands.running_cluster import operator_client
-from deploy.commands.terminal import Json, Name, Operator, command, err, out, print_json, size
+from deploy.commands.terminal import Json, Name, Operator, command, err, new_table, out, print_json, size
 
 STDIN = "-"
 _UNITS_MS = {"": 1_000, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -187,12 +185,7 @@ def _show_pinned_all(outcomes: Sequence[PinOutcome]) -> None:
 
 def _show_pins(pins: Sequence[Pin]) -> None:
     """Print a line for each pin."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("pin")
-    table.add_column("tenant")
-    for column in ("tokens", "pages", "size", "for another"):
-        table.add_column(column, justify="right")
-    table.add_column("node")
+    table = new_table("pin", "tenant", ">tokens", ">pages", ">size", ">for another", "node")
     for pin in pins:
         node = escape(pin.node) or "[yellow]being made anew[/]"
         left = _span(pin.expires_in_ms)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -34,7 +33,7 @@ class Progress:
             self._status.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from baton.messages import MIXED
-from deploy.commands.terminal import coloured, size
+from deploy.commands.terminal import coloured, new_table, size
 
 
 def cluster(console: Console, page: dict[str, Any]) -> None:
@@ -34,8 +32,9 @@ def cluster(console: Console, page: dict[str, Any]) -> None:
     if page["numerics"]:
         console.print(f"numerics {_numerics(page)}")
     on_gpus = any(row.get("gpu") for row in page["processes"])
-    more = ["gpu"] * on_gpus + ["node"] * (len(nodes) > 1)
-    table = _table("process", "state", "pid", "run", "wait", "pages used", "restarts", *more)
+    more = [">gpu"] * on_gpus + ["node"] * (len(nodes) > 1)
+    columns = (">pid", ">run", ">wait", ">pages used", ">restarts", *more)
+    table = new_table("process", "state", *columns, narrow=True)
     for row in page["processes"]:
         load = row.get("load", {})
         total = load.get("pages_total", 0)
@@ -48,7 +47,7 @@ def cluster(console: Console, page: dict[str, Any]) -> None:
             f"{_count(total - load['pages_free'])}/{_count(total)}" if total else "",
             _count(row["restarts"] or None),
         ]
-        table.add_row(*cells, *(row.get(name, "") for name in more))
+        table.add_row(*cells, *(row.get(name.removeprefix(">"), "") for name in more))
     console.print(table)
     for row in page["processes"]:
         if notes := _notes(row):
@@ -100,7 +99,8 @@ def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:
     """Print the pages, hits and loads of each store by tier, then its pins and long-held resources."""
     if not stores:
         return
-    table = _table("store", "tier", "pages", "size", "hits", "loads", "ms each", "evicted", "regret")
+    figures = (">pages", ">size", ">hits", ">loads", ">ms each", ">evicted", ">regret")
+    table = new_table("store", "tier", *figures, narrow=True)
     for row in stores:
         for tier, tier_row in row["tiers"].items():
             loads = tier_row.get("loads", 0)
@@ -127,14 +127,6 @@ def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:
             notes.append(f"[yellow]{unproven:.0f} slots reserved by writers that may still write[/]")
         for each in notes:
             console.print(f"{row['name']}: {each}")
-
-
-def _table(*columns: str) -> Table:
-    """Return an empty table. The first two columns and the node are words, the others numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < 2 or column == "node" else "right")
-    return table
 
 
 def _seconds(number: float) -> str:

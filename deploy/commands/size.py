@@ -7,15 +7,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from baton.checkpoints import hub
 from baton.config import MAX_RANKS, Bytes, Config, load
 from baton.errors import ConfigError, InvalidRequest
 from baton.system_memory import available_memory
-from deploy.commands.terminal import Json, command, err, out, print_json
+from deploy.commands.terminal import Json, command, err, new_table, out, print_json
 from deploy.commands.terminal import size as shown
 from deploy.control_plane.preflight import runs_on_cpu
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
@@ -190,10 +188,7 @@ def _show(model: str, sizes: Sizes, settings: list[str]) -> None:
         f"[bold]{escape(model)}[/]: {sizes.parameters / 1e6:,.1f} M parameters in {sizes.dtype} on {sizes.device}; KV "
         f"in {sizes.kv_dtype}, {shown(sizes.kv_bytes_per_token)} a token, {shown(sizes.page_bytes)} a page"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("one worker" if sizes.ranks == 1 else f"one of {sizes.ranks} ranks")
-    for column in ("decode", "prefill"):
-        table.add_column(column, justify="right")
+    table = new_table("one worker" if sizes.ranks == 1 else f"one of {sizes.ranks} ranks", ">decode", ">prefill")
     for row in ("weights", "pages", "activations", "process", "total"):
         name = f"KV of {sizes.concurrency} × {sizes.context} tokens" if row == "pages" else row
         table.add_row(name, *(shown(getattr(each, row)) for each in (sizes.decode, sizes.prefill)))

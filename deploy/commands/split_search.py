@@ -13,13 +13,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from baton.errors import InvalidRequest
 from deploy.commands import chart
+from deploy.commands.terminal import new_table
 from simulator import mooncake, timing
 from simulator.advice import Break, Evaluate, Objectives, Search, Trial, TrialResult, breaks_by, name, pays, sentence
 from simulator.lengths import Lengths
@@ -137,11 +136,8 @@ def show(console: Console, advice: AdviceResult) -> None:
     """Print a table, a plot, and the advice."""
     kind = "worker" if advice.gpus == 1 else f"worker of {advice.gpus} GPUs"
     console.print(f"{advice.workers} × {kind}; rates are requests a second\n")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("cluster")
-    for column in ("highest rate", "goodput", "TTFT, s", "TPOT, ms", "hits", "prefill", "decode"):
-        table.add_column(column, justify="right")
-    table.add_column("then")
+    figures = (">highest rate", ">goodput", ">TTFT, s", ">TPOT, ms", ">hits", ">prefill", ">decode")
+    table = new_table("cluster", *figures, "then")
     winner = max((advice.colocated, *advice.splits), key=lambda each: each.goodput)
     for each in sorted((advice.colocated, *advice.splits), key=lambda each: -each.goodput):
         table.add_row(

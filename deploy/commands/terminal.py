@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from typer.main import get_command
 
 from baton import config as configuration
@@ -93,15 +95,16 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Any]:
 
     def turn(function: Callable[..., None]) -> Any:
         app = new_app(no_args_is_help=False)
-        app.command(epilog=as_examples(examples), context_settings=HELP)(reported(function))
+        add_command(app, None, *examples)(function)
         return get_command(app)
 
     return turn
 
 
-def as_examples(lines: Iterable[str]) -> str:
-    """Return the end of a command's help: its examples."""
-    return as_epilog("Examples", (f"[dim]$[/] {escape(line)}" for line in lines))
+def add_command(app: typer.Typer, name: str | None, *examples: str) -> Callable[[Callable[..., None]], Any]:
+    """Add a function to an application under that name, as `command` does."""
+    epilog = as_epilog("Examples", (f"[dim]$[/] {escape(line)}" for line in examples))
+    return lambda function: app.command(name, epilog=epilog, context_settings=HELP)(reported(function))
 
 
 def as_epilog(title: str, lines: Iterable[str]) -> str:
@@ -189,6 +192,16 @@ def state_folder(name: str) -> Path:
 def coloured(word: str) -> str:
     """Return the word in the colour of its meaning: green for good, red for bad, else yellow."""
     return f"[{_COLOURS.get(word, 'yellow')}]{word}[/]"
+
+
+def new_table(*columns: str, narrow: bool = False) -> Table:
+    """Return an empty table. Where a column's name begins with ">", that is left out and its cells stand at the right.
+
+    A `narrow` one has one space between columns."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return table
 
 
 def size(number: float | None) -> str:

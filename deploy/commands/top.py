@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -20,7 +19,7 @@ from baton.client import Client
 from baton.errors import BatonError
 from baton.operator_api import Counts, Process, RequestSummary, Status
 from deploy.commands.running_cluster import operator_client
-from deploy.commands.terminal import Name, Operator, coloured, command, out
+from deploy.commands.terminal import Name, Operator, coloured, command, new_table, out
 
 _BARS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 40  # of a sparkline
@@ -106,11 +105,7 @@ def sparkline(values: Iterable[float]) -> str:
 
 
 def _processes(processes: Iterable[Process]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("process", "state"):
-        table.add_column(column)
-    for column in ("run", "wait", "tokens queued", "pages used", "silent"):
-        table.add_column(column, justify="right")
+    table = new_table("process", "state", ">run", ">wait", ">tokens queued", ">pages used", ">silent", narrow=True)
     for process in processes:
         load = process.load
         used = load.pages_total - load.pages_free
@@ -134,11 +129,10 @@ def _bar(share: float, width: int = 10) -> str:
 def _requests(requests: Sequence[RequestSummary]) -> RenderableType:
     if not requests:
         return Text("no requests yet", style="dim")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("last requests", max_width=20, no_wrap=True)
-    table.add_column("state", max_width=14, no_wrap=True)
-    for column in ("prompt", "cached", "output", "TTFT ms", "TPOT ms"):
-        table.add_column(column, justify="right")
+    figures = (">prompt", ">cached", ">output", ">TTFT ms", ">TPOT ms")
+    table = new_table("last requests", "state", *figures, narrow=True)
+    for column, width in zip(table.columns, (20, 14), strict=False):
+        column.max_width, column.no_wrap = width, True
     for request in requests:
         table.add_row(
             escape(request.request_id),
