@@ -23,6 +23,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from baton import private_folder
 from baton.errors import InvalidRequest, KeyNotFound, KeysUnusable, shown
 from baton.logs import RateLimitedLog
 
@@ -121,22 +122,12 @@ def _changed(path: Path) -> Iterator[dict[str, ApiKey]]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             keys = {key.name: key for key in read(path) or ()}
             yield keys
-            _write(path, _KeysFile(tuple(keys.values())))
+            with private_folder.replacing(path) as file:
+                file.write(msgspec.json.format(msgspec.json.encode(_KeysFile(tuple(keys.values())))) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
     except OSError as error:
         raise KeysUnusable(f"can't write the API keys to {path}: {error.strerror}") from None
-
-
-def _write(path: Path, content: _KeysFile) -> None:
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def file_mark(path: Path) -> tuple[int, ...] | None:

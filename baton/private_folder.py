@@ -1,4 +1,4 @@
-"""Folders that are this user's alone: of files that Baton, or a library it uses, made to be run, and of locks.
+"""Folders and files that are this user's alone: files that Baton, or a library it uses, made to be run, and locks.
 
 A user that can write to such a file, or exchange it or a folder above it, could run code as this user.
 """
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
+from collections.abc import Generator
 from pathlib import Path
+from typing import BinaryIO
 
 from baton.errors import FolderUntrusted
 
@@ -47,6 +50,18 @@ def refuse_strangers(path: Path) -> None:
     # The path as it was given, whose links could be exchanged, and the path that it comes to.
     for above in {*path.absolute().parents, *path.resolve().parents}:
         _refuse_writers(above, frozenset({os.geteuid(), 0}))
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Generator[BinaryIO]:
+    """Write a file for its owner alone, which appears under its name once it is whole, or never. Raises OSError."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            yield file
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _make(folder: Path) -> None:

@@ -31,13 +31,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
 
 import msgspec
 
+from baton import private_folder
 from baton.config import TraceLimits
 from baton.messages import MAX_TRACE_STEPS
 
@@ -145,8 +144,8 @@ class _Turn:
         self._span = self._tracer.span("turn", "loop")
         self._span.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._span.__exit__(kind, error, at)
+    def __exit__(self, *_: object) -> None:
+        self._span.__exit__(None, None, None)
         self._tracer.finish_if_complete()
 
 
@@ -235,7 +234,7 @@ class Tracer:
         spans = len(recording)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _replacing(path) as file:
+            with private_folder.replacing(path) as file:  # names and times tell what clients are served
                 for part in recording.parts(self.process, os.getpid(), thread):
                     file.write(part)
                     self._hurry.wait(_PAUSE)
@@ -259,19 +258,6 @@ def new_mark() -> str:
 def _listed(events: list[dict[str, object]]) -> bytes:
     """As JSON, without the brackets."""
     return msgspec.json.encode(events)[1:-1]
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that appears under its name once it is whole, or never, readable by its owner alone: names and
-    times tell what clients are served. Raises OSError."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            yield file
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def _prune(newest: Path, keep: TraceLimits) -> None:

@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, ClassVar, Protocol, Self
 
 import msgspec
@@ -180,7 +179,7 @@ class LocalCluster:
     def __enter__(self) -> Self:
         return self.up()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- one process -------------------------------------------------------------------------------------------------

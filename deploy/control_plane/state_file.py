@@ -7,14 +7,13 @@ have been killed. `locked` ensures that one command at a time works on a cluster
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from baton import file_lock
+from baton import file_lock, private_folder
 from baton.addresses import ServiceAddresses, operator_target
 from baton.errors import KeysUnusable, StartupError
 from baton.wire import ClusterKeys
@@ -102,11 +101,8 @@ def replace(target: Path, content: bytes) -> None:
     """Replace a file of mode 0600 atomically: readers see the old one or the new one. Raises StartupError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fresh = target.with_name(f".{target.name}.{os.getpid()}")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
+        with private_folder.replacing(target) as file:
             file.write(content)
-        fresh.replace(target)
     except OSError as error:
         raise StartupError(f"can't write {target}: {error.strerror}") from None
 

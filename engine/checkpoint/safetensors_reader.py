@@ -9,7 +9,6 @@ import hashlib
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -106,9 +105,7 @@ class TensorFiles:
     def __enter__(self) -> TensorFiles:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def _open(self, directory: Path, single: str) -> None:

@@ -114,7 +114,7 @@ def test_the_loop_goes_on_while_a_disk_hangs(tmp_path: Path, monkeypatch: pytest
         with path.open("wb") as file:
             yield file
 
-    monkeypatch.setattr("baton.trace._replacing", hanging)
+    monkeypatch.setattr("baton.private_folder.replacing", hanging)
     tracer = Tracer("decode-0")
     tracer.start(tmp_path, MARKS[0], 1)
     run(tracer, 100)
