@@ -1,4 +1,4 @@
-"""Sends a plan to a router over gRPC and notes when each token comes back. One event loop, one channel."""
+"""Sends requests to a router over gRPC and notes when each token comes back. One event loop, one channel."""
 
 from __future__ import annotations
 
@@ -6,82 +6,67 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-import grpc
-import grpc.aio
-
-from baton.v1 import generation_pb2, generation_pb2_grpc
+from baton.client import AsyncClient
+from baton.errors import BatonError
 from deploy.load.figures import Outcome
 from deploy.load.workload import Planned
 
 
+class Sender:
+    """Sends requests. Its clock starts with it."""
+
+    def __init__(self, client: AsyncClient, timeout: float) -> None:
+        self._client, self._timeout = client, timeout
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the clock again."""
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+    async def send(self, prompt: Sequence[int], output: int, due: float) -> tuple[Outcome, list[int]]:
+        """Send a request that was due at that time; return its outcome, and its tokens if it finished."""
+        sent = self.now()
+        times: list[float] = []
+        try:
+            stream = self._client.generate(
+                prompt, timeout=self._timeout, max_tokens=output, temperature=0, ignore_eos=True
+            )
+            async for delta in stream:
+                times += [self.now()] * len(delta.token_ids)
+            result = await stream.result()
+        except BatonError as error:
+            return Outcome(due, sent, self.now(), tuple(times), failed=error.reason), []
+        return Outcome(
+            due, sent, self.now(), tuple(times), "", result.usage.prompt_tokens, result.usage.cached_tokens,
+            split=bool(result.work.prefill_worker), attempts=max(1, result.work.attempts),
+        ), result.token_ids  # fmt: skip
+
+
 async def open_loop(address: str, plan: Sequence[Planned], timeout: float) -> list[Outcome]:
     """Send each request when it is due, however many are under way."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        sender = _Sender(channel, timeout)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(sender.send_when_due(request)) for request in plan]
-        return [task.result() for task in tasks]
+    async with AsyncClient(address) as client:
+        sender = Sender(client, timeout)
+
+        async def send(request: Planned) -> Outcome:
+            await asyncio.sleep(request.at - sender.now())
+            return (await sender.send(request.prompt, request.output, request.at))[0]
+
+        return await asyncio.gather(*map(send, plan))
 
 
 async def closed_loop(address: str, plan: Sequence[Planned], concurrency: int, timeout: float) -> list[Outcome]:
     """Keep `concurrency` requests under way; the next is sent when one ends."""
     outcomes: list[Outcome] = []
     waiting = iter(plan)
-    async with grpc.aio.insecure_channel(address) as channel:
-        sender = _Sender(channel, timeout)
+    async with AsyncClient(address) as client:
+        sender = Sender(client, timeout)
 
-        async def client() -> None:
+        async def user() -> None:
             for request in waiting:
-                outcomes.append(await sender.send(request, sender.now()))
+                outcomes.append((await sender.send(request.prompt, request.output, sender.now()))[0])
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(concurrency):
-                group.create_task(client())
+        await asyncio.gather(*(user() for _ in range(concurrency)))
     return outcomes
-
-
-class _Sender:
-    """Sends requests; its clock starts with it."""
-
-    def __init__(self, channel: grpc.aio.Channel, timeout: float) -> None:
-        self._stub = generation_pb2_grpc.GenerationStub(channel)
-        self._timeout = timeout
-        self._start = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self._start
-
-    async def send_when_due(self, request: Planned) -> Outcome:
-        await asyncio.sleep(request.at - self.now())
-        return await self.send(request, request.at)
-
-    async def send(self, request: Planned, due: float) -> Outcome:
-        message = generation_pb2.GenerateRequest(
-            token_ids=generation_pb2.TokenIds(ids=request.prompt),
-            max_tokens=request.output,
-            temperature=0,
-            ignore_eos=True,
-        )
-        sent = self.now()
-        tokens: list[float] = []
-        finished = generation_pb2.Finished()
-        try:
-            async for response in self._stub.Generate(message, timeout=self._timeout):
-                tokens += [self.now()] * len(response.delta.token_ids)
-                if response.HasField("finished"):
-                    finished = response.finished
-        except grpc.aio.AioRpcError as error:
-            return Outcome(due, sent, self.now(), tuple(tokens), failed=_reason(error))
-        ended = self.now()
-        reason = "" if finished.finish_reason else "no end"  # a stream that ends without `finished` is broken
-        usage, work = finished.usage, finished.work
-        return Outcome(
-            due, sent, ended, tuple(tokens), reason, usage.prompt_tokens, usage.cached_tokens,
-            split=bool(work.prefill_worker), attempts=max(1, work.attempts),
-        )  # fmt: skip
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    """The router's own word for it, else the status."""
-    reason = dict(error.trailing_metadata() or ()).get("baton-reason")
-    return str(reason or error.code().name.lower())
