@@ -133,9 +133,7 @@ class ModelConfig(_Section, frozen=True):
     lora_modules: dict[str, str] = {}  # LoRA adapters that vLLM's runner serves: a name for clients, and its directory
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16  # the largest rank of an adapter
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # processes that share a worker's model; vLLM's
-    enforce_eager: bool = (
-        False  # vLLM does not compile the model at a start: it starts sooner, and its steps take longer
-    )
+    enforce_eager: bool = False  # vLLM does not compile the model: it starts sooner, and its steps take longer
     skip_tokenizer_init: bool = False  # prompts and outputs are token ids alone, and no tokenizer is read; vLLM's
     numerics: Literal["exact", "mixed"] = (
         "exact"  # workers whose arithmetic gives other bits: exact refuses them; mixed: tokens may depend on the path
@@ -167,9 +165,7 @@ class ClusterConfig(_Section, frozen=True):
     heartbeat_timeout_ms: Positive = 3_000  # a peer silent for longer loses all it held
     step_timeout_ms: Positive = 60_000  # a process whose step, or turn of its main loop, takes longer counts as gone
     restart_patience_ms: Natural = 30_000  # Ray's supervisor replaces a silent process that still exists after so long
-    trace_steps: Annotated[int, Meta(ge=0, le=MAX_TRACE_STEPS)] = (
-        0  # each worker and store traces so many from its start
-    )
+    trace_steps: Annotated[int, Meta(ge=0, le=MAX_TRACE_STEPS)] = 0  # of each worker and store, from its start
     trace_dir: str = ""  # where traces are written; default: traces, below log_dir
     trace_files: Positive = 64  # kept there, on each node; the oldest is removed
     trace_bytes: Bytes = Bytes(256 * 2**20)  # and of so many bytes together; the newest always stays
@@ -236,9 +232,7 @@ class RouterConfig(_Section, frozen=True):
     internal_port: Port = 20_052  # where workers and stores connect
     http_port: Port = 20_053  # /metrics and /discovery
     operator: str = ""  # its API: a Unix socket's path or a loopback host:port; "": a socket of this user
-    max_concurrent_rpcs: Positive = (
-        4_096  # more RPCs at a time are refused; health and reflection have places of their own
-    )
+    max_concurrent_rpcs: Positive = 4_096  # at a time; health and reflection have places of their own
     max_attempts: Positive = 4  # per request; the last is always decode-local
     max_queued: Natural = 1_024  # requests waiting for a worker; of more, the least urgent are refused
     max_queued_tokens: Positive = 16_777_216  # of their prompts together
@@ -354,18 +348,14 @@ class PrefillConfig(WorkerConfig, frozen=True):
     max_num_batched_tokens: Positive = 2_048  # tokens per step at most, over all prompts
     max_num_seqs: Positive = 2  # prompts taken at a time; the others wait in the router
     lm_head: bool = True  # load the output head too, so that it may become a decode worker; false: less memory
-    store_timeout_ms: Positive = (
-        10_000  # a prompt that gets no answer from the store, or no slots that last, for longer fails
-    )
+    store_timeout_ms: Positive = 10_000  # a prompt without an answer of the store, or lasting slots, for longer fails
 
 
 class DecodeConfig(WorkerConfig, frozen=True):
     """Decode workers."""
 
     max_num_seqs: Annotated[int, Meta(ge=4)] = 256  # of a step at most; vLLM reserves memory for so many
-    max_num_batched_tokens: Positive = (
-        512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
-    )
+    max_num_batched_tokens: Positive = 512  # per step, decoding ones first; prompts get at least two pages, or 256
     itl_ms: Natural = 0  # what a step with both decoding sequences and prompts may take; 0: eight steps without prompts
     first_step_ms: Natural = 200  # a sequence that lacks a page at most waits no longer for others' tokens
     ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
@@ -37,131 +38,115 @@ class MetricSpec:
     labels: tuple[str, ...] = ()
 
 
+_gauge, _counter = partial(MetricSpec, "gauge"), partial(MetricSpec, "counter")
+_seconds, _sizes = partial(MetricSpec, "seconds"), partial(MetricSpec, "sizes")
+
 TABLE: Mapping[str, MetricSpec] = {
     # router
-    "time_to_first_token_seconds": MetricSpec("seconds", "Request received to first token sent."),
-    "inter_token_latency_seconds": MetricSpec("seconds", "Gap between two streamed tokens."),
-    "request_time_per_output_token_seconds": MetricSpec("seconds", "(end - first token) / (tokens - 1)."),
-    "e2e_request_latency_seconds": MetricSpec("seconds", "Request received to its end."),
-    "request_queue_time_seconds": MetricSpec("seconds", "Request received to placed on a worker."),
-    "request_prefill_time_seconds": MetricSpec("seconds", "Placed to the prompt covered."),
-    "request_decode_time_seconds": MetricSpec("seconds", "First token to the end."),
-    "request_hop_seconds": MetricSpec(
-        "seconds", "Parts of the time to first token, which they add up to; see router/requests/hops.py.", ("hop",)
+    "time_to_first_token_seconds": _seconds("Request received to first token sent."),
+    "inter_token_latency_seconds": _seconds("Gap between two streamed tokens."),
+    "request_time_per_output_token_seconds": _seconds("(end - first token) / (tokens - 1)."),
+    "e2e_request_latency_seconds": _seconds("Request received to its end."),
+    "request_queue_time_seconds": _seconds("Request received to placed on a worker."),
+    "request_prefill_time_seconds": _seconds("Placed to the prompt covered."),
+    "request_decode_time_seconds": _seconds("First token to the end."),
+    "request_hop_seconds": _seconds(
+        "Parts of the time to first token, which they add up to; see router/requests/hops.py.", ("hop",)
     ),
-    "handoff_seconds": MetricSpec("seconds", "Prompt computed by a prefill worker to its pages on the decode worker."),
-    "handoff_bytes": MetricSpec("counter", "Bytes of pages that decode workers fetched for split requests."),
-    "slo_requests": MetricSpec(
-        "counter",
+    "handoff_seconds": _seconds("Prompt computed by a prefill worker to its pages on the decode worker."),
+    "handoff_bytes": _counter("Bytes of pages that decode workers fetched for split requests."),
+    "slo_requests": _counter(
         "Requests that ended, by whether they met an objective; a request without that objective meets it if served.",
         ("priority", "objective", "met"),
     ),
-    "request_success": MetricSpec("counter", "Requests finished.", ("finished_reason",)),
-    "request_errors": MetricSpec("counter", "Requests failed or cancelled.", ("reason",)),
-    "request_attempts": MetricSpec("counter", "Attempts at requests; more than requests when something died."),
-    "placements": MetricSpec("counter", "Placements decided.", ("kind",)),
-    "requests_waiting": MetricSpec("gauge", "Requests in the router's queue, by level of priority.", ("priority",)),
-    "requests_rejected": MetricSpec("counter", "Requests turned away before a worker had begun them.", ("reason",)),
-    "request_repairs": MetricSpec("counter", "Requests that the HTTP APIs repaired.", ("kind",)),
-    "tenant_tokens": MetricSpec(
-        "counter", "Tokens of requests that ended; late tenants are other.", ("tenant", "kind")
+    "request_success": _counter("Requests finished.", ("finished_reason",)),
+    "request_errors": _counter("Requests failed or cancelled.", ("reason",)),
+    "request_attempts": _counter("Attempts at requests; more than requests when something died."),
+    "placements": _counter("Placements decided.", ("kind",)),
+    "requests_waiting": _gauge("Requests in the router's queue, by level of priority.", ("priority",)),
+    "requests_rejected": _counter("Requests turned away before a worker had begun them.", ("reason",)),
+    "request_repairs": _counter("Requests that the HTTP APIs repaired.", ("kind",)),
+    "tenant_tokens": _counter("Tokens of requests that ended; late tenants are other.", ("tenant", "kind")),
+    "prediction_error": _gauge("|ln(actual / predicted)| of the last predictions.", ("kind", "quantile")),
+    "predicted_utilization": _gauge("Work lately over what the workers of a role can do.", ("peer_role",)),
+    "role_advised": _gauge("1 where one worker of the other kind should have this role.", ("peer_role",)),
+    "prompt_tokens": _counter("Prompt tokens of finished requests."),
+    "generation_tokens": _counter("Tokens generated."),
+    "prefix_cache_queries": _counter("Prompt tokens looked up."),
+    "prefix_cache_hits": _counter("Prompt tokens that came from caches."),
+    "prefix_cache_ceiling": _gauge(
+        "Share of prompt tokens that a cache without bounds would have had, over a time.", ("window",)
     ),
-    "prediction_error": MetricSpec("gauge", "|ln(actual / predicted)| of the last predictions.", ("kind", "quantile")),
-    "predicted_utilization": MetricSpec("gauge", "Work lately over what the workers of a role can do.", ("peer_role",)),
-    "role_advised": MetricSpec("gauge", "1 where one worker of the other kind should have this role.", ("peer_role",)),
-    "prompt_tokens": MetricSpec("counter", "Prompt tokens of finished requests."),
-    "generation_tokens": MetricSpec("counter", "Tokens generated."),
-    "prefix_cache_queries": MetricSpec("counter", "Prompt tokens looked up."),
-    "prefix_cache_hits": MetricSpec("counter", "Prompt tokens that came from caches."),
-    "prefix_cache_ceiling": MetricSpec(
-        "gauge", "Share of prompt tokens that a cache without bounds would have had, over a time.", ("window",)
+    "tokenizer_cache_queries": _counter("Prompt tokens of chats."),
+    "tokenizer_cache_hits": _counter("Prompt tokens of chats that were known without tokenizing."),
+    "prompt_tokens_not_cached": _counter(
+        "Prompt tokens of finished requests that were computed, by why they were not cached.", ("reason",)
     ),
-    "tokenizer_cache_queries": MetricSpec("counter", "Prompt tokens of chats."),
-    "tokenizer_cache_hits": MetricSpec("counter", "Prompt tokens of chats that were known without tokenizing."),
-    "prompt_tokens_not_cached": MetricSpec(
-        "counter", "Prompt tokens of finished requests that were computed, by why they were not cached.", ("reason",)
+    "prefix_map_pages": _gauge("Different pages that any process holds, as far as the router knows."),
+    "prefix_map_repairs": _counter("Holders whose pages were found known wrongly and asked for.", ("found_by",)),
+    "pins": _gauge("Prefixes that are kept pinned, or are on their way to it.", ("phase",)),
+    "peers": _gauge("Live processes.", ("peer_role",)),
+    "spans": _counter("OpenTelemetry spans, by what became of them.", ("outcome",)),
+    "worker_slowdown": _gauge(
+        "Times as long as it should that a decode worker takes for its steps; 1 where it is no outlier.", ("worker",)
     ),
-    "prefix_map_pages": MetricSpec("gauge", "Different pages that any process holds, as far as the router knows."),
-    "prefix_map_repairs": MetricSpec(
-        "counter", "Holders whose pages were found known wrongly and asked for.", ("found_by",)
-    ),
-    "pins": MetricSpec("gauge", "Prefixes that are kept pinned, or are on their way to it.", ("phase",)),
-    "peers": MetricSpec("gauge", "Live processes.", ("peer_role",)),
-    "spans": MetricSpec("counter", "OpenTelemetry spans, by what became of them.", ("outcome",)),
-    "worker_slowdown": MetricSpec(
-        "gauge",
-        "Times as long as it should that a decode worker takes for its steps; 1 where it is no outlier.",
-        ("worker",),
-    ),
-    "attempts_moved": MetricSpec("counter", "Attempts that were moved away from a decode worker that is slow."),
-    "peers_lost": MetricSpec("counter", "Processes that went, by why.", ("peer_role", "reason")),
-    "heartbeat_age_seconds": MetricSpec("gauge", "Age of the oldest last heartbeat of live processes.", ("peer_role",)),
+    "attempts_moved": _counter("Attempts that were moved away from a decode worker that is slow."),
+    "peers_lost": _counter("Processes that went, by why.", ("peer_role", "reason")),
+    "heartbeat_age_seconds": _gauge("Age of the oldest last heartbeat of live processes.", ("peer_role",)),
     # every process
-    "loop_age_seconds": MetricSpec("gauge", "Since the main loop last turned; it grows while a step runs."),
+    "loop_age_seconds": _gauge("Since the main loop last turned; it grows while a step runs."),
     # workers and stores, about their KV events
-    "kv_event_answers_dropped": MetricSpec(
-        "counter", "Snapshots and replays that a follower asked for and did not take."
-    ),
-    "kv_event_digests_corrected": MetricSpec(
-        "counter", "Digests that were not those of what is held: a mistake of ours."
-    ),
+    "kv_event_answers_dropped": _counter("Snapshots and replays that a follower asked for and did not take."),
+    "kv_event_digests_corrected": _counter("Digests that were not those of what is held: a mistake of ours."),
     # router and workers
-    "num_requests_running": MetricSpec("gauge", "Requests in the running batch."),
-    "num_requests_waiting": MetricSpec("gauge", "Requests that wait."),
-    "malformed_messages": MetricSpec(
-        "counter", "Frames and requests dropped because they are no message of their link."
-    ),
-    "connections_refused": MetricSpec(
-        "counter", "Connections refused: without the cluster's keys, or of another user."
-    ),
+    "num_requests_running": _gauge("Requests in the running batch."),
+    "num_requests_waiting": _gauge("Requests that wait."),
+    "malformed_messages": _counter("Frames and requests dropped because they are no message of their link."),
+    "connections_refused": _counter("Connections refused: without the cluster's keys, or of another user."),
     # workers and stores
-    "kv_cache_usage_perc": MetricSpec("gauge", "Share of the pages in use, 0 to 1.", ("tier",)),
-    "kv_pages": MetricSpec("gauge", "Pages by what they are.", ("tier", "state")),
-    "pages_copied": MetricSpec("counter", "Pages copied between device and arena.", ("direction",)),
-    "bytes_copied": MetricSpec("counter", "Bytes copied between device and arena.", ("direction",)),
-    "num_preemptions": MetricSpec("counter", "Sequences whose device pages were taken."),
-    "growth_reserve_pages": MetricSpec("gauge", "Device pages that admission leaves to those that have some already."),
-    "prompt_tokens_computed": MetricSpec("counter", "Prompt tokens computed by this worker."),
-    "prompt_pages_cached": MetricSpec("counter", "Prompt pages found instead of computed.", ("tier",)),
-    "kv_loads_incomplete": MetricSpec("counter", "Fetches that ended before every page was here."),
-    "pages_refilled": MetricSpec("counter", "Cached device pages written to a store that came up after them."),
-    "pages_recomputed": MetricSpec("counter", "Complete pages computed once more to compare them."),
-    "pages_differing": MetricSpec("counter", "Of them, those that differed. They were dropped."),
-    "write_through_refused": MetricSpec("counter", "Write-throughs that the store had no room for."),
-    "step_seconds": MetricSpec("seconds", "Time of an engine step."),
-    "steps_launched_ahead": MetricSpec("counter", "Engine steps that were launched while the one before ran."),
-    "step_age_seconds": MetricSpec("gauge", "Since the running engine step began; 0 while none runs."),
-    "step_sequences": MetricSpec("sizes", "Sequences in the batch of a step."),
-    "iteration_tokens_total": MetricSpec("sizes", "Tokens in the batch of a step."),
-    "gpu_memory_used_bytes": MetricSpec("gauge", "Memory of a GPU of the worker that any process uses.", ("gpu",)),
-    "gpu_memory_total_bytes": MetricSpec("gauge", "Memory of a GPU of the worker.", ("gpu",)),
-    "gpu_utilization_perc": MetricSpec("gauge", "Share of the time in which the GPU ran a kernel, 0 to 1.", ("gpu",)),
-    "checksum_failures": MetricSpec("counter", "Pages dropped because their bytes did not match.", ("tier",)),
-    "page_evictions": MetricSpec("counter", "Pages evicted.", ("tier",)),
-    "load_regret_seconds": MetricSpec("counter", "Time lost to loads slower than computing.", ("tier",)),
-    "tier_bytes": MetricSpec("gauge", "Bytes taken.", ("tier",)),
-    "tier_hits": MetricSpec("counter", "Pages found there when a worker asked.", ("tier",)),
-    "tier_loads": MetricSpec("counter", "Pages brought up from there.", ("tier",)),
-    "tier_load_seconds": MetricSpec("counter", "Time from asking to landing, over loads.", ("tier",)),
-    "tier_loads_failed": MetricSpec("counter", "Pages that were to come from a lower tier and did not."),
-    "pages_sent": MetricSpec("counter", "Pages sent to other stores."),
-    "pages_unexpected": MetricSpec(
-        "counter", "Pages of other stores that came when no worker waited for them (any more)."
-    ),
-    "peer_links": MetricSpec("gauge", "Other stores that are connected."),
-    "peer_messages_dropped": MetricSpec("counter", "Messages between stores not sent, or for another store."),
-    "disk_up": MetricSpec("gauge", "1 while the disk tier works; 0 without one, and once it has failed."),
-    "disk_writes_dropped": MetricSpec(
-        "counter", "Pages not written to disk: no room, no time, or the disk has failed."
-    ),
-    "disk_torn_records": MetricSpec("counter", "Pages found at start whose writing was cut off."),
-    "store_misses": MetricSpec("counter", "Pages asked for that were not in the arena."),
-    "store_calls": MetricSpec("counter", "Calls from workers.", ("call",)),
-    "store_pages_awaited": MetricSpec("gauge", "Pages that a worker waits for."),
-    "unproven_reservations": MetricSpec("gauge", "Slots reserved by a writer that left without proof of its death."),
-    "oldest_lease_seconds": MetricSpec("gauge", "Age of the oldest lease that holds pages."),
-    "leases_expired": MetricSpec("counter", "Holds that their owner did not renew."),
-    "pinned_bytes": MetricSpec("gauge", "Bytes kept because they are pinned."),
+    "kv_cache_usage_perc": _gauge("Share of the pages in use, 0 to 1.", ("tier",)),
+    "kv_pages": _gauge("Pages by what they are.", ("tier", "state")),
+    "pages_copied": _counter("Pages copied between device and arena.", ("direction",)),
+    "bytes_copied": _counter("Bytes copied between device and arena.", ("direction",)),
+    "num_preemptions": _counter("Sequences whose device pages were taken."),
+    "growth_reserve_pages": _gauge("Device pages that admission leaves to those that have some already."),
+    "prompt_tokens_computed": _counter("Prompt tokens computed by this worker."),
+    "prompt_pages_cached": _counter("Prompt pages found instead of computed.", ("tier",)),
+    "kv_loads_incomplete": _counter("Fetches that ended before every page was here."),
+    "pages_refilled": _counter("Cached device pages written to a store that came up after them."),
+    "pages_recomputed": _counter("Complete pages computed once more to compare them."),
+    "pages_differing": _counter("Of them, those that differed. They were dropped."),
+    "write_through_refused": _counter("Write-throughs that the store had no room for."),
+    "step_seconds": _seconds("Time of an engine step."),
+    "steps_launched_ahead": _counter("Engine steps that were launched while the one before ran."),
+    "step_age_seconds": _gauge("Since the running engine step began; 0 while none runs."),
+    "step_sequences": _sizes("Sequences in the batch of a step."),
+    "iteration_tokens_total": _sizes("Tokens in the batch of a step."),
+    "gpu_memory_used_bytes": _gauge("Memory of a GPU of the worker that any process uses.", ("gpu",)),
+    "gpu_memory_total_bytes": _gauge("Memory of a GPU of the worker.", ("gpu",)),
+    "gpu_utilization_perc": _gauge("Share of the time in which the GPU ran a kernel, 0 to 1.", ("gpu",)),
+    "checksum_failures": _counter("Pages dropped because their bytes did not match.", ("tier",)),
+    "page_evictions": _counter("Pages evicted.", ("tier",)),
+    "load_regret_seconds": _counter("Time lost to loads slower than computing.", ("tier",)),
+    "tier_bytes": _gauge("Bytes taken.", ("tier",)),
+    "tier_hits": _counter("Pages found there when a worker asked.", ("tier",)),
+    "tier_loads": _counter("Pages brought up from there.", ("tier",)),
+    "tier_load_seconds": _counter("Time from asking to landing, over loads.", ("tier",)),
+    "tier_loads_failed": _counter("Pages that were to come from a lower tier and did not."),
+    "pages_sent": _counter("Pages sent to other stores."),
+    "pages_unexpected": _counter("Pages of other stores that came when no worker waited for them (any more)."),
+    "peer_links": _gauge("Other stores that are connected."),
+    "peer_messages_dropped": _counter("Messages between stores not sent, or for another store."),
+    "disk_up": _gauge("1 while the disk tier works; 0 without one, and once it has failed."),
+    "disk_writes_dropped": _counter("Pages not written to disk: no room, no time, or the disk has failed."),
+    "disk_torn_records": _counter("Pages found at start whose writing was cut off."),
+    "store_misses": _counter("Pages asked for that were not in the arena."),
+    "store_calls": _counter("Calls from workers.", ("call",)),
+    "store_pages_awaited": _gauge("Pages that a worker waits for."),
+    "unproven_reservations": _gauge("Slots reserved by a writer that left without proof of its death."),
+    "oldest_lease_seconds": _gauge("Age of the oldest lease that holds pages."),
+    "leases_expired": _counter("Holds that their owner did not renew."),
+    "pinned_bytes": _gauge("Bytes kept because they are pinned."),
 }
 
 PAGE_TYPE = "text/plain; version=0.0.4; charset=utf-8"
