@@ -49,56 +49,56 @@ class AttachRefused(Message, frozen=True):
     message: str
 
 
-class Reserve(Message, frozen=True):
-    """Slots for `keys`, which follow `parent` (empty at the start of a chain). All or nothing."""
+class LeaseMessage(Message, frozen=True):
+    """Base of all messages about one lease."""
 
     lease: Count
+
+
+class Reserve(LeaseMessage, frozen=True):
+    """Slots for `keys`, which follow `parent` (empty at the start of a chain). All or nothing."""
+
     parent: bytes
     keys: PackedKeys
     partial: bool = False  # the last one is of a partial page: it is not published, and goes with its last hold
     prompt: Count = 0  # which prompt of this writer asks; it waits for slots. 0: a write-through, which does not
 
 
-class Reserved(Message, frozen=True):
+class Reserved(LeaseMessage, frozen=True):
     """A slot to write for each key; none where the page is sealed already and nothing need be written."""
 
-    lease: Count
     slots: tuple[int | None, ...]
 
 
-class NotReserved(Message, frozen=True):
+class NotReserved(LeaseMessage, frozen=True):
     """`full`: no slots free now; `orphan`: the parent isn't here; `quota`: too much reserved by this writer; `behind`:
     another prompt waits for slots, and this one must hold nothing while it does (`kvstore.server.head_of_line`)."""
 
-    lease: Count
     reason: Literal["full", "orphan", "quota", "behind"]
 
 
-class Seal(Message, frozen=True):
+class Seal(LeaseMessage, frozen=True):
     """The pages `[first, first + len(checksums))` of this lease are written; XXH3-64 of each. With `hold` the lease
     holds them from now on, so that they outlast eviction until released."""
 
-    lease: Count
     first: Count
     checksums: tuple[Checksum, ...]
     hold: bool = False
 
 
-class Sealed(Message, frozen=True):
+class Sealed(LeaseMessage, frozen=True):
     """Those pages exist now."""
 
-    lease: Count
     first: Count
     count: Count
 
 
-class Acquire(Message, frozen=True):
+class Acquire(LeaseMessage, frozen=True):
     """Hold the pages of `keys`, which follow `parent` (empty at the start of a chain), and say where they are.
 
     With `wait` this is a hand-off: pages that are not here yet are brought from the `sources`, or waited for until a
     worker seals them here. Without it, `LowerTierHits` tells what lower tiers have, and the worker decides."""
 
-    lease: Count
     keys: PackedKeys
     wait: bool = False
     parent: bytes = b""
@@ -114,10 +114,9 @@ class LeasedPage(Struct, frozen=True, array_like=True):
     checksum: Checksum
 
 
-class PagesReady(Message, frozen=True):
+class PagesReady(LeaseMessage, frozen=True):
     """These pages of the lease are held for it and readable."""
 
-    lease: Count
     pages: tuple[LeasedPage, ...]
 
 
@@ -128,54 +127,46 @@ class TierPages(Struct, frozen=True, array_like=True):
     pages: Count
 
 
-class LowerTierHits(Message, frozen=True):
+class LowerTierHits(LeaseMessage, frozen=True):
     """The pages of the lease from `first` on that lower tiers have, in order: Promote those worth it."""
 
-    lease: Count
     first: Count
     runs: tuple[TierPages, ...]
 
 
-class Promote(Message, frozen=True):
+class Promote(LeaseMessage, frozen=True):
     """Bring the pages of the lease before index `until` into the arena; PagesReady and PagesUnavailable tell of
     each."""
 
-    lease: Count
     until: Count
 
 
-class PagesUnavailable(Message, frozen=True):
+class PagesUnavailable(LeaseMessage, frozen=True):
     """From `index` on, the pages of this lease are neither here nor being made (or their maker has gone)."""
 
-    lease: Count
     index: Count
 
 
-class Release(Message, frozen=True):
+class Release(LeaseMessage, frozen=True):
     """Done with the pages `indices` of this lease."""
 
-    lease: Count
     indices: Annotated[tuple[int, ...], Meta(max_length=MAX_KEYS_PER_CALL)]
 
 
-class Released(Message, frozen=True):
+class Released(LeaseMessage, frozen=True):
     """`held` tells, for each index, whether the hold had lasted until now: only then do the bytes read count."""
 
-    lease: Count
     indices: tuple[int, ...]
     held: tuple[bool, ...]
 
 
-class EndLease(Message, frozen=True):
+class EndLease(LeaseMessage, frozen=True):
     """Give up everything under this lease: unsealed reservations (the writer will not write again), holds, waits."""
 
-    lease: Count
 
-
-class PageCorrupt(Message, frozen=True):
+class PageCorrupt(LeaseMessage, frozen=True):
     """A page's bytes did not match its checksum: drop it."""
 
-    lease: Count
     index: Count
 
 
