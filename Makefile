@@ -11,7 +11,7 @@ TORCH_INDEX := $(if $(wildcard /proc/driver/nvidia/version),,--extra-index-url h
 
 PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/baton-prometheus
 
-PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator tests/baton tests/kvstore
+PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator tests/baton tests/kvstore tests/cuda
 
 # Tests of clusters of real processes that hold for every engine.
 EITHER := exact sampling failures preemption corruption parallel_sampling pinned_prefixes roles rolling_restart tiers hung \

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,6 +158,14 @@ def test_two_that_start_on_one_gpu_at_once_have_their_pages(
         each.close()
     assert [each.num_pages for each in runners] == [350, 350]
     assert json.loads(memory.read_text())[0] == 900
+
+
+def test_it_notices_two_that_start_without_a_lock(
+    model: Path, child: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_locks, "locked", lambda gpus, seconds: nullcontext())
+    with pytest.raises(AssertionError, match="350"):
+        test_two_that_start_on_one_gpu_at_once_have_their_pages(model, child, tmp_path)
 
 
 @pytest.mark.parametrize(("device", "tries"), [("cuda", "xx"), ("cpu", "x")])
