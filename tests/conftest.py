@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         native = [item for item in items if item.get_closest_marker("native")]
         config.hook.pytest_deselected(items=native)
         items[:] = [item for item in items if item not in native]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine. At its deadline the traceback shows what it waited for."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    fixtures = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**fixtures), 150))
+    return True
 
 
 @pytest.fixture(autouse=True)

@@ -324,24 +324,20 @@ def test_no_server_is_an_error_that_names_the_address():
         assert not client.answers()
 
 
-def test_async_programs_cancel_their_own_tasks():
+async def test_async_programs_cancel_their_own_tasks():
     """A task that is cancelled while it reads gets CancelledError, and the request ends."""
-
-    async def scenario() -> None:
-        async with listening() as (script, address), AsyncClient(address) as client:
-            script.stand = True
-            stream = client.generate("hello")
-            assert (await stream.read()) == OutputDelta("a", (1,))
-            reading = asyncio.create_task(stream.read())
-            await asyncio.sleep(0)
-            reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-            await eventually_async(lambda: script.ended == 1, what="the call has ended at the server")
-            script.stand = False
-            assert [delta.text async for delta in client.generate("hello")] == ["a"]
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    async with listening() as (script, address), AsyncClient(address) as client:
+        script.stand = True
+        stream = client.generate("hello")
+        assert (await stream.read()) == OutputDelta("a", (1,))
+        reading = asyncio.create_task(stream.read())
+        await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await eventually_async(lambda: script.ended == 1, what="the call has ended at the server")
+        script.stand = False
+        assert [delta.text async for delta in client.generate("hello")] == ["a"]
 
 
 def test_the_loop_ends_with_its_last_client():

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -32,14 +32,6 @@ FLOOD = 20_000
 PER_TURN = 64
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(DEADLINE):
-            await main()
-
-    asyncio.run(bounded())
-
-
 @pytest.fixture
 def dealer() -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -57,97 +49,84 @@ async def most_per_turn(count: Callable[[], int], until: int) -> int:
     return most
 
 
-def test_malformed_messages_do_not_keep_the_event_loop(
+async def test_malformed_messages_do_not_keep_the_event_loop(
     dealer: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
-        try:
-            dealer.connect(listener.endpoint)
-            for _ in range(FLOOD):
-                dealer.send(b"x")
-            link.send("", Hello(ME))
-            receiving = asyncio.create_task(listener.receive())
-            assert (await receiving).message == Hello(ME)  # served among the flood
-            receiving = asyncio.create_task(listener.receive())
-            assert await most_per_turn(lambda: listener.malformed, FLOOD) <= PER_TURN
-            receiving.cancel()
-        finally:
-            link.close()
-            listener.close()
-
-    run(main)
+    listener = Listener("tcp://127.0.0.1:0", ROUTER)
+    link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
+    try:
+        dealer.connect(listener.endpoint)
+        for _ in range(FLOOD):
+            dealer.send(b"x")
+        link.send("", Hello(ME))
+        receiving = asyncio.create_task(listener.receive())
+        assert (await receiving).message == Hello(ME)  # served among the flood
+        receiving = asyncio.create_task(listener.receive())
+        assert await most_per_turn(lambda: listener.malformed, FLOOD) <= PER_TURN
+        receiving.cancel()
+    finally:
+        link.close()
+        listener.close()
     lines = [record for record in caplog.records if "malformed" in record.getMessage()]
     assert len(lines) <= 1 + DEADLINE / 10  # one for every ten seconds
 
 
-def test_good_messages_do_not_keep_the_event_loop_either() -> None:
-    async def main() -> None:
-        listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
-        got = 0
+async def test_good_messages_do_not_keep_the_event_loop_either() -> None:
+    listener = Listener("tcp://127.0.0.1:0", ROUTER)
+    link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
+    got = 0
 
-        async def receive() -> None:
-            nonlocal got
-            while True:
-                await listener.receive()
-                got += 1
+    async def receive() -> None:
+        nonlocal got
+        while True:
+            await listener.receive()
+            got += 1
 
-        try:
-            for _ in range(FLOOD):
-                link.send("", Hello(ME))
-            receiving = asyncio.create_task(receive())
-            assert await most_per_turn(lambda: got, FLOOD) <= PER_TURN
-            receiving.cancel()
-        finally:
-            link.close()
-            listener.close()
-
-    run(main)
+    try:
+        for _ in range(FLOOD):
+            link.send("", Hello(ME))
+        receiving = asyncio.create_task(receive())
+        assert await most_per_turn(lambda: got, FLOOD) <= PER_TURN
+        receiving.cancel()
+    finally:
+        link.close()
+        listener.close()
 
 
-def test_malformed_batches_do_not_keep_the_event_loop() -> None:
-    async def main() -> None:
-        publisher = zmq.Context.instance().socket(zmq.PUB)
-        for option in (zmq.LINGER, zmq.SNDHWM):
-            publisher.setsockopt(option, 0)
-        cluster_keys.server(publisher).bind("tcp://127.0.0.1:0")
-        subscriber = Subscriber(publisher.getsockopt_string(zmq.LAST_ENDPOINT))
-        receiving = asyncio.create_task(subscriber.receive())
-        try:
-            while not subscriber.malformed:  # until it has subscribed
-                publisher.send(b"x")
-                await asyncio.sleep(0.01)
-            first = subscriber.malformed
-            for _ in range(FLOOD):
-                publisher.send(b"x", zmq.NOBLOCK)
-            assert await most_per_turn(lambda: subscriber.malformed, first + FLOOD) <= PER_TURN
-        finally:
-            receiving.cancel()
-            subscriber.close()
-            publisher.close()
-
-    run(main)
+async def test_malformed_batches_do_not_keep_the_event_loop() -> None:
+    publisher = zmq.Context.instance().socket(zmq.PUB)
+    for option in (zmq.LINGER, zmq.SNDHWM):
+        publisher.setsockopt(option, 0)
+    cluster_keys.server(publisher).bind("tcp://127.0.0.1:0")
+    subscriber = Subscriber(publisher.getsockopt_string(zmq.LAST_ENDPOINT))
+    receiving = asyncio.create_task(subscriber.receive())
+    try:
+        while not subscriber.malformed:  # until it has subscribed
+            publisher.send(b"x")
+            await asyncio.sleep(0.01)
+        first = subscriber.malformed
+        for _ in range(FLOOD):
+            publisher.send(b"x", zmq.NOBLOCK)
+        assert await most_per_turn(lambda: subscriber.malformed, first + FLOOD) <= PER_TURN
+    finally:
+        receiving.cancel()
+        subscriber.close()
+        publisher.close()
 
 
-def test_connections_without_a_handshake_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_without_a_handshake_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_HANDSHAKE", 200)
-
-    async def main() -> None:
-        listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        port = int(listener.endpoint.rpartition(":")[2])
-        try:
-            connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-            async with asyncio.timeout(20):  # ZMQ's own limit is 30 s
-                for reader, _ in connections:
-                    await reader.read()  # the greeting, and then the end
-            for _, writer in connections:
-                writer.close()
-        finally:
-            listener.close()
-
-    run(main)
+    listener = Listener("tcp://127.0.0.1:0", ROUTER)
+    port = int(listener.endpoint.rpartition(":")[2])
+    try:
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        async with asyncio.timeout(20):  # ZMQ's own limit is 30 s
+            for reader, _ in connections:
+                await reader.read()  # the greeting, and then the end
+        for _, writer in connections:
+            writer.close()
+    finally:
+        listener.close()
 
 
 def test_a_worker_reads_a_bounded_number_of_frames_per_turn() -> None:

@@ -26,7 +26,7 @@ from baton.messages import Cancel, Heartbeat, Hello, LoadReport, ToDecode
 from baton.monotonic_clock import MonotonicClock
 from baton.wire import ClusterKeys, HeartbeatSender, Listener, Publisher, RouterSocket, Subscriber, guard, use_keys
 from baton.wire.sockets import bind, configure, connect
-from tests.baton.test_wire import DEADLINE, ME, ROUTER, run
+from tests.baton.test_wire import DEADLINE, ME, ROUTER
 from tests.support import cluster_keys
 from tests.support.eventually import eventually
 
@@ -160,51 +160,45 @@ def test_every_tcp_socket_needs_keys(sockets: Callable[[int], Any], host: str) -
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_links_are_encrypted_unasked(host: str) -> None:
-    async def main() -> None:
-        listener = Listener(f"tcp://{host}:0", ROUTER)
-        link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
-        clock = MonotonicClock()
-        heart = HeartbeatSender(listener.endpoint, ME, clock)
-        try:
-            link.send("", Hello(ME))
-            assert (await listener.receive()).message == Hello(ME)
-            assert link.socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
-            heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
-            beat = (await listener.receive()).message
-            assert isinstance(beat, Heartbeat)
-            assert msgspec.structs.replace(beat, loop_age_ms=0) == Heartbeat(3, LoadReport())
-            listener.send("worker-1", Cancel("r", 1))
-            heard = []
-            while not heard:
-                heard += link.receive()
-                await asyncio.sleep(0.005)
-            assert heard[0].message == Cancel("r", 1)
-        finally:
-            heart.close()
-            link.close()
-            listener.close()
-
-    run(main)
+async def test_links_are_encrypted_unasked(host: str) -> None:
+    listener = Listener(f"tcp://{host}:0", ROUTER)
+    link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
+    clock = MonotonicClock()
+    heart = HeartbeatSender(listener.endpoint, ME, clock)
+    try:
+        link.send("", Hello(ME))
+        assert (await listener.receive()).message == Hello(ME)
+        assert link.socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
+        heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
+        beat = (await listener.receive()).message
+        assert isinstance(beat, Heartbeat)
+        assert msgspec.structs.replace(beat, loop_age_ms=0) == Heartbeat(3, LoadReport())
+        listener.send("worker-1", Cancel("r", 1))
+        heard = []
+        while not heard:
+            heard += link.receive()
+            await asyncio.sleep(0.005)
+        assert heard[0].message == Cancel("r", 1)
+    finally:
+        heart.close()
+        link.close()
+        listener.close()
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_events_are_encrypted_unasked(host: str) -> None:
-    async def main() -> None:
-        publisher = Publisher(f"tcp://{host}:0")
-        subscriber = Subscriber(publisher.endpoint)
-        try:
-            receiving = asyncio.create_task(subscriber.receive())
-            while not receiving.done():
-                publisher.send(b"topic", 7, b"payload")
-                await asyncio.sleep(0.01)
-            assert receiving.result() == (b"topic", 7, b"payload")
-            assert publisher._socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
-        finally:
-            subscriber.close()
-            publisher.close()
-
-    run(main)
+async def test_events_are_encrypted_unasked(host: str) -> None:
+    publisher = Publisher(f"tcp://{host}:0")
+    subscriber = Subscriber(publisher.endpoint)
+    try:
+        receiving = asyncio.create_task(subscriber.receive())
+        while not receiving.done():
+            publisher.send(b"topic", 7, b"payload")
+            await asyncio.sleep(0.01)
+        assert receiving.result() == (b"topic", 7, b"payload")
+        assert publisher._socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
+    finally:
+        subscriber.close()
+        publisher.close()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
@@ -237,7 +231,7 @@ def stranger(kind: str, server: int, client: int, endpoint: str) -> tuple[Any, A
 @pytest.mark.parametrize("kind", ["nothing", "its own keys for the right server", "another cluster's keys"])
 @pytest.mark.parametrize(("server", "client"), [(zmq.ROUTER, zmq.DEALER), (zmq.PUB, zmq.SUB)])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_strangers_get_nothing_through(
+async def test_strangers_get_nothing_through(
     kind: str,
     server: int,
     client: int,
@@ -245,12 +239,11 @@ def test_strangers_get_nothing_through(
     sockets: Callable[[int], Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    time.sleep(0.1)  # the last test's refusals are counted
+    await asyncio.sleep(0.1)  # the last test's refusals are counted
     before = wire.refused()
     threads = threading.active_count()
     context: Any = zmq.asyncio.Context.instance() if asynchronous else zmq.Context.instance()
-
-    async def main() -> None:
+    with caplog.at_level(logging.WARNING):
         ours = configure(context.socket(server))
         endpoint = bind(ours, "tcp://127.0.0.1:0")
         friend = sockets(client)
@@ -282,9 +275,6 @@ def test_strangers_get_nothing_through(
             ours.close(0)
             other.close(0)
             strange.term()
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(main())
     # One guard for each context at most, however many sockets and refusals.
     assert threading.active_count() <= threads + 1
 
@@ -365,36 +355,32 @@ def listen_below_the_ephemeral_ports() -> Listener:
     raise AssertionError("no port is free")
 
 
-def test_a_program_on_a_dead_routers_port_does_not_end_the_links() -> None:
+async def test_a_program_on_a_dead_routers_port_does_not_end_the_links() -> None:
     """ZMQ gives up a connection whose other end breaks the protocol; link and heart connect again."""
-
-    async def main() -> None:
-        listener = listen_below_the_ephemeral_ports()
-        link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
-        heart = HeartbeatSender(listener.endpoint, ME, MonotonicClock())
-        heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
-        try:
-            for squatted in (False, True):
-                if squatted:
-                    listener.close()
-                    await asyncio.to_thread(squat, listener.endpoint, 2)
-                    listener = Listener(listener.endpoint, ROUTER)
-                heard: set[type] = set()
-                receiving = asyncio.create_task(listener.receive())
-                while heard != {Hello, Heartbeat}:
-                    link.send("", Hello(ME))
-                    done, _ = await asyncio.wait([receiving], timeout=0.02)
-                    if done:
-                        heard.add(type(receiving.result().message))
-                        receiving = asyncio.create_task(listener.receive())
-                receiving.cancel()
-                await asyncio.gather(receiving, return_exceptions=True)
-        finally:
-            heart.close()
-            link.close()
-            listener.close()
-
-    run(main)
+    listener = listen_below_the_ephemeral_ports()
+    link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
+    heart = HeartbeatSender(listener.endpoint, ME, MonotonicClock())
+    heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
+    try:
+        for squatted in (False, True):
+            if squatted:
+                listener.close()
+                await asyncio.to_thread(squat, listener.endpoint, 2)
+                listener = Listener(listener.endpoint, ROUTER)
+            heard: set[type] = set()
+            receiving = asyncio.create_task(listener.receive())
+            while heard != {Hello, Heartbeat}:
+                link.send("", Hello(ME))
+                done, _ = await asyncio.wait([receiving], timeout=0.02)
+                if done:
+                    heard.add(type(receiving.result().message))
+                    receiving = asyncio.create_task(listener.receive())
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+    finally:
+        heart.close()
+        link.close()
+        listener.close()
 
 
 # --- what others read -----------------------------------------------------------------------------------------------

@@ -33,94 +33,75 @@ ME = Peer("decode", "d0", "n0", "worker-1", 2)
 DEADLINE = 60.0
 
 
-def run(main: Callable[[], object]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(DEADLINE):
-            await main()  # type: ignore[misc]
-
-    asyncio.run(bounded())
-
-
-def test_messages_travel_both_ways_and_garbage_is_dropped() -> None:
-    async def main() -> None:
-        listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
-        junk = zmq.Context.instance().socket(zmq.DEALER)
-        junk.setsockopt(zmq.LINGER, 0)
-        cluster_keys.client(junk).connect(listener.endpoint)
-        try:
-            nested = msgspec.Raw(b"\x91" * 10_000 + b"\xc0")  # deeper than Python's stack
-            deep = msgspec.msgpack.encode(["x", "", 1, Hello(ME), nested])
-            for frames in ([b""], [b"\xff" * 50], [b"a", b"b"], [b"\x94\xa1x\xa0\x01\x81\xa4type\xa5Hello"], [deep]):
-                junk.send_multipart(frames)
-            link.send("", Hello(ME))
-            envelope = await listener.receive()
-            assert (envelope.sender, envelope.message) == ("worker-1", Hello(ME))
-            while listener.malformed < 5:
-                receiving = asyncio.create_task(listener.receive())
-                await asyncio.sleep(0.01)
-                receiving.cancel()
-            assert listener.send("worker-1", Cancel("r", 1)) == 1
-            assert listener.send("worker-1", Cancel("r", 2)) == 2
-            assert listener.send("nobody", Cancel("r", 2)) == 1
-            heard = []
-            while len(heard) < 2:
-                heard += link.receive()
-                await asyncio.sleep(0.005)
-            assert [(e.sequence, e.message) for e in heard] == [(1, Cancel("r", 1)), (2, Cancel("r", 2))]
-        finally:
-            junk.close(0)
-            link.close()
-            listener.close()
-
-    run(main)
+async def test_messages_travel_both_ways_and_garbage_is_dropped() -> None:
+    listener = Listener("tcp://127.0.0.1:0", ROUTER)
+    link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
+    junk = zmq.Context.instance().socket(zmq.DEALER)
+    junk.setsockopt(zmq.LINGER, 0)
+    cluster_keys.client(junk).connect(listener.endpoint)
+    try:
+        nested = msgspec.Raw(b"\x91" * 10_000 + b"\xc0")  # deeper than Python's stack
+        deep = msgspec.msgpack.encode(["x", "", 1, Hello(ME), nested])
+        for frames in ([b""], [b"\xff" * 50], [b"a", b"b"], [b"\x94\xa1x\xa0\x01\x81\xa4type\xa5Hello"], [deep]):
+            junk.send_multipart(frames)
+        link.send("", Hello(ME))
+        envelope = await listener.receive()
+        assert (envelope.sender, envelope.message) == ("worker-1", Hello(ME))
+        while listener.malformed < 5:
+            receiving = asyncio.create_task(listener.receive())
+            await asyncio.sleep(0.01)
+            receiving.cancel()
+        assert listener.send("worker-1", Cancel("r", 1)) == 1
+        assert listener.send("worker-1", Cancel("r", 2)) == 2
+        assert listener.send("nobody", Cancel("r", 2)) == 1
+        heard = []
+        while len(heard) < 2:
+            heard += link.receive()
+            await asyncio.sleep(0.005)
+        assert [(e.sequence, e.message) for e in heard] == [(1, Cancel("r", 1)), (2, Cancel("r", 2))]
+    finally:
+        junk.close(0)
+        link.close()
+        listener.close()
 
 
-def test_messages_in_another_name_are_dropped() -> None:
-    async def main() -> None:
-        listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        impostor: RouterSocket[ToDecode] = RouterSocket(
-            listener.endpoint, Peer("decode", "d0", "n0", "other", 3), ToDecode
-        )
-        honest: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
-        try:
-            impostor._me = ME  # what an attacker would do
-            impostor.send("", Hello(ME))
-            while not listener.malformed:
-                receiving = asyncio.create_task(listener.receive())
-                await asyncio.sleep(0.01)
-                assert not receiving.done() or receiving.cancelled()
-                receiving.cancel()
-            honest.send("", Hello(ME))
-            assert (await listener.receive()).message == Hello(ME)
-        finally:
-            impostor.close()
-            honest.close()
-            listener.close()
-
-    run(main)
+async def test_messages_in_another_name_are_dropped() -> None:
+    listener = Listener("tcp://127.0.0.1:0", ROUTER)
+    impostor: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, Peer("decode", "d0", "n0", "other", 3), ToDecode)
+    honest: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
+    try:
+        impostor._me = ME  # what an attacker would do
+        impostor.send("", Hello(ME))
+        while not listener.malformed:
+            receiving = asyncio.create_task(listener.receive())
+            await asyncio.sleep(0.01)
+            assert not receiving.done() or receiving.cancelled()
+            receiving.cancel()
+        honest.send("", Hello(ME))
+        assert (await listener.receive()).message == Hello(ME)
+    finally:
+        impostor.close()
+        honest.close()
+        listener.close()
 
 
-def test_the_heart_beats_while_the_loop_is_busy() -> None:
-    async def main() -> None:
-        listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        clock = MonotonicClock()
-        heart = HeartbeatSender(listener.endpoint, ME, clock)
-        try:
-            heart.publish("router-1", Heartbeat(3, LoadReport(), step=8), 0.02, clock.now() - 1.0)
-            beats = [await listener.receive() for _ in range(3)]
-            assert [b.sequence for b in beats] == [1, 2, 3]
-            ages = [b.message.step_age_ms for b in beats]  # type: ignore[union-attr]
-            assert 1_000 <= ages[0] <= ages[1] <= ages[2]
-            heart.step_ended()
-            await until(listener, lambda beat: (beat.step, beat.step_age_ms) == (8, 0))
-            heart.publish("router-1", Heartbeat(3, LoadReport(), step=9), 0.02, None)
-            await until(listener, lambda beat: (beat.step, beat.step_age_ms) == (9, 0))
-        finally:
-            heart.close()
-            listener.close()
-
-    run(main)
+async def test_the_heart_beats_while_the_loop_is_busy() -> None:
+    listener = Listener("tcp://127.0.0.1:0", ROUTER)
+    clock = MonotonicClock()
+    heart = HeartbeatSender(listener.endpoint, ME, clock)
+    try:
+        heart.publish("router-1", Heartbeat(3, LoadReport(), step=8), 0.02, clock.now() - 1.0)
+        beats = [await listener.receive() for _ in range(3)]
+        assert [b.sequence for b in beats] == [1, 2, 3]
+        ages = [b.message.step_age_ms for b in beats]  # type: ignore[union-attr]
+        assert 1_000 <= ages[0] <= ages[1] <= ages[2]
+        heart.step_ended()
+        await until(listener, lambda beat: (beat.step, beat.step_age_ms) == (8, 0))
+        heart.publish("router-1", Heartbeat(3, LoadReport(), step=9), 0.02, None)
+        await until(listener, lambda beat: (beat.step, beat.step_age_ms) == (9, 0))
+    finally:
+        heart.close()
+        listener.close()
 
 
 async def until(listener: Listener, condition: Callable[[Heartbeat], bool]) -> Heartbeat:
@@ -131,63 +112,53 @@ async def until(listener: Listener, condition: Callable[[Heartbeat], bool]) -> H
             return beat
 
 
-def test_the_heart_tells_since_when_the_loop_stands_still() -> None:
+async def test_the_heart_tells_since_when_the_loop_stands_still() -> None:
     """Not counted is the time for which the heart stood still as well: the whole process was stopped then."""
-
-    async def main() -> None:
-        listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        clock = VirtualClock()
-        heart = HeartbeatSender(listener.endpoint, ME, clock)
-        try:
-            heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
-            await until(listener, lambda beat: beat.loop_age_ms == 0)
-            for age in (500, 1_000, 1_500):
-                clock.advance(0.5)
-                await until(listener, lambda beat, age=age: beat.loop_age_ms == age)
-            clock.advance(50.0)
-            beats = [await listener.receive() for _ in range(5)]
-            ages = [beat.message.loop_age_ms for beat in beats]  # type: ignore[union-attr]
-            assert all(1_500 <= age < 2_000 for age in ages), ages
-            heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, clock.now())
-            await until(listener, lambda beat: beat.loop_age_ms == 0)
+    listener = Listener("tcp://127.0.0.1:0", ROUTER)
+    clock = VirtualClock()
+    heart = HeartbeatSender(listener.endpoint, ME, clock)
+    try:
+        heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
+        await until(listener, lambda beat: beat.loop_age_ms == 0)
+        for age in (500, 1_000, 1_500):
             clock.advance(0.5)
-            await until(listener, lambda beat: (beat.loop_age_ms, beat.step_age_ms) == (500, 500))
-            heart.step_ended()
-            await until(listener, lambda beat: (beat.loop_age_ms, beat.step_age_ms) == (0, 0))
-        finally:
-            heart.close()
-            listener.close()
-
-    run(main)
-
-
-def test_a_port_in_use_is_a_typed_error() -> None:
-    async def main() -> None:
-        listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        try:
-            with pytest.raises(PortInUse, match="in use"):
-                Listener(listener.endpoint, ROUTER)
-        finally:
-            listener.close()
-
-    run(main)
+            await until(listener, lambda beat, age=age: beat.loop_age_ms == age)
+        clock.advance(50.0)
+        beats = [await listener.receive() for _ in range(5)]
+        ages = [beat.message.loop_age_ms for beat in beats]  # type: ignore[union-attr]
+        assert all(1_500 <= age < 2_000 for age in ages), ages
+        heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, clock.now())
+        await until(listener, lambda beat: beat.loop_age_ms == 0)
+        clock.advance(0.5)
+        await until(listener, lambda beat: (beat.loop_age_ms, beat.step_age_ms) == (500, 500))
+        heart.step_ended()
+        await until(listener, lambda beat: (beat.loop_age_ms, beat.step_age_ms) == (0, 0))
+    finally:
+        heart.close()
+        listener.close()
 
 
-def test_events_are_published_with_their_sequence() -> None:
-    async def main() -> None:
-        publisher = Publisher()
-        subscriber = Subscriber(publisher.endpoint)
-        try:
-            receiving = asyncio.create_task(subscriber.receive())
-            while not receiving.done():  # until the subscription has arrived, batches are lost
-                publisher.send(b"topic", 7, b"payload")
-                await asyncio.sleep(0.01)
-            assert receiving.result() == (b"topic", 7, b"payload")
-        finally:
-            subscriber.close()
-            publisher.close()
+async def test_a_port_in_use_is_a_typed_error() -> None:
+    listener = Listener("tcp://127.0.0.1:0", ROUTER)
+    try:
+        with pytest.raises(PortInUse, match="in use"):
+            Listener(listener.endpoint, ROUTER)
+    finally:
+        listener.close()
 
-    run(main)
+
+async def test_events_are_published_with_their_sequence() -> None:
+    publisher = Publisher()
+    subscriber = Subscriber(publisher.endpoint)
+    try:
+        receiving = asyncio.create_task(subscriber.receive())
+        while not receiving.done():  # until the subscription has arrived, batches are lost
+            publisher.send(b"topic", 7, b"payload")
+            await asyncio.sleep(0.01)
+        assert receiving.result() == (b"topic", 7, b"payload")
+    finally:
+        subscriber.close()
+        publisher.close()
 
 
 @pytest.fixture

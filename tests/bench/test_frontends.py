@@ -41,20 +41,17 @@ def test_each_stream_gets_all_of_its_tokens_and_is_told_of_the_last() -> None:
     assert {one.token for one in tokens} == {7, 8}
 
 
-def test_at_an_interval_tokens_come_whether_they_are_read_or_not_and_the_first_at_once() -> None:
-    async def run() -> None:
-        engine = FakeEngine[str]([7])
-        engine.pace(0.001)
-        engine.add("slow", 5)
-        assert [each.stream for each in await engine.step(_unread("slow"))] == ["slow"]
-        engine.pace(_SECONDS)  # no step is due before the test has failed
-        engine.add("new", 5)
-        assert "new" in [each.stream for each in await engine.step(_unread("slow"))]
-        engine.pace(0.001)
-        assert [each.stream for each in await engine.step(_unread("slow"))] == ["slow", "new"]
-        engine.pace(None)
-
-    asyncio.run(asyncio.wait_for(run(), 2 * _SECONDS))
+async def test_at_an_interval_tokens_come_whether_they_are_read_or_not_and_the_first_at_once() -> None:
+    engine = FakeEngine[str]([7])
+    engine.pace(0.001)
+    engine.add("slow", 5)
+    assert [each.stream for each in await engine.step(_unread("slow"))] == ["slow"]
+    engine.pace(_SECONDS)  # no step is due before the test has failed
+    engine.add("new", 5)
+    assert "new" in [each.stream for each in await engine.step(_unread("slow"))]
+    engine.pace(0.001)
+    assert [each.stream for each in await engine.step(_unread("slow"))] == ["slow", "new"]
+    engine.pace(None)
 
 
 @asynccontextmanager
@@ -76,17 +73,14 @@ async def _answering(parts: Sequence[bytes]) -> AsyncIterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 7, len(_ANSWER)])
-def test_the_client_counts_events_however_they_are_cut(size: int) -> None:
-    async def run() -> None:
-        async with _answering([_ANSWER[at : at + size] for at in range(0, len(_ANSWER), size)]) as address:
-            with closing(await HttpClient.connect(address)) as client:
-                for _ in range(2):
-                    stream = await client.ask(3)
-                    assert len(stream.times) == 3
-                    assert stream.first >= 0
-                    assert len(stream.gaps) == 2
-
-    asyncio.run(asyncio.wait_for(run(), _SECONDS))
+async def test_the_client_counts_events_however_they_are_cut(size: int) -> None:
+    async with _answering([_ANSWER[at : at + size] for at in range(0, len(_ANSWER), size)]) as address:
+        with closing(await HttpClient.connect(address)) as client:
+            for _ in range(2):
+                stream = await client.ask(3)
+                assert len(stream.times) == 3
+                assert stream.first >= 0
+                assert len(stream.gaps) == 2
 
 
 @pytest.mark.slow

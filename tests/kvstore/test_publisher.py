@@ -168,7 +168,7 @@ def test_a_reader_of_vllms_events_reads_ours(owner: Owner, follower: zmq.Socket[
 # --- followers --------------------------------------------------------------------------------------------------------
 
 
-def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
+async def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
     async def follow(prefixes: KvIndex) -> None:
         subscriber, asker = Subscriber(owner.events.endpoint), ReplayClient(owner.events.replay)
 
@@ -201,26 +201,23 @@ def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
             subscriber.close()
             asker.close()
 
-    async def main() -> None:
-        followers = [KvIndex() for _ in range(3)]
-        tasks = [asyncio.create_task(follow(each)) for each in followers]
-        tasks.append(asyncio.create_task(owner.work()))
-        chain = [number.to_bytes(16, "big") for number in range(1, 20_001)]
-        owner.store(chain)
-        for number in range(50):
-            owner.store([b"a" * 15 + bytes([number])])
-            await asyncio.sleep(0.002)
-        owner.events.publish([("CPU", [PagesRemoved(tuple(reversed(chain[10_000:])))])], 16)
-        owner.chains[0] = (chain[:10_000], "CPU")
-        await eventually_async(lambda: all(each.pages("store-0-abc") == 10_050 for each in followers))
-        followers[2]._map.removed("store-0-abc", chain[5_000:], "CPU")  # no event says so
-        await eventually_async(lambda: followers[2].pages("store-0-abc") == 10_050)
-        assert [each.stats().divergences for each in followers] == [0, 0, 1]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    followers = [KvIndex() for _ in range(3)]
+    tasks = [asyncio.create_task(follow(each)) for each in followers]
+    tasks.append(asyncio.create_task(owner.work()))
+    chain = [number.to_bytes(16, "big") for number in range(1, 20_001)]
+    owner.store(chain)
+    for number in range(50):
+        owner.store([b"a" * 15 + bytes([number])])
+        await asyncio.sleep(0.002)
+    owner.events.publish([("CPU", [PagesRemoved(tuple(reversed(chain[10_000:])))])], 16)
+    owner.chains[0] = (chain[:10_000], "CPU")
+    await eventually_async(lambda: all(each.pages("store-0-abc") == 10_050 for each in followers))
+    followers[2]._map.removed("store-0-abc", chain[5_000:], "CPU")  # no event says so
+    await eventually_async(lambda: followers[2].pages("store-0-abc") == 10_050)
+    assert [each.stats().divergences for each in followers] == [0, 0, 1]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def test_a_snapshot_comes_in_parts_with_the_name_of_its_publisher(owner: Owner, follower: zmq.Socket[bytes]) -> None:

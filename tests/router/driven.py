@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -94,16 +95,14 @@ class Bench:
         self.driver.handle(Tick())
 
 
-def run(test: Callable[[Bench], Awaitable[None]], workers: int = 2) -> None:
-    async def main() -> None:
-        bench = Bench(workers)
-        try:
-            await test(bench)
-        finally:
-            await bench.service.close()
-            bench.tokenizing.close()
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+@contextlib.asynccontextmanager
+async def driven(workers: int = 2) -> AsyncIterator[Bench]:
+    bench = Bench(workers)
+    try:
+        yield bench
+    finally:
+        await bench.service.close()
+        bench.tokenizing.close()
 
 
 async def read_end(generation: Generation) -> RequestEnded:

@@ -8,7 +8,7 @@ import gzip
 import json
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +109,17 @@ async def ready(client: Door) -> bool:
     return (await client.get("/ready"))[0] == 200
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 120))
+async def test_a_body_of_many_prompts_leaves_room_in_the_queue(tmp_path: Path) -> None:
+    async with door(tmp_path, workers=0, max_queued=20) as client:
+        client.router.start("decode", "decode-0", pool_pages=16)
+        await eventually_async(lambda: ready(client))
+        many = asyncio.create_task(client.complete(prompt=[PROMPT] * 60))
+        while not many.done():
+            assert (await client.complete())["choices"][0]["text"] == text_of()
+        assert len((await many)["choices"]) == 60
 
 
-def test_a_body_of_many_prompts_leaves_room_in_the_queue(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path, workers=0, max_queued=20) as client:
-            client.router.start("decode", "decode-0", pool_pages=16)
-            await eventually_async(lambda: ready(client))
-            many = asyncio.create_task(client.complete(prompt=[PROMPT] * 60))
-            while not many.done():
-                assert (await client.complete())["choices"][0]["text"] == text_of()
-            assert len((await many)["choices"]) == 60
-
-    run(test)
-
-
-def test_an_answer_tells_why_its_prompt_was_not_cached_and_its_id_explains_it(tmp_path: Path) -> None:
+async def test_an_answer_tells_why_its_prompt_was_not_cached_and_its_id_explains_it(tmp_path: Path) -> None:
     """In each API, whole and streamed, where the client asks for it. A session has the turns of all of them."""
     messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog."}]
     chat = {"messages": messages, "max_tokens": 2}
@@ -140,69 +133,63 @@ def test_an_answer_tells_why_its_prompt_was_not_cached_and_its_id_explains_it(tm
     def details(usage: Any) -> Any:
         return usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
 
-    async def test() -> None:
-        async with door(tmp_path) as client, AsyncClient(operator=client.router.addresses.operator) as operator:
-            for path, body in bodies.items():
-                _, plain, _ = await client.post(path, body)
-                assert "not_cached" not in details(plain["usage"])
-                headers = {"baton-not-cached": "true", "X-Claude-Code-Session-Id": "turns"}
-                status, answer, _ = await client.post(path, body, **headers)
-                assert status == 200, answer
-                why, usage = details(answer["usage"])["not_cached"], answer["usage"]
-                request = (await operator.explain(answer["id"])).request
-                assert request.session == "turns"
-                assert request.not_cached is not None
-                assert (why["reason"], why["first_token"]) == (request.not_cached.reason, request.not_cached.token)
-                cached = usage.get("cache_read_input_tokens") or details(usage).get("cached_tokens", 0)
-                assert sum(why["tokens"].values()) == request.prompt_tokens - cached
-            turns = await operator.requests(session="turns")
-            assert len(turns) == len(bodies)
-            assert await operator.requests(session="none") == []
-            stream = {**chat, "stream": True, "stream_options": {"include_usage": True}}
-            headers = {"baton-not-cached": "1"}
-            async with client.http.post(f"{client.url}/v1/chat/completions", json=stream, headers=headers) as answer:
-                assert '"not_cached":{"reason":' in await answer.text()
-
-    run(test)
+    async with door(tmp_path) as client, AsyncClient(operator=client.router.addresses.operator) as operator:
+        for path, body in bodies.items():
+            _, plain, _ = await client.post(path, body)
+            assert "not_cached" not in details(plain["usage"])
+            headers = {"baton-not-cached": "true", "X-Claude-Code-Session-Id": "turns"}
+            status, answer, _ = await client.post(path, body, **headers)
+            assert status == 200, answer
+            why, usage = details(answer["usage"])["not_cached"], answer["usage"]
+            request = (await operator.explain(answer["id"])).request
+            assert request.session == "turns"
+            assert request.not_cached is not None
+            assert (why["reason"], why["first_token"]) == (request.not_cached.reason, request.not_cached.token)
+            cached = usage.get("cache_read_input_tokens") or details(usage).get("cached_tokens", 0)
+            assert sum(why["tokens"].values()) == request.prompt_tokens - cached
+        turns = await operator.requests(session="turns")
+        assert len(turns) == len(bodies)
+        assert await operator.requests(session="none") == []
+        stream = {**chat, "stream": True, "stream_options": {"include_usage": True}}
+        headers = {"baton-not-cached": "1"}
+        async with client.http.post(f"{client.url}/v1/chat/completions", json=stream, headers=headers) as answer:
+            assert '"not_cached":{"reason":' in await answer.text()
 
 
-def test_a_completion_of_each_kind_of_prompt(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            answer = await client.complete()
-            assert answer["object"] == "text_completion"
-            (choice,) = answer["choices"]
-            assert choice["text"] == text_of()
-            assert choice["finish_reason"] == expected(SEED, len(PROMPT), 12)[1]
-            tokens = expected(SEED, len(PROMPT), 12)[0]
-            usage = answer["usage"]
-            assert usage["prompt_tokens_details"]["cached_tokens"] < len(PROMPT)
-            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), len(tokens))
-            assert usage["total_tokens"] == len(PROMPT) + len(tokens)
-            assert answer["metrics"]["time_to_first_token_ms"] > 0
-            assert {"placed", "first_token", "ended"} <= set(answer["metrics"]["hops_ms"])
-            text = "The quick brown fox"
-            prompt = TOKENIZER.encode(text)
-            answer = await client.complete(prompt=text)
-            assert answer["choices"][0]["text"] == text_of(prompt=len(prompt))
-            assert answer["usage"]["prompt_tokens"] == len(prompt)
-            answer = await client.complete(prompt=text, add_special_tokens=False)
-            assert answer["usage"]["prompt_tokens"] == len(prompt) - 1
-            for several in ([PROMPT, PROMPT[:5]], [text, "Hello"]):
-                answer = await client.complete(prompt=several)
-                assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-                lengths = [len(one) if isinstance(one, list) else len(TOKENIZER.encode(one)) for one in several]
-                assert [choice["text"] for choice in answer["choices"]] == [text_of(prompt=one) for one in lengths]
-                assert answer["usage"]["prompt_tokens"] == sum(lengths)
-            answer = await client.complete(truncate_prompt_tokens=7, return_token_ids=True)
-            assert answer["choices"][0]["prompt_token_ids"] == PROMPT[-7:]
-            long = text * 5_000  # no context here has room for so much
-            for prompt in (long, [long]):
-                answer = await client.complete(prompt=prompt, truncate_prompt_tokens=7, return_token_ids=True)
-                ids = answer["choices"][0]["prompt_token_ids"]
-                assert ids == [*TOKENIZER.encode("x")[:1], *TOKENIZER.encode(text * 3)[-6:]]
-
-    run(test)
+async def test_a_completion_of_each_kind_of_prompt(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        answer = await client.complete()
+        assert answer["object"] == "text_completion"
+        (choice,) = answer["choices"]
+        assert choice["text"] == text_of()
+        assert choice["finish_reason"] == expected(SEED, len(PROMPT), 12)[1]
+        tokens = expected(SEED, len(PROMPT), 12)[0]
+        usage = answer["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] < len(PROMPT)
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), len(tokens))
+        assert usage["total_tokens"] == len(PROMPT) + len(tokens)
+        assert answer["metrics"]["time_to_first_token_ms"] > 0
+        assert {"placed", "first_token", "ended"} <= set(answer["metrics"]["hops_ms"])
+        text = "The quick brown fox"
+        prompt = TOKENIZER.encode(text)
+        answer = await client.complete(prompt=text)
+        assert answer["choices"][0]["text"] == text_of(prompt=len(prompt))
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        answer = await client.complete(prompt=text, add_special_tokens=False)
+        assert answer["usage"]["prompt_tokens"] == len(prompt) - 1
+        for several in ([PROMPT, PROMPT[:5]], [text, "Hello"]):
+            answer = await client.complete(prompt=several)
+            assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+            lengths = [len(one) if isinstance(one, list) else len(TOKENIZER.encode(one)) for one in several]
+            assert [choice["text"] for choice in answer["choices"]] == [text_of(prompt=one) for one in lengths]
+            assert answer["usage"]["prompt_tokens"] == sum(lengths)
+        answer = await client.complete(truncate_prompt_tokens=7, return_token_ids=True)
+        assert answer["choices"][0]["prompt_token_ids"] == PROMPT[-7:]
+        long = text * 5_000  # no context here has room for so much
+        for prompt in (long, [long]):
+            answer = await client.complete(prompt=prompt, truncate_prompt_tokens=7, return_token_ids=True)
+            ids = answer["choices"][0]["prompt_token_ids"]
+            assert ids == [*TOKENIZER.encode("x")[:1], *TOKENIZER.encode(text * 3)[-6:]]
 
 
 def test_a_response_in_pieces_is_the_response_at_once() -> None:
@@ -212,229 +199,190 @@ def test_a_response_in_pieces_is_the_response_at_once() -> None:
             assert b"".join(json_pieces(value)) == msgspec.json.encode(value)
 
 
-def test_without_max_tokens_a_completion_has_sixteen(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            answer = await client.complete(max_tokens=None, ignore_eos=True)
-            assert answer["usage"]["completion_tokens"] == 16
-
-    run(test)
+async def test_without_max_tokens_a_completion_has_sixteen(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        answer = await client.complete(max_tokens=None, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 16
 
 
-def test_further_names_of_the_model_are_accepted_and_listed(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path, names=("one", "two")) as client:
-            _, models = await client.get("/v1/models")
-            assert [card["id"] for card in models["data"]] == ["one", "two"]
-            assert (await client.get("/v1/models/two"))[1]["root"] == "one"
-            for name in ("one", "two", ""):
-                assert (await client.complete(model=name))["model"] == "one"
-            status, answer, _ = await client.post("/v1/completions", completion(model="three"))
-            assert (status, "'three'" in answer["error"]["message"]) == (404, True)
-
-    run(test)
+async def test_further_names_of_the_model_are_accepted_and_listed(tmp_path: Path) -> None:
+    async with door(tmp_path, names=("one", "two")) as client:
+        _, models = await client.get("/v1/models")
+        assert [card["id"] for card in models["data"]] == ["one", "two"]
+        assert (await client.get("/v1/models/two"))[1]["root"] == "one"
+        for name in ("one", "two", ""):
+            assert (await client.complete(model=name))["model"] == "one"
+        status, answer, _ = await client.post("/v1/completions", completion(model="three"))
+        assert (status, "'three'" in answer["error"]["message"]) == (404, True)
 
 
-def test_an_adapter_answers_by_its_name(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path, names=("base",), adapters={"tuned": "/somewhere/tuned"}) as client:
-            assert (await client.get("/v1/models/tuned"))[1]["parent"] == "base"
-            for name in ("base", "tuned"):
-                assert (await client.complete(model=name))["model"] == name
-            async with client.http.get(f"{client.url}/metrics") as metrics:
-                page = await metrics.text()
-            (line,) = [each for each in page.splitlines() if each.startswith("vllm:lora_requests_info{")]
-            assert 'max_lora="1"' in line
-
-    run(test)
+async def test_an_adapter_answers_by_its_name(tmp_path: Path) -> None:
+    async with door(tmp_path, names=("base",), adapters={"tuned": "/somewhere/tuned"}) as client:
+        assert (await client.get("/v1/models/tuned"))[1]["parent"] == "base"
+        for name in ("base", "tuned"):
+            assert (await client.complete(model=name))["model"] == name
+        async with client.http.get(f"{client.url}/metrics") as metrics:
+            page = await metrics.text()
+        (line,) = [each for each in page.splitlines() if each.startswith("vllm:lora_requests_info{")]
+        assert 'max_lora="1"' in line
 
 
-def test_the_fingerprint_is_that_of_model_and_numerics(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path, adapters={"tuned": "/somewhere/tuned"}) as client:
-            plain = system_fingerprint(NAMESPACE)
-            tuned = system_fingerprint(msgspec.structs.replace(NAMESPACE, adapter="digest of tuned"))
-            chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-            for model, right in (("", plain), ("tuned", tuned)):
-                for path, body in (("/v1/completions", completion()), ("/v1/chat/completions", chat)):
-                    _, whole, _ = await client.post(path, body | {"model": model})
-                    assert whole["system_fingerprint"] == right
-                    chunks = await client.events(path, body | {"model": model, "stream": True})
-                    assert {chunk["system_fingerprint"] for chunk in chunks} == {right}
-
-    run(test)
+async def test_the_fingerprint_is_that_of_model_and_numerics(tmp_path: Path) -> None:
+    async with door(tmp_path, adapters={"tuned": "/somewhere/tuned"}) as client:
+        plain = system_fingerprint(NAMESPACE)
+        tuned = system_fingerprint(msgspec.structs.replace(NAMESPACE, adapter="digest of tuned"))
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        for model, right in (("", plain), ("tuned", tuned)):
+            for path, body in (("/v1/completions", completion()), ("/v1/chat/completions", chat)):
+                _, whole, _ = await client.post(path, body | {"model": model})
+                assert whole["system_fingerprint"] == right
+                chunks = await client.events(path, body | {"model": model, "stream": True})
+                assert {chunk["system_fingerprint"] for chunk in chunks} == {right}
 
 
-def test_a_mixed_cluster_has_no_fingerprint(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path, namespace=msgspec.structs.replace(NAMESPACE, numerics=MIXED)) as client:
-            assert (await client.complete())["system_fingerprint"] is None
-            chunks = await client.events("/v1/completions", completion(stream=True))
-            assert {chunk["system_fingerprint"] for chunk in chunks} == {None}
-
-    run(test)
+async def test_a_mixed_cluster_has_no_fingerprint(tmp_path: Path) -> None:
+    async with door(tmp_path, namespace=msgspec.structs.replace(NAMESPACE, numerics=MIXED)) as client:
+        assert (await client.complete())["system_fingerprint"] is None
+        chunks = await client.events("/v1/completions", completion(stream=True))
+        assert {chunk["system_fingerprint"] for chunk in chunks} == {None}
 
 
-def test_a_stream_says_the_same(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            whole = await client.complete(return_token_ids=True)
-            options = {"include_usage": True}
-            body = completion(stream=True, stream_options=options, return_token_ids=True)
-            *chunks, last = await client.events("/v1/completions", body)
-            choices = [chunk["choices"][0] for chunk in chunks]
-            assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
-            tokens = [token for choice in choices for token in choice.get("token_ids", ())]
-            assert tokens == whole["choices"][0]["token_ids"]
-            assert choices[0]["prompt_token_ids"] == PROMPT
-            assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
-            assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
-            assert last["choices"] == []
-            assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
-            assert all(chunk["usage"] is None for chunk in chunks)
-            always = await client.events(
-                "/v1/completions", completion(stream=True, stream_options={"continuous_usage_stats": True})
-            )
-            counts = [chunk["usage"]["completion_tokens"] for chunk in always]
-            assert counts == sorted(counts)
-            assert counts[-1] == whole["usage"]["completion_tokens"]
-            plain = await client.events("/v1/completions", completion(stream=True, stream_options=None, stop=None))
-            assert all("usage" not in chunk for chunk in plain)
-
-    run(test)
+async def test_a_stream_says_the_same(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        whole = await client.complete(return_token_ids=True)
+        options = {"include_usage": True}
+        body = completion(stream=True, stream_options=options, return_token_ids=True)
+        *chunks, last = await client.events("/v1/completions", body)
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+        tokens = [token for choice in choices for token in choice.get("token_ids", ())]
+        assert tokens == whole["choices"][0]["token_ids"]
+        assert choices[0]["prompt_token_ids"] == PROMPT
+        assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        assert all(chunk["usage"] is None for chunk in chunks)
+        always = await client.events(
+            "/v1/completions", completion(stream=True, stream_options={"continuous_usage_stats": True})
+        )
+        counts = [chunk["usage"]["completion_tokens"] for chunk in always]
+        assert counts == sorted(counts)
+        assert counts[-1] == whole["usage"]["completion_tokens"]
+        plain = await client.events("/v1/completions", completion(stream=True, stream_options=None, stop=None))
+        assert all("usage" not in chunk for chunk in plain)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_samples_have_seeds_in_a_row(tmp_path: Path, stream: bool) -> None:
-    async def test() -> None:
-        async with door(tmp_path, workers=2) as client:
-            body = completion(n=3, prompt=[PROMPT, PROMPT[:4]], stream=stream)
-            right = [text_of(SEED + sample, length) for length in (len(PROMPT), 4) for sample in range(3)]
-            if stream:
-                texts = [""] * 6
-                for chunk in await client.events("/v1/completions", body):
-                    (choice,) = chunk["choices"]
-                    texts[choice["index"]] += choice["text"]
-            else:
-                answer = await client.complete(**body)
-                texts = [choice["text"] for choice in answer["choices"]]
-                assert answer["usage"]["prompt_tokens"] == len(PROMPT) + 4
-            assert texts == right
-
-    run(test)
+async def test_several_samples_have_seeds_in_a_row(tmp_path: Path, stream: bool) -> None:
+    async with door(tmp_path, workers=2) as client:
+        body = completion(n=3, prompt=[PROMPT, PROMPT[:4]], stream=stream)
+        right = [text_of(SEED + sample, length) for length in (len(PROMPT), 4) for sample in range(3)]
+        if stream:
+            texts = [""] * 6
+            for chunk in await client.events("/v1/completions", body):
+                (choice,) = chunk["choices"]
+                texts[choice["index"]] += choice["text"]
+        else:
+            answer = await client.complete(**body)
+            texts = [choice["text"] for choice in answer["choices"]]
+            assert answer["usage"]["prompt_tokens"] == len(PROMPT) + 4
+        assert texts == right
 
 
-def test_a_chat_is_rendered_by_the_checkpoints_template(tmp_path: Path) -> None:
+async def test_a_chat_is_rendered_by_the_checkpoints_template(tmp_path: Path) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]},
     ]
     rendered = "<s>[system]Be brief.[user]Hello\nthere[assistant]"
     prompt = TOKENIZER.encode(rendered, special_tokens=False)
-
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            body = {"messages": messages, "seed": SEED, "max_completion_tokens": 12, "return_token_ids": True}
-            status, answer, _ = await client.post("/v1/chat/completions", body)
-            assert status == 200, answer
-            assert answer["object"] == "chat.completion"
-            assert answer["prompt_token_ids"] == prompt
-            (choice,) = answer["choices"]
-            assert choice["message"] == {"role": "assistant", "content": text_of(prompt=len(prompt)), "refusal": None}
-            chunks = await client.events("/v1/chat/completions", body | {"stream": True})
-            assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-            assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-            assert chunks[0]["prompt_token_ids"] == prompt
-            text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
-            assert text == choice["message"]["content"]
-            status, counted, _ = await client.post("/tokenize", {"messages": messages, "return_token_strs": True})
-            assert counted["tokens"] == prompt
-            assert "".join(counted["token_strs"]) == rendered
-            continued = [messages[0], {"role": "assistant", "content": "Well,"}]
-            body = {"messages": continued, "continue_final_message": True, "add_generation_prompt": False}
-            _, counted, _ = await client.post("/tokenize", body)
-            _, text, _ = await client.post("/detokenize", {"tokens": counted["tokens"]})
-            assert text == {"prompt": "<s>[system]Be brief.[assistant]Well,"}
-
-    run(test)
+    async with door(tmp_path) as client:
+        body = {"messages": messages, "seed": SEED, "max_completion_tokens": 12, "return_token_ids": True}
+        status, answer, _ = await client.post("/v1/chat/completions", body)
+        assert status == 200, answer
+        assert answer["object"] == "chat.completion"
+        assert answer["prompt_token_ids"] == prompt
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": text_of(prompt=len(prompt)), "refusal": None}
+        chunks = await client.events("/v1/chat/completions", body | {"stream": True})
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert chunks[0]["prompt_token_ids"] == prompt
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        assert text == choice["message"]["content"]
+        status, counted, _ = await client.post("/tokenize", {"messages": messages, "return_token_strs": True})
+        assert counted["tokens"] == prompt
+        assert "".join(counted["token_strs"]) == rendered
+        continued = [messages[0], {"role": "assistant", "content": "Well,"}]
+        body = {"messages": continued, "continue_final_message": True, "add_generation_prompt": False}
+        _, counted, _ = await client.post("/tokenize", body)
+        _, text, _ = await client.post("/detokenize", {"tokens": counted["tokens"]})
+        assert text == {"prompt": "<s>[system]Be brief.[assistant]Well,"}
 
 
-def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            _, answer, headers = await client.post("/v1/completions", completion(), **{"X-Request-Id": "mine-1"})
-            assert headers["x-request-id"] == "mine-1"
-            assert answer["id"] == "cmpl-mine-1"
-            _, models = await client.get("/v1/models")
-            (model,) = models["data"]
-            assert (model["object"], model["max_model_len"]) == ("model", 4_096)
-            assert await client.get(f"/v1/models/{model['id']}") == (200, model)
-            assert (await client.get("/v1/models/other"))[0] == 404
-            anthropics = {"anthropic-version": "2023-06-01"}
-            async with client.http.get(f"{client.url}/v1/models", headers=anthropics) as listed:
-                page = await listed.json()
-            assert (page["first_id"], page["has_more"]) == (model["id"], False)
-            assert page["data"][0]["type"] == "model"
-            for path in ("/v1/models/other", "/v1/nowhere"):
-                async with client.http.get(client.url + path, headers=anthropics) as missing:
-                    assert (missing.status, (await missing.json())["error"]["type"]) == (404, "not_found_error")
-            for path in ("/live", "/ready", "/health", "/health/ready", "/version", "/openapi.json"):
-                assert (await client.get(path))[0] == 200, path
-            async with client.http.get(f"{client.url}/metrics") as page:
-                assert "baton_num_requests_running" in await page.text()
-            assert (await client.get("/nowhere"))[0] == 404
-            async with client.http.get(f"{client.url}/v1/completions") as wrong:
-                assert wrong.status == 405
-
-    run(test)
+async def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        _, answer, headers = await client.post("/v1/completions", completion(), **{"X-Request-Id": "mine-1"})
+        assert headers["x-request-id"] == "mine-1"
+        assert answer["id"] == "cmpl-mine-1"
+        _, models = await client.get("/v1/models")
+        (model,) = models["data"]
+        assert (model["object"], model["max_model_len"]) == ("model", 4_096)
+        assert await client.get(f"/v1/models/{model['id']}") == (200, model)
+        assert (await client.get("/v1/models/other"))[0] == 404
+        anthropics = {"anthropic-version": "2023-06-01"}
+        async with client.http.get(f"{client.url}/v1/models", headers=anthropics) as listed:
+            page = await listed.json()
+        assert (page["first_id"], page["has_more"]) == (model["id"], False)
+        assert page["data"][0]["type"] == "model"
+        for path in ("/v1/models/other", "/v1/nowhere"):
+            async with client.http.get(client.url + path, headers=anthropics) as missing:
+                assert (missing.status, (await missing.json())["error"]["type"]) == (404, "not_found_error")
+        for path in ("/live", "/ready", "/health", "/health/ready", "/version", "/openapi.json"):
+            assert (await client.get(path))[0] == 200, path
+        async with client.http.get(f"{client.url}/metrics") as page:
+            assert "baton_num_requests_running" in await page.text()
+        assert (await client.get("/nowhere"))[0] == 404
+        async with client.http.get(f"{client.url}/v1/completions") as wrong:
+            assert wrong.status == 405
 
 
-def test_slashes_at_the_end_and_the_way_to_the_dashboard(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            assert (await client.get("/v1/models/"))[1] == (await client.get("/v1/models"))[1]
-            for path in ("/v1/completions/", "/v1/completions//"):
-                async with client.http.post(client.url + path, json=completion(), allow_redirects=False) as answer:
-                    assert answer.status == 200
-            assert (await client.get("/health/"))[0] == 200
-            for path, to in (("/", "/dashboard"), ("/dashboard/", "/dashboard"), ("/dashboard", "/dashboard")):
-                async with client.http.get(client.url + path) as page:
-                    assert (page.status, page.url.path) == (200, to)
-            assert (await client.get("/v1/nowhere/"))[0] == 404
-
-    run(test)
+async def test_slashes_at_the_end_and_the_way_to_the_dashboard(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        assert (await client.get("/v1/models/"))[1] == (await client.get("/v1/models"))[1]
+        for path in ("/v1/completions/", "/v1/completions//"):
+            async with client.http.post(client.url + path, json=completion(), allow_redirects=False) as answer:
+                assert answer.status == 200
+        assert (await client.get("/health/"))[0] == 200
+        for path, to in (("/", "/dashboard"), ("/dashboard/", "/dashboard"), ("/dashboard", "/dashboard")):
+            async with client.http.get(client.url + path) as page:
+                assert (page.status, page.url.path) == (200, to)
+        assert (await client.get("/v1/nowhere/"))[0] == 404
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd", "GZip", "br, gzip"])
-def test_a_compressed_body_is_refused_as_such(tmp_path: Path, encoding: str) -> None:
+async def test_a_compressed_body_is_refused_as_such(tmp_path: Path, encoding: str) -> None:
     data, headers = gzip.compress(json.dumps(completion()).encode()), {"Content-Encoding": encoding}
-
-    async def test() -> None:
-        async with door(tmp_path, workers=0) as client:
-            for path in ("completions", "chat/completions", "messages", "messages/count_tokens", "responses"):
-                async with client.http.post(f"{client.url}/v1/{path}", data=data, headers=headers) as answer:
-                    error = (await answer.json())["error"]
-                    assert (answer.status, answer.headers["baton-reason"]) == (415, "unsupported_encoding")
-                    assert encoding in error["message"]
-
-    run(test)
+    async with door(tmp_path, workers=0) as client:
+        for path in ("completions", "chat/completions", "messages", "messages/count_tokens", "responses"):
+            async with client.http.post(f"{client.url}/v1/{path}", data=data, headers=headers) as answer:
+                error = (await answer.json())["error"]
+                assert (answer.status, answer.headers["baton-reason"]) == (415, "unsupported_encoding")
+                assert encoding in error["message"]
 
 
-def test_anthropics_answers_have_their_own_names_header(tmp_path: Path) -> None:
+async def test_anthropics_answers_have_their_own_names_header(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            for more, status in (({}, 200), ({"stream": True}, 200), ({"max_tokens": 0}, 400)):
-                mine = {"X-Request-Id": "mine-1"}
-                async with client.http.post(f"{client.url}/v1/messages", json=body | more, headers=mine) as answer:
-                    assert (answer.status, answer.headers.get("request-id")) == (status, "mine-1")
-            async with client.http.post(f"{client.url}/v1/messages/count_tokens", json=body) as answer:
-                assert answer.headers["request-id"] == answer.headers["x-request-id"]
-            async with client.http.post(f"{client.url}/v1/completions", json=completion()) as answer:
-                assert "request-id" not in answer.headers
-
-    run(test)
+    async with door(tmp_path) as client:
+        for more, status in (({}, 200), ({"stream": True}, 200), ({"max_tokens": 0}, 400)):
+            mine = {"X-Request-Id": "mine-1"}
+            async with client.http.post(f"{client.url}/v1/messages", json=body | more, headers=mine) as answer:
+                assert (answer.status, answer.headers.get("request-id")) == (status, "mine-1")
+        async with client.http.post(f"{client.url}/v1/messages/count_tokens", json=body) as answer:
+            assert answer.headers["request-id"] == answer.headers["x-request-id"]
+        async with client.http.post(f"{client.url}/v1/completions", json=completion()) as answer:
+            assert "request-id" not in answer.headers
 
 
 @pytest.mark.parametrize(
@@ -515,197 +463,166 @@ def test_anthropics_answers_have_their_own_names_header(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_request_is_named(tmp_path: Path, path: str, body: Any, status: int, says: str) -> None:
-    async def test() -> None:
-        async with door(tmp_path, workers=0) as client:
-            data = body if isinstance(body, bytes) else json.dumps(body)
-            async with client.http.post(f"{client.url}/v1/{path}", data=data) as answer:
-                error = (await answer.json())["error"]
-                assert answer.status == status, error
-                assert error["code"] == ("context_length_exceeded" if says == "context" else status)
-                assert says in error["message"]
-                assert set(error) == {"message", "type", "param", "code"}
-
-    run(test)
-
-
-def test_log_probabilities_of_the_prompt(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            plain = await client.complete()
-            assert "prompt_logprobs" not in plain["choices"][0]
-            scored = await client.complete(prompt_logprobs=2, n=2)
-            for choice in scored["choices"]:
-                first, *others = choice["prompt_logprobs"]
-                assert first is None
-                assert len(others) == len(PROMPT) - 1
-                for at, entry in enumerate(others, start=1):
-                    assert entry[str(PROMPT[at])] == {
-                        "logprob": -at / 8, "rank": at, "decoded_token": TOKENIZER.text_of(PROMPT[at])
-                    }  # fmt: skip
-                    assert entry["2"]["rank"] == 2
-            assert scored["choices"][0]["text"] == plain["choices"][0]["text"]
-            status, answer, _ = await client.post(
-                "/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}], "prompt_logprobs": 0}
-            )
-            assert status == 200, answer
-            assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
-
-    run(test)
+async def test_what_is_wrong_with_a_request_is_named(
+    tmp_path: Path, path: str, body: Any, status: int, says: str
+) -> None:
+    async with door(tmp_path, workers=0) as client:
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        async with client.http.post(f"{client.url}/v1/{path}", data=data) as answer:
+            error = (await answer.json())["error"]
+            assert answer.status == status, error
+            assert error["code"] == ("context_length_exceeded" if says == "context" else status)
+            assert says in error["message"]
+            assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_echo_with_log_probabilities_has_those_of_the_prompt(tmp_path: Path) -> None:
+async def test_log_probabilities_of_the_prompt(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        plain = await client.complete()
+        assert "prompt_logprobs" not in plain["choices"][0]
+        scored = await client.complete(prompt_logprobs=2, n=2)
+        for choice in scored["choices"]:
+            first, *others = choice["prompt_logprobs"]
+            assert first is None
+            assert len(others) == len(PROMPT) - 1
+            for at, entry in enumerate(others, start=1):
+                assert entry[str(PROMPT[at])] == {
+                    "logprob": -at / 8, "rank": at, "decoded_token": TOKENIZER.text_of(PROMPT[at])
+                }  # fmt: skip
+                assert entry["2"]["rank"] == 2
+        assert scored["choices"][0]["text"] == plain["choices"][0]["text"]
+        status, answer, _ = await client.post(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}], "prompt_logprobs": 0}
+        )
+        assert status == 200, answer
+        assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+async def test_echo_with_log_probabilities_has_those_of_the_prompt(tmp_path: Path) -> None:
     """What lm-eval asks for: the prompt's tokens, then the output's, in one list."""
-
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            (choice,) = (await client.complete(echo=True, logprobs=1, max_tokens=2))["choices"]
-            logprobs = choice["logprobs"]
-            output = expected(SEED, len(PROMPT), 2)[0]
-            assert logprobs["tokens"] == [TOKENIZER.text_of(token) for token in (*PROMPT, *output)]
-            assert logprobs["token_logprobs"] == [None, *(-at / 8 for at in range(1, len(PROMPT) + 2))]
-            assert logprobs["top_logprobs"][0] is None
-            assert logprobs["top_logprobs"][1] == {TOKENIZER.text_of(1): -0.25}
-            assert logprobs["text_offset"][-1] == len("".join(logprobs["tokens"][:-1]))
-            assert choice["text"] == TOKENIZER.decode(PROMPT) + text_of(count=2)
-            events = await client.events(
-                "/v1/completions", completion(echo=True, logprobs=1, max_tokens=2, stream=True, n=2)
-            )
-            for index in (0, 1):
-                parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
-                assert [value for part in parts for value in (part["logprobs"] or logprobs | {"tokens": []})["tokens"]][
-                    : len(PROMPT)
-                ] == logprobs["tokens"][: len(PROMPT)]
-                assert "".join(part["text"] for part in parts).startswith(TOKENIZER.decode(PROMPT))
-
-    run(test)
+    async with door(tmp_path) as client:
+        (choice,) = (await client.complete(echo=True, logprobs=1, max_tokens=2))["choices"]
+        logprobs = choice["logprobs"]
+        output = expected(SEED, len(PROMPT), 2)[0]
+        assert logprobs["tokens"] == [TOKENIZER.text_of(token) for token in (*PROMPT, *output)]
+        assert logprobs["token_logprobs"] == [None, *(-at / 8 for at in range(1, len(PROMPT) + 2))]
+        assert logprobs["top_logprobs"][0] is None
+        assert logprobs["top_logprobs"][1] == {TOKENIZER.text_of(1): -0.25}
+        assert logprobs["text_offset"][-1] == len("".join(logprobs["tokens"][:-1]))
+        assert choice["text"] == TOKENIZER.decode(PROMPT) + text_of(count=2)
+        events = await client.events(
+            "/v1/completions", completion(echo=True, logprobs=1, max_tokens=2, stream=True, n=2)
+        )
+        for index in (0, 1):
+            parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+            assert [value for part in parts for value in (part["logprobs"] or logprobs | {"tokens": []})["tokens"]][
+                : len(PROMPT)
+            ] == logprobs["tokens"][: len(PROMPT)]
+            assert "".join(part["text"] for part in parts).startswith(TOKENIZER.decode(PROMPT))
 
 
-def test_echo_without_output(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            answer = await client.complete(echo=True, logprobs=0, max_tokens=0)
-            (choice,) = answer["choices"]
-            assert choice["text"] == TOKENIZER.decode(PROMPT)
-            assert len(choice["logprobs"]["tokens"]) == len(PROMPT)
-            assert answer["usage"]["completion_tokens"] == 0
-            for wrong in ({"max_tokens": 0}, {"max_tokens": 0, "echo": True, "stream": True}):
-                assert (await client.post("/v1/completions", completion(**wrong)))[0] == 400
-
-    run(test)
+async def test_echo_without_output(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        answer = await client.complete(echo=True, logprobs=0, max_tokens=0)
+        (choice,) = answer["choices"]
+        assert choice["text"] == TOKENIZER.decode(PROMPT)
+        assert len(choice["logprobs"]["tokens"]) == len(PROMPT)
+        assert answer["usage"]["completion_tokens"] == 0
+        for wrong in ({"max_tokens": 0}, {"max_tokens": 0, "echo": True, "stream": True}):
+            assert (await client.post("/v1/completions", completion(**wrong)))[0] == 400
 
 
-def test_neutral_and_unknown_fields_change_nothing(tmp_path: Path) -> None:
+async def test_neutral_and_unknown_fields_change_nothing(tmp_path: Path) -> None:
     neutral = {
         "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}, "min_tokens": 0,
         "best_of": 1, "use_beam_search": False, "response_format": {"type": "text"}, "suffix": None, "stop": None,
         "user": "me", "some_new_field": [1], "top_k": -1, "stream_options": None,
     }  # fmt: skip
-
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            assert (await client.complete(**neutral))["choices"][0]["text"] == text_of()
-
-    run(test)
+    async with door(tmp_path) as client:
+        assert (await client.complete(**neutral))["choices"][0]["text"] == text_of()
 
 
-def test_without_a_worker_readiness_says_so(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path, workers=0) as client:
-            assert (await client.get("/live"))[0] == 200
-            status, answer = await client.get("/ready")
-            assert (status, answer["error"]["message"]) == (503, "no decode worker is live")
-
-    run(test)
+async def test_without_a_worker_readiness_says_so(tmp_path: Path) -> None:
+    async with door(tmp_path, workers=0) as client:
+        assert (await client.get("/live"))[0] == 200
+        status, answer = await client.get("/ready")
+        assert (status, answer["error"]["message"]) == (503, "no decode worker is live")
 
 
-def test_vllms_metrics_add_up(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            for _ in range(2):
-                await client.complete()
-            async with client.http.get(f"{client.url}/metrics") as page:
-                families = {family.name: family for family in text_string_to_metric_families(await page.text())}
+async def test_vllms_metrics_add_up(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        for _ in range(2):
+            await client.complete()
+        async with client.http.get(f"{client.url}/metrics") as page:
+            families = {family.name: family for family in text_string_to_metric_families(await page.text())}
 
-            def total(name: str) -> float:
-                return sum(s.value for s in families[f"vllm:{name}"].samples if s.name.endswith("_total"))
+        def total(name: str) -> float:
+            return sum(s.value for s in families[f"vllm:{name}"].samples if s.name.endswith("_total"))
 
-            for name in ("prompt_tokens", "prompt_tokens_by_source", "prefix_cache_queries"):
-                assert total(name) == 2 * len(PROMPT), name
-            assert total("request_success") == 2
-            (sample, *_) = families["vllm:generation_tokens"].samples
-            assert sample.labels == {"model_name": "small", "engine": "0"}
-            for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
-                (count,) = [s.value for s in families[f"vllm:{name}"].samples if s.name.endswith("_count")]
-                assert count > 0
-            assert "vllm:num_requests_running" in families
-            assert "vllm:cache_config_info" in families
-
-    run(test)
+        for name in ("prompt_tokens", "prompt_tokens_by_source", "prefix_cache_queries"):
+            assert total(name) == 2 * len(PROMPT), name
+        assert total("request_success") == 2
+        (sample, *_) = families["vllm:generation_tokens"].samples
+        assert sample.labels == {"model_name": "small", "engine": "0"}
+        for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+            (count,) = [s.value for s in families[f"vllm:{name}"].samples if s.name.endswith("_count")]
+            assert count > 0
+        assert "vllm:num_requests_running" in families
+        assert "vllm:cache_config_info" in families
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_everything(tmp_path: Path, stream: bool) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            body = completion(max_tokens=2_000, ignore_eos=True, stream=stream, n=3)
-            with contextlib.suppress(asyncio.TimeoutError):
-                async with asyncio.timeout(0.5), client.http.post(f"{client.url}/v1/completions", json=body) as answer:
-                    await answer.read()
+async def test_a_client_that_goes_away_frees_everything(tmp_path: Path, stream: bool) -> None:
+    async with door(tmp_path) as client:
+        body = completion(max_tokens=2_000, ignore_eos=True, stream=stream, n=3)
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with asyncio.timeout(0.5), client.http.post(f"{client.url}/v1/completions", json=body) as answer:
+                await answer.read()
 
-            async def idle() -> bool:
-                return all(not process.sequences for process in client.router.cluster.processes.values())
+        async def idle() -> bool:
+            return all(not process.sequences for process in client.router.cluster.processes.values())
 
-            await eventually_async(idle)
-
-    run(test)
+        await eventually_async(idle)
 
 
-def test_a_router_that_stops_lets_streams_end_and_takes_no_more(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path, shutdown_timeout_ms=60_000) as client:
-            client.router.step_seconds = 0.02
-            fields = completion(max_tokens=60, ignore_eos=True)
-            running = asyncio.create_task(client.complete(**fields))
+async def test_a_router_that_stops_lets_streams_end_and_takes_no_more(tmp_path: Path) -> None:
+    async with door(tmp_path, shutdown_timeout_ms=60_000) as client:
+        client.router.step_seconds = 0.02
+        fields = completion(max_tokens=60, ignore_eos=True)
+        running = asyncio.create_task(client.complete(**fields))
 
-            async def begun() -> bool:
-                return any(process.sequences for process in client.router.cluster.processes.values())
+        async def begun() -> bool:
+            return any(process.sequences for process in client.router.cluster.processes.values())
 
-            await eventually_async(begun)
-            client.router.stop.set()
+        await eventually_async(begun)
+        client.router.stop.set()
 
-            async def unready() -> bool:
-                return (await client.get("/ready"))[0] == 503
+        async def unready() -> bool:
+            return (await client.get("/ready"))[0] == 503
 
-            await eventually_async(unready)
-            status, answer, _ = await client.post("/v1/completions", completion())
-            assert (status, "the router is stopping" in answer["error"]["message"]) == (503, True)
-            assert (await client.get("/live"))[0] == 200
-            whole = await running
-            assert whole["usage"]["completion_tokens"] == 60
-
-    run(test)
+        await eventually_async(unready)
+        status, answer, _ = await client.post("/v1/completions", completion())
+        assert (status, "the router is stopping" in answer["error"]["message"]) == (503, True)
+        assert (await client.get("/live"))[0] == 200
+        whole = await running
+        assert whole["usage"]["completion_tokens"] == 60
 
 
-def test_small_segments_are_sent_at_once() -> None:
+async def test_small_segments_are_sent_at_once() -> None:
     """asyncio switches Nagle's algorithm off only for sockets that say that they are TCP: without it, the first token
     of a second request on a connection took 20 ms longer."""
+    with await FixedPort("api.port", "127.0.0.1", 0).listener() as listener:
+        no_delay: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    async def test() -> None:
-        with await FixedPort("api.port", "127.0.0.1", 0).listener() as listener:
-            no_delay: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peer = writer.get_extra_info("socket")
+            no_delay.set_result(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
 
-            async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                peer = writer.get_extra_info("socket")
-                no_delay.set_result(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-                writer.close()
-
-            async with await asyncio.start_server(connected, sock=listener):
-                _, writer = await asyncio.open_connection(*listener.getsockname())
-                assert await no_delay
-                writer.close()
-
-    run(test)
+        async with await asyncio.start_server(connected, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            assert await no_delay
+            writer.close()
 
 
 # --- Anthropic's Messages and OpenAI's Responses ----------------------------------------------------------------------
@@ -729,7 +646,7 @@ async def stream_of(client: Door, path: str, body: Any) -> list[tuple[str, Any]]
         return named_events((await answer.read()).decode())
 
 
-def test_anthropics_messages(tmp_path: Path) -> None:
+async def test_anthropics_messages(tmp_path: Path) -> None:
     body = {
         "model": "small",
         "max_tokens": 12,
@@ -738,49 +655,40 @@ def test_anthropics_messages(tmp_path: Path) -> None:
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
     }
     prompt = len(TOKENIZER.encode("<s>[system]Be brief.[user]Hello[assistant]", special_tokens=False))
-
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            status, answer, _ = await client.post("/v1/messages", body)
-            assert status == 200, answer
-            assert (answer["type"], answer["role"]) == ("message", "assistant")
-            usage = answer["usage"]
-            assert usage["input_tokens"] + usage["cache_read_input_tokens"] == prompt
-            ended = answer["stop_reason"] == "end_turn"  # perhaps with the last token
-            assert ended or (answer["stop_reason"], usage["output_tokens"]) == ("max_tokens", 12)
-            events = await stream_of(client, "/v1/messages", body)
-            names = [name for name, _ in events]
-            assert names[:3] == ["message_start", "ping", "content_block_start"]
-            assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-            assert set(names[3:-3]) <= {"content_block_delta"}  # the seed is drawn, and may end the output at once
-            assert events[0][1]["message"]["content"] == []
-            assert events[-2][1]["usage"]["output_tokens"] > 0
-            inside = body | {"system": None}
-            inside["messages"] = [{"role": "system", "content": "Be brief."}, *body["messages"]]
-            _, same, _ = await client.post("/v1/messages", inside)
-            total = same["usage"]["input_tokens"] + same["usage"]["cache_read_input_tokens"]
-            assert total == prompt
-
-    run(test)
+    async with door(tmp_path) as client:
+        status, answer, _ = await client.post("/v1/messages", body)
+        assert status == 200, answer
+        assert (answer["type"], answer["role"]) == ("message", "assistant")
+        usage = answer["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == prompt
+        ended = answer["stop_reason"] == "end_turn"  # perhaps with the last token
+        assert ended or (answer["stop_reason"], usage["output_tokens"]) == ("max_tokens", 12)
+        events = await stream_of(client, "/v1/messages", body)
+        names = [name for name, _ in events]
+        assert names[:3] == ["message_start", "ping", "content_block_start"]
+        assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        assert set(names[3:-3]) <= {"content_block_delta"}  # the seed is drawn, and may end the output at once
+        assert events[0][1]["message"]["content"] == []
+        assert events[-2][1]["usage"]["output_tokens"] > 0
+        inside = body | {"system": None}
+        inside["messages"] = [{"role": "system", "content": "Be brief."}, *body["messages"]]
+        _, same, _ = await client.post("/v1/messages", inside)
+        total = same["usage"]["input_tokens"] + same["usage"]["cache_read_input_tokens"]
+        assert total == prompt
 
 
-def test_anthropics_stop_sequence(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            messages = [{"role": "user", "content": "Hello"}]
-            prompt = len(TOKENIZER.encode("<s>[user]Hello[assistant]", special_tokens=False))
-            likely = "".join(text_of(seed, prompt, 64) for seed in range(100))
-            stops = [character for character, _ in Counter(likely).most_common(16)]
-            body = {"max_tokens": 64, "messages": messages, "stop_sequences": stops}
-            ended = [
-                (await client.post("/v1/messages", body))[1] for _ in range(40)
-            ]  # seeds are drawn; two in five stop
-            assert any(answer["stop_reason"] == "stop_sequence" for answer in ended)
-            for answer in ended:
-                assert not set(stops) & set(answer["content"][0]["text"])
-                assert (answer["stop_sequence"] is not None) == (answer["stop_reason"] == "stop_sequence")
-
-    run(test)
+async def test_anthropics_stop_sequence(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        messages = [{"role": "user", "content": "Hello"}]
+        prompt = len(TOKENIZER.encode("<s>[user]Hello[assistant]", special_tokens=False))
+        likely = "".join(text_of(seed, prompt, 64) for seed in range(100))
+        stops = [character for character, _ in Counter(likely).most_common(16)]
+        body = {"max_tokens": 64, "messages": messages, "stop_sequences": stops}
+        ended = [(await client.post("/v1/messages", body))[1] for _ in range(40)]  # seeds are drawn; two in five stop
+        assert any(answer["stop_reason"] == "stop_sequence" for answer in ended)
+        for answer in ended:
+            assert not set(stops) & set(answer["content"][0]["text"])
+            assert (answer["stop_sequence"] is not None) == (answer["stop_reason"] == "stop_sequence")
 
 
 @pytest.mark.parametrize(
@@ -808,45 +716,38 @@ def test_anthropics_stop_sequence(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_anthropics_errors(tmp_path: Path, body: Any, status: int, kind: str, says: str) -> None:
-    async def test() -> None:
-        async with door(tmp_path, workers=0) as client:
-            got, answer, _ = await client.post("/v1/messages", body)
-            assert (got, answer["type"], answer["error"]["type"]) == (status, "error", kind)
-            assert says in answer["error"]["message"]
-
-    run(test)
+async def test_anthropics_errors(tmp_path: Path, body: Any, status: int, kind: str, says: str) -> None:
+    async with door(tmp_path, workers=0) as client:
+        got, answer, _ = await client.post("/v1/messages", body)
+        assert (got, answer["type"], answer["error"]["type"]) == (status, "error", kind)
+        assert says in answer["error"]["message"]
 
 
-def test_openais_responses(tmp_path: Path) -> None:
+async def test_openais_responses(tmp_path: Path) -> None:
     prompt = len(TOKENIZER.encode("<s>[system]Be brief.[user]Hello[assistant]", special_tokens=False))
     body = {"instructions": "Be brief.", "input": "Hello", "max_output_tokens": 12, "seed": SEED}
-
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            status, answer, _ = await client.post("/v1/responses", body)
-            assert status == 200, answer
-            (item,) = answer["output"]
-            assert item["content"][0]["text"] == text_of(prompt=prompt)
-            assert answer["usage"]["input_tokens"] == prompt
-            assert answer["status"] == item["status"]
-            events = await stream_of(client, "/v1/responses", body)
-            names = [name for name, _ in events]
-            assert names[:4] == [
-                "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
-            ]  # fmt: skip
-            assert names[-1] == f"response.{answer['status']}"
-            assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
-            text = "".join(data["delta"] for name, data in events if name == "response.output_text.delta")
-            assert text == text_of(prompt=prompt) == events[-1][1]["response"]["output"][0]["content"][0]["text"]
-            items = [
-                {"type": "message", "role": "developer", "content": "Be brief."},
-                {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
-            ]
-            _, same, _ = await client.post("/v1/responses", {"input": items, "max_output_tokens": 12, "seed": SEED})
-            assert same["output"][0]["content"][0]["text"] == text_of(prompt=prompt)
-            for field, value in (("store", True), ("previous_response_id", "resp_1"), ("background", True)):
-                status, answer, _ = await client.post("/v1/responses", body | {field: value})
-                assert (status, answer["error"]["param"]) == (400, field)
-
-    run(test)
+    async with door(tmp_path) as client:
+        status, answer, _ = await client.post("/v1/responses", body)
+        assert status == 200, answer
+        (item,) = answer["output"]
+        assert item["content"][0]["text"] == text_of(prompt=prompt)
+        assert answer["usage"]["input_tokens"] == prompt
+        assert answer["status"] == item["status"]
+        events = await stream_of(client, "/v1/responses", body)
+        names = [name for name, _ in events]
+        assert names[:4] == [
+            "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
+        ]  # fmt: skip
+        assert names[-1] == f"response.{answer['status']}"
+        assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+        text = "".join(data["delta"] for name, data in events if name == "response.output_text.delta")
+        assert text == text_of(prompt=prompt) == events[-1][1]["response"]["output"][0]["content"][0]["text"]
+        items = [
+            {"type": "message", "role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        ]
+        _, same, _ = await client.post("/v1/responses", {"input": items, "max_output_tokens": 12, "seed": SEED})
+        assert same["output"][0]["content"][0]["text"] == text_of(prompt=prompt)
+        for field, value in (("store", True), ("previous_response_id", "resp_1"), ("background", True)):
+            status, answer, _ = await client.post("/v1/responses", body | {field: value})
+            assert (status, answer["error"]["param"]) == (400, field)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -47,100 +47,82 @@ def connected(running: Served) -> AsyncClient:
     return AsyncClient(addresses.grpc, addresses.operator, http=addresses.api)
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 120))
+async def test_generate_chat_status_and_explain(tmp_path: Path) -> None:
+    async with router(tmp_path) as running, connected(running) as client:
+        tokens, reason = expected(SEED, len(PROMPT), 12)
+        stream = client.generate(PROMPT, seed=SEED, max_tokens=12, request_id="mine", timeout=30)
+        deltas = [delta async for delta in stream]
+        result = await stream.result()
+        assert [token for delta in deltas for token in delta.token_ids] == result.token_ids == tokens
+        assert result.text == TOKENIZER.decode([token for token in tokens if token != EOS])
+        assert (result.finish_reason, result.request_id, result.seed) == (reason, "mine", SEED)
+        assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (len(PROMPT), len(tokens))
+        assert result.work.decode_workers == ("decode-0",)
+        assert result.timing.first_token is not None
+        assert result.timing.finished is not None
+        assert result.timing.first_token <= result.timing.finished
+
+        several = await client.generate(PROMPT, seed=SEED, max_tokens=12, n=3).results()
+        assert [one.index for one in several] == [0, 1, 2]
+        assert [one.token_ids for one in several] == [expected(SEED + i, len(PROMPT), 12)[0] for i in range(3)]
+
+        chat = client.chat("Hello", seed=SEED, max_completion_tokens=12, timeout=30)
+        content = "".join([delta.content async for delta in chat])
+        answer = await chat.result()
+        prompt = len(TOKENIZER.encode("[user]Hello", special_tokens=False))
+        tokens, reason = expected(SEED, prompt, 12)
+        assert content == answer.content == TOKENIZER.decode([token for token in tokens if token != EOS])
+        assert (answer.finish_reason, answer.usage.prompt_tokens) == (reason, prompt)
+        assert "first_token" in answer.metrics["hops_ms"]
+
+        status = await client.status()
+        assert {process.name for process in status.processes if is_up(process)} == {"router", "decode-0"}
+        assert (await client.explain("mine")).request.completion_tokens == result.usage.completion_tokens
+        assert "mine" in [one.request_id for one in await client.requests()]
 
 
-def test_generate_chat_status_and_explain(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with router(tmp_path) as running, connected(running) as client:
-            tokens, reason = expected(SEED, len(PROMPT), 12)
-            stream = client.generate(PROMPT, seed=SEED, max_tokens=12, request_id="mine", timeout=30)
-            deltas = [delta async for delta in stream]
-            result = await stream.result()
-            assert [token for delta in deltas for token in delta.token_ids] == result.token_ids == tokens
-            assert result.text == TOKENIZER.decode([token for token in tokens if token != EOS])
-            assert (result.finish_reason, result.request_id, result.seed) == (reason, "mine", SEED)
-            assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (len(PROMPT), len(tokens))
-            assert result.work.decode_workers == ("decode-0",)
-            assert result.timing.first_token is not None
-            assert result.timing.finished is not None
-            assert result.timing.first_token <= result.timing.finished
-
-            several = await client.generate(PROMPT, seed=SEED, max_tokens=12, n=3).results()
-            assert [one.index for one in several] == [0, 1, 2]
-            assert [one.token_ids for one in several] == [expected(SEED + i, len(PROMPT), 12)[0] for i in range(3)]
-
-            chat = client.chat("Hello", seed=SEED, max_completion_tokens=12, timeout=30)
-            content = "".join([delta.content async for delta in chat])
-            answer = await chat.result()
-            prompt = len(TOKENIZER.encode("[user]Hello", special_tokens=False))
-            tokens, reason = expected(SEED, prompt, 12)
-            assert content == answer.content == TOKENIZER.decode([token for token in tokens if token != EOS])
-            assert (answer.finish_reason, answer.usage.prompt_tokens) == (reason, prompt)
-            assert "first_token" in answer.metrics["hops_ms"]
-
-            status = await client.status()
-            assert {process.name for process in status.processes if is_up(process)} == {"router", "decode-0"}
-            assert (await client.explain("mine")).request.completion_tokens == result.usage.completion_tokens
-            assert "mine" in [one.request_id for one in await client.requests()]
-
-    run(test)
+async def test_errors_are_the_routers_own(tmp_path: Path) -> None:
+    async with router(tmp_path) as running, connected(running) as client:
+        with pytest.raises(errors.InvalidRequest, match="temperature is -1"):
+            await client.generate(PROMPT, temperature=-1.0).result()
+        with pytest.raises(errors.ModelMismatch, match="other"):
+            await client.generate(PROMPT, model="other").result()
+        with pytest.raises(errors.ModelMismatch, match="other"):
+            await client.chat("Hello", model="other").result()
+        with pytest.raises(errors.InvalidRequest, match="temperature is -1"):
+            await client.chat("Hello", temperature=-1.0).result()
+        with pytest.raises(errors.RequestNotFound):
+            await client.explain("none")
 
 
-def test_errors_are_the_routers_own(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with router(tmp_path) as running, connected(running) as client:
-            with pytest.raises(errors.InvalidRequest, match="temperature is -1"):
-                await client.generate(PROMPT, temperature=-1.0).result()
-            with pytest.raises(errors.ModelMismatch, match="other"):
-                await client.generate(PROMPT, model="other").result()
-            with pytest.raises(errors.ModelMismatch, match="other"):
-                await client.chat("Hello", model="other").result()
-            with pytest.raises(errors.InvalidRequest, match="temperature is -1"):
-                await client.chat("Hello", temperature=-1.0).result()
-            with pytest.raises(errors.RequestNotFound):
-                await client.explain("none")
-
-    run(test)
-
-
-def test_without_workers_there_is_no_answer(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with router(tmp_path, workers=0) as running, connected(running) as client:
-            assert await client.answers()
-            assert not await client.serving()
-            with pytest.raises(errors.Unavailable):
-                await client.chat("Hello", timeout=10).result()
-
-    run(test)
+async def test_without_workers_there_is_no_answer(tmp_path: Path) -> None:
+    async with router(tmp_path, workers=0) as running, connected(running) as client:
+        assert await client.answers()
+        assert not await client.serving()
+        with pytest.raises(errors.Unavailable):
+            await client.chat("Hello", timeout=10).result()
 
 
 @pytest.mark.parametrize("door", ["generate", "chat"])
-def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path, door: str) -> None:
-    async def test() -> None:
-        async with router(tmp_path) as running, connected(running) as client:
-            running.step_seconds = 0.02
-            stream = (
-                client.generate(PROMPT, ignore_eos=True) if door == "generate" else client.chat("Hi", ignore_eos=True)
-            )
-            async with stream:
-                assert await stream.read() is not None
-                assert (await client.status()).counts.running == 1
+async def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path, door: str) -> None:
+    async with router(tmp_path) as running, connected(running) as client:
+        running.step_seconds = 0.02
+        stream = client.generate(PROMPT, ignore_eos=True) if door == "generate" else client.chat("Hi", ignore_eos=True)
+        async with stream:
+            assert await stream.read() is not None
+            assert (await client.status()).counts.running == 1
 
-            async def cancelled() -> bool:
-                counts = (await client.status()).counts
-                return (counts.running, counts.cancelled) == (0, 1)
+        async def cancelled() -> bool:
+            counts = (await client.status()).counts
+            return (counts.running, counts.cancelled) == (0, 1)
 
-            await eventually_async(cancelled, what="the request is cancelled")
-            if door == "generate":
-                with pytest.raises(errors.RequestCancelled):
-                    await stream.read()
-
-    run(test)
+        await eventually_async(cancelled, what="the request is cancelled")
+        if door == "generate":
+            with pytest.raises(errors.RequestCancelled):
+                await stream.read()
 
 
-def test_both_doors_over_tls_with_a_certificate_and_a_key(tmp_path: Path) -> None:
+async def test_both_doors_over_tls_with_a_certificate_and_a_key(tmp_path: Path) -> None:
     authority = trustme.CA()
     for name in ("server", "client"):
         shown = authority.issue_cert("127.0.0.1")
@@ -149,30 +131,26 @@ def test_both_doors_over_tls_with_a_certificate_and_a_key(tmp_path: Path) -> Non
     server, own, trusted = (str(tmp_path / f"{name}.pem") for name in ("server", "client", "ca"))
     key = api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
     tls = TlsConfig(cert_file=server, key_file=server, client_ca_file=trusted)
-
-    async def test() -> None:
-        async with served(msgspec.structs.replace(settings_for(tmp_path), tls=tls)) as running:
-            running.start("decode", "decode-0")
-            address, http = running.addresses.grpc, running.addresses.api
-            shown = ClientTls(trusted, own, own)
-            async with (
-                AsyncClient(address, http=http, api_key=key, tls=shown) as client,
-                AsyncClient(address, http=http, tls=shown) as keyless,
-                AsyncClient(address, http=http, api_key=key, tls=trusted) as nameless,
-            ):
-                await eventually_async(client.serving, what="the cluster serves")
-                assert len((await client.generate(PROMPT, max_tokens=3, ignore_eos=True).result()).token_ids) == 3
-                for door in (keyless.generate, keyless.chat):
-                    with pytest.raises(errors.Unauthenticated):
-                        await door("Hello", timeout=10).result()
-                for door in (nameless.generate, nameless.chat):
-                    with pytest.raises(errors.Unavailable):
-                        await door("Hello", timeout=10).result()
-
-    run(test)
+    async with served(msgspec.structs.replace(settings_for(tmp_path), tls=tls)) as running:
+        running.start("decode", "decode-0")
+        address, http = running.addresses.grpc, running.addresses.api
+        shown = ClientTls(trusted, own, own)
+        async with (
+            AsyncClient(address, http=http, api_key=key, tls=shown) as client,
+            AsyncClient(address, http=http, tls=shown) as keyless,
+            AsyncClient(address, http=http, api_key=key, tls=trusted) as nameless,
+        ):
+            await eventually_async(client.serving, what="the cluster serves")
+            assert len((await client.generate(PROMPT, max_tokens=3, ignore_eos=True).result()).token_ids) == 3
+            for door in (keyless.generate, keyless.chat):
+                with pytest.raises(errors.Unauthenticated):
+                    await door("Hello", timeout=10).result()
+            for door in (nameless.generate, nameless.chat):
+                with pytest.raises(errors.Unavailable):
+                    await door("Hello", timeout=10).result()
 
 
-def test_the_blocking_client_does_the_same(tmp_path: Path) -> None:
+async def test_the_blocking_client_does_the_same(tmp_path: Path) -> None:
     def work(client: Client) -> None:
         tokens, _ = expected(SEED, len(PROMPT), 12)
         with client:
@@ -184,10 +162,7 @@ def test_the_blocking_client_does_the_same(tmp_path: Path) -> None:
             with pytest.raises(errors.ModelMismatch):
                 next(client.generate(PROMPT, model="other"))
 
-    async def test() -> None:
-        async with router(tmp_path) as running:
-            addresses = running.addresses
-            client = Client(addresses.grpc, addresses.operator, http=addresses.api)
-            await asyncio.to_thread(work, client)
-
-    run(test)
+    async with router(tmp_path) as running:
+        addresses = running.addresses
+        client = Client(addresses.grpc, addresses.operator, http=addresses.api)
+        await asyncio.to_thread(work, client)

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -95,303 +95,253 @@ async def cluster(config: settings.Config, *processes: str) -> AsyncIterator[Cli
         yield client
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 30))
+async def test_a_stream_of_tokens(tmp_path: Path) -> None:
+    async with cluster(settings_for(tmp_path), "decode-0", "prefill-0", "store-0") as client:
+        text, tokens, finished = await collect(client.generation.Generate(request(request_id="mine")))
+        assert tokens == expected(SEED, len(PROMPT), 12)[0]
+        assert text == tokenizers.byte_level().decode(tokens)
+        assert finished.finish_reason == generation_pb2.FINISH_REASON_LENGTH
+        assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (20, 12)
+        assert (finished.request_id, finished.seed) == ("mine", SEED)
+        work, timing = finished.work, finished.timing
+        assert (work.attempts, work.prefill_worker, list(work.decode_workers)) == (1, "prefill-0", ["decode-0"])
+        order = [timing.submitted, timing.placed, timing.accepted, timing.prefilled, timing.started]
+        order += [timing.first_token, timing.finished]
+        assert order == sorted(order)
+        assert all(timing.HasField(name) for name in ("prefilled", "started", "prefill_queue"))
+        await eventually_async(lambda: not any(p.sequences or p.jobs for p in client.router.cluster.processes.values()))
 
 
-def test_a_stream_of_tokens(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path), "decode-0", "prefill-0", "store-0") as client:
-            text, tokens, finished = await collect(client.generation.Generate(request(request_id="mine")))
-            assert tokens == expected(SEED, len(PROMPT), 12)[0]
-            assert text == tokenizers.byte_level().decode(tokens)
-            assert finished.finish_reason == generation_pb2.FINISH_REASON_LENGTH
-            assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (20, 12)
-            assert (finished.request_id, finished.seed) == ("mine", SEED)
-            work, timing = finished.work, finished.timing
-            assert (work.attempts, work.prefill_worker, list(work.decode_workers)) == (1, "prefill-0", ["decode-0"])
-            order = [timing.submitted, timing.placed, timing.accepted, timing.prefilled, timing.started]
-            order += [timing.first_token, timing.finished]
-            assert order == sorted(order)
-            assert all(timing.HasField(name) for name in ("prefilled", "started", "prefill_queue"))
-            await eventually_async(
-                lambda: not any(p.sequences or p.jobs for p in client.router.cluster.processes.values())
-            )
-
-    run(test)
+async def test_a_request_is_named_at_once_and_explained_afterwards(tmp_path: Path) -> None:
+    async with cluster(settings_for(tmp_path), "decode-0") as client:
+        call = client.generation.Generate(request())
+        name = dict(await call.initial_metadata())[grpc_calls.REQUEST_ID]
+        _, _, finished = await collect(call)
+        assert finished.request_id == name
+        report = await client.operator.explain(name)
+        assert report.request.ttft_ms == report.attempts[0].actual.ttft_ms == finished.timing.first_token
+        assert [one.request_id for one in await client.operator.requests()] == [name]
+        with pytest.raises(RequestNotFound):
+            await client.operator.explain("none")
 
 
-def test_a_request_is_named_at_once_and_explained_afterwards(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path), "decode-0") as client:
-            call = client.generation.Generate(request())
-            name = dict(await call.initial_metadata())[grpc_calls.REQUEST_ID]
-            _, _, finished = await collect(call)
-            assert finished.request_id == name
-            report = await client.operator.explain(name)
-            assert report.request.ttft_ms == report.attempts[0].actual.ttft_ms == finished.timing.first_token
-            assert [one.request_id for one in await client.operator.requests()] == [name]
-            with pytest.raises(RequestNotFound):
-                await client.operator.explain("none")
-
-    run(test)
-
-
-def test_a_drained_worker_is_shown_so(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path), "decode-0") as client:
-            assert (await client.operator.drain("decode-0")).state == "draining"
-            await eventually_async(lambda: _is(client.serving(), False))
-            await client.operator.drain("decode-0", undo=True)
-            await eventually_async(lambda: _is(client.serving(), True))
-            with pytest.raises(ProcessNotFound):
-                await client.operator.drain("decode-7")
-            with pytest.raises(InvalidRequest):
-                await client.operator.drain("decode-0", now=True)
-
-    run(test)
+async def test_a_drained_worker_is_shown_so(tmp_path: Path) -> None:
+    async with cluster(settings_for(tmp_path), "decode-0") as client:
+        assert (await client.operator.drain("decode-0")).state == "draining"
+        await eventually_async(lambda: _is(client.serving(), False))
+        await client.operator.drain("decode-0", undo=True)
+        await eventually_async(lambda: _is(client.serving(), True))
+        with pytest.raises(ProcessNotFound):
+            await client.operator.drain("decode-7")
+        with pytest.raises(InvalidRequest):
+            await client.operator.drain("decode-0", now=True)
 
 
 async def _is(answer: Awaitable[bool], expected: bool) -> bool:
     return await answer is expected
 
 
-def test_text_stop_strings_and_drawn_seeds(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path), "decode-0") as client:
-            prompt = tokenizers.byte_level().encode("The quick brown fox").ids
-            whole, tokens, finished = await collect(
-                client.generation.Generate(request(text="The quick brown fox", max_tokens=40, ignore_eos=True))
-            )
-            assert finished.usage.prompt_tokens == len(prompt)
-            assert tokens[:3] == expected(SEED, len(prompt), 3)[0]
-            stop = whole[len(whole) // 2 :][:3]
-            text, cut, finished = await collect(
-                client.generation.Generate(
-                    request(text="The quick brown fox", max_tokens=40, ignore_eos=True, stop=[stop])
-                )
-            )
-            assert text == whole[: whole.index(stop)]
-            assert cut == tokens[: len(cut)]
-            assert finished.finish_reason == generation_pb2.FINISH_REASON_STOP
-            assert finished.usage.completion_tokens == len(cut)
-            drawn = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[5]), max_tokens=1)
-            seeds = {(await collect(client.generation.Generate(drawn)))[2].seed for _ in range(3)}
-            assert len(seeds) == 3
-
-    run(test)
+async def test_text_stop_strings_and_drawn_seeds(tmp_path: Path) -> None:
+    async with cluster(settings_for(tmp_path), "decode-0") as client:
+        prompt = tokenizers.byte_level().encode("The quick brown fox").ids
+        whole, tokens, finished = await collect(
+            client.generation.Generate(request(text="The quick brown fox", max_tokens=40, ignore_eos=True))
+        )
+        assert finished.usage.prompt_tokens == len(prompt)
+        assert tokens[:3] == expected(SEED, len(prompt), 3)[0]
+        stop = whole[len(whole) // 2 :][:3]
+        text, cut, finished = await collect(
+            client.generation.Generate(request(text="The quick brown fox", max_tokens=40, ignore_eos=True, stop=[stop]))
+        )
+        assert text == whole[: whole.index(stop)]
+        assert cut == tokens[: len(cut)]
+        assert finished.finish_reason == generation_pb2.FINISH_REASON_STOP
+        assert finished.usage.completion_tokens == len(cut)
+        drawn = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[5]), max_tokens=1)
+        seeds = {(await collect(client.generation.Generate(drawn)))[2].seed for _ in range(3)}
+        assert len(seeds) == 3
 
 
-def test_a_death_is_not_seen_by_the_client(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path), "decode-0", "decode-1") as client:
-            client.router.step_seconds = 0.01
-            call = client.generation.Generate(request(max_tokens=150, ignore_eos=True))
-            tokens: list[int] = []
-            killed = False
-            async for response in call:
-                tokens += response.delta.token_ids
-                if len(tokens) >= 20 and not killed:
-                    killed = True
-                    busy = next(p for p in client.router.cluster.processes.values() if p.sequences)
-                    client.router.kill(busy)
-                if response.HasField("finished"):
-                    assert response.finished.work.attempts == 2
-                    assert len(response.finished.work.decode_workers) == 2
-            assert len(tokens) == 150
-            assert tokens == [token_at(SEED, len(PROMPT) + i) for i in range(150)]
-
-    run(test)
+async def test_a_death_is_not_seen_by_the_client(tmp_path: Path) -> None:
+    async with cluster(settings_for(tmp_path), "decode-0", "decode-1") as client:
+        client.router.step_seconds = 0.01
+        call = client.generation.Generate(request(max_tokens=150, ignore_eos=True))
+        tokens: list[int] = []
+        killed = False
+        async for response in call:
+            tokens += response.delta.token_ids
+            if len(tokens) >= 20 and not killed:
+                killed = True
+                busy = next(p for p in client.router.cluster.processes.values() if p.sequences)
+                client.router.kill(busy)
+            if response.HasField("finished"):
+                assert response.finished.work.attempts == 2
+                assert len(response.finished.work.decode_workers) == 2
+        assert len(tokens) == 150
+        assert tokens == [token_at(SEED, len(PROMPT) + i) for i in range(150)]
 
 
-def test_errors_are_statuses_with_a_reason(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path, max_queued=0)) as client:
-            code, details, metadata = await client.refused(request(model="gpt-17"))
-            assert (code, metadata[grpc_calls.REASON]) == (grpc.StatusCode.NOT_FOUND, "model_mismatch")
-            assert "gpt-17" in details
-            code, details, _ = await client.refused(request(temperature=-1.0))
-            assert code == grpc.StatusCode.INVALID_ARGUMENT
-            assert "temperature is -1.0" in details
-            code, _, metadata = await client.refused(request(max_tokens=4_096))
-            assert (code, metadata[grpc_calls.REASON]) == (grpc.StatusCode.INVALID_ARGUMENT, "context_too_long")
-            code, _, metadata = await client.refused(request())
-            assert (code, metadata[grpc_calls.REASON]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
-            assert int(metadata[grpc_calls.RETRY_AFTER]) > 0
-            code, _, _ = await client.refused(request(text="x" * 17 * 2**20))
-            assert code == grpc.StatusCode.RESOURCE_EXHAUSTED  # larger than any message may be
-
-    run(test)
+async def test_errors_are_statuses_with_a_reason(tmp_path: Path) -> None:
+    async with cluster(settings_for(tmp_path, max_queued=0)) as client:
+        code, details, metadata = await client.refused(request(model="gpt-17"))
+        assert (code, metadata[grpc_calls.REASON]) == (grpc.StatusCode.NOT_FOUND, "model_mismatch")
+        assert "gpt-17" in details
+        code, details, _ = await client.refused(request(temperature=-1.0))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert "temperature is -1.0" in details
+        code, _, metadata = await client.refused(request(max_tokens=4_096))
+        assert (code, metadata[grpc_calls.REASON]) == (grpc.StatusCode.INVALID_ARGUMENT, "context_too_long")
+        code, _, metadata = await client.refused(request())
+        assert (code, metadata[grpc_calls.REASON]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+        assert int(metadata[grpc_calls.RETRY_AFTER]) > 0
+        code, _, _ = await client.refused(request(text="x" * 17 * 2**20))
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED  # larger than any message may be
 
 
-def test_our_own_mistakes_are_logged_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_our_own_mistakes_are_logged_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a secret of the router")
 
     monkeypatch.setattr(RouterDriver, "submit", broken)
-
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path), "decode-0") as client:
-            code, details, _ = await client.refused(request())
-            assert code == grpc.StatusCode.INTERNAL
-            assert "secret" not in details
-            assert "Traceback" not in details
-
-    run(test)
+    async with cluster(settings_for(tmp_path), "decode-0") as client:
+        code, details, _ = await client.refused(request())
+        assert code == grpc.StatusCode.INTERNAL
+        assert "secret" not in details
+        assert "Traceback" not in details
 
 
-def test_a_client_that_leaves_frees_its_worker(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path), "decode-0") as client:
-            (worker,) = client.router.cluster.processes.values()
-            call = client.generation.Generate(request(max_tokens=900, ignore_eos=True))
-            await call.read()
-            assert worker.sequences
-            call.cancel()
-            await eventually_async(lambda: not worker.sequences)
-            assert (await client.status()).counts.cancelled == 1
-            code, _, _ = await client.refused(request(max_tokens=900, ignore_eos=True), timeout=0.2)
-            assert code == grpc.StatusCode.DEADLINE_EXCEEDED
-            await eventually_async(lambda: not worker.sequences)
-
-    run(test)
+async def test_a_client_that_leaves_frees_its_worker(tmp_path: Path) -> None:
+    async with cluster(settings_for(tmp_path), "decode-0") as client:
+        (worker,) = client.router.cluster.processes.values()
+        call = client.generation.Generate(request(max_tokens=900, ignore_eos=True))
+        await call.read()
+        assert worker.sequences
+        call.cancel()
+        await eventually_async(lambda: not worker.sequences)
+        assert (await client.status()).counts.cancelled == 1
+        code, _, _ = await client.refused(request(max_tokens=900, ignore_eos=True), timeout=0.2)
+        assert code == grpc.StatusCode.DEADLINE_EXCEEDED
+        await eventually_async(lambda: not worker.sequences)
 
 
-def test_a_router_that_stops_says_so(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            router = await stack.enter_async_context(served(settings_for(tmp_path)))
-            async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
-                worker = router.start("decode", "decode-0")
-                stub: Any = generation_pb2_grpc.GenerationStub(channel)
-                call = stub.Generate(request(max_tokens=900, ignore_eos=True))
-                reading = asyncio.create_task(collect(call))
-                await eventually_async(lambda: worker.sequences)
-                await stack.pop_all().aclose()
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await reading
-                assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-                assert "stopping" in (caught.value.details() or "")
-
-    run(test)
+async def test_a_router_that_stops_says_so(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        router = await stack.enter_async_context(served(settings_for(tmp_path)))
+        async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
+            worker = router.start("decode", "decode-0")
+            stub: Any = generation_pb2_grpc.GenerationStub(channel)
+            call = stub.Generate(request(max_tokens=900, ignore_eos=True))
+            reading = asyncio.create_task(collect(call))
+            await eventually_async(lambda: worker.sequences)
+            await stack.pop_all().aclose()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await reading
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert "stopping" in (caught.value.details() or "")
 
 
-def test_status_health_and_reflection(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path)) as client:
-            assert not await client.serving()
-            assert (await client.status()).model is None
-            decode = client.router.start("decode", "decode-0")
-            client.router.start("store", "store-0")
-            await client.joined(2)
-            await eventually_async(lambda: client.serving("baton.v1.Generation"))
-            await collect(client.generation.Generate(request()))
-            status = await client.status()
-            by_name = {process.name: process for process in status.processes}
-            assert list(by_name) == ["router", "decode-0", "store-0"]
-            assert by_name["router"].role == "router"
-            assert by_name["router"].metrics_address == client.router.addresses.http
-            assert by_name["decode-0"].incarnation == decode.peer.incarnation
-            assert by_name["decode-0"].state == "live"
-            assert (by_name["decode-0"].heartbeat_age_ms or 0) < 1_000
-            assert status.model is not None
-            assert (status.model.namespace.page_size, status.model_name, status.cluster) == (4, "small", "baton")
-            assert status.log_dir.endswith("logs")
-            assert (status.counts.finished, status.counts.placed_local) == (1, 1)
-            client.router.kill(decode)
+async def test_status_health_and_reflection(tmp_path: Path) -> None:
+    async with cluster(settings_for(tmp_path)) as client:
+        assert not await client.serving()
+        assert (await client.status()).model is None
+        decode = client.router.start("decode", "decode-0")
+        client.router.start("store", "store-0")
+        await client.joined(2)
+        await eventually_async(lambda: client.serving("baton.v1.Generation"))
+        await collect(client.generation.Generate(request()))
+        status = await client.status()
+        by_name = {process.name: process for process in status.processes}
+        assert list(by_name) == ["router", "decode-0", "store-0"]
+        assert by_name["router"].role == "router"
+        assert by_name["router"].metrics_address == client.router.addresses.http
+        assert by_name["decode-0"].incarnation == decode.peer.incarnation
+        assert by_name["decode-0"].state == "live"
+        assert (by_name["decode-0"].heartbeat_age_ms or 0) < 1_000
+        assert status.model is not None
+        assert (status.model.namespace.page_size, status.model_name, status.cluster) == (4, "small", "baton")
+        assert status.log_dir.endswith("logs")
+        assert (status.counts.finished, status.counts.placed_local) == (1, 1)
+        client.router.kill(decode)
 
-            async def not_serving() -> bool:
-                return not await client.serving()
+        async def not_serving() -> bool:
+            return not await client.serving()
 
-            await eventually_async(not_serving)
-            states = {process.name: process.state for process in (await client.status()).processes}
-            assert states["decode-0"] == "silent"
-            call = client.reflection.ServerReflectionInfo()
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            services = {service.name for service in (await call.read()).list_services_response.service}
-            assert {"baton.v1.Generation", "grpc.health.v1.Health"} <= services
-            await call.done_writing()
-
-    run(test)
+        await eventually_async(not_serving)
+        states = {process.name: process.state for process in (await client.status()).processes}
+        assert states["decode-0"] == "silent"
+        call = client.reflection.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        services = {service.name for service in (await call.read()).list_services_response.service}
+        assert {"baton.v1.Generation", "grpc.health.v1.Health"} <= services
+        await call.done_writing()
 
 
-def test_the_http_port(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path)) as client, aiohttp.ClientSession() as http:
-            base = f"http://{client.router.addresses.http}"
-            async with http.get(f"{base}/healthz") as answer:
-                assert answer.status == 503
-            client.router.start("decode", "decode-0")
-            await client.joined(1)
-            await collect(client.generation.Generate(request()))
-            async with http.get(f"{base}/healthz") as answer:
-                assert answer.status == 200
-            async with http.get(f"{base}/discovery") as answer:
-                assert answer.content_type == "application/json"
-                assert await answer.json() == [
-                    {
-                        "targets": [client.router.addresses.http],
-                        "labels": {"role": "router", "node": "a", "name": "router"},
-                    }
-                ]
-            await asyncio.sleep(0.1)
-            async with http.get(f"{base}/metrics") as answer:
-                page = await answer.text()
-            assert 'baton_request_success_total{finished_reason="length"} 1.0' in page
-            assert "baton_generation_tokens_total 12.0" in page
-            assert "baton_time_to_first_token_seconds_count 1.0" in page
-
-    run(test)
+async def test_the_http_port(tmp_path: Path) -> None:
+    async with cluster(settings_for(tmp_path)) as client, aiohttp.ClientSession() as http:
+        base = f"http://{client.router.addresses.http}"
+        async with http.get(f"{base}/healthz") as answer:
+            assert answer.status == 503
+        client.router.start("decode", "decode-0")
+        await client.joined(1)
+        await collect(client.generation.Generate(request()))
+        async with http.get(f"{base}/healthz") as answer:
+            assert answer.status == 200
+        async with http.get(f"{base}/discovery") as answer:
+            assert answer.content_type == "application/json"
+            assert await answer.json() == [
+                {
+                    "targets": [client.router.addresses.http],
+                    "labels": {"role": "router", "node": "a", "name": "router"},
+                }
+            ]
+        await asyncio.sleep(0.1)
+        async with http.get(f"{base}/metrics") as answer:
+            page = await answer.text()
+        assert 'baton_request_success_total{finished_reason="length"} 1.0' in page
+        assert "baton_generation_tokens_total 12.0" in page
+        assert "baton_time_to_first_token_seconds_count 1.0" in page
 
 
-def test_off_loopback_the_http_port_asks_for_an_operators_key(tmp_path: Path) -> None:
+async def test_off_loopback_the_http_port_asks_for_an_operators_key(tmp_path: Path) -> None:
     config = settings_for(tmp_path, host="0.0.0.0")
+    async with cluster(config) as client, aiohttp.ClientSession() as http:
+        port = client.router.addresses.http.rpartition(":")[2]
 
-    async def test() -> None:
-        async with cluster(config) as client, aiohttp.ClientSession() as http:
-            port = client.router.addresses.http.rpartition(":")[2]
+        async def status(path: str, key: str = "", address: str = f"127.0.0.1:{port}") -> int:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            async with http.get(f"http://{address}{path}", headers=headers) as answer:
+                return answer.status
 
-            async def status(path: str, key: str = "", address: str = f"127.0.0.1:{port}") -> int:
-                headers = {"Authorization": f"Bearer {key}"} if key else {}
-                async with http.get(f"http://{address}{path}", headers=headers) as answer:
-                    return answer.status
+        assert await status("/metrics") == 200  # there are no keys yet
+        path = tmp_path / "api-keys.json"
+        plain = api_keys.add(path, Identity(name="one", tenant="acme"), "")
+        operator = api_keys.add(path, Identity(name="ops", operator=True), "")
 
-            assert await status("/metrics") == 200  # there are no keys yet
-            path = tmp_path / "api-keys.json"
-            plain = api_keys.add(path, Identity(name="one", tenant="acme"), "")
-            operator = api_keys.add(path, Identity(name="ops", operator=True), "")
+        async def needs_key() -> bool:
+            return await status("/metrics") == 401
 
-            async def needs_key() -> bool:
-                return await status("/metrics") == 401
+        await eventually_async(needs_key)
+        for page in ("/metrics", "/discovery"):
+            assert await status(page) == 401
+            assert await status(page, plain) == 403
+            assert await status(page, operator) == 200
+        assert await status("/healthz") in (200, 503)
 
-            await eventually_async(needs_key)
-            for page in ("/metrics", "/discovery"):
-                assert await status(page) == 401
-                assert await status(page, plain) == 403
-                assert await status(page, operator) == 200
-            assert await status("/healthz") in (200, 503)
+        async def whole_page() -> bool:
+            return await status("/metrics", operator, client.router.addresses.api) == 200
 
-            async def whole_page() -> bool:
-                return await status("/metrics", operator, client.router.addresses.api) == 200
-
-            await eventually_async(whole_page)
-
-    run(test)
+        await eventually_async(whole_page)
 
 
 @pytest.mark.parametrize("port", ["grpc_port", "internal_port", "http_port"])
-def test_a_port_in_use_is_named(tmp_path: Path, port: str) -> None:
+async def test_a_port_in_use_is_named(tmp_path: Path, port: str) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         number = holder.getsockname()[1]
-
-        async def test() -> None:
+        with pytest.raises(PortInUse, match=str(number)):
             async with served(settings_for(tmp_path, **{port: number})):
                 pass
-
-        with pytest.raises(PortInUse, match=str(number)):
-            run(test)
 
 
 def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) -> None:
@@ -430,15 +380,11 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
             process.kill()
 
 
-def test_an_unknown_model_is_named(tmp_path: Path) -> None:
+async def test_an_unknown_model_is_named(tmp_path: Path) -> None:
     config = settings.Config(model=settings.ModelConfig(path=str(tmp_path)))
-
-    async def test() -> None:
+    with pytest.raises(ModelNotFound, match=str(tmp_path)):
         async with served(config):
             pass
-
-    with pytest.raises(ModelNotFound, match=str(tmp_path)):
-        run(test)
 
 
 # --- the seam ---

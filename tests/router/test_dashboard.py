@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from html.parser import HTMLParser
 from math import ceil
 from pathlib import Path
@@ -35,10 +35,6 @@ from tests.support.eventually import eventually_async
 STATIC = Path(dashboard.__file__).parent / "static"
 HOSTILE = "<img/src=x/onerror=alert(1)>&quot;"
 BODY: dict[str, Any] = {"prompt": list(range(20, 120)), "max_tokens": 6, "seed": 4}
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 class Page:
@@ -159,83 +155,77 @@ def test_only_so_many_pages_may_be_open_at_a_time() -> None:
 # --- the data ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_tells_of_processes_requests_pages_and_events(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with page(tmp_path) as board:
-            empty = await board.snapshot()
-            assert not empty.processes
-            assert empty.unready == "no decode worker is live"
-            await with_workers(board)
-            for number in range(3):
-                await board.complete(f"mine-{number}")
+async def test_a_snapshot_tells_of_processes_requests_pages_and_events(tmp_path: Path) -> None:
+    async with page(tmp_path) as board:
+        empty = await board.snapshot()
+        assert not empty.processes
+        assert empty.unready == "no decode worker is live"
+        await with_workers(board)
+        for number in range(3):
+            await board.complete(f"mine-{number}")
 
-            async def is_shown() -> bool:
-                return (await board.snapshot()).totals.finished == 3
+        async def is_shown() -> bool:
+            return (await board.snapshot()).totals.finished == 3
 
-            await eventually_async(is_shown)
+        await eventually_async(is_shown)
+        shown = await board.snapshot()
+        assert shown.unready == ""
+        assert [one.request_id for one in shown.requests] == ["mine-2", "mine-1", "mine-0"]
+        row = shown.requests[-1]
+        assert row.state == "finished"
+        assert row.completion_tokens == 6
+        assert list(row.hops)[-2:] == ["first_token", "ended"]
+        assert list(row.hops.values()) == sorted(row.hops.values())
+        assert set(row.tags) == {"newest", "slowest"}
+        cards = {one.name: one for one in shown.processes}
+        assert {one.state for one in cards.values()} == {"live"}
+        assert sum(1 for one in shown.notices if one.kind == "joins") == 3
+        sample = dict(zip(shown.columns, msgspec.to_builtins(shown.samples[-1]), strict=True))
+        assert sample["sequence"] == shown.sequence
+
+        status, body, _ = await board.ask("/dashboard/api/history")
+        history = msgspec.json.decode(body, type=History)
+        assert status == 200
+        assert [one.sequence for one in history.samples] == [*range(1, history.samples[-1].sequence + 1)]
+        assert sum(one.finished for one in history.samples) > 0
+
+        status, body, _ = await board.ask(f"/dashboard/api/request?name={row.name}")
+        assert status == 200
+        assert json.loads(body)["request"]["request_id"] == "mine-0"
+        assert json.loads(body)["attempts"][0]["candidates"]
+        status, body, _ = await board.ask("/dashboard/api/request?name=none")
+        assert status == 404
+        assert "none" in json.loads(body)["error"]["message"]
+        assert (await board.ask("/dashboard/api/request"))[0] == 400
+
+
+async def test_a_worker_that_dies_is_told_and_its_request_is_among_the_troubled(tmp_path: Path) -> None:
+    async with page(tmp_path) as board:
+        await with_workers(board)
+        board.router.step_seconds = 0.1  # so that it dies in the middle of the request
+        asking = asyncio.create_task(board.complete("mine", 100))
+
+        async def runs() -> bool:
+            return any(one.state == "running" for one in (await board.snapshot()).requests)
+
+        await eventually_async(runs)
+        workers = board.router.cluster.processes.values()
+        board.router.kill(next(one for one in workers if one.peer.name == "decode-0"))
+        board.router.step_seconds = 0.002
+        board.router.start("decode", "decode-1")
+        await asking
+
+        async def is_shown() -> bool:
             shown = await board.snapshot()
-            assert shown.unready == ""
-            assert [one.request_id for one in shown.requests] == ["mine-2", "mine-1", "mine-0"]
-            row = shown.requests[-1]
-            assert row.state == "finished"
-            assert row.completion_tokens == 6
-            assert list(row.hops)[-2:] == ["first_token", "ended"]
-            assert list(row.hops.values()) == sorted(row.hops.values())
-            assert set(row.tags) == {"newest", "slowest"}
-            cards = {one.name: one for one in shown.processes}
-            assert {one.state for one in cards.values()} == {"live"}
-            assert sum(1 for one in shown.notices if one.kind == "joins") == 3
-            sample = dict(zip(shown.columns, msgspec.to_builtins(shown.samples[-1]), strict=True))
-            assert sample["sequence"] == shown.sequence
+            troubled = [one.request_id for one in shown.requests if "troubled" in one.tags]
+            gone = [one for one in shown.notices if one.kind == "gone" and one.level == "error"]
+            states = {one.name: one.state for one in shown.processes}
+            return troubled == ["mine"] and len(gone) == 1 and states["decode-0"] == "silent"
 
-            status, body, _ = await board.ask("/dashboard/api/history")
-            history = msgspec.json.decode(body, type=History)
-            assert status == 200
-            assert [one.sequence for one in history.samples] == [*range(1, history.samples[-1].sequence + 1)]
-            assert sum(one.finished for one in history.samples) > 0
-
-            status, body, _ = await board.ask(f"/dashboard/api/request?name={row.name}")
-            assert status == 200
-            assert json.loads(body)["request"]["request_id"] == "mine-0"
-            assert json.loads(body)["attempts"][0]["candidates"]
-            status, body, _ = await board.ask("/dashboard/api/request?name=none")
-            assert status == 404
-            assert "none" in json.loads(body)["error"]["message"]
-            assert (await board.ask("/dashboard/api/request"))[0] == 400
-
-    run(test)
+        await eventually_async(is_shown)
 
 
-def test_a_worker_that_dies_is_told_and_its_request_is_among_the_troubled(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with page(tmp_path) as board:
-            await with_workers(board)
-            board.router.step_seconds = 0.1  # so that it dies in the middle of the request
-            asking = asyncio.create_task(board.complete("mine", 100))
-
-            async def runs() -> bool:
-                return any(one.state == "running" for one in (await board.snapshot()).requests)
-
-            await eventually_async(runs)
-            workers = board.router.cluster.processes.values()
-            board.router.kill(next(one for one in workers if one.peer.name == "decode-0"))
-            board.router.step_seconds = 0.002
-            board.router.start("decode", "decode-1")
-            await asking
-
-            async def is_shown() -> bool:
-                shown = await board.snapshot()
-                troubled = [one.request_id for one in shown.requests if "troubled" in one.tags]
-                gone = [one for one in shown.notices if one.kind == "gone" and one.level == "error"]
-                states = {one.name: one.state for one in shown.processes}
-                return troubled == ["mine"] and len(gone) == 1 and states["decode-0"] == "silent"
-
-            await eventually_async(is_shown)
-
-    run(test)
-
-
-def test_there_is_one_snapshot_a_second_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_there_is_one_snapshot_a_second_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     feeds: list[dashboard.DashboardFeed] = []
     original = dashboard.DashboardFeed.__init__
 
@@ -244,17 +234,13 @@ def test_there_is_one_snapshot_a_second_however_many_ask(tmp_path: Path, monkeyp
         original(self, *args)
 
     monkeypatch.setattr(dashboard.DashboardFeed, "__init__", remembered)
-
-    async def test() -> None:
-        async with page(tmp_path) as board:
-            await eventually_async(lambda: _sampled(board))
-            before, began = feeds[0].snapshots, asyncio.get_running_loop().time()
-            bodies = await asyncio.gather(*(board.ask("/dashboard/api/snapshot") for _ in range(200)))
-            seconds = asyncio.get_running_loop().time() - began
-            assert {status for status, _, _ in bodies} == {200}
-            assert feeds[0].snapshots - before <= ceil(seconds / dashboard.PERIOD) + 1
-
-    run(test)
+    async with page(tmp_path) as board:
+        await eventually_async(lambda: _sampled(board))
+        before, began = feeds[0].snapshots, asyncio.get_running_loop().time()
+        bodies = await asyncio.gather(*(board.ask("/dashboard/api/snapshot") for _ in range(200)))
+        seconds = asyncio.get_running_loop().time() - began
+        assert {status for status, _, _ in bodies} == {200}
+        assert feeds[0].snapshots - before <= ceil(seconds / dashboard.PERIOD) + 1
 
 
 async def _sampled(board: Page) -> bool:
@@ -264,72 +250,62 @@ async def _sampled(board: Page) -> bool:
 # --- who may read it --------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_open_and_its_data_is_for_operators(tmp_path: Path) -> None:
+async def test_the_page_is_open_and_its_data_is_for_operators(tmp_path: Path) -> None:
     tenant = api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
     operator = api_keys.add(tmp_path / "api-keys.json", Identity(name="two", operator=True), "")
-
-    async def test() -> None:
-        async with page(tmp_path) as board:
-            for path in ("/dashboard", *(f"/dashboard/static/{name}" for name in static_files())):
-                assert (await board.ask(path))[0] == 200
-            data = ("/dashboard/api/snapshot", "/dashboard/api/history", "/dashboard/api/request?name=a")
-            for path in data:
-                assert (await board.ask(path))[0] == 401
-                assert (await board.ask(path, authorization="Bearer wrong"))[0] == 401
-                status, body, _ = await board.ask(path, authorization=f"Bearer {tenant}")
-                assert status == 403
-                assert "operator" in json.loads(body)["error"]["message"]
-            assert (await board.ask(data[0], authorization=f"Bearer {operator}"))[0] == 200
-            assert (await board.ask("/dashboard/other", authorization=f"Bearer {tenant}"))[0] == 404
-            assert (await board.ask("/dashboard/other"))[0] == 401
-
-    run(test)
+    async with page(tmp_path) as board:
+        for path in ("/dashboard", *(f"/dashboard/static/{name}" for name in static_files())):
+            assert (await board.ask(path))[0] == 200
+        data = ("/dashboard/api/snapshot", "/dashboard/api/history", "/dashboard/api/request?name=a")
+        for path in data:
+            assert (await board.ask(path))[0] == 401
+            assert (await board.ask(path, authorization="Bearer wrong"))[0] == 401
+            status, body, _ = await board.ask(path, authorization=f"Bearer {tenant}")
+            assert status == 403
+            assert "operator" in json.loads(body)["error"]["message"]
+        assert (await board.ask(data[0], authorization=f"Bearer {operator}"))[0] == 200
+        assert (await board.ask("/dashboard/other", authorization=f"Bearer {tenant}"))[0] == 404
+        assert (await board.ask("/dashboard/other"))[0] == 401
 
 
-def test_names_of_clients_go_out_as_json_that_no_browser_takes_for_a_page(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with page(tmp_path) as board:
-            await with_workers(board)
-            await board.complete(HOSTILE)
+async def test_names_of_clients_go_out_as_json_that_no_browser_takes_for_a_page(tmp_path: Path) -> None:
+    async with page(tmp_path) as board:
+        await with_workers(board)
+        await board.complete(HOSTILE)
 
-            async def is_shown() -> bool:
-                return bool((await board.snapshot()).requests)
+        async def is_shown() -> bool:
+            return bool((await board.snapshot()).requests)
 
-            await eventually_async(is_shown)
-            assert (await board.snapshot()).requests[0].request_id == HOSTILE
-            _, _, headers = await board.ask("/dashboard/api/snapshot")
-            assert headers["content-type"] == "application/json"
-            assert headers["x-content-type-options"] == "nosniff"
-            assert headers["cache-control"] == "no-store"
-            assert "default-src 'none'" in headers["content-security-policy"]
-
-    run(test)
+        await eventually_async(is_shown)
+        assert (await board.snapshot()).requests[0].request_id == HOSTILE
+        _, _, headers = await board.ask("/dashboard/api/snapshot")
+        assert headers["content-type"] == "application/json"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-store"
+        assert "default-src 'none'" in headers["content-security-policy"]
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
-def test_files_have_their_types_and_are_sent_again_only_when_they_changed(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with page(tmp_path) as board:
-            kinds = {"/dashboard": "text/html", "main.js": "text/javascript", "dashboard.css": "text/css"}
-            for name, kind in {**kinds, "icon.svg": "image/svg+xml"}.items():
-                path = name if name.startswith("/") else f"/dashboard/static/{name}"
-                status, body, headers = await board.ask(path)
-                assert status == 200
-                assert headers["content-type"].partition(";")[0] == kind
-                assert {name: headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
-                assert headers["cache-control"] == "no-cache"
-                status, again, unchanged = await board.ask(path, if_none_match=headers["etag"])
-                assert (status, again) == (304, b"")
-                assert unchanged["etag"] == headers["etag"]
-                assert (await board.ask(path, if_none_match='"other"'))[1] == body
-            for path in ("none.js", "..%2fdashboard.py", "%2e%2e/routes.py", "..%2f..%2fapp.py"):
-                assert (await board.ask(f"/dashboard/static/{path}"))[0] in (401, 404)
-            status, _, headers = await board.ask("/dashboard/")
-            assert (status, headers["location"]) == (308, "../dashboard")
-
-    run(test)
+async def test_files_have_their_types_and_are_sent_again_only_when_they_changed(tmp_path: Path) -> None:
+    async with page(tmp_path) as board:
+        kinds = {"/dashboard": "text/html", "main.js": "text/javascript", "dashboard.css": "text/css"}
+        for name, kind in {**kinds, "icon.svg": "image/svg+xml"}.items():
+            path = name if name.startswith("/") else f"/dashboard/static/{name}"
+            status, body, headers = await board.ask(path)
+            assert status == 200
+            assert headers["content-type"].partition(";")[0] == kind
+            assert {name: headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
+            assert headers["cache-control"] == "no-cache"
+            status, again, unchanged = await board.ask(path, if_none_match=headers["etag"])
+            assert (status, again) == (304, b"")
+            assert unchanged["etag"] == headers["etag"]
+            assert (await board.ask(path, if_none_match='"other"'))[1] == body
+        for path in ("none.js", "..%2fdashboard.py", "%2e%2e/routes.py", "..%2f..%2fapp.py"):
+            assert (await board.ask(f"/dashboard/static/{path}"))[0] in (401, 404)
+        status, _, headers = await board.ask("/dashboard/")
+        assert (status, headers["location"]) == (308, "../dashboard")
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_runs_no_inline_script() -> None:

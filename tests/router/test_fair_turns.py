@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -13,53 +13,40 @@ from baton.errors import Overloaded
 from router.frontend.off_loop import FairTurns
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        await test()
-
-    asyncio.run(asyncio.wait_for(whole(), 30))
-
-
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def test_a_backlog_delays_another_tenant_by_one_job() -> None:
-    async def test() -> None:
-        turns, order = FairTurns("x", 1, 100, 1_000), list[str]()
+async def test_a_backlog_delays_another_tenant_by_one_job() -> None:
+    turns, order = FairTurns("x", 1, 100, 1_000), list[str]()
 
-        async def job(tenant: str) -> None:
-            leave = await turns.enter(tenant, 1)
-            order.append(tenant)
-            await asyncio.sleep(0)
-            leave()
-
-        await asyncio.gather(*(job("a") for _ in range(9)), job("b"), job("c"), job("b"))
-        assert "".join(order) == "abcab" + "a" * 7
-
-    run(test)
-
-
-def test_a_tenant_may_wait_with_so_much_and_no_other_tenant_counts() -> None:
-    async def test() -> None:
-        turns = FairTurns("a thread", 1, 3, 100)
-        leave = await turns.enter("a", 1_000)
-        with pytest.raises(Overloaded, match="1 jobs with 1000 bytes wait for a thread"):
-            await turns.enter("a", 1)
-        other = asyncio.create_task(turns.enter("b", 1_000))
-        await settle()
+    async def job(tenant: str) -> None:
+        leave = await turns.enter(tenant, 1)
+        order.append(tenant)
+        await asyncio.sleep(0)
         leave()
-        (await other)()
-        waiting = [asyncio.create_task(turns.enter("a", 10)) for _ in range(3)]
-        await settle()
-        with pytest.raises(Overloaded, match="3 jobs"):
-            await turns.enter("a", 1)
-        for task in waiting:
-            (await task)()
-        (await turns.enter("a", 1_000))()
 
-    run(test)
+    await asyncio.gather(*(job("a") for _ in range(9)), job("b"), job("c"), job("b"))
+    assert "".join(order) == "abcab" + "a" * 7
+
+
+async def test_a_tenant_may_wait_with_so_much_and_no_other_tenant_counts() -> None:
+    turns = FairTurns("a thread", 1, 3, 100)
+    leave = await turns.enter("a", 1_000)
+    with pytest.raises(Overloaded, match="1 jobs with 1000 bytes wait for a thread"):
+        await turns.enter("a", 1)
+    other = asyncio.create_task(turns.enter("b", 1_000))
+    await settle()
+    leave()
+    (await other)()
+    waiting = [asyncio.create_task(turns.enter("a", 10)) for _ in range(3)]
+    await settle()
+    with pytest.raises(Overloaded, match="3 jobs"):
+        await turns.enter("a", 1)
+    for task in waiting:
+        (await task)()
+    (await turns.enter("a", 1_000))()
 
 
 @given(
@@ -93,4 +80,4 @@ def test_no_place_is_lost_and_none_is_given_twice(places: int, steps: list[tuple
         for leave in leaves:
             leave()
 
-    run(test)
+    asyncio.run(asyncio.wait_for(test(), 30))

@@ -110,44 +110,40 @@ def test_what_no_other_site_sends_is_served(tmp_path: Path) -> None:
     assert posts(config, link | {"Origin": EVIL}) == [403]  # a form
 
 
-def test_pages_of_allowed_origins_may_read_every_answer(tmp_path: Path) -> None:
+async def test_pages_of_allowed_origins_may_read_every_answer(tmp_path: Path) -> None:
     key = api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+    async with served(settings(tmp_path, allowed_origins=[PAGE])) as router, aiohttp.ClientSession() as http:
+        router.start("decode", "decode-0")
+        url = f"http://{router.addresses.api}/v1/completions"
+        preflight = {
+            "Origin": PAGE,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization, content-type, x-stainless-lang",
+        }
+        async with http.options(url, headers=preflight) as answer:
+            assert answer.status == 200
+            assert answer.headers["access-control-allow-origin"] == PAGE
+            assert "POST" in answer.headers["access-control-allow-methods"]
+            assert "x-stainless-lang" in answer.headers["access-control-allow-headers"]
+        async with http.options(url, headers=preflight | {"Origin": EVIL}) as answer:
+            assert answer.status == 400
+            assert "access-control-allow-origin" not in answer.headers
+        who = {"Authorization": f"Bearer {key}"}
+        page = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
 
-    async def test() -> None:
-        async with served(settings(tmp_path, allowed_origins=[PAGE])) as router, aiohttp.ClientSession() as http:
-            router.start("decode", "decode-0")
-            url = f"http://{router.addresses.api}/v1/completions"
-            preflight = {
-                "Origin": PAGE,
-                "Access-Control-Request-Method": "POST",
-                "Access-Control-Request-Headers": "authorization, content-type, x-stainless-lang",
-            }
-            async with http.options(url, headers=preflight) as answer:
-                assert answer.status == 200
+        async def served_now() -> bool:
+            async with http.post(url, data=BODY, headers=page | who) as answer:
+                assert answer.headers["access-control-allow-origin"] == PAGE  # also of a 503
+                assert "baton-reason" in answer.headers["access-control-expose-headers"]
+                return answer.status == 200 and (await answer.read()).endswith(b"data: [DONE]\n\n")
+
+        await eventually_async(served_now)
+        for body, more, status in ((BODY, {}, 401), ("{", who, 400), (" " * 10**6, who, 413)):
+            async with http.post(url, data=body, headers=page | more) as answer:
+                assert answer.status == status
                 assert answer.headers["access-control-allow-origin"] == PAGE
-                assert "POST" in answer.headers["access-control-allow-methods"]
-                assert "x-stainless-lang" in answer.headers["access-control-allow-headers"]
-            async with http.options(url, headers=preflight | {"Origin": EVIL}) as answer:
-                assert answer.status == 400
-                assert "access-control-allow-origin" not in answer.headers
-            who = {"Authorization": f"Bearer {key}"}
-            page = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
-
-            async def served_now() -> bool:
-                async with http.post(url, data=BODY, headers=page | who) as answer:
-                    assert answer.headers["access-control-allow-origin"] == PAGE  # also of a 503
-                    assert "baton-reason" in answer.headers["access-control-expose-headers"]
-                    return answer.status == 200 and (await answer.read()).endswith(b"data: [DONE]\n\n")
-
-            await eventually_async(served_now)
-            for body, more, status in ((BODY, {}, 401), ("{", who, 400), (" " * 10**6, who, 413)):
-                async with http.post(url, data=body, headers=page | more) as answer:
-                    assert answer.status == status
-                    assert answer.headers["access-control-allow-origin"] == PAGE
-            async with http.post(url, data=BODY, headers={"Origin": EVIL} | who) as answer:
-                assert "access-control-allow-origin" not in answer.headers
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+        async with http.post(url, data=BODY, headers={"Origin": EVIL} | who) as answer:
+            assert "access-control-allow-origin" not in answer.headers
 
 
 def test_without_keys_allowed_origins_are_the_only_other_sites(tmp_path: Path) -> None:
@@ -157,14 +153,11 @@ def test_without_keys_allowed_origins_are_the_only_other_sites(tmp_path: Path) -
     assert posts(settings(tmp_path, allowed_origins=["*"]), page, {"Origin": EVIL}) == [200, 200]
 
 
-def test_the_metrics_port_on_loopback_is_for_this_machines_names(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with served(settings(tmp_path)) as router, aiohttp.ClientSession() as http:
-            for host, status in (("localhost:9", 200), ("127.0.0.1", 200), ("evil.example", 403)):
-                async with http.get(f"http://{router.addresses.http}/metrics", headers={"Host": host}) as answer:
-                    assert answer.status == status
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+async def test_the_metrics_port_on_loopback_is_for_this_machines_names(tmp_path: Path) -> None:
+    async with served(settings(tmp_path)) as router, aiohttp.ClientSession() as http:
+        for host, status in (("localhost:9", 200), ("127.0.0.1", 200), ("evil.example", 403)):
+            async with http.get(f"http://{router.addresses.http}/metrics", headers={"Host": host}) as answer:
+                assert answer.status == status
 
 
 @pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "HTTPS://Chat.example", "https://a@b", ""])

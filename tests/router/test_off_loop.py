@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -30,17 +30,16 @@ NUMBERED = b'{"number":' + NUMBER
 MOST = 100  # characters
 
 
-def run(test: Callable[[HelperProcess], Awaitable[None]], deadline: float = 30.0) -> None:
-    async def whole() -> None:
-        helper = HelperProcess("tests.fuzz.false_helper", deadline=deadline, most=MOST)
-        try:
-            assert (await helper.ask(order(GOOD))).text == "x"
-            await test(helper)
-            assert (await helper.ask(order(GOOD))).text == "x"
-        finally:
-            await helper.close()
-
-    asyncio.run(asyncio.wait_for(whole(), 120))
+@contextlib.asynccontextmanager
+async def answering_helper(deadline: float = 30.0) -> AsyncIterator[HelperProcess]:
+    """A helper that answers before the block and after it."""
+    helper = HelperProcess("tests.fuzz.false_helper", deadline=deadline, most=MOST)
+    try:
+        assert (await helper.ask(order(GOOD))).text == "x"
+        yield helper
+        assert (await helper.ask(order(GOOD))).text == "x"
+    finally:
+        await helper.close()
 
 
 @pytest.mark.parametrize(
@@ -54,49 +53,38 @@ def run(test: Callable[[HelperProcess], Awaitable[None]], deadline: float = 30.0
     ],
     ids=lambda output: str(output[:30]),
 )  # fmt: skip
-def test_what_is_no_answer(output: bytes) -> None:
-    async def test(helper: HelperProcess) -> None:
+async def test_what_is_no_answer(output: bytes) -> None:
+    async with answering_helper() as helper:
         with pytest.raises(HelperDied):
             await helper.ask(order(output))
 
-    run(test)
-
 
 @pytest.mark.parametrize("output", [b"", b"\0", GOOD[:6]])
-def test_a_helper_that_ends_in_the_middle(output: bytes) -> None:
-    async def test(helper: HelperProcess) -> None:
+async def test_a_helper_that_ends_in_the_middle(output: bytes) -> None:
+    async with answering_helper() as helper:
         with pytest.raises(HelperDied):
             await helper.ask(order(output, end=True))
 
-    run(test)
-
 
 @pytest.mark.parametrize("output", [b"", b"\0", GOOD[:6]])
-def test_a_helper_that_says_nothing_more_and_computes_nothing(output: bytes) -> None:
+async def test_a_helper_that_says_nothing_more_and_computes_nothing(output: bytes) -> None:
     """Its order is done again by another process, once."""
-
-    async def test(helper: HelperProcess) -> None:
+    async with answering_helper(deadline=0.2) as helper:
         with pytest.raises(Overloaded, match="interrupted twice"):
             await helper.ask(order(output))
 
-    run(test, deadline=0.2)
 
-
-def test_no_order_gets_the_answer_of_another() -> None:
-    async def test(helper: HelperProcess) -> None:
+async def test_no_order_gets_the_answer_of_another() -> None:
+    async with answering_helper() as helper:
         assert (await helper.ask(order(GOOD + GOOD))).text == "x"
         with pytest.raises(HelperDied):
             await helper.ask(order(b""))  # the second answer was said too much
 
-    run(test)
 
-
-def test_the_longest_text_is_taken_however_it_is_escaped() -> None:
-    async def test(helper: HelperProcess) -> None:
+async def test_the_longest_text_is_taken_however_it_is_escaped() -> None:
+    async with answering_helper() as helper:
         output = answer(NUMBERED + b', "text": "' + b"\\ud83d\\udc4d" * MOST + b'"}')
         assert (await helper.ask(order(output))).text == "👍" * MOST
-
-    run(test)
 
 
 def pid_of(helper: HelperProcess) -> int:
@@ -105,52 +93,42 @@ def pid_of(helper: HelperProcess) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_helper_that_is_killed_or_stopped_from_outside_costs_no_order(number: signal.Signals) -> None:
-    async def test(helper: HelperProcess) -> None:
+async def test_a_helper_that_is_killed_or_stopped_from_outside_costs_no_order(number: signal.Signals) -> None:
+    async with answering_helper(deadline=1.0) as helper:
         for _ in range(2):
             os.kill(pid_of(helper), number)
             assert (await helper.ask(order(GOOD))).text == "x"
 
-    run(test, deadline=1.0)
-
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_grammar_does_not_suffer_from_what_happens_to_its_process(tmp_path: Path, number: signal.Signals) -> None:
+async def test_a_grammar_does_not_suffer_from_what_happens_to_its_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """`json_object` was refused for ever, since the refusal was remembered."""
-
-    async def test() -> None:
-        checker = GrammarChecker(load(ModelConfig(path=str(model_folder(tmp_path / "model")))))
-        try:
-            await checker.check(Grammar("regex", "a", EOS), "")
-            assert checker._helper is not None
-            os.kill(pid_of(checker._helper), number)
-            grammar = Grammar("json_schema", '{"type":"object"}', EOS)
-            assert await checker.check(grammar, "") == grammar
-        finally:
-            await checker.close()
-
-    asyncio.run(asyncio.wait_for(test(), 120))
+    checker = GrammarChecker(load(ModelConfig(path=str(model_folder(tmp_path / "model")))))
+    try:
+        await checker.check(Grammar("regex", "a", EOS), "")
+        assert checker._helper is not None
+        os.kill(pid_of(checker._helper), number)
+        grammar = Grammar("json_schema", '{"type":"object"}', EOS)
+        assert await checker.check(grammar, "") == grammar
+    finally:
+        await checker.close()
 
 
-def test_an_order_has_no_more_patience_after_a_kill_than_before(tmp_path: Path) -> None:
+async def test_an_order_has_no_more_patience_after_a_kill_than_before(tmp_path: Path) -> None:
     """A slow template behind a killed process took the start's 30 seconds instead of its own two."""
-
-    async def test() -> None:
-        renderer = TemplateRenderer(10_000)
-        slow = rendering(
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {"messages": []}
-        )
-        plain = rendering("{{ messages[0].role }}", {"messages": [{"role": "user"}]})
-        try:
-            assert await renderer.render(plain) == "user"
-            took = list[float]()
-            for _ in range(2):
-                began = time.monotonic()
-                with pytest.raises(InvalidRequest, match="takes longer than 2 s"):
-                    await renderer.render(slow)
-                took.append(time.monotonic() - began)
-            assert max(took) < 3 * min(took), took  # the machine's speed is in both
-        finally:
-            await renderer.close()
-
-    asyncio.run(asyncio.wait_for(test(), 120))
+    renderer = TemplateRenderer(10_000)
+    slow = rendering("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {"messages": []})
+    plain = rendering("{{ messages[0].role }}", {"messages": [{"role": "user"}]})
+    try:
+        assert await renderer.render(plain) == "user"
+        took = list[float]()
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(InvalidRequest, match="takes longer than 2 s"):
+                await renderer.render(slow)
+            took.append(time.monotonic() - began)
+        assert max(took) < 3 * min(took), took  # the machine's speed is in both
+    finally:
+        await renderer.close()

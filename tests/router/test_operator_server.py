@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,6 @@ async def router(config: settings.Config) -> AsyncIterator[tuple[Served, grpc.ai
         yield running, public, operator
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 45))
-
-
 async def services(channel: grpc.aio.Channel) -> set[str]:
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     call = stub.ServerReflectionInfo()
@@ -70,43 +66,34 @@ async def health(channel: grpc.aio.Channel, service: str) -> Any:
 # --- which port serves what ---
 
 
-def test_the_public_ports_have_no_call_of_the_operators(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with router(settings_for(tmp_path)) as (running, public, _):
-            assert await services(public) == {"baton.v1.Generation"}
-            for port in (running.addresses.grpc, running.addresses.api, running.addresses.http):
-                async with AsyncClient(operator=port) as stranger:
-                    for call in (GetStatus(), ListPins(), Drain("decode-0"), Unpin("a")):
-                        with pytest.raises(ConfigError, match="does not serve that"):
-                            await stranger.ask(call, 10)
-
-    run(test)
+async def test_the_public_ports_have_no_call_of_the_operators(tmp_path: Path) -> None:
+    async with router(settings_for(tmp_path)) as (running, public, _):
+        assert await services(public) == {"baton.v1.Generation"}
+        for port in (running.addresses.grpc, running.addresses.api, running.addresses.http):
+            async with AsyncClient(operator=port) as stranger:
+                for call in (GetStatus(), ListPins(), Drain("decode-0"), Unpin("a")):
+                    with pytest.raises(ConfigError, match="does not serve that"):
+                        await stranger.ask(call, 10)
 
 
-def test_health_on_both_ports(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with router(settings_for(tmp_path)) as (running, public, operator):
-            kinds = health_pb2.HealthCheckResponse
-            assert await health(public, "") == await health(public, "baton.v1.Generation") == kinds.NOT_SERVING
-            assert await operator.answers()
-            assert not await operator.serving()
-            running.start("decode", "decode-0")
-            await eventually_async(operator.serving)
-
-    run(test)
+async def test_health_on_both_ports(tmp_path: Path) -> None:
+    async with router(settings_for(tmp_path)) as (running, public, operator):
+        kinds = health_pb2.HealthCheckResponse
+        assert await health(public, "") == await health(public, "baton.v1.Generation") == kinds.NOT_SERVING
+        assert await operator.answers()
+        assert not await operator.serving()
+        running.start("decode", "decode-0")
+        await eventually_async(operator.serving)
 
 
 @pytest.mark.parametrize("setting", ["127.0.0.1:0", "[::1]:0"])
-def test_a_port_on_loopback(tmp_path: Path, setting: str) -> None:
-    async def test() -> None:
-        async with router(settings_for(tmp_path, operator=setting)) as (running, _, operator):
-            assert running.addresses.operator.startswith(setting.removesuffix("0"))
-            assert running.addresses.operator != setting
-            assert (await operator.status()).cluster == "baton"
-
+async def test_a_port_on_loopback(tmp_path: Path, setting: str) -> None:
     if ":" in setting and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
-    run(test)
+    async with router(settings_for(tmp_path, operator=setting)) as (running, _, operator):
+        assert running.addresses.operator.startswith(setting.removesuffix("0"))
+        assert running.addresses.operator != setting
+        assert (await operator.status()).cluster == "baton"
 
 
 # --- what it refuses ---
@@ -148,63 +135,50 @@ REFUSED: list[tuple[str, str, bytes | None, int, str, str]] = [
 ]
 
 
-def test_bad_calls_get_typed_errors(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with router(settings_for(tmp_path)) as (running, _, operator):
-            for method, path, body, status, reason, says in REFUSED:
-                seen, error, headers = await ask(running.addresses.operator, method, path, body)
-                assert (seen, headers["baton-reason"]) == (status, reason), (path, body and body[:80], error)
-                assert says in error
-                assert len(error) < 2_100
-            assert await operator.answers()
-
-    run(test)
+async def test_bad_calls_get_typed_errors(tmp_path: Path) -> None:
+    async with router(settings_for(tmp_path)) as (running, _, operator):
+        for method, path, body, status, reason, says in REFUSED:
+            seen, error, headers = await ask(running.addresses.operator, method, path, body)
+            assert (seen, headers["baton-reason"]) == (status, reason), (path, body and body[:80], error)
+            assert says in error
+            assert len(error) < 2_100
+        assert await operator.answers()
 
 
-def test_web_pages_are_refused(tmp_path: Path) -> None:
+async def test_web_pages_are_refused(tmp_path: Path) -> None:
     """A browser may reach the socket through ssh, and a name may point to loopback."""
-
-    async def test() -> None:
-        async with router(settings_for(tmp_path)) as (running, _, _):
-            target = running.addresses.operator
-            for page in ({"Origin": "http://localhost"}, {"Sec-Fetch-Site": "none"}, {"Host": "example.org"}):
-                for method, path in (("GET", "/status"), ("POST", "/drain")):
-                    status, _, headers = await ask(target, method, path, b"{}", **page)
-                    assert (status, headers["baton-reason"]) == (403, "permission_denied")
-
-    run(test)
+    async with router(settings_for(tmp_path)) as (running, _, _):
+        target = running.addresses.operator
+        for page in ({"Origin": "http://localhost"}, {"Sec-Fetch-Site": "none"}, {"Host": "example.org"}):
+            for method, path in (("GET", "/status"), ("POST", "/drain")):
+                status, _, headers = await ask(target, method, path, b"{}", **page)
+                assert (status, headers["baton-reason"]) == (403, "permission_denied")
 
 
-def test_a_call_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def forever(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(operator_server, "_SECONDS", 0.05)
     monkeypatch.setattr(OperatorCalls, "answer", forever)
-
-    async def test() -> None:
-        async with router(settings_for(tmp_path)) as (running, _, _):
-            status, error, _ = await ask(running.addresses.operator, "GET", "/status")
-            assert (status, "within 0.05 s" in error) == (504, True)
-
-    run(test)
+    async with router(settings_for(tmp_path)) as (running, _, _):
+        status, error, _ = await ask(running.addresses.operator, "GET", "/status")
+        assert (status, "within 0.05 s" in error) == (504, True)
 
 
-def test_connections_are_bounded_and_silent_ones_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_bounded_and_silent_ones_give_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(operator_server, "_CALLS_AT_ONCE", 4)
     monkeypatch.setattr(server, "SPARE", 4)
-
-    async def test() -> None:
-        async with router(settings_for(tmp_path)) as (_, _, operator):
-            path = socket_of(tmp_path)
-            silent = [await asyncio.open_unix_connection(path) for _ in range(20)]
-            assert (await operator.status(timeout=10)).cluster == "baton"
-            ended = [asyncio.wait_for(reader.read(), 10) for reader, _ in silent[:12]]
-            assert await asyncio.gather(*ended) == [b""] * 12
-            for _, writer in silent:
-                writer.close()
-
-    run(test)
+    async with router(settings_for(tmp_path)) as (_, _, operator):
+        path = socket_of(tmp_path)
+        silent = [await asyncio.open_unix_connection(path) for _ in range(20)]
+        assert (await operator.status(timeout=10)).cluster == "baton"
+        ended = [asyncio.wait_for(reader.read(), 10) for reader, _ in silent[:12]]
+        assert await asyncio.gather(*ended) == [b""] * 12
+        for _, writer in silent:
+            writer.close()
 
 
 # --- the socket ---
@@ -214,18 +188,14 @@ def socket_of(folder: Path) -> Path:
     return folder / "run" / "router.sock"
 
 
-def test_only_its_user_can_open_the_socket_and_it_ends_with_the_router(tmp_path: Path) -> None:
+async def test_only_its_user_can_open_the_socket_and_it_ends_with_the_router(tmp_path: Path) -> None:
     path = socket_of(tmp_path)
-
-    async def test() -> None:
-        async with router(settings_for(tmp_path)) as (running, _, _):
-            assert running.addresses.operator == f"unix:{path}"
-            assert stat.S_ISSOCK(path.stat().st_mode)
-            assert stat.S_IMODE(path.stat().st_mode) == 0o600
-            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        assert not path.exists()
-
-    run(test)
+    async with router(settings_for(tmp_path)) as (running, _, _):
+        assert running.addresses.operator == f"unix:{path}"
+        assert stat.S_ISSOCK(path.stat().st_mode)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert not path.exists()
 
 
 STRANGER = """
@@ -249,13 +219,13 @@ STRANGER = """
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("opened", [False, True], ids=["as made", "folders opened"])
-def test_another_user_can_not(opened: bool) -> None:
+async def test_another_user_can_not(opened: bool) -> None:
     """The folder keeps another user out, and where a mistake has opened all folders, so does the socket."""
 
-    async def test(home: Path) -> None:
-        path = socket_of(home)
-        async with router(settings_for(home)):
-            for folder in (home, path.parent) if opened else (home,):
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:  # unlike tmp_path, below no folder that is closed to others
+        path = socket_of(Path(home))
+        async with router(settings_for(Path(home))):
+            for folder in (Path(home), path.parent) if opened else (Path(home),):
                 folder.chmod(0o755)
             command = [sys.executable, "-c", textwrap.dedent(STRANGER), str(path)]
             done = await asyncio.to_thread(
@@ -263,36 +233,25 @@ def test_another_user_can_not(opened: bool) -> None:
             )
             assert done.stdout.split() == ["PermissionError", "Unavailable"], done.stderr
 
-    with tempfile.TemporaryDirectory(dir="/tmp") as home:  # unlike tmp_path, below no folder that is closed to others
-        run(lambda: test(Path(home)))
 
-
-def test_a_socket_that_a_dead_router_has_left_is_removed(tmp_path: Path) -> None:
+async def test_a_socket_that_a_dead_router_has_left_is_removed(tmp_path: Path) -> None:
     path = socket_of(tmp_path)
     path.parent.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
-
-    async def test() -> None:
-        async with router(settings_for(tmp_path)) as (_, _, operator):
-            assert (await operator.status(timeout=10)).cluster == "baton"
-
-    run(test)
+    async with router(settings_for(tmp_path)) as (_, _, operator):
+        assert (await operator.status(timeout=10)).cluster == "baton"
 
 
-def test_a_socket_at_which_a_process_listens_is_left_alone(tmp_path: Path) -> None:
+async def test_a_socket_at_which_a_process_listens_is_left_alone(tmp_path: Path) -> None:
     path = socket_of(tmp_path)
     path.parent.mkdir(mode=0o700)
-
-    async def test() -> None:
-        async with router(settings_for(tmp_path)):
-            pass
-
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as alive:
         alive.bind(str(path))
         alive.listen(1)
         with pytest.raises(PortInUse, match="another router listens"):
-            run(test)
+            async with router(settings_for(tmp_path)):
+                pass
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.connect(str(path))
 
@@ -335,15 +294,13 @@ def one_with_a_file(folder: Path) -> None:
         ),
     ],
 )
-def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Path, make: Callable[[Path], None], text: str) -> None:
+async def test_a_folder_that_is_not_ours_alone_is_refused(
+    tmp_path: Path, make: Callable[[Path], None], text: str
+) -> None:
     make(tmp_path / "run")
-
-    async def test() -> None:
+    with pytest.raises(StartupError, match=text):
         async with router(settings_for(tmp_path)):
             pass
-
-    with pytest.raises(StartupError, match=text):
-        run(test)
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
@@ -413,54 +370,46 @@ def test_the_default_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert operator_port.default_path("mine", "router") == shared
 
 
-def test_at_the_default_path_both_folders_are_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_at_the_default_path_both_folders_are_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = tmp_path / "baton" / "baton"
-
-    async def test() -> None:
-        async with router(settings_for(tmp_path, operator="")) as (running, _, _):
-            assert running.addresses.operator == f"unix:{folder}/router.sock"
-            assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)} == {0o700}
-            operator_port.clear(folder)
-            assert (folder / "router.sock").exists()  # its router lives
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
-            dead.bind(str(folder / "router.sock"))
+    async with router(settings_for(tmp_path, operator="")) as (running, _, _):
+        assert running.addresses.operator == f"unix:{folder}/router.sock"
+        assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)} == {0o700}
         operator_port.clear(folder)
-        assert not folder.parent.exists()
-        folder.parent.mkdir()
-        folder.parent.chmod(0o777)
+        assert (folder / "router.sock").exists()  # its router lives
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(folder / "router.sock"))
+    operator_port.clear(folder)
+    assert not folder.parent.exists()
+    folder.parent.mkdir()
+    folder.parent.chmod(0o777)
+    with pytest.raises(StartupError, match="baton has mode 0777"):
         async with router(settings_for(tmp_path, operator="")):
             pass
 
-    with pytest.raises(StartupError, match="baton has mode 0777"):
-        run(test)
 
-
-def test_a_socket_whose_file_is_removed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_socket_whose_file_is_removed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder goes with $XDG_RUNTIME_DIR when its user logs out, and the cluster stays."""
     home = tmp_path / "runtime"
     home.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
     monkeypatch.setattr("baton.operator_port._SHARED", tmp_path)
     elsewhere = tmp_path / f"baton-{os.geteuid()}" / "baton" / "router.sock"
-
-    async def test() -> None:
-        paths: asyncio.Queue[str] = asyncio.Queue()
-        stop, config = asyncio.Event(), settings_for(tmp_path, operator="")
-        serving = asyncio.create_task(serve(config, "router", "a", stop, lambda one: paths.put_nowait(one.operator)))
-        here = await paths.get()
-        connector = aiohttp.UnixConnector(here.removeprefix("unix:"))
-        async with aiohttp.ClientSession(connector=connector) as before:
-            assert (await before.get("http://localhost/status")).status == 200
-            shutil.rmtree(home)
-            there = await paths.get()
-            async with AsyncClient(operator=there) as after:
-                await after.status(timeout=10)
-            assert (await before.get("http://localhost/status")).status == 200
-        stop.set()
-        await serving
-        assert (here, there) == (f"unix:{home}/baton/baton/router.sock", f"unix:{elsewhere}")
-        assert not elsewhere.exists()
-
-    run(test)
+    paths: asyncio.Queue[str] = asyncio.Queue()
+    stop, config = asyncio.Event(), settings_for(tmp_path, operator="")
+    serving = asyncio.create_task(serve(config, "router", "a", stop, lambda one: paths.put_nowait(one.operator)))
+    here = await paths.get()
+    connector = aiohttp.UnixConnector(here.removeprefix("unix:"))
+    async with aiohttp.ClientSession(connector=connector) as before:
+        assert (await before.get("http://localhost/status")).status == 200
+        shutil.rmtree(home)
+        there = await paths.get()
+        async with AsyncClient(operator=there) as after:
+            await after.status(timeout=10)
+        assert (await before.get("http://localhost/status")).status == 200
+    stop.set()
+    await serving
+    assert (here, there) == (f"unix:{home}/baton/baton/router.sock", f"unix:{elsewhere}")
+    assert not elsewhere.exists()

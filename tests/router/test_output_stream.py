@@ -46,15 +46,12 @@ def test_what_was_not_read_comes_in_one_piece_and_the_end_last() -> None:
     assert last == end(Finished("length"))
 
 
-def test_a_reader_is_woken_by_news() -> None:
-    async def run() -> None:
-        out = stream()
-        reading = asyncio.create_task(out.read())
-        await asyncio.sleep(0)
-        out.emit(BYTES.encode("fox")[1:], ())
-        assert isinstance(await asyncio.wait_for(reading, 5), Output)
-
-    asyncio.run(run())
+async def test_a_reader_is_woken_by_news() -> None:
+    out = stream()
+    reading = asyncio.create_task(out.read())
+    await asyncio.sleep(0)
+    out.emit(BYTES.encode("fox")[1:], ())
+    assert isinstance(await asyncio.wait_for(reading, 5), Output)
 
 
 def test_a_stop_string_overrules_what_the_state_said_in_the_same_moment() -> None:

@@ -18,7 +18,7 @@ from router.frontend.chat.repairs import Repairs, arguments_of, with_whole_chara
 from router.frontend.generation import GenerationService
 from tests.router.model import CONTEXT
 from tests.router.served import settings_for
-from tests.router.test_api import Door, door, run
+from tests.router.test_api import Door, door
 from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow
@@ -142,7 +142,7 @@ MISTRAL = (  # as Mistral's
 )
 
 
-def test_ids_of_calls_are_those_that_the_template_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ids_of_calls_are_those_that_the_template_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def chat(*ids: str) -> dict[str, Any]:
         calls = [{"id": id_, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id_ in ids]
         results = [{"role": "tool", "tool_call_id": id_, "content": "R"} for id_ in ids]
@@ -158,68 +158,59 @@ def test_ids_of_calls_are_those_that_the_template_takes(tmp_path: Path, monkeypa
         results = [{"type": "function_call_output", "call_id": id_, "output": "R"} for id_ in ids]
         return {"input": [USER, *calls, *results]}
 
-    async def test() -> None:
-        async with front(tmp_path, monkeypatch, MISTRAL) as it:
-            for path, body_of in (("chat/completions", chat), ("messages", messages), ("responses", responses)):
-                own, no_repairs = await it.prompt(path, body_of("abcDEF123"))
-                assert ("[call abcDEF123]" in own, "[result abcDEF123]" in own, no_repairs) == (True, True, "")
-                first, header = await it.prompt(path, body_of("toolu_01ABC", "abcDEF123"))
-                assert header == "call_ids"
-                ids = re.findall(r"\[(?:call|result) ([A-Za-z0-9]{9})\]", first)
-                assert ids[:2] == ids[2:]
-                assert (ids[1], len(set(ids))) == ("abcDEF123", 2)
-                later, _ = await it.prompt(path, body_of("toolu_01ABC", "abcDEF123", "call_2"))
-                assert re.findall(r"\[call (\w+)\]", later)[:2] == ids[:2]
-            late = chat("call_1")
-            late["messages"].append(system("B"))
-            assert (await it.prompt("chat/completions", late))[1] == "call_ids, system"
-        async with front(tmp_path, monkeypatch, MISTRAL, repairs=["system"]) as it:
-            status, answer, _ = await it.send("chat/completions", chat("call_1"))
-            assert (status, "length 9" in answer["error"]["message"]) == (400, True)
-
-    run(test)
+    async with front(tmp_path, monkeypatch, MISTRAL) as it:
+        for path, body_of in (("chat/completions", chat), ("messages", messages), ("responses", responses)):
+            own, no_repairs = await it.prompt(path, body_of("abcDEF123"))
+            assert ("[call abcDEF123]" in own, "[result abcDEF123]" in own, no_repairs) == (True, True, "")
+            first, header = await it.prompt(path, body_of("toolu_01ABC", "abcDEF123"))
+            assert header == "call_ids"
+            ids = re.findall(r"\[(?:call|result) ([A-Za-z0-9]{9})\]", first)
+            assert ids[:2] == ids[2:]
+            assert (ids[1], len(set(ids))) == ("abcDEF123", 2)
+            later, _ = await it.prompt(path, body_of("toolu_01ABC", "abcDEF123", "call_2"))
+            assert re.findall(r"\[call (\w+)\]", later)[:2] == ids[:2]
+        late = chat("call_1")
+        late["messages"].append(system("B"))
+        assert (await it.prompt("chat/completions", late))[1] == "call_ids, system"
+    async with front(tmp_path, monkeypatch, MISTRAL, repairs=["system"]) as it:
+        status, answer, _ = await it.send("chat/completions", chat("call_1"))
+        assert (status, "length 9" in answer["error"]["message"]) == (400, True)
 
 
 @pytest.mark.parametrize("template", PROMPTS)
-def test_the_systems_messages_reach_every_template(
+async def test_the_systems_messages_reach_every_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    async def test() -> None:
-        counts = dict.fromkeys(REPAIRS, 0)
-        async with front(tmp_path, monkeypatch, template) as it:
-            for messages, prompt, repairs in PROMPTS[template]:
-                assert await it.prompt("chat/completions", {"messages": messages}) == (prompt, repairs)
-                for kind in REPAIRS:
-                    counts[kind] += kind in repairs.split(", ")
+    counts = dict.fromkeys(REPAIRS, 0)
+    async with front(tmp_path, monkeypatch, template) as it:
+        for messages, prompt, repairs in PROMPTS[template]:
+            assert await it.prompt("chat/completions", {"messages": messages}) == (prompt, repairs)
+            for kind in REPAIRS:
+                counts[kind] += kind in repairs.split(", ")
 
-            async def counted() -> bool:
-                return [await it.repaired(kind) for kind in REPAIRS] == [*counts.values()]
+        async def counted() -> bool:
+            return [await it.repaired(kind) for kind in REPAIRS] == [*counts.values()]
 
-            await eventually_async(counted)
-
-    run(test)
+        await eventually_async(counted)
 
 
-def test_the_systems_messages_of_the_other_doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with front(tmp_path, monkeypatch, STRICT) as it:
-            right = ("<system>A\n\nB<user>Hi<assistant>", "system")
-            assert await it.prompt("messages", {"system": "A", "messages": [USER, system("B")]}) == right
-            body = {"instructions": "A", "input": [system("B", "developer"), USER]}
-            assert await it.prompt("responses", body) == (right[0], "role, system")
-            body = {"system": "A", "messages": [USER, system("B")], "max_tokens": 4, "stream": True}
-            async with it.client.http.post(f"{it.client.url}/v1/messages", json=body) as streamed:
-                assert streamed.headers["baton-repairs"] == "system"
-            for path, body, at in (
-                ("chat/completions", {"messages": [USER, system("A", "wizard")]}, "messages[1].role"),
-                ("chat/completions", {"messages": [USER, system("A", "System")]}, "messages[1].role"),
-                ("messages", {"messages": [USER, system("A", "wizard")]}, "messages[1].role"),
-                ("responses", {"input": [USER, system("A", "wizard")]}, "input[1].role"),
-            ):
-                status, answer, _ = await it.send(path, body)
-                assert (status, at in answer["error"]["message"]) == (400, True), answer
-
-    run(test)
+async def test_the_systems_messages_of_the_other_doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with front(tmp_path, monkeypatch, STRICT) as it:
+        right = ("<system>A\n\nB<user>Hi<assistant>", "system")
+        assert await it.prompt("messages", {"system": "A", "messages": [USER, system("B")]}) == right
+        body = {"instructions": "A", "input": [system("B", "developer"), USER]}
+        assert await it.prompt("responses", body) == (right[0], "role, system")
+        body = {"system": "A", "messages": [USER, system("B")], "max_tokens": 4, "stream": True}
+        async with it.client.http.post(f"{it.client.url}/v1/messages", json=body) as streamed:
+            assert streamed.headers["baton-repairs"] == "system"
+        for path, body, at in (
+            ("chat/completions", {"messages": [USER, system("A", "wizard")]}, "messages[1].role"),
+            ("chat/completions", {"messages": [USER, system("A", "System")]}, "messages[1].role"),
+            ("messages", {"messages": [USER, system("A", "wizard")]}, "messages[1].role"),
+            ("responses", {"input": [USER, system("A", "wizard")]}, "input[1].role"),
+        ):
+            status, answer, _ = await it.send(path, body)
+            assert (status, at in answer["error"]["message"]) == (400, True), answer
 
 
 CUT = '{"value": '
@@ -247,29 +238,28 @@ def test_arguments_are_always_an_object(arguments: Any, right: Any, repairs: str
     assert ", ".join(noted.kinds) == repairs
 
 
-def test_arguments_of_every_door_reach_the_template_as_an_object(
+async def test_arguments_of_every_door_reach_the_template_as_an_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        async with front(tmp_path, monkeypatch) as it:
-            for arguments, right, repairs in (case for case in ARGUMENTS if len(str(case[0])) < 100):
-                shown = f"<call>{json.dumps(right, ensure_ascii=False)}"
-                call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-                history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-                item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
-                block = {"type": "tool_use", "id": "c", "name": "f", "input": arguments}
-                for path, body in (
-                    ("chat/completions", {"messages": [*history, USER]}),
-                    ("responses", {"input": [USER, item, USER]}),
-                    ("messages", {"messages": [USER, {"role": "assistant", "content": [block]}, USER]}),
-                ):
-                    prompt, header = await it.prompt(path, body)
-                    assert (shown in prompt, header) == (True, repairs), (path, arguments, prompt)
-
-    run(test)
+    async with front(tmp_path, monkeypatch) as it:
+        for arguments, right, repairs in (case for case in ARGUMENTS if len(str(case[0])) < 100):
+            shown = f"<call>{json.dumps(right, ensure_ascii=False)}"
+            call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+            item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+            block = {"type": "tool_use", "id": "c", "name": "f", "input": arguments}
+            for path, body in (
+                ("chat/completions", {"messages": [*history, USER]}),
+                ("responses", {"input": [USER, item, USER]}),
+                ("messages", {"messages": [USER, {"role": "assistant", "content": [block]}, USER]}),
+            ):
+                prompt, header = await it.prompt(path, body)
+                assert (shown in prompt, header) == (True, repairs), (path, arguments, prompt)
 
 
-def test_pictures_in_results_and_history_have_a_placeholder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pictures_in_results_and_history_have_a_placeholder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = {"type": "image_url", "image_url": {"url": "data:,"}}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     text = {"type": "text", "text": "seen"}
@@ -286,163 +276,147 @@ def test_pictures_in_results_and_history_have_a_placeholder(tmp_path: Path, monk
     def hosted(kind: str, **more: Any) -> Any:
         return {"input": [USER, {"type": kind, "id": "x", **more}, {"role": "assistant", "content": "Yes?"}, USER]}
 
-    async def test() -> None:
-        async with front(tmp_path, monkeypatch) as it:
-            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-            results = [USER, turn, {"role": "tool", "tool_call_id": "c", "content": "seen"}]
-            output = {"type": "function_call_output", "call_id": "c"}
-            item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-            picture = {"type": "input_image", "image_url": "data:,"}
-            search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
-            hits = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
-            for path, body, shown in (
-                ("messages", result(text, IMAGE), ["seen\n" + left_out("image")]),
-                ("messages", result({"type": "tool_reference", "tool_name": "f"}), [left_out("tool_reference")]),
-                ("messages", {"messages": [USER, {"role": "assistant", "content": [search, hits, text]}, USER]},
-                 [left_out("server_tool_use"), left_out("web_search_tool_result"), "seen"]),
-                ("chat/completions", {"messages": [
-                    USER, turn, {"role": "tool", "tool_call_id": "c", "content": [text, url]}
-                ]}, ["seen\n" + left_out("image_url")]),
-                ("chat/completions", {"messages": [USER, {"role": "assistant", "content": [url]}, USER]},
-                 [left_out("image_url")]),
-                ("responses", {"input": [USER, item, output | {"output": [picture]}]}, [left_out("input_image")]),
-                ("chat/completions", {"messages": [
-                    *results, system("B"), {"role": "user", "content": [text, url]}, TURN, USER,
-                ]}, ["<user>seen\n" + left_out("image_url")]),
-                ("responses", {"input": [
-                    USER, item, output | {"output": "seen"}, {"role": "user", "content": [picture]}
-                ]}, ["<user>" + left_out("input_image")]),
-                ("messages", {"messages": [
-                    {"role": "user", "content": [*result(text)["messages"][0]["content"], IMAGE]}
-                ]}, ["<user>" + left_out("image")]),
-                *(("responses", hosted(kind), [left_out(kind), "Yes?"]) for kind in (
-                    "web_search_call", "image_generation_call", "computer_call_output", "mcp_list_tools", "compaction",
-                )),
-            ):  # fmt: skip
-                prompt, repairs = await it.prompt(path, body)
-                assert repairs == "placeholder", prompt
-                assert all(one in prompt for one in shown), prompt
-            assert await it.prompt("messages", result(document)) == ("<tool>a page<assistant>", "")
-            picture_of_user = {"role": "user", "content": [text, IMAGE]}
-            for path, body, at in (
-                ("messages", {"system": "A", "messages": [picture_of_user]}, "messages[0].content[1]"),
-                (
-                    "responses",
-                    {"instructions": "A", "input": [USER, {"role": "user", "content": [picture]}]},
-                    "input[1]",
-                ),
-                ("chat/completions", {"messages": [{"role": "user", "content": [url]}]}, "messages[0].content[0]"),
-                (
-                    "chat/completions",
-                    {"messages": [*results, TURN, {"role": "user", "content": [url]}]},
-                    "messages[4].content[0]",
-                ),
-                ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-                ("responses", {"input": [{"type": "wizardry", "id": "x"}]}, "input[0].type"),
-            ):
-                status, answer, _ = await it.send(path, body)
-                assert (status, at in answer["error"]["message"]) == (400, True), answer
-
-    run(test)
+    async with front(tmp_path, monkeypatch) as it:
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        results = [USER, turn, {"role": "tool", "tool_call_id": "c", "content": "seen"}]
+        output = {"type": "function_call_output", "call_id": "c"}
+        item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        picture = {"type": "input_image", "image_url": "data:,"}
+        search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
+        hits = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+        for path, body, shown in (
+            ("messages", result(text, IMAGE), ["seen\n" + left_out("image")]),
+            ("messages", result({"type": "tool_reference", "tool_name": "f"}), [left_out("tool_reference")]),
+            ("messages", {"messages": [USER, {"role": "assistant", "content": [search, hits, text]}, USER]},
+             [left_out("server_tool_use"), left_out("web_search_tool_result"), "seen"]),
+            ("chat/completions", {"messages": [
+                USER, turn, {"role": "tool", "tool_call_id": "c", "content": [text, url]}
+            ]}, ["seen\n" + left_out("image_url")]),
+            ("chat/completions", {"messages": [USER, {"role": "assistant", "content": [url]}, USER]},
+             [left_out("image_url")]),
+            ("responses", {"input": [USER, item, output | {"output": [picture]}]}, [left_out("input_image")]),
+            ("chat/completions", {"messages": [
+                *results, system("B"), {"role": "user", "content": [text, url]}, TURN, USER,
+            ]}, ["<user>seen\n" + left_out("image_url")]),
+            ("responses", {"input": [
+                USER, item, output | {"output": "seen"}, {"role": "user", "content": [picture]}
+            ]}, ["<user>" + left_out("input_image")]),
+            ("messages", {"messages": [
+                {"role": "user", "content": [*result(text)["messages"][0]["content"], IMAGE]}
+            ]}, ["<user>" + left_out("image")]),
+            *(("responses", hosted(kind), [left_out(kind), "Yes?"]) for kind in (
+                "web_search_call", "image_generation_call", "computer_call_output", "mcp_list_tools", "compaction",
+            )),
+        ):  # fmt: skip
+            prompt, repairs = await it.prompt(path, body)
+            assert repairs == "placeholder", prompt
+            assert all(one in prompt for one in shown), prompt
+        assert await it.prompt("messages", result(document)) == ("<tool>a page<assistant>", "")
+        picture_of_user = {"role": "user", "content": [text, IMAGE]}
+        for path, body, at in (
+            ("messages", {"system": "A", "messages": [picture_of_user]}, "messages[0].content[1]"),
+            (
+                "responses",
+                {"instructions": "A", "input": [USER, {"role": "user", "content": [picture]}]},
+                "input[1]",
+            ),
+            ("chat/completions", {"messages": [{"role": "user", "content": [url]}]}, "messages[0].content[0]"),
+            (
+                "chat/completions",
+                {"messages": [*results, TURN, {"role": "user", "content": [url]}]},
+                "messages[4].content[0]",
+            ),
+            ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+            ("responses", {"input": [{"type": "wizardry", "id": "x"}]}, "input[0].type"),
+        ):
+            status, answer, _ = await it.send(path, body)
+            assert (status, at in answer["error"]["message"]) == (400, True), answer
 
 
-def test_the_line_of_telemetry_leads_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_line_of_telemetry_leads_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def block(text: str) -> Any:
         return {"type": "text", "text": text}
 
-    async def test() -> None:
-        async with front(tmp_path, monkeypatch) as it:
-            right = ("<system>Be brief.<user>Hi<assistant>", "telemetry")
-            for path, body in (
-                ("messages", {"system": [block(LINE), block("Be brief.")], "messages": [USER]}),
-                ("messages", {"system": f"{LINE}\nBe brief.", "messages": [USER]}),
-                ("chat/completions", {"messages": [system([block(LINE), block("Be brief.")]), USER]}),
-                ("chat/completions", {"messages": [system(f"{LINE}\nBe brief."), USER]}),
-                ("chat/completions", {"messages": [system(LINE), system("Be brief."), USER]}),
-                ("responses", {"instructions": f"{LINE}\nBe brief.", "input": [USER]}),
-            ):
-                assert await it.prompt(path, body) == right, body
-            for messages in ([system(f"A\n{LINE}"), USER], [USER | {"content": LINE}], [USER, system(LINE)]):
-                prompt, repairs = await it.prompt("chat/completions", {"messages": messages})
-                assert (LINE in prompt, repairs) == (True, "")
-
-    run(test)
+    async with front(tmp_path, monkeypatch) as it:
+        right = ("<system>Be brief.<user>Hi<assistant>", "telemetry")
+        for path, body in (
+            ("messages", {"system": [block(LINE), block("Be brief.")], "messages": [USER]}),
+            ("messages", {"system": f"{LINE}\nBe brief.", "messages": [USER]}),
+            ("chat/completions", {"messages": [system([block(LINE), block("Be brief.")]), USER]}),
+            ("chat/completions", {"messages": [system(f"{LINE}\nBe brief."), USER]}),
+            ("chat/completions", {"messages": [system(LINE), system("Be brief."), USER]}),
+            ("responses", {"instructions": f"{LINE}\nBe brief.", "input": [USER]}),
+        ):
+            assert await it.prompt(path, body) == right, body
+        for messages in ([system(f"A\n{LINE}"), USER], [USER | {"content": LINE}], [USER, system(LINE)]):
+            prompt, repairs = await it.prompt("chat/completions", {"messages": messages})
+            assert (LINE in prompt, repairs) == (True, "")
 
 
-def test_a_limit_that_does_not_fit_is_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        many = {"max_tokens": 200_000, "max_output_tokens": 200_000}
-        async with front(tmp_path, monkeypatch) as it:
-            assert await it.prompt("messages", {"messages": [USER]} | many) == ("<user>Hi<assistant>", "limit")
-            assert await it.prompt("responses", {"input": "Hi"} | many) == ("<user>Hi<assistant>", "limit")
-            for path, body in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "Hi"})):
-                status, answer, _ = await it.send(path, body | many)
-                error = answer["error"]
-                assert (status, error["code"]) == (400, "context_length_exceeded")
-                assert "maximum context length is" in error["message"]
-        async with front(tmp_path, monkeypatch, clamp_max_tokens=True) as it:
-            for path, body in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "Hi"})):
-                assert (await it.prompt(path, body | many))[1] == "limit"
-
-    run(test)
+async def test_a_limit_that_does_not_fit_is_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {"max_tokens": 200_000, "max_output_tokens": 200_000}
+    async with front(tmp_path, monkeypatch) as it:
+        assert await it.prompt("messages", {"messages": [USER]} | many) == ("<user>Hi<assistant>", "limit")
+        assert await it.prompt("responses", {"input": "Hi"} | many) == ("<user>Hi<assistant>", "limit")
+        for path, body in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "Hi"})):
+            status, answer, _ = await it.send(path, body | many)
+            error = answer["error"]
+            assert (status, error["code"]) == (400, "context_length_exceeded")
+            assert "maximum context length is" in error["message"]
+    async with front(tmp_path, monkeypatch, clamp_max_tokens=True) as it:
+        for path, body in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "Hi"})):
+            assert (await it.prompt(path, body | many))[1] == "limit"
 
 
-def test_a_prompt_beyond_the_context_is_told_in_words_that_clients_read(
+async def test_a_prompt_beyond_the_context_is_told_in_words_that_clients_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        async with front(tmp_path, monkeypatch, repairs=False) as it:
-            for long in ("Hi, " * CONTEXT, "Hi, " * 40 * CONTEXT):
-                user = USER | {"content": long}
-                _, answer, _ = await it.send("messages", {"messages": [user]})
-                assert answer["error"]["type"] == "invalid_request_error"
-                words = answer["error"]["message"].split()
-                assert words[:4] + words[5:7] + words[8:] == ["prompt", "is", "too", "long:", "tokens", ">", "maximum"]
-                assert int(words[4]) > int(words[7]) == CONTEXT
-                for path, body in (
-                    ("chat/completions", {"messages": [user]}),
-                    ("completions", {"prompt": long}),
-                    ("responses", {"input": long}),
-                ):
-                    status, answer, _ = await it.send(path, body)
-                    error = answer["error"]
-                    code = (status, error["code"], error["type"])
-                    assert code == (400, "context_length_exceeded", "invalid_request_error")
-                    assert f"maximum context length is {CONTEXT} tokens" in error["message"]
-            _, answer, _ = await it.send("messages", {"messages": [USER], "max_tokens": 200_000})
-            words = "input length and `max_tokens` exceed context limit: "
-            assert answer["error"]["message"].startswith(words)
-            assert " + 200000 > " in answer["error"]["message"]
-
-    run(test)
+    async with front(tmp_path, monkeypatch, repairs=False) as it:
+        for long in ("Hi, " * CONTEXT, "Hi, " * 40 * CONTEXT):
+            user = USER | {"content": long}
+            _, answer, _ = await it.send("messages", {"messages": [user]})
+            assert answer["error"]["type"] == "invalid_request_error"
+            words = answer["error"]["message"].split()
+            assert words[:4] + words[5:7] + words[8:] == ["prompt", "is", "too", "long:", "tokens", ">", "maximum"]
+            assert int(words[4]) > int(words[7]) == CONTEXT
+            for path, body in (
+                ("chat/completions", {"messages": [user]}),
+                ("completions", {"prompt": long}),
+                ("responses", {"input": long}),
+            ):
+                status, answer, _ = await it.send(path, body)
+                error = answer["error"]
+                code = (status, error["code"], error["type"])
+                assert code == (400, "context_length_exceeded", "invalid_request_error")
+                assert f"maximum context length is {CONTEXT} tokens" in error["message"]
+        _, answer, _ = await it.send("messages", {"messages": [USER], "max_tokens": 200_000})
+        words = "input length and `max_tokens` exceed context limit: "
+        assert answer["error"]["message"].startswith(words)
+        assert " + 200000 > " in answer["error"]["message"]
 
 
-def test_half_a_surrogate_pair_is_a_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_a_surrogate_pair_is_a_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {
         r"\ud83d": "\ufffd",
         r"a\ude00b": "a\ufffdb",
         r"\uD83D\u0041": "\ufffdA",
         r"\ud83d\ude00 \\ud83d": "\N{GRINNING FACE} \\ud83d",
     }
-
-    async def test() -> None:
-        async with front(tmp_path, monkeypatch) as it:
-            for escape, right in texts.items():
-                body = b'{"messages": [{"role": "user", "content": "%b"}], "max_tokens": 4}' % escape.encode()
-                for path in ("chat/completions", "messages"):
-                    async with it.client.http.post(f"{it.client.url}/v1/{path}", data=body) as answer:
-                        assert answer.status == 200, await answer.text()
-                        header = answer.headers.get("baton-repairs", "")
-                    assert (it.prompts[-1], header) == (
-                        f"<user>{right}<assistant>",
-                        "surrogate" if "\ufffd" in right else "",
-                    )
-
-    run(test)
+    async with front(tmp_path, monkeypatch) as it:
+        for escape, right in texts.items():
+            body = b'{"messages": [{"role": "user", "content": "%b"}], "max_tokens": 4}' % escape.encode()
+            for path in ("chat/completions", "messages"):
+                async with it.client.http.post(f"{it.client.url}/v1/{path}", data=body) as answer:
+                    assert answer.status == 200, await answer.text()
+                    header = answer.headers.get("baton-repairs", "")
+                assert (it.prompts[-1], header) == (
+                    f"<user>{right}<assistant>",
+                    "surrogate" if "\ufffd" in right else "",
+                )
     assert with_whole_characters(b'"\xed\xa0\xbd"') == '"\ufffd"'.encode()
 
 
-def test_what_is_turned_off_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_turned_off_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": CUT}
     search = {"type": "web_search_call", "id": "x"}
     requests: list[tuple[str, str, Any]] = [
@@ -451,17 +425,13 @@ def test_what_is_turned_off_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         ("placeholder", "responses", {"input": [USER, search]}),
         ("limit", "messages", {"messages": [USER], "max_tokens": 200_000}),
     ]
-
-    async def test() -> None:
-        for setting, allowed in ((False, ()), (["limit", "system"], ("limit", "system")), (True, REPAIRS)):
-            async with front(tmp_path, monkeypatch, STRICT, repairs=setting) as it:
-                for kind, path, body in requests:
-                    status, _, header = await it.send(path, body)
-                    assert (status, header) == ((200, kind) if kind in allowed else (400, "")), (setting, kind)
-                pair = await it.prompt("messages", {"system": f"{LINE}\nA", "messages": [USER]})
-                assert (LINE in pair[0]) == (setting is not True)
-
-    run(test)
+    for setting, allowed in ((False, ()), (["limit", "system"], ("limit", "system")), (True, REPAIRS)):
+        async with front(tmp_path, monkeypatch, STRICT, repairs=setting) as it:
+            for kind, path, body in requests:
+                status, _, header = await it.send(path, body)
+                assert (status, header) == ((200, kind) if kind in allowed else (400, "")), (setting, kind)
+            pair = await it.prompt("messages", {"system": f"{LINE}\nA", "messages": [USER]})
+            assert (LINE in pair[0]) == (setting is not True)
 
 
 NO_GRAMMAR: dict[str, Any] = {  # what no grammar enforces: the parameters of a tool, and what binds a call of it
@@ -522,52 +492,47 @@ def grammars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return texts
 
 
-def test_what_no_grammar_enforces_is_left_out_of_a_tool(
+async def test_what_no_grammar_enforces_is_left_out_of_a_tool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grammars: list[Any]
 ) -> None:
-    async def test() -> None:
-        async with front(tmp_path, monkeypatch) as it:
-            for number, (schema, right) in enumerate(NO_GRAMMAR.values()):
-                path = ("chat/completions", "messages", "responses")[number % 3]
-                assert (await it.prompt(path, tools_of(path, schema)))[1] == "schema", schema
-                fine, odd = [dict(one) for one in grammars[-1]["$defs"].values()]
-                assert (fine.pop("$id"), odd.pop("$id")) == ("baton://tools/0/", "baton://tools/1/")
-                assert (fine, odd) == (FINE, {"type": "object"} | right)
-            named = {"tool_choice": {"type": "function", "function": {"name": "odd"}}}
-            body = tools_of("chat/completions", {"uniqueItems": True}) | named
-            assert (await it.prompt("chat/completions", body))[1] == "schema"
-            assert grammars[-1].keys() == {"type", "x-guidance"}
-            assert (await it.prompt("chat/completions", tools_of("chat/completions", FINE)))[1] == ""
-
-    run(test)
+    async with front(tmp_path, monkeypatch) as it:
+        for number, (schema, right) in enumerate(NO_GRAMMAR.values()):
+            path = ("chat/completions", "messages", "responses")[number % 3]
+            assert (await it.prompt(path, tools_of(path, schema)))[1] == "schema", schema
+            fine, odd = [dict(one) for one in grammars[-1]["$defs"].values()]
+            assert (fine.pop("$id"), odd.pop("$id")) == ("baton://tools/0/", "baton://tools/1/")
+            assert (fine, odd) == (FINE, {"type": "object"} | right)
+        named = {"tool_choice": {"type": "function", "function": {"name": "odd"}}}
+        body = tools_of("chat/completions", {"uniqueItems": True}) | named
+        assert (await it.prompt("chat/completions", body))[1] == "schema"
+        assert grammars[-1].keys() == {"type", "x-guidance"}
+        assert (await it.prompt("chat/completions", tools_of("chat/completions", FINE)))[1] == ""
 
 
-def test_what_a_grammar_must_enforce_is_refused_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_grammar_must_enforce_is_refused_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unmet = {"properties": {"a": {"type": "string", "minLength": 5, "maxLength": 2}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    async with front(tmp_path, monkeypatch) as it:
 
-    async def test() -> None:
-        async with front(tmp_path, monkeypatch) as it:
+        async def refused(path: str, body: Any, *words: str) -> None:
+            status, answer, repairs = await it.send(path, body)
+            answer_text = json.dumps(answer, ensure_ascii=False).replace('\\"', '"')
+            assert (status, repairs, [one for one in words if one not in answer_text]) == (400, "", []), answer_text
 
-            async def refused(path: str, body: Any, *words: str) -> None:
-                status, answer, repairs = await it.send(path, body)
-                answer_text = json.dumps(answer, ensure_ascii=False).replace('\\"', '"')
-                assert (status, repairs, [one for one in words if one not in answer_text]) == (400, "", []), answer_text
-
-            for keyword, (schema, _) in NO_GRAMMAR.items():
-                for path in ("chat/completions", "messages", "responses"):
-                    await refused(path, tools_of(path, schema, strict=True), "'odd'", "#/", f"{keyword}: ")
-                form["json_schema"] = {"name": "x", "schema": schema}
-                body = {"messages": [USER], "response_format": form}
-                await refused("chat/completions", body, "#/", f"{keyword}: ", "response_format")
-                body = {"messages": [USER], "output_config": {"format": {"type": "json_schema", "schema": schema}}}
-                await refused("messages", body, "#/", f"{keyword}: ")
-            await refused("messages", tools_of("messages", unmet), "'odd'", "#/properties/a: Unsatisfiable")
-            wrong = {"properties": {"a": {"type": "file", "uniqueItems": True}}}
-            await refused("responses", tools_of("responses", wrong), "'odd'", "#/properties/a/type: Invalid type: file")
-        async with front(tmp_path, monkeypatch, repairs=["tool"]) as it:
-            await it.send("messages", tools_of("messages", FINE))
-            status, answer, _ = await it.send("messages", tools_of("messages", {"not": {"type": "string"}}))
-            assert (status, "#/not: " in answer["error"]["message"]) == (400, True), answer
-
-    run(test)
+        for keyword, (schema, _) in NO_GRAMMAR.items():
+            for path in ("chat/completions", "messages", "responses"):
+                await refused(path, tools_of(path, schema, strict=True), "'odd'", "#/", f"{keyword}: ")
+            form["json_schema"] = {"name": "x", "schema": schema}
+            body = {"messages": [USER], "response_format": form}
+            await refused("chat/completions", body, "#/", f"{keyword}: ", "response_format")
+            body = {"messages": [USER], "output_config": {"format": {"type": "json_schema", "schema": schema}}}
+            await refused("messages", body, "#/", f"{keyword}: ")
+        await refused("messages", tools_of("messages", unmet), "'odd'", "#/properties/a: Unsatisfiable")
+        wrong = {"properties": {"a": {"type": "file", "uniqueItems": True}}}
+        await refused("responses", tools_of("responses", wrong), "'odd'", "#/properties/a/type: Invalid type: file")
+    async with front(tmp_path, monkeypatch, repairs=["tool"]) as it:
+        await it.send("messages", tools_of("messages", FINE))
+        status, answer, _ = await it.send("messages", tools_of("messages", {"not": {"type": "string"}}))
+        assert (status, "#/not: " in answer["error"]["message"]) == (400, True), answer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -14,14 +13,6 @@ from router.frontend import http_server
 from tests.router.served import Served, served, settings_for
 
 PATIENCE = 60.0
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(PATIENCE):
-            await test()
-
-    asyncio.run(bounded())
 
 
 async def connect(router: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -43,92 +34,81 @@ async def scrape(router: Served) -> str:
         return await answer.text()
 
 
-def test_the_oldest_connections_give_way(
+async def test_the_oldest_connections_give_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_server, "DEADLINE", PATIENCE)
-
-    async def test() -> None:
-        async with served(settings_for(tmp_path)) as router:
-            idle = [await connect(router) for _ in range(2 * http_server.MAX_CONNECTIONS)]
-            for reader, _ in idle[: http_server.MAX_CONNECTIONS]:
-                assert await ended(reader)
-            await scrape(router)
-            assert await ended(idle[http_server.MAX_CONNECTIONS][0])
-            for _, writer in idle:
-                writer.close()
-
-    run(test)
+    async with served(settings_for(tmp_path)) as router:
+        idle = [await connect(router) for _ in range(2 * http_server.MAX_CONNECTIONS)]
+        for reader, _ in idle[: http_server.MAX_CONNECTIONS]:
+            assert await ended(reader)
+        await scrape(router)
+        assert await ended(idle[http_server.MAX_CONNECTIONS][0])
+        for _, writer in idle:
+            writer.close()
     assert not [record for record in caplog.records if record.name in ("asyncio", "aiohttp.server")]
 
 
-def test_idle_and_slow_connections_end_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_and_slow_connections_end_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "DEADLINE", 0.5)
+    async with served(settings_for(tmp_path)) as router:
+        idle, idle_writer = await connect(router)
+        slow, slow_writer = await connect(router)
 
-    async def test() -> None:
-        async with served(settings_for(tmp_path)) as router:
-            idle, idle_writer = await connect(router)
-            slow, slow_writer = await connect(router)
+        async def trickle() -> None:
+            slow_writer.write(b"GET /metrics HTTP/1.1\r\nX: ")
+            while True:
+                slow_writer.write(b"y")
+                await asyncio.sleep(0.01)
 
-            async def trickle() -> None:
-                slow_writer.write(b"GET /metrics HTTP/1.1\r\nX: ")
-                while True:
-                    slow_writer.write(b"y")
-                    await asyncio.sleep(0.01)
-
-            trickling = asyncio.create_task(trickle())
-            assert await ended(idle)
-            assert await ended(slow)
-            trickling.cancel()
-            idle_writer.close()
-            slow_writer.close()
-            await scrape(router)
-
-    run(test)
+        trickling = asyncio.create_task(trickle())
+        assert await ended(idle)
+        assert await ended(slow)
+        trickling.cancel()
+        idle_writer.close()
+        slow_writer.close()
+        await scrape(router)
 
 
-def test_a_connection_carries_one_request_and_rubbish_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with served(settings_for(tmp_path)) as router:
-            for sent, expected in (
-                (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50, b" 503 "),
-                (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b" 405 "),
-                (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n", b" 404 "),
-                (b"GET /" + b"x" * 10_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b" 400 "),
-                (b"\xff\xfe\r\n\r\n", b" 400 "),
-            ):
-                reader, writer = await connect(router)
-                writer.write(sent)
-                answer = await reader.read()
-                assert answer.count(b"HTTP/1.") == 1
-                assert expected in answer.split(b"\r\n")[0]
-                writer.close()
-
-    run(test)
+async def test_a_connection_carries_one_request_and_rubbish_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(settings_for(tmp_path)) as router:
+        for sent, expected in (
+            (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50, b" 503 "),
+            (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b" 405 "),
+            (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n", b" 404 "),
+            (b"GET /" + b"x" * 10_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b" 400 "),
+            (b"\xff\xfe\r\n\r\n", b" 400 "),
+        ):
+            reader, writer = await connect(router)
+            writer.write(sent)
+            answer = await reader.read()
+            assert answer.count(b"HTTP/1.") == 1
+            assert expected in answer.split(b"\r\n")[0]
+            writer.close()
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_an_error_of_ours_is_logged_and_answered(
+async def test_an_error_of_ours_is_logged_and_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: Metrics) -> bytes:
         raise RuntimeError("a mistake of ours")
 
     monkeypatch.setattr(Metrics, "text", fail)
-
-    async def test() -> None:
-        async with (
-            served(settings_for(tmp_path)) as router,
-            aiohttp.ClientSession(f"http://{router.addresses.http}") as session,
-            session.get("/metrics") as answer,
-        ):
-            assert answer.status == 500
-
-    run(test)
+    async with (
+        served(settings_for(tmp_path)) as router,
+        aiohttp.ClientSession(f"http://{router.addresses.http}") as session,
+        session.get("/metrics") as answer,
+    ):
+        assert answer.status == 500
     assert "a mistake of ours" in caplog.text
 
 
-def test_a_flood_of_scrapes_renders_twice_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_of_scrapes_renders_twice_a_second_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times: list[float] = []
     text = Metrics.text
 
@@ -144,15 +124,11 @@ def test_a_flood_of_scrapes_renders_twice_a_second_at_most(tmp_path: Path, monke
         return True
 
     monkeypatch.setattr(Metrics, "text", render)
-
-    async def test() -> None:
-        async with served(settings_for(tmp_path)) as router:
-            started = asyncio.get_running_loop().time()
-            for _ in range(10):
-                pages = await asyncio.gather(*(scrape(router) for _ in range(8)))
-                assert all("baton_peers" in page for page in pages)
-            seconds = asyncio.get_running_loop().time() - started
-            assert len(times) <= 2 + 2 * seconds
-            assert not any(times)  # never on the loop
-
-    run(test)
+    async with served(settings_for(tmp_path)) as router:
+        started = asyncio.get_running_loop().time()
+        for _ in range(10):
+            pages = await asyncio.gather(*(scrape(router) for _ in range(8)))
+            assert all("baton_peers" in page for page in pages)
+        seconds = asyncio.get_running_loop().time() - started
+        assert len(times) <= 2 + 2 * seconds
+        assert not any(times)  # never on the loop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -94,42 +94,32 @@ async def cluster(folder: Path, *processes: str) -> AsyncIterator[tuple[Served, 
         yield router, client
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 30))
-
-
-def test_a_prefix_is_warmed_listed_and_let_go(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(tmp_path, "decode-0", "prefill-0", "store-0") as (router, client):
-            result = await client.pin_prefix(PREFIX, id="mine", ttl_ms=60_000, timeout=10)
-            assert (result.pin.id, result.pin.node, result.pin.pages, result.pin.tokens) == ("mine", "a", 5, 20)
-            assert result.pin.bytes == 5 * PAGE_BYTES
-            assert 50_000 < result.pin.expires_in_ms <= 60_000
-            assert result.tokens_computed is not None
-            assert result.tokens_cached == 20 - result.tokens_computed
-            assert pins(router) == 1
-            (listed,) = await client.pins()
-            assert (listed.id, listed.node) == ("mine", "a")
+async def test_a_prefix_is_warmed_listed_and_let_go(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "decode-0", "prefill-0", "store-0") as (router, client):
+        result = await client.pin_prefix(PREFIX, id="mine", ttl_ms=60_000, timeout=10)
+        assert (result.pin.id, result.pin.node, result.pin.pages, result.pin.tokens) == ("mine", "a", 5, 20)
+        assert result.pin.bytes == 5 * PAGE_BYTES
+        assert 50_000 < result.pin.expires_in_ms <= 60_000
+        assert result.tokens_computed is not None
+        assert result.tokens_cached == 20 - result.tokens_computed
+        assert pins(router) == 1
+        (listed,) = await client.pins()
+        assert (listed.id, listed.node) == ("mine", "a")
+        await client.unpin("mine")
+        assert not await client.pins()
+        await eventually_async(lambda: not pins(router))
+        with pytest.raises(PinNotFound, match="'mine'"):
             await client.unpin("mine")
-            assert not await client.pins()
-            await eventually_async(lambda: not pins(router))
-            with pytest.raises(PinNotFound, match="'mine'"):
-                await client.unpin("mine")
-
-    run(test)
 
 
-def test_a_call_that_is_cancelled_leaves_no_pin(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with cluster(tmp_path, "decode-0", "prefill-0", "store-0") as (router, client):
-            (prefill,) = router.cluster.named("prefill-0")
-            prefill.full = True
-            call = asyncio.create_task(client.pin_prefix(PREFIX))
-            await asyncio.sleep(0.2)
-            call.cancel()
-            prefill.full = False
-            await asyncio.sleep(0.3)
-            assert not pins(router)
-            assert not prefill.jobs
-
-    run(test)
+async def test_a_call_that_is_cancelled_leaves_no_pin(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "decode-0", "prefill-0", "store-0") as (router, client):
+        (prefill,) = router.cluster.named("prefill-0")
+        prefill.full = True
+        call = asyncio.create_task(client.pin_prefix(PREFIX))
+        await asyncio.sleep(0.2)
+        call.cancel()
+        prefill.full = False
+        await asyncio.sleep(0.3)
+        assert not pins(router)
+        assert not prefill.jobs

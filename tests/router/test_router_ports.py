@@ -24,7 +24,7 @@ def at(folder: Path, setting: str, port: int) -> Config:
 
 
 @pytest.mark.parametrize("setting", ["grpc_port", "internal_port", "http_port", "port"])
-def test_a_router_waits_for_a_port_that_a_connection_holds(
+async def test_a_router_waits_for_a_port_that_a_connection_holds(
     tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = list[str]()
@@ -36,36 +36,28 @@ def test_a_router_waits_for_a_port_that_a_connection_holds(
         return result
 
     monkeypatch.setattr(ports, "_holder", look)
+    with outgoing() as connection:
 
-    async def test() -> None:
-        with outgoing() as connection:
+        async def start() -> None:
+            async with served(at(tmp_path, setting, connection.port)) as router:
+                addresses = router.addresses
+                doors = (addresses.grpc, addresses.internal, addresses.http, addresses.api)
+                assert any(address.endswith(f"127.0.0.1:{connection.port}") for address in doors)
 
-            async def start() -> None:
-                async with served(at(tmp_path, setting, connection.port)) as router:
-                    addresses = router.addresses
-                    doors = (addresses.grpc, addresses.internal, addresses.http, addresses.api)
-                    assert any(address.endswith(f"127.0.0.1:{connection.port}") for address in doors)
-
-            starting = asyncio.create_task(start())
-            await eventually_async(lambda: looks or starting.done(), "the router waits")
-            connection.reset()
-            await starting
-            assert set(looks) == {"connection"}
-
-    asyncio.run(test())
+        starting = asyncio.create_task(start())
+        await eventually_async(lambda: looks or starting.done(), "the router waits")
+        connection.reset()
+        await starting
+        assert set(looks) == {"connection"}
 
 
 @pytest.mark.parametrize("section", ["router", "api"])
-def test_a_host_of_elsewhere_is_named_at_once(tmp_path: Path, section: str) -> None:
+async def test_a_host_of_elsewhere_is_named_at_once(tmp_path: Path, section: str) -> None:
     config = settings_for(tmp_path)
     config = msgspec.structs.replace(config, api=msgspec.structs.replace(config.api, insecure=True))
     config = msgspec.structs.replace(
         config, **{section: msgspec.structs.replace(getattr(config, section), host="192.0.2.1")}
     )
-
-    async def test() -> None:
+    with pytest.raises(StartupError, match=r"host is 192\.0\.2\.1, which is no address of this machine"):
         async with served(config):
             pass
-
-    with pytest.raises(StartupError, match=r"host is 192\.0\.2\.1, which is no address of this machine"):
-        asyncio.run(test())

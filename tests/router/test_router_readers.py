@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -31,10 +31,6 @@ pytestmark = pytest.mark.slow
 
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4_096))  # that a client takes unread
 LIKELY = TokenLogprob(5, -1.0, tuple((token, -2.0) for token in range(20)))
-
-
-def run(test: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def stream(**limits: int) -> OutputStream:
@@ -64,21 +60,18 @@ def test_unread_output_is_bounded_in_bytes_and_in_tokens() -> None:
     assert full.emit([5], (LIKELY,)) is StopVerdict.GOES_ON
 
 
-def test_what_is_read_comes_in_small_pieces_and_counts_no_more() -> None:
-    async def test() -> None:
-        out = stream()
-        count = fill(out)
-        pieces = list[Output]()
-        while sum(len(piece.tokens) for piece in pieces) < count:
-            piece = await out.read()
-            assert isinstance(piece, Output)
-            assert len(piece.tokens) == len(piece.logprobs)
-            pieces.append(piece)
-        assert max(piece.size for piece in pieces) < 40_000
-        assert fill(out) == count
-        assert out.reads == len(pieces)
-
-    run(test)
+async def test_what_is_read_comes_in_small_pieces_and_counts_no_more() -> None:
+    out = stream()
+    count = fill(out)
+    pieces = list[Output]()
+    while sum(len(piece.tokens) for piece in pieces) < count:
+        piece = await out.read()
+        assert isinstance(piece, Output)
+        assert len(piece.tokens) == len(piece.logprobs)
+        pieces.append(piece)
+    assert max(piece.size for piece in pieces) < 40_000
+    assert fill(out) == count
+    assert out.reads == len(pieces)
 
 
 class Relay:
@@ -136,48 +129,42 @@ def ask(channel: grpc.aio.Channel) -> Any:
 
 
 @pytest.mark.parametrize("outcome", [Cancelled("the client does not read its tokens"), Finished("length")])
-def test_the_rpc_of_a_client_that_does_not_read_is_ended(outcome: RequestOutcome) -> None:
-    async def test() -> None:
-        async with (
-            serving(linger=0.1) as (relay, front, address),
-            grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
-        ):
-            call = ask(channel)
-            await eventually_async(lambda: relay.streams)
-            (out,) = relay.streams
-            fill(out)  # more than a connection takes unread
-            assert front.serving
-            end(out, outcome)
-            await eventually_async(lambda: not front.serving)
-            assert not out._pieces  # its memory is free
-            assert not relay.abandoned
-            with pytest.raises(grpc.aio.AioRpcError) as caught:  # and should it read after all, it is told
-                async for _ in call:
-                    pass
-            assert caught.value.code() == grpc.StatusCode.CANCELLED
-
-    run(test)
+async def test_the_rpc_of_a_client_that_does_not_read_is_ended(outcome: RequestOutcome) -> None:
+    async with (
+        serving(linger=0.1) as (relay, front, address),
+        grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
+    ):
+        call = ask(channel)
+        await eventually_async(lambda: relay.streams)
+        (out,) = relay.streams
+        fill(out)  # more than a connection takes unread
+        assert front.serving
+        end(out, outcome)
+        await eventually_async(lambda: not front.serving)
+        assert not out._pieces  # its memory is free
+        assert not relay.abandoned
+        with pytest.raises(grpc.aio.AioRpcError) as caught:  # and should it read after all, it is told
+            async for _ in call:
+                pass
+        assert caught.value.code() == grpc.StatusCode.CANCELLED
 
 
-def test_a_slow_client_is_given_all_after_the_end() -> None:
-    async def test() -> None:
-        async with (
-            serving(linger=1.0) as (relay, front, address),
-            grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
-        ):
-            call = ask(channel)
-            await eventually_async(lambda: relay.streams)
-            (out,) = relay.streams
-            count = fill(out)
-            end(out, Finished("length"))
-            tokens = 0
-            async for response in call:
-                tokens += len(response.delta.token_ids)
-                await asyncio.sleep(0.025)  # in all, three times as long as it may read nothing
-            assert tokens == count
-            await eventually_async(lambda: not front.serving)
-
-    run(test)
+async def test_a_slow_client_is_given_all_after_the_end() -> None:
+    async with (
+        serving(linger=1.0) as (relay, front, address),
+        grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
+    ):
+        call = ask(channel)
+        await eventually_async(lambda: relay.streams)
+        (out,) = relay.streams
+        count = fill(out)
+        end(out, Finished("length"))
+        tokens = 0
+        async for response in call:
+            tokens += len(response.delta.token_ids)
+            await asyncio.sleep(0.025)  # in all, three times as long as it may read nothing
+        assert tokens == count
+        await eventually_async(lambda: not front.serving)
 
 
 class Wire:
@@ -210,8 +197,8 @@ class Wire:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def test_a_client_that_goes_during_a_write_is_no_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
+async def test_a_client_that_goes_during_a_write_is_no_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
         async with serving(linger=5.0) as (relay, front, address):
             for ends in (False, True) * 3:
                 relay.streams.clear()
@@ -231,7 +218,4 @@ def test_a_client_that_goes_during_a_write_is_no_error_of_ours(caplog: pytest.Lo
                     await wire.cut()
                     await eventually_async(lambda: not front.serving)
                     assert {await call.code() for call in calls} == {grpc.StatusCode.UNAVAILABLE}
-
-    with caplog.at_level(logging.INFO):
-        run(test)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING or record.exc_info]

@@ -10,13 +10,13 @@ from baton.messages import Refused
 from baton.v1 import generation_pb2 as pb
 from router.events import Failed, Finished, Shutdown
 from router.frontend.output_stream import Output
-from tests.router.driven import Bench, read_end, run
+from tests.router.driven import driven, read_end
 from tests.router.model import CONFIG
 from tests.support.eventually import eventually_async
 
 
-def test_the_others_begin_at_the_first_token_of_the_first_and_where_it_runs() -> None:
-    async def test(bench: Bench) -> None:
+async def test_the_others_begin_at_the_first_token_of_the_first_and_where_it_runs() -> None:
+    async with driven() as bench:
         outputs = await bench.start(n=3, seed=5)
         (first,) = bench.orders
         assert first[1].sampling.seed == 5
@@ -32,11 +32,9 @@ def test_the_others_begin_at_the_first_token_of_the_first_and_where_it_runs() ->
             assert news.tokens == [token, 3]
             assert isinstance((await read_end(output)).outcome, Finished)
 
-    run(test)
 
-
-def test_a_worker_without_room_for_a_sample_sends_it_elsewhere() -> None:
-    async def test(bench: Bench) -> None:
+async def test_a_worker_without_room_for_a_sample_sends_it_elsewhere() -> None:
+    async with driven() as bench:
         await bench.start(n=2)
         (first,) = bench.orders
         bench.answer(first, 9)
@@ -46,11 +44,9 @@ def test_a_worker_without_room_for_a_sample_sends_it_elsewhere() -> None:
         bench.say(to, Refused(second.request, second.attempt, "busy"))
         assert bench.orders[2][0] != first[0]
 
-    run(test)
 
-
-def test_a_first_sample_that_fails_takes_the_others_along() -> None:
-    async def test(bench: Bench) -> None:
+async def test_a_first_sample_that_fails_takes_the_others_along() -> None:
+    async with driven() as bench:
         outputs = await bench.start(n=3)
         bench.driver.handle(Shutdown())
         for output in outputs:
@@ -59,12 +55,10 @@ def test_a_first_sample_that_fails_takes_the_others_along() -> None:
             assert isinstance(outcome.error, Unavailable)
         assert not bench.driver.busy
 
-    run(test)
-
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_samples_that_are_not_wanted_any_more_never_begin(order: tuple[int, ...]) -> None:
-    async def test(bench: Bench) -> None:
+async def test_samples_that_are_not_wanted_any_more_never_begin(order: tuple[int, ...]) -> None:
+    async with driven() as bench:
         outputs = await bench.start(n=3)
         for number in order:
             outputs[number].close()
@@ -73,11 +67,9 @@ def test_samples_that_are_not_wanted_any_more_never_begin(order: tuple[int, ...]
         assert not bench.driver._held
         assert not bench.driver._max_tokens
 
-    run(test)
 
-
-def test_further_prompts_of_a_body_leave_most_of_the_queue_to_others() -> None:
-    async def test(bench: Bench) -> None:
+async def test_further_prompts_of_a_body_leave_most_of_the_queue_to_others() -> None:
+    async with driven() as bench:
         outputs = [(await bench.start(n=2, further=bool(number)))[0] for number in range(40)]
         await bench.settle()
         assert bench.driver.state.queued == CONFIG.router.max_queued // 4 + 1
@@ -97,25 +89,19 @@ def test_further_prompts_of_a_body_leave_most_of_the_queue_to_others() -> None:
         assert not bench.driver._streams
         assert not bench.driver._held
 
-    run(test)
 
-
-def test_a_search_that_is_not_wanted_any_more_ends_its_steps() -> None:
-    async def test(bench: Bench) -> None:
+async def test_a_search_that_is_not_wanted_any_more_ends_its_steps() -> None:
+    async with driven() as bench:
         (output,) = await bench.start(n=1, best_of=2, beam_search=pb.BeamSearch())
         await eventually_async(lambda: bench.orders)
         output.close()
         await eventually_async(lambda: not bench.driver._streams)
 
-    run(test)
 
-
-def test_a_step_of_a_search_that_fails_is_the_end_of_all_outputs() -> None:
-    async def test(bench: Bench) -> None:
+async def test_a_step_of_a_search_that_fails_is_the_end_of_all_outputs() -> None:
+    async with driven() as bench:
         outputs = await bench.start(n=2, beam_search=pb.BeamSearch())
         await eventually_async(lambda: bench.orders)
         bench.driver.handle(Shutdown())
         for output in outputs:
             assert isinstance((await read_end(output)).outcome, Failed)
-
-    run(test)

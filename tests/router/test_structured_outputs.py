@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,20 +164,18 @@ def test_responses_have_a_format_of_their_own() -> None:
         assert chat_of_response(ResponsesRequest(input="x", text={"format": other}), Repairs()).response_format == other
 
 
-def checked(model: ServedModel, test: Callable[[GrammarChecker], Awaitable[None]]) -> None:
-    async def run() -> None:
-        checker = GrammarChecker(model)
-        try:
-            await asyncio.wait_for(test(checker), 150)
-        finally:
-            await checker.close()
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def grammar_checker(model: ServedModel) -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(model)
+    try:
+        yield checker
+    finally:
+        await checker.close()
 
 
 @pytest.mark.slow
-def test_grammars_are_compiled(model: ServedModel) -> None:
-    async def test(checker: GrammarChecker) -> None:
+async def test_grammars_are_compiled(model: ServedModel) -> None:
+    async with grammar_checker(model) as checker:
         for kind, text in (
             ("json_schema", TEXT), ("regex", r"[a-z]{3}\d*"), ("lark", 'start: "a" | "b\\""'), ("lark", 'start: "ü"'),
         ):  # fmt: skip
@@ -185,8 +183,6 @@ def test_grammars_are_compiled(model: ServedModel) -> None:
             assert await checker.check(grammar, "") == grammar
         gbnf = await checker.check(Grammar("lark", 'root ::= "a" | "b" [0-9]+', EOS), "")
         assert "start" in gbnf.text
-
-    checked(model, test)
 
 
 @pytest.mark.slow
@@ -208,13 +204,13 @@ def test_grammars_are_compiled(model: ServedModel) -> None:
         ("lark", 'start: nothing "a"', "nothing"),
     ],
 )
-def test_the_reason_of_a_wrong_grammar_is_llguidances(model: ServedModel, kind: Any, text: str, says: str) -> None:
-    async def test(checker: GrammarChecker) -> None:
+async def test_the_reason_of_a_wrong_grammar_is_llguidances(
+    model: ServedModel, kind: Any, text: str, says: str
+) -> None:
+    async with grammar_checker(model) as checker:
         for _ in range(2):  # the second answer is a remembered one
             with pytest.raises(InvalidGrammar, match=f"(?s){says}"):
                 await checker.check(Grammar(kind, text, EOS), "")
-
-    checked(model, test)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -258,11 +254,10 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_soon_done_with(model: ServedModel, name: str) -> None:
+async def test_a_hostile_grammar_is_soon_done_with(model: ServedModel, name: str) -> None:
     """Accepted or not, within the deadline; and the next grammar is checked."""
     kind, text = HOSTILE[name]
-
-    async def test(checker: GrammarChecker) -> None:
+    async with grammar_checker(model) as checker:
         await checker.check(Grammar("regex", "a", EOS), "")
         began = time.monotonic()
         with contextlib.suppress(InvalidGrammar):
@@ -270,14 +265,12 @@ def test_a_hostile_grammar_is_soon_done_with(model: ServedModel, name: str) -> N
         assert time.monotonic() - began < 60
         await checker.check(Grammar("regex", "b", EOS), "")
 
-    checked(model, test)
-
 
 @pytest.mark.slow
-def test_slow_grammars_of_one_tenant_delay_another_by_one_of_them(model: ServedModel) -> None:
+async def test_slow_grammars_of_one_tenant_delay_another_by_one_of_them(model: ServedModel) -> None:
     order: list[str] = []
+    async with grammar_checker(model) as checker:
 
-    async def test(checker: GrammarChecker) -> None:
         async def check(tenant: str, text: str) -> None:
             with contextlib.suppress(InvalidGrammar, Overloaded):
                 await checker.check(Grammar("lark", text, EOS), tenant)
@@ -286,21 +279,17 @@ def test_slow_grammars_of_one_tenant_delay_another_by_one_of_them(model: ServedM
         await check("a", 'start: "a"')
         slow = [doubled("A", 20 + number) for number in range(4)]
         await asyncio.gather(*(check("a", text) for text in slow), check("b", 'start: "b"'))
-
-    checked(model, test)
     assert len(order) == 6
     assert order.index("b") <= 2
 
 
 @pytest.mark.slow
-def test_too_many_waiting_grammars_of_a_tenant_are_refused(model: ServedModel) -> None:
-    async def test(checker: GrammarChecker) -> None:
+async def test_too_many_waiting_grammars_of_a_tenant_are_refused(model: ServedModel) -> None:
+    async with grammar_checker(model) as checker:
         checks = [checker.check(Grammar("regex", f"a{{{number}}}", EOS), "a") for number in range(70)]
         answers = await asyncio.gather(*checks, return_exceptions=True)
         assert Counter(type(answer).__name__ for answer in answers) == {"Grammar": 64, "Overloaded": 6}
         assert await checker.check(Grammar("regex", "b", EOS), "a")
-
-    checked(model, test)
 
 
 @pytest.mark.slow
@@ -313,31 +302,25 @@ def test_too_many_waiting_grammars_of_a_tenant_are_refused(model: ServedModel) -
     ],
     ids=["names", "recursion"],
 )  # fmt: skip
-def test_a_schema_without_a_way_to_an_end_is_400_at_once(tmp_path: Path, schema: dict[str, Any]) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            form = {"type": "json_schema", "json_schema": {"schema": schema}}
-            status, answer, _ = await client.post("/v1/completions", {"prompt": "x", "response_format": form})
-            assert (status, answer["error"]["param"]) == (400, "response_format"), answer
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+async def test_a_schema_without_a_way_to_an_end_is_400_at_once(tmp_path: Path, schema: dict[str, Any]) -> None:
+    async with door(tmp_path) as client:
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        status, answer, _ = await client.post("/v1/completions", {"prompt": "x", "response_format": form})
+        assert (status, answer["error"]["param"]) == (400, "response_format"), answer
 
 
 @pytest.mark.slow
-def test_an_invalid_grammar_is_400_with_its_field(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            bad, good = {"not": {}}, {"type": "integer"}
-            body = {"prompt": "x", "max_tokens": 3}
-            for fields, param in (
-                ({"structured_outputs": {"json": bad}}, "structured_outputs"),
-                ({"response_format": {"type": "json_schema", "json_schema": {"schema": bad}}}, "response_format"),
-                ({"guided_json": good}, "guided_json"),
-            ):
-                status, answer, headers = await client.post("/v1/completions", body | fields)
-                assert (status, answer["error"]["param"]) == (400, param), answer
-                assert headers["baton-reason"] in ("invalid_grammar", "unsupported_field")
-            status, _, _ = await client.post("/v1/completions", body | {"structured_outputs": {"json": good}})
-            assert status == 200
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+async def test_an_invalid_grammar_is_400_with_its_field(tmp_path: Path) -> None:
+    async with door(tmp_path) as client:
+        bad, good = {"not": {}}, {"type": "integer"}
+        body = {"prompt": "x", "max_tokens": 3}
+        for fields, param in (
+            ({"structured_outputs": {"json": bad}}, "structured_outputs"),
+            ({"response_format": {"type": "json_schema", "json_schema": {"schema": bad}}}, "response_format"),
+            ({"guided_json": good}, "guided_json"),
+        ):
+            status, answer, headers = await client.post("/v1/completions", body | fields)
+            assert (status, answer["error"]["param"]) == (400, param), answer
+            assert headers["baton-reason"] in ("invalid_grammar", "unsupported_field")
+        status, _, _ = await client.post("/v1/completions", body | {"structured_outputs": {"json": good}})
+        assert status == 200

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +102,13 @@ SHAPES = {  # of the families of models
 }
 
 
-def run(test: Callable[[TemplateRenderer], Awaitable[None]], most: int = 100_000) -> None:
-    async def whole() -> None:
-        renderer = TemplateRenderer(most)
-        try:
-            await test(renderer)
-        finally:
-            await renderer.close()
-
-    asyncio.run(asyncio.wait_for(whole(), 120))
+@contextlib.asynccontextmanager
+async def template_renderer(most: int = 100_000) -> AsyncIterator[TemplateRenderer]:
+    renderer = TemplateRenderer(most)
+    try:
+        yield renderer
+    finally:
+        await renderer.close()
 
 
 def variables(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -119,10 +117,9 @@ def variables(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_template_renders_as_transformers_renders_it(shape: str) -> None:
+async def test_a_template_renders_as_transformers_renders_it(shape: str) -> None:
     template = SHAPES[shape]
-
-    async def test(renderer: TemplateRenderer) -> None:
+    async with template_renderer() as renderer:
         for conversation in (USER, TURNS, CALLS):
             messages = normalized(conversation)
             for tools in (None, TOOLS):
@@ -133,36 +130,28 @@ def test_a_template_renders_as_transformers_renders_it(shape: str) -> None:
                 )
                 assert await renderer.render(rendering(template, want)) == right
 
-    run(test)
 
-
-def test_parts_stay_where_the_template_reads_parts() -> None:
+async def test_parts_stay_where_the_template_reads_parts() -> None:
     messages = normalized([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
-
-    async def test(renderer: TemplateRenderer) -> None:
+    async with template_renderer() as renderer:
         parts = "{% for m in messages %}{% for p in m['content'] %}<{{ p.text }}>{% endfor %}{% endfor %}"
         assert await renderer.render(rendering(parts, variables(messages))) == "<a><b>"
         assert await renderer.render(rendering("{{ messages[0].content }}", variables(messages))) == "a\nb"
 
-    run(test)
-
 
 @pytest.mark.parametrize("content", ["Well, ", "Well,", [{"type": "text", "text": "Well, "}]])
 @pytest.mark.parametrize("shape", ["chatml", "headers"])
-def test_a_final_message_is_continued_as_transformers_does(shape: str, content: Any) -> None:
+async def test_a_final_message_is_continued_as_transformers_does(shape: str, content: Any) -> None:
     if isinstance(content, list) and shape == "headers":
         pytest.skip("transformers renders no parts with this one")
     messages = normalized([*USER, {"role": "assistant", "content": content}])
     plain = [*USER, {"role": "assistant", "content": content if isinstance(content, str) else content[0]["text"]}]
     rest = {"bos_token": "<s>", "eos_token": "</s>"}
     (right,), _ = render_jinja_template([plain], chat_template=SHAPES[shape], continue_final_message=True, **rest)
-
-    async def test(renderer: TemplateRenderer) -> None:
+    async with template_renderer() as renderer:
         mark_end(messages[-1])
         text = await renderer.render(rendering(SHAPES[shape], variables(messages, add_generation_prompt=False)))
         assert cut_at_mark(text) == right
-
-    run(test)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +178,8 @@ def test_a_final_message_is_continued_as_transformers_does(shape: str, content: 
         "{{ strftime_now('\\ud800') }}",
     ],
 )
-def test_a_hostile_or_broken_template_gets_nothing(template: str) -> None:
-    async def test(renderer: TemplateRenderer) -> None:
+async def test_a_hostile_or_broken_template_gets_nothing(template: str) -> None:
+    async with template_renderer() as renderer:
         try:
             assert await renderer.render(rendering(template, variables(USER))) == "", (
                 "an undefined attribute may render as nothing"
@@ -198,8 +187,6 @@ def test_a_hostile_or_broken_template_gets_nothing(template: str) -> None:
         except InvalidRequest as error:
             assert "chat template" in str(error)  # noqa: PT017 - either is right
         assert await renderer.render(rendering("{{ messages[0].role }}", variables(USER))) == "user"
-
-    run(test)
 
 
 @pytest.mark.parametrize(
@@ -212,14 +199,12 @@ def test_a_hostile_or_broken_template_gets_nothing(template: str) -> None:
         "{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
     ],
 )
-def test_a_template_that_takes_too_much_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(renderer: TemplateRenderer) -> None:
+async def test_a_template_that_takes_too_much_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with template_renderer() as renderer:
         assert await renderer.render(rendering("{{ messages[0].role }}", variables(USER))) == "user"
         with pytest.raises(InvalidRequest, match="chat template"):
             await renderer.render(rendering(template, variables(USER)))
         assert await renderer.render(rendering("{{ messages[0].role }}", variables(USER))) == "user"
-
-    run(test)
 
 
 def test_a_checkpoints_template(tmp_path: Path) -> None:
@@ -265,14 +250,14 @@ def test_messages_that_are_none() -> None:
     assert normalized(CALLS)[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": [1, "ü"]}
 
 
-def test_a_tenants_many_long_chats_delay_another_tenant_by_one_of_them() -> None:
+async def test_a_tenants_many_long_chats_delay_another_tenant_by_one_of_them() -> None:
     ended = list[str]()
     template = (
         "{% set text = namespace(all='') %}{% for message in messages %}{% set text.all = text.all ~ message.role %}"
     )
     template += "{% endfor %}{{ text.all | length }}"
+    async with template_renderer() as renderer:
 
-    async def test(renderer: TemplateRenderer) -> None:
         async def chat(tenant: str, messages: int) -> None:
             order = rendering(template, variables([{"role": "user", "content": "x"}] * messages))
             with contextlib.suppress(InvalidRequest):  # on a slow machine it takes too long
@@ -280,6 +265,4 @@ def test_a_tenants_many_long_chats_delay_another_tenant_by_one_of_them() -> None
             ended.append(tenant)
 
         await asyncio.gather(*(chat("a", 30_000) for _ in range(5)), chat("b", 1))
-
-    run(test)
     assert ended.index("b") <= 1

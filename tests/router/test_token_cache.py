@@ -17,7 +17,7 @@ from router.frontend import token_cache
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.token_cache import TextOwner, TokenCache
 from tests.router import tokenizers
-from tests.router.test_api import door, run
+from tests.router.test_api import door
 from tests.router.test_tokenizer_threads import KINDS, PROSE, Counting, copy
 from tests.support.eventually import eventually_async
 
@@ -159,27 +159,24 @@ def test_a_prompt_of_borders_alone_is_cut_into_few_parts(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_second_turn_is_counted(tmp_path: Path) -> None:
-    async def test() -> None:
-        template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
-        async with door(tmp_path, template=template) as client:
+async def test_a_second_turn_is_counted(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    async with door(tmp_path, template=template) as client:
 
-            async def counted(queries: int, hits: int) -> None:
-                async def seen() -> bool:
-                    async with client.http.get(f"{client.url}/metrics") as page:
-                        pairs = re.findall(r"^baton_tokenizer_cache_(\w+)_total (.*)$", await page.text(), re.MULTILINE)
-                    return {name: float(value) for name, value in pairs} == {"queries": queries, "hits": hits}
+        async def counted(queries: int, hits: int) -> None:
+            async def seen() -> bool:
+                async with client.http.get(f"{client.url}/metrics") as page:
+                    pairs = re.findall(r"^baton_tokenizer_cache_(\w+)_total (.*)$", await page.text(), re.MULTILINE)
+                return {name: float(value) for name, value in pairs} == {"queries": queries, "hits": hits}
 
-                await eventually_async(seen)
+            await eventually_async(seen)
 
-            async def ask(*texts: str) -> int:
-                messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in texts]
-                status, answer, _ = await client.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
-                assert status == 200, answer
-                return answer["usage"]["prompt_tokens"]
+        async def ask(*texts: str) -> int:
+            messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in texts]
+            status, answer, _ = await client.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+            assert status == 200, answer
+            return answer["usage"]["prompt_tokens"]
 
-            first = await ask("hello", "yes")
-            await counted(first, 0)
-            await counted(first + await ask("hello", "yes", "stop"), first)
-
-    run(test)
+        first = await ask("hello", "yes")
+        await counted(first, 0)
+        await counted(first + await ask("hello", "yes", "stop"), first)

@@ -16,7 +16,7 @@ from baton.messages import TokenLogprob
 from router.frontend.api.token_logprobs import TokenNames, added_texts, chat_logprobs, completion_logprobs
 from router.frontend.detokenizer import LOST, TextOptions, TextStream, Tokenizer
 from tests.router import tokenizers
-from tests.router.test_api import door, run
+from tests.router.test_api import door
 
 BYTES, WORDS = Tokenizer(tokenizers.byte_level()), Tokenizer(tokenizers.byte_fallback())
 SAMPLE = "Größe 東京 안녕 🙂🚀 naïve fox"
@@ -116,7 +116,7 @@ def test_names_by_id_leave_offsets_alone() -> None:
 
 
 @KINDS
-def test_at_the_door(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_at_the_door(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emoji among words, whole and streamed, in chats and completions."""
     raw = tokenizers.byte_level() if tokenizer is BYTES else tokenizers.byte_fallback()
     monkeypatch.setattr("tests.router.served.tokenizers.byte_level", lambda: raw)
@@ -133,30 +133,27 @@ def test_at_the_door(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.M
         assert all(text[at:].startswith(token) for at, token in zip(offsets, tokens, strict=True))
         assert all(len(entry) == 5 for part in parts for entry in part["top_logprobs"])
 
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            fields = basis | {"prompt": [7] * 5, "logprobs": 5}
-            (choice,) = (await client.complete(**fields, seed=1))["choices"]
-            check(choice["text"], [choice["logprobs"]])
-            events = await client.events("/v1/completions", fields | {"stream": True, "seed": 2})
-            pieces = [event["choices"][0] for event in events]
-            check("".join(one["text"] for one in pieces), [one["logprobs"] for one in pieces if one["logprobs"]])
-            body = basis | {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 5}
-            _, answer, _ = await client.post("/v1/chat/completions", body | {"seed": 3})
-            content = answer["choices"][0]["logprobs"]["content"]
-            text = "".join(one["token"] for one in content)
-            assert text.strip() == SAMPLE == answer["choices"][0]["message"]["content"].strip()
-            assert b"".join(bytes(one["bytes"]) for one in content) == text.encode()
-            assert all(len(one["top_logprobs"]) == 5 for one in content)
-
-    run(test)
+    async with door(tmp_path) as client:
+        fields = basis | {"prompt": [7] * 5, "logprobs": 5}
+        (choice,) = (await client.complete(**fields, seed=1))["choices"]
+        check(choice["text"], [choice["logprobs"]])
+        events = await client.events("/v1/completions", fields | {"stream": True, "seed": 2})
+        pieces = [event["choices"][0] for event in events]
+        check("".join(one["text"] for one in pieces), [one["logprobs"] for one in pieces if one["logprobs"]])
+        body = basis | {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 5}
+        _, answer, _ = await client.post("/v1/chat/completions", body | {"seed": 3})
+        content = answer["choices"][0]["logprobs"]["content"]
+        text = "".join(one["token"] for one in content)
+        assert text.strip() == SAMPLE == answer["choices"][0]["message"]["content"].strip()
+        assert b"".join(bytes(one["bytes"]) for one in content) == text.encode()
+        assert all(len(one["top_logprobs"]) == 5 for one in content)
 
 
 @KINDS
 @pytest.mark.parametrize(
     ("stop", "keeps"), [("東", False), ("ö", False), ("fo", False), ("e 東京", False), ("naïve", True), ("zz", False)]
 )
-def test_a_stop_string_takes_back_what_tokens_add(
+async def test_a_stop_string_takes_back_what_tokens_add(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str, keeps: bool
 ) -> None:
     raw = tokenizers.byte_level() if tokenizer is BYTES else tokenizers.byte_fallback()
@@ -171,27 +168,24 @@ def test_a_stop_string_takes_back_what_tokens_add(
         assert b"".join(bytes(one["bytes"]) for one in content) == text.encode()
         assert len(content) == count
 
-    async def test() -> None:
-        async with door(tmp_path) as client:
-            fields = limits | {"prompt": [7] * 5, "logprobs": 5}
-            answer = await client.complete(**fields, seed=1)
-            (choice,), count = answer["choices"], answer["usage"]["completion_tokens"]
-            before = SAMPLE.partition(stop)
-            assert choice["text"].strip() == (before[0] + (before[1] if keeps else "")).strip()
-            logprobs = choice["logprobs"]
-            assert "".join(logprobs["tokens"]) == choice["text"]
-            assert len(logprobs["tokens"]) == count
-            assert max(logprobs["text_offset"]) <= len(choice["text"])
-            events = await client.events("/v1/completions", fields | {"stream": True, "seed": 2})
-            parts = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
-            assert [token for part in parts for token in part["tokens"]] == logprobs["tokens"]
-            assert [offset for part in parts for offset in part["text_offset"]] == logprobs["text_offset"]
-            body = limits | {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 5}
-            _, chat, _ = await client.post("/v1/chat/completions", body | {"seed": 3})
-            check(chat["choices"][0]["message"]["content"], chat["choices"][0]["logprobs"]["content"], count)
-            pieces = await client.events("/v1/chat/completions", body | {"stream": True, "seed": 4})
-            choices = [event["choices"][0] for event in pieces]
-            text = "".join(one["delta"].get("content", "") for one in choices)
-            check(text, [entry for one in choices if one["logprobs"] for entry in one["logprobs"]["content"]], count)
-
-    run(test)
+    async with door(tmp_path) as client:
+        fields = limits | {"prompt": [7] * 5, "logprobs": 5}
+        answer = await client.complete(**fields, seed=1)
+        (choice,), count = answer["choices"], answer["usage"]["completion_tokens"]
+        before = SAMPLE.partition(stop)
+        assert choice["text"].strip() == (before[0] + (before[1] if keeps else "")).strip()
+        logprobs = choice["logprobs"]
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert len(logprobs["tokens"]) == count
+        assert max(logprobs["text_offset"]) <= len(choice["text"])
+        events = await client.events("/v1/completions", fields | {"stream": True, "seed": 2})
+        parts = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
+        assert [token for part in parts for token in part["tokens"]] == logprobs["tokens"]
+        assert [offset for part in parts for offset in part["text_offset"]] == logprobs["text_offset"]
+        body = limits | {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 5}
+        _, chat, _ = await client.post("/v1/chat/completions", body | {"seed": 3})
+        check(chat["choices"][0]["message"]["content"], chat["choices"][0]["logprobs"]["content"], count)
+        pieces = await client.events("/v1/chat/completions", body | {"stream": True, "seed": 4})
+        choices = [event["choices"][0] for event in pieces]
+        text = "".join(one["delta"].get("content", "") for one in choices)
+        check(text, [entry for one in choices if one["logprobs"] for entry in one["logprobs"]["content"]], count)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -215,53 +214,43 @@ def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
 # --- the threads ---
 
 
-def run(test: Callable[[], object]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+async def test_what_waits_for_a_thread_is_bounded() -> None:
+    go = threading.Event()
+    lane = TokenizerLane("test", threads=1, max_jobs=3, max_bytes=100)
+    with contextlib.closing(lane):
+        first = asyncio.create_task(lane.run(1_000, go.wait))  # nothing else is here, so it may be of any length
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="1 jobs with 1000 bytes"):
+            await lane.run(10, go.wait)
+        go.set()
+        assert await first
+        go.clear()
+        waiting = [asyncio.create_task(lane.run(10, go.wait)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="3 jobs"):
+            await lane.run(10, go.wait)
+        waiting[2].cancel()  # its client has gone before a thread began
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[2]
+        another = asyncio.create_task(lane.run(10, go.wait))
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # a thread is at it, so it counts until that is done
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[0]
+        with pytest.raises(Overloaded, match="3 jobs"):
+            await lane.run(10, go.wait)
+        go.set()
+        assert await waiting[1]
+        assert await another
+        assert await lane.run(10, lambda: "free again") == "free again"
 
 
-def test_what_waits_for_a_thread_is_bounded() -> None:
-    async def test() -> None:
-        go = threading.Event()
-        lane = TokenizerLane("test", threads=1, max_jobs=3, max_bytes=100)
-        with contextlib.closing(lane):
-            first = asyncio.create_task(lane.run(1_000, go.wait))  # nothing else is here, so it may be of any length
-            await asyncio.sleep(0)
-            with pytest.raises(Overloaded, match="1 jobs with 1000 bytes"):
-                await lane.run(10, go.wait)
-            go.set()
-            assert await first
-            go.clear()
-            waiting = [asyncio.create_task(lane.run(10, go.wait)) for _ in range(3)]
-            await asyncio.sleep(0)
-            with pytest.raises(Overloaded, match="3 jobs"):
-                await lane.run(10, go.wait)
-            waiting[2].cancel()  # its client has gone before a thread began
-            with pytest.raises(asyncio.CancelledError):
-                await waiting[2]
-            another = asyncio.create_task(lane.run(10, go.wait))
-            await asyncio.sleep(0)
-            waiting[0].cancel()  # a thread is at it, so it counts until that is done
-            with pytest.raises(asyncio.CancelledError):
-                await waiting[0]
-            with pytest.raises(Overloaded, match="3 jobs"):
-                await lane.run(10, go.wait)
-            go.set()
-            assert await waiting[1]
-            assert await another
-            assert await lane.run(10, lambda: "free again") == "free again"
-
-    run(test)
-
-
-def test_very_long_prompts_do_not_keep_the_others_from_a_thread() -> None:
-    async def test() -> None:
-        go = threading.Event()
-        with contextlib.closing(TokenizerThreads()) as tokenizing:
-            long = [asyncio.create_task(tokenizing.run(10_000_000, go.wait)) for _ in range(4)]
-            await asyncio.sleep(0)
-            assert await tokenizing.run(100_000, threading.current_thread) is not threading.main_thread()
-            assert await tokenizing.run(100, threading.current_thread) is threading.main_thread()
-            go.set()
-            assert all(await asyncio.gather(*long))
-
-    run(test)
+async def test_very_long_prompts_do_not_keep_the_others_from_a_thread() -> None:
+    go = threading.Event()
+    with contextlib.closing(TokenizerThreads()) as tokenizing:
+        long = [asyncio.create_task(tokenizing.run(10_000_000, go.wait)) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert await tokenizing.run(100_000, threading.current_thread) is not threading.main_thread()
+        assert await tokenizing.run(100, threading.current_thread) is threading.main_thread()
+        go.set()
+        assert all(await asyncio.gather(*long))

@@ -412,31 +412,28 @@ ANSWERS: list[tuple[str, str, str, list[str]]] = [
 
 
 @pytest.mark.slow
-def test_clients_read_reasoning_and_calls_or_the_answer(
+async def test_clients_read_reasoning_and_calls_or_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grammars: list[Any]
 ) -> None:
-    async def test() -> None:
-        async with saying(tmp_path, monkeypatch, "") as model, model.openai() as client:
-            create: Callable[..., Any] = client.chat.completions.create
-            fields: Any = {"model": "", "messages": test_chat_api.MESSAGES, "response_format": FORM}
-            for output, thought, content, calls in ANSWERS:
-                model.say(f"{output}<|im_end|>")
-                for tools in ({"tools": test_chat_api.TOOLS}, {"tools": test_chat_api.TOOLS, "tool_choice": "auto"}):
-                    message = (await create(**fields, **tools)).choices[0].message
-                    names = [call.function.name for call in message.tool_calls or ()]
-                    assert (getattr(message, "reasoning", ""), message.content or "", names) == (
-                        thought,
-                        content,
-                        calls,
-                    )
-                if not calls:
-                    message = (await create(**fields)).choices[0].message
-                    assert (getattr(message, "reasoning", ""), message.content) == (thought, content)
-            odd = {"type": "function", "function": {"name": "odd", "parameters": {"uniqueItems": True}}}
-            raw: Any = client.chat.completions.with_raw_response.create
-            assert (await raw(**fields, tools=[odd])).headers["baton-repairs"] == "schema"
-            odd["function"]["strict"] = True
-            with pytest.raises(test_chat_api.openai.BadRequestError, match=r"'odd'.*#/uniqueItems"):
-                await raw(**fields, tools=[odd])
-
-    test_chat_api.run(test)
+    async with saying(tmp_path, monkeypatch, "") as model, model.openai() as client:
+        create: Callable[..., Any] = client.chat.completions.create
+        fields: Any = {"model": "", "messages": test_chat_api.MESSAGES, "response_format": FORM}
+        for output, thought, content, calls in ANSWERS:
+            model.say(f"{output}<|im_end|>")
+            for tools in ({"tools": test_chat_api.TOOLS}, {"tools": test_chat_api.TOOLS, "tool_choice": "auto"}):
+                message = (await create(**fields, **tools)).choices[0].message
+                names = [call.function.name for call in message.tool_calls or ()]
+                assert (getattr(message, "reasoning", ""), message.content or "", names) == (
+                    thought,
+                    content,
+                    calls,
+                )
+            if not calls:
+                message = (await create(**fields)).choices[0].message
+                assert (getattr(message, "reasoning", ""), message.content) == (thought, content)
+        odd = {"type": "function", "function": {"name": "odd", "parameters": {"uniqueItems": True}}}
+        raw: Any = client.chat.completions.with_raw_response.create
+        assert (await raw(**fields, tools=[odd])).headers["baton-repairs"] == "schema"
+        odd["function"]["strict"] = True
+        with pytest.raises(test_chat_api.openai.BadRequestError, match=r"'odd'.*#/uniqueItems"):
+            await raw(**fields, tools=[odd])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -24,7 +24,7 @@ from router.tracing.export import SpanTracer
 from router.tracing.hop_spans import hops
 from router.tracing.origin import Origin, origin
 from router.tracing.span import RequestSpan, Span
-from tests.router.driven import Bench, read_end, run
+from tests.router.driven import Bench, driven, read_end
 from tests.support.eventually import eventually, eventually_async
 from tests.support.virtual_clock import VirtualClock
 
@@ -57,15 +57,14 @@ class Traced:
         return [span.name for span in self.spans()]
 
 
-def traced(test: Callable[[Bench, Traced], Awaitable[None]], workers: int = 2) -> None:
-    async def main(bench: Bench) -> None:
+@asynccontextmanager
+async def traced(workers: int = 2) -> AsyncIterator[tuple[Bench, Traced]]:
+    async with driven(workers) as bench:
         spans = Traced(bench)
         try:
-            await test(bench, spans)
+            yield bench, spans
         finally:
             await spans.tracer.close()
-
-    run(main, workers)
 
 
 @contextmanager
@@ -85,8 +84,8 @@ def milliseconds(span: ReadableSpan) -> tuple[float, float]:
     return round((span.start_time - WALL) / 1e6, 3), round((span.end_time - WALL) / 1e6, 3)
 
 
-def test_a_request_continues_its_clients_trace_and_its_hops_tile_its_time() -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
+async def test_a_request_continues_its_clients_trace_and_its_hops_tile_its_time() -> None:
+    async with traced() as (bench, spans):
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "shop=7", "x-other": "no"}
         with called(Origin(headers, "chat")):
             await bench.start(temperature=0.5, top_p=0.9, n=1)
@@ -130,22 +129,18 @@ def test_a_request_continues_its_clients_trace_and_its_hops_tile_its_time() -> N
         }  # fmt: skip
         assert root.status.status_code is StatusCode.UNSET
 
-    traced(test)
-
 
 @pytest.mark.parametrize("header", ["", "00-zz-1-01", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "x" * 60_000])
-def test_a_header_that_names_no_trace_begins_a_new_one(header: str) -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
+async def test_a_header_that_names_no_trace_begins_a_new_one(header: str) -> None:
+    async with traced() as (bench, spans):
         with called(Origin({"traceparent": header, "tracestate": header})):
             await bench.start()
         bench.answer(bench.orders[0], 9, finish="stop")
         assert spans.root().parent is None
 
-    traced(test)
 
-
-def test_an_attempt_that_is_lost_is_an_event_and_both_attempts_have_their_hops() -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
+async def test_an_attempt_that_is_lost_is_an_event_and_both_attempts_have_their_hops() -> None:
+    async with traced() as (bench, spans):
         await bench.start()
         bench.answer(bench.orders[0], 9)
         bench.now_ += 2.0
@@ -167,11 +162,9 @@ def test_an_attempt_that_is_lost_is_an_event_and_both_attempts_have_their_hops()
         assert [number for name, number in attempts if name == "decode"] == [1, 2]
         assert (root.attributes or {})["baton.attempts"] == 2
 
-    traced(test)
 
-
-def test_a_worker_without_room_costs_an_event_and_no_spans() -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
+async def test_a_worker_without_room_costs_an_event_and_no_spans() -> None:
+    async with traced() as (bench, spans):
         await bench.start()
         to, first = bench.orders[0]
         bench.now_ += 0.5
@@ -182,11 +175,9 @@ def test_a_worker_without_room_costs_an_event_and_no_spans() -> None:
         (queue,) = [span for span in spans.spans() if span.name == "queue"]
         assert milliseconds(queue) == (0, 500)
 
-    traced(test)
 
-
-def test_an_abort_is_no_error() -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
+async def test_an_abort_is_no_error() -> None:
+    async with traced() as (bench, spans):
         (output,) = await bench.start()
         bench.answer(bench.orders[0], 9)
         output.close()
@@ -195,11 +186,9 @@ def test_an_abort_is_no_error() -> None:
         assert [event.name for event in root.events] == ["cancelled"]
         assert root.status.status_code is StatusCode.UNSET
 
-    traced(test)
 
-
-def test_a_failure_is_the_spans_status() -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
+async def test_a_failure_is_the_spans_status() -> None:
+    async with traced() as (bench, spans):
         await bench.start()
         bench.driver.handle(Shutdown())
         root = spans.root()
@@ -207,11 +196,9 @@ def test_a_failure_is_the_spans_status() -> None:
         assert root.status.description == "this router is stopping"
         assert (root.attributes or {})["error.type"] == "unavailable"
 
-    traced(test)
 
-
-def test_a_request_that_is_refused_has_a_span_without_a_word_of_it() -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
+async def test_a_request_that_is_refused_has_a_span_without_a_word_of_it() -> None:
+    async with traced() as (bench, spans):
         with pytest.raises(InvalidRequest, match="a secret word"):
             await bench.start(cache_salt="a secret word/")
         (root,) = spans.spans()
@@ -219,11 +206,9 @@ def test_a_request_that_is_refused_has_a_span_without_a_word_of_it() -> None:
         assert "secret" not in root.to_json()
         assert (root.attributes or {})["error.type"] == "invalid_request"
 
-    traced(test)
 
-
-def test_samples_hang_below_one_request_and_the_prompt_counts_once() -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
+async def test_samples_hang_below_one_request_and_the_prompt_counts_once() -> None:
+    async with traced() as (bench, spans):
         outputs = await bench.start(n=3)
         bench.answer(bench.orders[0], 9)
         await bench.settle()
@@ -244,11 +229,9 @@ def test_samples_hang_below_one_request_and_the_prompt_counts_once() -> None:
         assert attributes["gen_ai.usage.num_sequences"] == 3
         assert attributes["gen_ai.response.finish_reasons"] == ("length",) * 3
 
-    traced(test)
 
-
-def test_samples_that_never_began_are_not_told() -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
+async def test_samples_that_never_began_are_not_told() -> None:
+    async with traced() as (bench, spans):
         outputs = await bench.start(n=3)
         for output in reversed(outputs):
             output.close()
@@ -258,11 +241,9 @@ def test_samples_that_never_began_are_not_told() -> None:
         assert [span.name for span in spans.spans()].count("llm_request") == 2
         assert not bench.driver._spans
 
-    traced(test)
 
-
-def test_a_beam_search_is_one_span_with_the_hops_of_its_first_step() -> None:
-    async def test(bench: Bench, spans: Traced) -> None:
+async def test_a_beam_search_is_one_span_with_the_hops_of_its_first_step() -> None:
+    async with traced() as (bench, spans):
         (output,) = await bench.start(n=1, best_of=2, beam_search=pb.BeamSearch())
         await eventually_async(lambda: bench.orders)
         likeliest = tuple((token, -0.1 * token) for token in range(10, 18))
@@ -273,8 +254,6 @@ def test_a_beam_search_is_one_span_with_the_hops_of_its_first_step() -> None:
         assert spans.names().count("llm_request") == 1
         assert spans.names().count("decode") == 1
         assert (spans.root().attributes or {})["gen_ai.usage.num_sequences"] == 3
-
-    traced(test)
 
 
 def ended(line: Timeline, prefill: str = "") -> RequestEnded:
