@@ -56,8 +56,12 @@ def finishes(messages: list[msg.Message]) -> list[str]:
 PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1]
 
 
-def test_a_request_without_help_gets_the_reference_tokens() -> None:
-    one = worker()
+@pytest.fixture
+def one() -> RigWorker:
+    return worker()
+
+
+def test_a_request_without_help_gets_the_reference_tokens(one: RigWorker) -> None:
     one.handle(order(PROMPT, 20))
     one.rig.settle()
     assert isinstance(one.messages[0], msg.Accepted)
@@ -89,8 +93,7 @@ def test_short_tails_take_every_other_step() -> None:
     ]
 
 
-def test_a_stop_token_ends_it_and_is_said() -> None:
-    one = worker()
+def test_a_stop_token_ends_it_and_is_said(one: RigWorker) -> None:
     expected = reference(PROMPT, 20)
     stop = expected[4]
     one.handle(order(PROMPT, 20, stop_token_ids=(stop,)))
@@ -99,8 +102,7 @@ def test_a_stop_token_ends_it_and_is_said() -> None:
     assert finishes(one.messages) == ["stop"]
 
 
-def test_full_pages_are_written_through_and_fetched_by_another() -> None:
-    one = worker()
+def test_full_pages_are_written_through_and_fetched_by_another(one: RigWorker) -> None:
     one.handle(order(PROMPT, 10))
     one.rig.settle()
     assert one.rig.store.stats(0.0).sealed == (len(PROMPT) + 9) // PAGE
@@ -113,8 +115,7 @@ def test_full_pages_are_written_through_and_fetched_by_another() -> None:
     assert first.computed == len(PROMPT) - 2 * PAGE
 
 
-def test_the_device_cache_serves_a_repeat() -> None:
-    one = worker()
+def test_the_device_cache_serves_a_repeat(one: RigWorker) -> None:
     for request in ("a", "b"):
         one.handle(order(PROMPT, 3, request))
         one.rig.settle()
@@ -122,8 +123,7 @@ def test_the_device_cache_serves_a_repeat() -> None:
     assert tokens_of(one.messages, "b") == reference(PROMPT, 3)
 
 
-def test_a_stale_hint_costs_a_recompute_and_no_token() -> None:
-    one = worker()
+def test_a_stale_hint_costs_a_recompute_and_no_token(one: RigWorker) -> None:
     one.handle(order(PROMPT, 8, fetch=2))  # the store has nothing
     one.rig.settle()
     assert not [m for m in one.messages if isinstance(m, msg.FetchIncomplete)]
@@ -156,8 +156,7 @@ def test_our_own_pause_does_not_end_a_fetch() -> None:
     assert not [m for m in one.messages if isinstance(m, msg.FetchIncomplete)]
 
 
-def test_a_lost_store_ends_awaited_fetches_alone() -> None:
-    one = worker()
+def test_a_lost_store_ends_awaited_fetches_alone(one: RigWorker) -> None:
     one.handle(order(PROMPT, 30, "running"))
     one.turn()
     one.handle(order(PROMPT[::-1], 8, "waiting", fetch=2, prefilled_remotely=True))
@@ -168,8 +167,7 @@ def test_a_lost_store_ends_awaited_fetches_alone() -> None:
     assert tokens_of(one.messages, "running") == reference(PROMPT, 30)
 
 
-def test_failover_goes_on_where_the_tokens_end() -> None:
-    one = worker()
+def test_failover_goes_on_where_the_tokens_end(one: RigWorker) -> None:
     expected = reference(PROMPT, 20)
     one.handle(order(PROMPT, 20, attempt=2, known=expected[:7]))
     one.rig.settle()
@@ -280,16 +278,14 @@ def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
         assert one.rig.store.stats(0.0).leases == 0
 
 
-def test_a_router_heartbeat_keeps_what_it_lists() -> None:
-    one = worker()
+def test_a_router_heartbeat_keeps_what_it_lists(one: RigWorker) -> None:
     one.handle(order(PROMPT, 5))
     one.handle(msg.RouterHeartbeat((msg.AttemptName("r", 1),)))
     one.rig.settle()
     assert tokens_of(one.messages) == reference(PROMPT, 5)
 
 
-def test_tokens_are_said_again_even_after_the_end_until_the_router_lets_go() -> None:
-    one = worker()
+def test_tokens_are_said_again_even_after_the_end_until_the_router_lets_go(one: RigWorker) -> None:
     one.handle(order(PROMPT, 6))
     one.rig.settle()
     one.messages.clear()
@@ -303,8 +299,7 @@ def test_tokens_are_said_again_even_after_the_end_until_the_router_lets_go() -> 
     assert not one.messages
 
 
-def test_an_older_or_repeated_attempt_changes_nothing() -> None:
-    one = worker()
+def test_an_older_or_repeated_attempt_changes_nothing(one: RigWorker) -> None:
     one.handle(order(PROMPT, 6, attempt=2))
     one.handle(order(PROMPT, 6, attempt=1))
     one.handle(order(PROMPT, 6, attempt=2))
@@ -313,8 +308,7 @@ def test_an_older_or_repeated_attempt_changes_nothing() -> None:
     assert tokens_of(one.messages, attempt=2) == reference(PROMPT, 6)
 
 
-def test_a_deadline_that_passes_is_said() -> None:
-    one = worker()
+def test_a_deadline_that_passes_is_said(one: RigWorker) -> None:
     one.handle(order(PROMPT, 30, deadline_ms=100))
     one.rig.now += 0.2
     one.handle(Tick())
@@ -322,8 +316,7 @@ def test_a_deadline_that_passes_is_said() -> None:
     assert one.state.blocks.available == one.num_pages
 
 
-def test_a_failed_step_fails_its_requests_alone() -> None:
-    one = worker()
+def test_a_failed_step_fails_its_requests_alone(one: RigWorker) -> None:
     one.handle(order(PROMPT, 5, "bad"))
     plan = one.schedule()
     one.handle(order(PROMPT, 5, "good"))
@@ -413,8 +406,7 @@ def test_a_stop_token_that_the_model_lacks_is_never_forbidden() -> None:
     assert list(chunk.sample.edits.forbidden) == [7]
 
 
-def test_tokens_that_make_no_sense_are_refused() -> None:
-    one = worker()
+def test_tokens_that_make_no_sense_are_refused(one: RigWorker) -> None:
     one.handle(msg.Decode("r", 1, ROOT, b"123", 1, 5, GREEDY))
     one.handle(msg.Decode("s", 1, ROOT, pack_tokens([1]), 2, 5, GREEDY))
     assert [m.reason for m in one.messages if isinstance(m, msg.AttemptFailed)] == ["malformed_message"] * 2
@@ -426,9 +418,8 @@ def computed_of(messages: list[msg.Message], request: str) -> int:
 
 
 @pytest.mark.parametrize("length", range(1, 14))
-def test_a_prompt_that_was_computed_here_is_shared_to_its_last_token(length: int) -> None:
+def test_a_prompt_that_was_computed_here_is_shared_to_its_last_token(one: RigWorker, length: int) -> None:
     """Full pages by reference, the beginning of the last one as a copy, while the first sample goes on in it."""
-    one = worker()
     prompt = (PROMPT * 2)[:length]
     one.handle(order(prompt, 9, "first"))
     one.step()
@@ -444,9 +435,8 @@ def test_a_prompt_that_was_computed_here_is_shared_to_its_last_token(length: int
     assert one.state.blocks.available == one.num_pages
 
 
-def test_a_prompt_that_goes_on_with_the_first_token_of_another_is_computed_from_there() -> None:
+def test_a_prompt_that_goes_on_with_the_first_token_of_another_is_computed_from_there(one: RigWorker) -> None:
     """As each step of a beam search does."""
-    one = worker()
     known = list(PROMPT)
     for number in range(9):
         one.handle(order(known, 1, f"r{number}"))
@@ -529,8 +519,7 @@ def test_a_write_that_waits_for_its_own_worker_is_not_given_up() -> None:
     assert len(state.take_copies()) == 2
 
 
-def test_a_sequence_on_pages_in_limbo_runs_when_they_have_left_it() -> None:
-    one = worker()
+def test_a_sequence_on_pages_in_limbo_runs_when_they_have_left_it(one: RigWorker) -> None:
     pages = one.blocks.allocate(one.num_pages)
     assert pages is not None
     epoch = one.blocks.begin()

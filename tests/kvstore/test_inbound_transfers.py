@@ -87,8 +87,12 @@ def expected(outcome: InboundResult) -> list[int]:
     return [index for order in outcome.orders if isinstance(order, ExpectPages) for index, _ in order.slots]
 
 
-def test_pages_are_wanted_as_there_is_room_and_each_once() -> None:
-    bench = Bench()
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_pages_are_wanted_as_there_is_room_and_each_once(bench: Bench) -> None:
     began = bench.fetch("abcd", NEAR)
     assert expected(began) == [0, 1]
     assert requests(began) == [peers.FetchPages(1, 100, b"".join(keys("abcd")), False, 2)]
@@ -102,8 +106,7 @@ def test_pages_are_wanted_as_there_is_room_and_each_once() -> None:
     assert bench.loads.idle
 
 
-def test_the_next_source_is_asked_for_what_has_not_come() -> None:
-    bench = Bench()
+def test_the_next_source_is_asked_for_what_has_not_come(bench: Bench) -> None:
     bench.fetch("abc", NEAR, FAR)
     bench.land(1, 0)
     again = bench.hear("near", peers.FetchUnavailable(1, 1))
@@ -114,8 +117,7 @@ def test_the_next_source_is_asked_for_what_has_not_come() -> None:
     assert bench.hear("far", peers.FetchUnavailable(2, 0)).failed == keys("abc")[1:]
 
 
-def test_each_source_sends_the_pages_it_has() -> None:
-    bench = Bench()
+def test_each_source_sends_the_pages_it_has(bench: Bench) -> None:
     bench.fetch("abc", NEAR, FAR)
     again = bench.hear("near", peers.FetchUnavailable(1, 1))
     assert requests(again) == []
@@ -129,8 +131,7 @@ def test_each_source_sends_the_pages_it_has() -> None:
     assert bench.pages.free == 5
 
 
-def test_pages_that_the_only_source_lacks_fail_and_those_before_them_come() -> None:
-    bench = Bench()
+def test_pages_that_the_only_source_lacks_fail_and_those_before_them_come(bench: Bench) -> None:
     bench.fetch("abc", NEAR)
     assert bench.hear("near", peers.FetchUnavailable(1, 2)).failed == [key("abc")]
     assert bench.hear("near", peers.FetchUnavailable(1, 1)).failed == [key("ab")]
@@ -139,15 +140,13 @@ def test_pages_that_the_only_source_lacks_fail_and_those_before_them_come() -> N
     assert bench.pages.free == 7
 
 
-def test_a_hand_off_that_no_source_has_is_gone_not_failed() -> None:
-    bench = Bench()
+def test_a_hand_off_that_no_source_has_is_gone_not_failed(bench: Bench) -> None:
     bench.fetch("ab", NEAR, wait=True)
     outcome = bench.hear("near", peers.FetchUnavailable(1, 0))
     assert (outcome.gone, outcome.failed) == (keys("ab"), [])
 
 
-def test_a_hand_off_shows_that_a_link_is_fast_and_never_that_it_is_slow() -> None:
-    bench = Bench()
+def test_a_hand_off_shows_that_a_link_is_fast_and_never_that_it_is_slow(bench: Bench) -> None:
     bench.loads._page_bytes = 10**9
     before = bench.loads.remote_speed.speed
     bench.fetch("abcdef", NEAR, wait=True)
@@ -161,8 +160,7 @@ def test_a_hand_off_shows_that_a_link_is_fast_and_never_that_it_is_slow() -> Non
     assert not bench.loads.remote_speed.speed.measured, "the first load says more"
 
 
-def test_a_page_computed_here_hides_no_loss() -> None:
-    bench = Bench()
+def test_a_page_computed_here_hides_no_loss(bench: Bench) -> None:
     bench.fetch("abcd", NEAR)
     bench.seal("abc")
     bench.land(1, 0, 1)  # of the next two pages one is here already
@@ -189,8 +187,7 @@ def test_a_fetch_ends_when_the_rest_is_made_here() -> None:
     assert RetractFetch(1) in bench.beat().orders
 
 
-def test_two_sources_at_one_store_are_one_store() -> None:
-    bench = Bench()
+def test_two_sources_at_one_store_are_one_store(bench: Bench) -> None:
     bench.fetch("ab", NEAR)
     bench.fetch("cd", PageSource("near", "inproc", 2))
     assert [request for request in requests(bench.beat()) if isinstance(request, peers.FetchHeartbeat)] == [
@@ -198,8 +195,7 @@ def test_two_sources_at_one_store_are_one_store() -> None:
     ]
 
 
-def test_a_page_that_comes_damaged_four_times_is_asked_of_another() -> None:
-    bench = Bench()
+def test_a_page_that_comes_damaged_four_times_is_asked_of_another(bench: Bench) -> None:
     bench.fetch("a", NEAR, FAR)
     for _ in range(3):
         assert requests(bench.land(1, damaged=(0,))) == [peers.ChecksumMismatch(1, 0)]
@@ -208,8 +204,7 @@ def test_a_page_that_comes_damaged_four_times_is_asked_of_another() -> None:
     assert isinstance(requests(last, "far")[0], peers.FetchPages)
 
 
-def test_a_doubt_that_is_not_answered_is_not_waited_for() -> None:
-    bench = Bench()
+def test_a_doubt_that_is_not_answered_is_not_waited_for(bench: Bench) -> None:
     bench.fetch("a", NEAR)
     bench.land(1, damaged=(0,))
     assert not [request for request in requests(bench.beat()) if isinstance(request, peers.FetchPages)]
@@ -227,8 +222,7 @@ def test_reads_beyond_the_share_come_after_the_others() -> None:
     assert [order.key for order in orders if isinstance(order, Read)] == keys("abcd")[2:]
 
 
-def test_what_hangs_from_a_failed_read_is_told_of_apart() -> None:
-    bench = Bench()
+def test_what_hangs_from_a_failed_read_is_told_of_apart(bench: Bench) -> None:
     bench.store("ab")
     parent = bench.pages.reserve("worker", b"", [key("a")])
     (order,) = bench.read("a")

@@ -39,11 +39,15 @@ def reserve(lease: int, chain: str, start: int = 0) -> protocol.Reserve:
     return protocol.Reserve(lease, parent(chain, start), packed(chain, start))
 
 
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_page_is_readable_once_sealed_and_not_before() -> None:
-    rig = Rig()
+def test_a_page_is_readable_once_sealed_and_not_before(rig: Rig) -> None:
     writer, reader = rig.attach(1), rig.attach(2)
     (reserved,) = rig.say(writer, reserve(1, "abc"))
     assert isinstance(reserved, protocol.Reserved)
@@ -58,8 +62,7 @@ def test_a_page_is_readable_once_sealed_and_not_before() -> None:
     assert rig.changes() == [PagesCleared(), PagesStored(b"", tuple(keys("ab")))]
 
 
-def test_a_partial_page_ends_with_its_last_hold() -> None:
-    rig = Rig()
+def test_a_partial_page_ends_with_its_last_hold(rig: Rig) -> None:
     writer, other, reader = rig.attach(1), rig.attach(2), rig.attach(3)
     for connection in (writer, other):
         assert isinstance(
@@ -128,8 +131,7 @@ def test_one_writer_reserves_its_share_at_most() -> None:
     assert isinstance(rig.say(writer, reserve(2, "xy"))[0], protocol.Reserved)
 
 
-def test_a_parent_must_be_here_or_the_same_writers() -> None:
-    rig = Rig()
+def test_a_parent_must_be_here_or_the_same_writers(rig: Rig) -> None:
     writer, other = rig.attach(1), rig.attach(2)
     assert rig.say(writer, reserve(1, "ab", 1)) == [protocol.NotReserved(1, "orphan")]
     rig.say(writer, reserve(2, "a"))
@@ -139,8 +141,7 @@ def test_a_parent_must_be_here_or_the_same_writers() -> None:
     assert isinstance(rig.say(other, reserve(1, "ac", 1))[0], protocol.Reserved)
 
 
-def test_contradicting_keys_are_refused() -> None:
-    rig = Rig()
+def test_contradicting_keys_are_refused(rig: Rig) -> None:
     writer = rig.attach(1)
     rig.write(writer, 1, "ab")
     assert rig.say(writer, protocol.Reserve(2, b"", key("ab"))) == [protocol.NotReserved(2, "orphan")]
@@ -177,8 +178,7 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     assert rig.has("ab")
 
 
-def test_waiters_hear_when_a_maker_gives_up_but_not_while_another_goes_on() -> None:
-    rig = Rig()
+def test_waiters_hear_when_a_maker_gives_up_but_not_while_another_goes_on(rig: Rig) -> None:
     one, two, reader = (rig.attach(pid) for pid in (1, 2, 3))
     rig.say(one, reserve(1, "ab"))
     rig.say(two, reserve(1, "ab"))
@@ -194,8 +194,7 @@ def test_waiters_hear_when_a_maker_gives_up_but_not_while_another_goes_on() -> N
 # --- waiting ----------------------------------------------------------------------------------------------------------
 
 
-def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it() -> None:
-    rig = Rig()
+def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it(rig: Rig) -> None:
     one, two, reader = (rig.attach(pid) for pid in (1, 2, 3))
     rig.say(one, reserve(1, "a"))
     rig.say(two, reserve(1, "abc"))
@@ -209,8 +208,7 @@ def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it() -
     ] == [1]
 
 
-def test_waits_without_a_maker_last_until_forgotten() -> None:
-    rig = Rig()
+def test_waits_without_a_maker_last_until_forgotten(rig: Rig) -> None:
     reader = rig.attach(1)
     rig.say(reader, protocol.Acquire(1, packed("ab"), wait=True))
     rig.now = 5.0
@@ -225,8 +223,7 @@ def test_waits_without_a_maker_last_until_forgotten() -> None:
 # --- holding ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_hold_that_is_not_renewed_expires_and_its_bytes_do_not_count() -> None:
-    rig = Rig()
+def test_a_hold_that_is_not_renewed_expires_and_its_bytes_do_not_count(rig: Rig) -> None:
     writer, reader = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "ab")
     rig.say(reader, protocol.Acquire(1, packed("abc"), wait=True))
@@ -239,8 +236,7 @@ def test_a_hold_that_is_not_renewed_expires_and_its_bytes_do_not_count() -> None
     assert rig.say(reader, protocol.Release(1, (0, 1))) == [protocol.Released(1, (0, 1), (False, False))]
 
 
-def test_a_pause_of_the_store_ends_no_lease() -> None:
-    rig = Rig()
+def test_a_pause_of_the_store_ends_no_lease(rig: Rig) -> None:
     writer, reader = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "ab")
     rig.say(reader, protocol.Acquire(1, packed("ab")))
@@ -249,8 +245,7 @@ def test_a_pause_of_the_store_ends_no_lease() -> None:
     assert rig.say(reader, protocol.Release(1, (0, 1))) == [protocol.Released(1, (0, 1), (True, True))]
 
 
-def test_release_tells_the_truth_about_each_page() -> None:
-    rig = Rig()
+def test_release_tells_the_truth_about_each_page(rig: Rig) -> None:
     writer, reader = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "ab")
     rig.say(reader, protocol.Acquire(1, packed("abc"), wait=True))
@@ -260,8 +255,7 @@ def test_release_tells_the_truth_about_each_page() -> None:
     assert rig.say(reader, protocol.Release(1, (0,))) == [protocol.Released(1, (0,), (False,))]
 
 
-def test_what_a_heartbeat_leaves_out_is_forgotten() -> None:
-    rig = Rig()
+def test_what_a_heartbeat_leaves_out_is_forgotten(rig: Rig) -> None:
     worker, reader = rig.attach(1), rig.attach(2)
     rig.say(worker, reserve(1, "a"))
     rig.say(worker, reserve(2, "x"))
@@ -274,8 +268,7 @@ def test_what_a_heartbeat_leaves_out_is_forgotten() -> None:
 # --- corruption -------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_holder_is_believed() -> None:
-    rig = Rig()
+def test_only_a_holder_is_believed(rig: Rig) -> None:
     writer, reader = rig.attach(1), rig.attach(2)
     rig.write(writer, 1, "a")
     rig.say(reader, protocol.Acquire(1, packed("a")))
@@ -288,8 +281,7 @@ def test_only_a_holder_is_believed() -> None:
 # --- coming and going -------------------------------------------------------------------------------------------------
 
 
-def test_death_before_the_end_of_the_connection_closes_it() -> None:
-    rig = Rig()
+def test_death_before_the_end_of_the_connection_closes_it(rig: Rig) -> None:
     writer = rig.attach(1)
     rig.say(writer, reserve(1, "ab"))
     assert rig.do(WriterDied(1)) == [CloseConnection(writer)]
@@ -297,8 +289,7 @@ def test_death_before_the_end_of_the_connection_closes_it() -> None:
     assert rig.state.stats(rig.now).free == 8
 
 
-def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them() -> None:
-    rig = Rig()
+def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them(rig: Rig) -> None:
     first = rig.attach(1)
     rig.say(first, reserve(1, "ab"))
     rig.say(first, reserve(2, "xy"))
@@ -310,8 +301,7 @@ def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them() ->
     assert rig.say(again, protocol.Seal(1, 0, (1, 2))) == [protocol.Sealed(1, 0, 2)]
 
 
-def test_another_incarnation_has_no_reservations() -> None:
-    rig = Rig()
+def test_another_incarnation_has_no_reservations(rig: Rig) -> None:
     first = rig.attach(1, "old")
     rig.say(first, reserve(1, "ab"))
     rig.do(Disconnected(first))
@@ -320,8 +310,7 @@ def test_another_incarnation_has_no_reservations() -> None:
         assert rig.state.stats(rig.now).unproven == 2
 
 
-def test_a_second_connection_of_a_process_replaces_the_first() -> None:
-    rig = Rig()
+def test_a_second_connection_of_a_process_replaces_the_first(rig: Rig) -> None:
     first = rig.attach(1)
     rig.say(first, reserve(1, "ab"))
     second = rig.connect(1)
@@ -449,8 +438,7 @@ def test_a_source_of_an_ended_lease_is_not_awaited() -> None:
         protocol.Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100),
     ],
 )
-def test_an_invalid_call_costs_its_connection_alone(call: protocol.StoreCall) -> None:
-    rig = Rig()
+def test_an_invalid_call_costs_its_connection_alone(rig: Rig, call: protocol.StoreCall) -> None:
     bad, good = rig.attach(1), rig.attach(2)
     rig.say(bad, reserve(1, "ab"))
     rig.say(bad, protocol.Seal(1, 0, (1,)))
@@ -467,8 +455,7 @@ def test_an_invalid_call_costs_its_connection_alone(call: protocol.StoreCall) ->
     assert rig.say(bad, protocol.EndLease(1)) == []
 
 
-def test_calls_before_attach_are_refused() -> None:
-    rig = Rig()
+def test_calls_before_attach_are_refused(rig: Rig) -> None:
     (refusal,) = rig.say(rig.connect(1), protocol.LeaseHeartbeat())
     assert isinstance(refusal, protocol.AttachRefused)
     stranger = rig.connect(2)

@@ -13,8 +13,7 @@ from tests.router.cluster import Cluster
 from tests.router.lab import Lab
 
 
-def test_a_draining_worker_is_given_nothing_new_and_keeps_what_it_has() -> None:
-    lab = Lab()
+def test_a_draining_worker_is_given_nothing_new_and_keeps_what_it_has(lab: Lab) -> None:
     lab.colocated(2)
     lab.submit("r")
     drained = lab.to(lab.decode)
@@ -33,8 +32,7 @@ def test_a_draining_worker_is_given_nothing_new_and_keeps_what_it_has() -> None:
     assert lab.to(lab.decode) == drained
 
 
-def test_what_a_decode_worker_has_goes_elsewhere_at_once() -> None:
-    lab = Lab()
+def test_what_a_decode_worker_has_goes_elsewhere_at_once(lab: Lab) -> None:
     lab.colocated(2)
     lab.submit("r")
     drained = lab.to(lab.decode)
@@ -47,9 +45,9 @@ def test_what_a_decode_worker_has_goes_elsewhere_at_once() -> None:
     assert lab.emitted("r") == [9] * 6
 
 
-def test_prompts_of_a_drained_prefill_worker_are_made_elsewhere() -> None:
-    lab = Lab()
-    decode, prefill, _store = lab.split()
+def test_prompts_of_a_drained_prefill_worker_are_made_elsewhere(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     lab.submit("r", prompt=50)
     lab.say(decode, Accepted("r", 1, 0))
     lab.tell(DrainWorker("prefill-0", at_once=True))
@@ -59,8 +57,7 @@ def test_prompts_of_a_drained_prefill_worker_are_made_elsewhere() -> None:
     assert len(lab.sent(Prefill)) == 1, "the decode worker computes it itself"
 
 
-def test_what_can_not_be_drained() -> None:
-    lab = Lab()
+def test_what_can_not_be_drained(lab: Lab) -> None:
     lab.split()
     with pytest.raises(InvalidRequest, match="nowhere to go"):
         lab.tell(DrainWorker("decode-0", at_once=True))
@@ -72,8 +69,7 @@ def test_what_can_not_be_drained() -> None:
     assert not lab.state.serving
 
 
-def test_a_process_that_was_silent_comes_back_draining_and_its_successor_does_not() -> None:
-    lab = Lab()
+def test_a_process_that_was_silent_comes_back_draining_and_its_successor_does_not(lab: Lab) -> None:
     first, _second = lab.colocated(2)
     lab.tell(DrainWorker("decode-0"))
     lab.advance(5)  # both are silent

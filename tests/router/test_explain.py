@@ -31,9 +31,7 @@ def remembering(requests: int) -> settings.Config:
 # --- one request, from its coming to its end ---
 
 
-def test_a_split_request_hop_by_hop() -> None:
-    lab = Lab()
-    decode, prefill, _store = lab.split()
+def test_a_split_request_hop_by_hop(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=50)
     account = explained(lab).attempts[0]
     assert (account.decode, account.prefill, account.cached, account.actually_cached) == (
@@ -72,8 +70,7 @@ def test_a_split_request_hop_by_hop() -> None:
     assert not explained(lab).running
 
 
-def test_what_is_cached_is_predicted_and_found() -> None:
-    lab = Lab()
+def test_what_is_cached_is_predicted_and_found(lab: Lab) -> None:
     decode = lab.join("decode", "decode-0")
     order = submit("r", 50)
     lab.holds(decode, order, 10, medium="GPU")
@@ -84,8 +81,7 @@ def test_what_is_cached_is_predicted_and_found() -> None:
     assert account.cached == account.actually_cached == 40
 
 
-def test_attempts_keep_their_own_instants_and_why_they_ended() -> None:
-    lab = Lab()
+def test_attempts_keep_their_own_instants_and_why_they_ended(lab: Lab) -> None:
     first, second = lab.colocated(2)
     lab.submit(prompt=10)
     chosen = lab.to(lab.decode)
@@ -114,8 +110,7 @@ def test_attempts_keep_their_own_instants_and_why_they_ended() -> None:
     assert report.attempts[2].predicted.ttft_ms is None
 
 
-def test_a_refusal_to_prefill_is_noted() -> None:
-    lab = Lab()
+def test_a_refusal_to_prefill_is_noted(lab: Lab) -> None:
     decode, _prefill, _store = lab.split()
     lab.join("prefill", "prefill-1")
     lab.submit(prompt=50)
@@ -126,17 +121,14 @@ def test_a_refusal_to_prefill_is_noted() -> None:
 
 
 @pytest.mark.parametrize("numerics", ["test", MIXED])
-def test_a_request_of_a_mixed_cluster_is_told_to_depend_on_its_path(numerics: str) -> None:
-    lab = Lab()
+def test_a_request_of_a_mixed_cluster_is_told_to_depend_on_its_path(lab: Lab, numerics: str) -> None:
     lab.join("decode", "decode-0", model=card(namespace=msgspec.structs.replace(NAMESPACE, numerics=numerics)))
     lab.submit()
     notes = operator_views.explanation(explained(lab), lab.now).attempts[0].notes
     assert ["model.numerics is mixed" in note for note in notes] == [True] * (numerics == MIXED)
 
 
-def test_a_queued_request_tells_why() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_queued_request_tells_why(lab: Lab, decode: str) -> None:
     lab.submit()
     lab.say(decode, Refused("r", 1, "busy", "full"))
     lab.submit("s")
@@ -164,9 +156,7 @@ def test_the_last_are_remembered_also_by_the_names_of_clients() -> None:
         explained(lab, "mine-1")
 
 
-def test_a_tenant_sees_its_own_requests_only() -> None:
-    lab = Lab()
-    lab.colocated()
+def test_a_tenant_sees_its_own_requests_only(lab: Lab, decode: str) -> None:
     lab.submit("a-1", tenant="one")
     lab.submit("b-2", tenant="two")
     assert lab.state.explain("a", "one").name == "a-1"
@@ -175,9 +165,7 @@ def test_a_tenant_sees_its_own_requests_only() -> None:
         lab.state.explain("a", "two")
 
 
-def test_the_turns_of_a_session_tell_why_they_were_not_cached() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_the_turns_of_a_session_tell_why_they_were_not_cached(lab: Lab, decode: str) -> None:
     turns = {"a-1": "agent", "b-2": "", "c-3": "agent"}
     for name, session in turns.items():
         order = lab.submit(name, 50, session=session, max_tokens=1)
@@ -301,9 +289,9 @@ def test_a_choice_that_is_not_laid_out_is_shown_by_its_plan() -> None:
     assert ({one.decode for one in shown}, omitted) == ({"a", "b", "c"}, 0)
 
 
-def test_what_placement_weighed_can_still_be_read_when_workers_have_gone() -> None:
-    lab = Lab()
-    decode, prefill, _store = lab.split()
+def test_what_placement_weighed_can_still_be_read_when_workers_have_gone(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     lab.join("decode", "decode-1")
     lab.submit(prompt=50)
     account = explained(lab).attempts[0]
@@ -318,9 +306,7 @@ def test_what_placement_weighed_can_still_be_read_when_workers_have_gone() -> No
     assert account.candidates() == before
 
 
-def test_a_wait_is_explained_by_what_was_weighed() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_wait_is_explained_by_what_was_weighed(lab: Lab, decode: str) -> None:
     lab.submit("r", prompt=40, ttft=0.000_001)
     report = operator_views.explanation(explained(lab), lab.now)
     assert report.request.state == "failed"

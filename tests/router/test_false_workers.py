@@ -17,9 +17,9 @@ SCORED = msg.SamplingParams(temperature=0, logprobs=1)
 PROMPT = 40
 
 
-def test_a_workers_account_tells_of_no_more_than_the_request_has() -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_a_workers_account_tells_of_no_more_than_the_request_has(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     lab.submit(prompt=PROMPT)
     lab.say(decode, msg.Accepted("r", 1))
     lab.say(prefill, msg.Prefilled("r", 1, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE))
@@ -44,9 +44,9 @@ def test_a_workers_account_tells_of_no_more_than_the_request_has() -> None:
     ids=str,
 )  # fmt: skip
 def test_log_probabilities_that_no_client_can_be_told_are_a_failed_attempt(
+    lab: Lab,
     scores: tuple[msg.TokenLogprob, ...],
 ) -> None:
-    lab = Lab()
     one, other = lab.colocated(2)
     lab.submit(prompt=PROMPT, sampling=SCORED)
     (first,) = lab.sent(msg.Decode)
@@ -60,9 +60,7 @@ def test_log_probabilities_that_no_client_can_be_told_are_a_failed_attempt(
     assert lab.emitted() == [1]
 
 
-def test_log_probabilities_that_nothing_has_asked_for_are_a_failed_attempt() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_log_probabilities_that_nothing_has_asked_for_are_a_failed_attempt(lab: Lab, decode: str) -> None:
     lab.submit(prompt=PROMPT)
     lab.say(decode, msg.Accepted("r", 1))
     lab.tokens(decode, "r", 1, PROMPT, 1, logprobs=(msg.TokenLogprob(1, -1.0),))
@@ -78,8 +76,7 @@ def test_log_probabilities_that_nothing_has_asked_for_are_a_failed_attempt() -> 
     ],
     ids=str,
 )  # fmt: skip
-def test_the_same_of_a_prompts_log_probabilities(score: msg.PromptTokenLogprob) -> None:
-    lab = Lab()
+def test_the_same_of_a_prompts_log_probabilities(lab: Lab, score: msg.PromptTokenLogprob) -> None:
     lab.colocated(2)
     lab.submit(prompt=PROMPT, sampling=msg.SamplingParams(temperature=0, prompt_logprobs=1))
     (first,) = lab.sent(msg.Decode)

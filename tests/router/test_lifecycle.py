@@ -32,9 +32,7 @@ def with_router(**settings: int) -> Lab:
 # --- the plain cases ---
 
 
-def test_a_local_request_from_decode_to_end() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_local_request_from_decode_to_end(lab: Lab, decode: str) -> None:
     order = lab.submit(prompt=10, max_tokens=3)
     assert lab.decode.tokens == order.tokens
     assert (lab.decode.prompt, lab.decode.max_tokens, lab.decode.fetch, lab.decode.prefilled_remotely) == (
@@ -63,9 +61,9 @@ def test_a_local_request_from_decode_to_end() -> None:
     assert (stats.finished, stats.placed_local, stats.placed_split, stats.running) == ({"length": 1}, 1, 0, 0)
 
 
-def test_a_split_request_prefills_only_once_decode_has_accepted() -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_a_split_request_prefills_only_once_decode_has_accepted(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     order = lab.submit(prompt=14)  # 3 full pages of 4, a partial one, and the last token
     assert (lab.decode.fetch, lab.decode.prefilled_remotely) == (4, True)
     assert not lab.sent(msg.Prefill)
@@ -85,10 +83,10 @@ def test_a_split_request_prefills_only_once_decode_has_accepted() -> None:
     assert lab.state.stats().placed_split == 1
 
 
-def test_a_prefill_account_that_comes_after_its_pages_is_counted() -> None:
+def test_a_prefill_account_that_comes_after_its_pages_is_counted(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     """The decode worker has the last page before the prefill worker has heard that it is sealed."""
-    lab = Lab()
-    decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
     lab.say(decode, msg.Started("r", 1, device_pages=0, fetched_pages=3))
@@ -101,9 +99,7 @@ def test_a_prefill_account_that_comes_after_its_pages_is_counted() -> None:
 
 
 @pytest.mark.parametrize("ending", ["failed", "refused", "silent", "forgotten"])
-def test_a_late_prefill_failure_costs_no_attempt(ending: str) -> None:
-    lab = Lab()
-    decode, prefill, store = lab.split()
+def test_a_late_prefill_failure_costs_no_attempt(lab: Lab, decode: str, prefill: str, store: str, ending: str) -> None:
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
     lab.say(decode, msg.Started("r", 1, device_pages=0, fetched_pages=3))
@@ -124,9 +120,7 @@ def test_a_late_prefill_failure_costs_no_attempt(ending: str) -> None:
     assert lab.end().summary.served.attempts == 1
 
 
-def test_cached_pages_are_counted_once() -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_cached_pages_are_counted_once(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
     lab.say(prefill, msg.Prefilled("r", 1, computed=4, hit=2, stored=1))
@@ -134,9 +128,9 @@ def test_cached_pages_are_counted_once() -> None:
     assert lab.end().summary.usage.cached == 8
 
 
-def test_a_prompt_whose_pages_are_in_the_store_is_fetched_without_a_prefill() -> None:
-    lab = Lab()
-    decode, _, store = lab.split()
+def test_a_prompt_whose_pages_are_in_the_store_is_fetched_without_a_prefill(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     lab.holds(store, lab.submit("first", prompt=14), 3)
     lab.submit(prompt=14)
     assert (lab.decode.request, lab.decode.fetch, lab.decode.prefilled_remotely) == ("r", 3, False)
@@ -144,9 +138,9 @@ def test_a_prompt_whose_pages_are_in_the_store_is_fetched_without_a_prefill() ->
     assert not lab.sent(msg.Prefill)
 
 
-def test_a_decode_worker_that_had_the_pages_all_along_spares_the_prefill() -> None:
-    lab = Lab()
-    decode, _, _ = lab.split()
+def test_a_decode_worker_that_had_the_pages_all_along_spares_the_prefill(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1, device=3))
     assert not lab.sent(msg.Prefill)
@@ -158,8 +152,7 @@ def test_a_decode_worker_that_had_the_pages_all_along_spares_the_prefill() -> No
 # --- pages of other nodes and lower tiers ---
 
 
-def test_a_pair_of_two_nodes_passes_pages_from_store_to_store() -> None:
-    lab = Lab()
+def test_a_pair_of_two_nodes_passes_pages_from_store_to_store(lab: Lab) -> None:
     decode, prefill, store_a, store_b = lab.split_over_nodes()
     lab.submit(prompt=14)
     source = msg.PageSource(store_a, "tcp://a:1", 4)
@@ -175,8 +168,7 @@ def test_a_pair_of_two_nodes_passes_pages_from_store_to_store() -> None:
     assert lab.end().summary.served.attempts == 1
 
 
-def test_a_prefill_worker_hears_of_better_sources() -> None:
-    lab = Lab()
+def test_a_prefill_worker_hears_of_better_sources(lab: Lab) -> None:
     decode, _, _, store_b = lab.split_over_nodes()
     lab.holds(store_b, lab.submit("first", prompt=100), 20)
     lab.submit(prompt=100)
@@ -186,8 +178,7 @@ def test_a_prefill_worker_hears_of_better_sources() -> None:
 
 
 @pytest.mark.parametrize(("medium", "others"), [("CPU", True), ("DISK", True), ("CPU", False)])
-def test_a_whole_cached_prompt_comes_from_another_node_that_serves_it(medium: str, others: bool) -> None:
-    lab = Lab()
+def test_a_whole_cached_prompt_comes_from_another_node_that_serves_it(lab: Lab, medium: str, others: bool) -> None:
     lab.join("decode", "decode-0", "b")
     lab.join("store", "store-b", "b")
     store = lab.join("store", "store-a", "a", data="tcp://a:1" if others else "")
@@ -206,8 +197,7 @@ def test_a_whole_cached_prompt_comes_from_another_node_that_serves_it(medium: st
         pytest.param(0.001, 1e6, 0, id="quick disk, quicker worker"),
     ],
 )
-def test_reported_figures_decide_what_is_loaded(seconds: float, rate: float, fetch: int) -> None:
-    lab = Lab()
+def test_reported_figures_decide_what_is_loaded(lab: Lab, seconds: float, rate: float, fetch: int) -> None:
     decode, store = lab.join("decode", "decode-0"), lab.join("store", "store-0")
     lab.report(store, msg.LoadReport(tiers=(msg.TierSpeed("disk", seconds, 1e9, measured=True),)))
     lab.report(decode, msg.LoadReport(prefill_rate=rate))
@@ -217,9 +207,7 @@ def test_reported_figures_decide_what_is_loaded(seconds: float, rate: float, fet
     assert any("10 from disk" in note for note in lab.notes()) == (fetch > 0)
 
 
-def test_loads_are_told_beside_what_was_predicted_of_them() -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_loads_are_told_beside_what_was_predicted_of_them(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
     lab.say(prefill, msg.Prefilled("r", 1, 4, 2, 3, predicted_ms=5, load_ms=7))
@@ -232,9 +220,7 @@ def test_loads_are_told_beside_what_was_predicted_of_them() -> None:
     assert (timing.load_predicted, timing.load) == (15, 27)
 
 
-def test_without_loads_there_are_no_figures() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_without_loads_there_are_no_figures(lab: Lab, decode: str) -> None:
     lab.submit()
     lab.tokens(decode, "r", 1, 10, EOS, finish="stop")
     timing = timing_of(lab.end().summary)
@@ -244,8 +230,7 @@ def test_without_loads_there_are_no_figures() -> None:
 
 @pytest.mark.parametrize("moment", ["placed", "accepted", "prefilled", "started"])
 @pytest.mark.parametrize("node", ["a", "b"])
-def test_a_store_that_goes_takes_those_along_whose_pages_pass_through_it(moment: str, node: str) -> None:
-    lab = Lab()
+def test_a_store_that_goes_takes_those_along_whose_pages_pass_through_it(lab: Lab, moment: str, node: str) -> None:
     decode, prefill, store_a, store_b = lab.split_over_nodes()
     lab.submit(prompt=14)
     if moment != "placed":
@@ -260,8 +245,7 @@ def test_a_store_that_goes_takes_those_along_whose_pages_pass_through_it(moment:
 
 
 @pytest.mark.parametrize(("moment", "attempts"), [("placed", 2), ("accepted", 2), ("prefilled", 1)])
-def test_a_source_of_the_prefill_worker_is_needed_until_that_is_done(moment: str, attempts: int) -> None:
-    lab = Lab()
+def test_a_source_of_the_prefill_worker_is_needed_until_that_is_done(lab: Lab, moment: str, attempts: int) -> None:
     decode, prefill, _, _ = lab.split_over_nodes()
     third = lab.join("store", "store-c", "c", data="tcp://c:1")
     lab.holds(third, lab.submit("first", prompt=100), 20)
@@ -275,9 +259,8 @@ def test_a_source_of_the_prefill_worker_is_needed_until_that_is_done(moment: str
     assert (lab.decode.request, lab.decode.attempt) == ("r", attempts)
 
 
-def test_a_source_from_which_nothing_came_is_not_named_again() -> None:
+def test_a_source_from_which_nothing_came_is_not_named_again(lab: Lab) -> None:
     """Both stores live, but not the way between them."""
-    lab = Lab()
     decode, _, store_a, _ = lab.split_over_nodes()
     lab.join("prefill", "prefill-1", "a")
     lab.submit(prompt=14)
@@ -287,8 +270,7 @@ def test_a_source_from_which_nothing_came_is_not_named_again() -> None:
     assert (lab.decode.attempt, lab.decode.prefilled_remotely, lab.decode.sources) == (2, False, ())
 
 
-def test_a_busy_prefill_worker_makes_room_for_one_of_another_node() -> None:
-    lab = Lab()
+def test_a_busy_prefill_worker_makes_room_for_one_of_another_node(lab: Lab) -> None:
     decode, prefill, _, _ = lab.split_over_nodes()
     lab.join("store", "store-c", "c", data="tcp://c:1")
     other = lab.join("prefill", "prefill-1", "c")
@@ -315,32 +297,29 @@ def test_a_busy_prefill_worker_makes_room_for_one_of_another_node() -> None:
         (200, 100, errors.ContextTooLong, "pages"),
     ],
 )
-def test_limits(prompt: int, max_tokens: int, kind: type[errors.BatonError], says: str) -> None:
-    lab = Lab()
-    lab.colocated()
+def test_limits(lab: Lab, decode: str, prompt: int, max_tokens: int, kind: type[errors.BatonError], says: str) -> None:
     lab.submit(prompt=prompt, max_tokens=max_tokens)
     assert type(error(lab)) is kind
     assert says in str(error(lab))
     assert not lab.sent(msg.Decode)
 
 
-def test_a_token_outside_the_vocabulary() -> None:
-    lab = Lab()
+def test_a_token_outside_the_vocabulary(lab: Lab) -> None:
     lab.tell(msgspec.structs.replace(submit("r"), tokens=pack_tokens([5, VOCAB])))
     assert str(VOCAB) in str(error(lab))
 
 
-def test_open_length_is_what_the_largest_pool_has_left() -> None:
-    lab = Lab()
+def test_open_length_is_what_the_largest_pool_has_left(lab: Lab) -> None:
     lab.submit(prompt=10, max_tokens=None)  # no pool size is known yet
     lab.join("decode", "decode-0", model=card(pool_pages=8))
     assert lab.decode.max_tokens == 8 * PAGE - 10
 
 
 @pytest.mark.parametrize(("window_pages", "fits"), [(0, False), (3, True), (8, False)])
-def test_a_context_larger_than_the_pool_fits_where_all_layers_have_a_window(window_pages: int, fits: bool) -> None:
+def test_a_context_larger_than_the_pool_fits_where_all_layers_have_a_window(
+    lab: Lab, window_pages: int, fits: bool
+) -> None:
     """A pool of 8 pages has no room for a window of 8 and one page more."""
-    lab = Lab()
     lab.join("decode", "decode-0", model=msgspec.structs.replace(card(pool_pages=8), window_pages=window_pages))
     lab.submit(prompt=10, max_tokens=20 * PAGE)
     if fits:
@@ -349,24 +328,20 @@ def test_a_context_larger_than_the_pool_fits_where_all_layers_have_a_window(wind
         assert isinstance(error(lab), errors.ContextTooLong)
 
 
-def test_a_request_too_large_for_a_worker_goes_to_a_larger_one() -> None:
-    lab = Lab()
+def test_a_request_too_large_for_a_worker_goes_to_a_larger_one(lab: Lab) -> None:
     lab.join("decode", "decode-0", model=card(pool_pages=8))
     large = lab.join("decode", "decode-1", model=card(pool_pages=80))
     lab.submit(prompt=40, max_tokens=10)
     assert lab.to(lab.decode) == large
 
 
-def test_a_worker_that_finds_it_too_large_ends_it() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_worker_that_finds_it_too_large_ends_it(lab: Lab, decode: str) -> None:
     lab.submit()
     lab.say(decode, msg.Refused("r", 1, "too_large", "no way"))
     assert type(error(lab)) is errors.ContextTooLong
 
 
-def test_a_name_in_use_is_refused() -> None:
-    lab = Lab()
+def test_a_name_in_use_is_refused(lab: Lab) -> None:
     lab.submit()
     with pytest.raises(errors.InvalidRequest, match="'r'"):
         lab.submit()
@@ -375,8 +350,7 @@ def test_a_name_in_use_is_refused() -> None:
 # --- waiting ---
 
 
-def test_a_busy_worker_is_asked_again_after_a_heartbeat_that_knows_of_it() -> None:
-    lab = Lab()
+def test_a_busy_worker_is_asked_again_after_a_heartbeat_that_knows_of_it(lab: Lab) -> None:
     one, two = lab.colocated(2)
     lab.submit()
     first = lab.to(lab.decode)
@@ -393,9 +367,7 @@ def test_a_busy_worker_is_asked_again_after_a_heartbeat_that_knows_of_it() -> No
     assert not lab.sent(msg.Cancel)  # a worker that refused holds nothing
 
 
-def test_refusals_are_no_failures_and_waiting_ends() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_refusals_are_no_failures_and_waiting_ends(lab: Lab, decode: str) -> None:
     lab.submit()
     for _ in range(40):
         lab.say(decode, msg.Refused("r", lab.decode.attempt, "busy"))
@@ -407,8 +379,7 @@ def test_refusals_are_no_failures_and_waiting_ends() -> None:
     assert "5000 ms" in str(error(lab))
 
 
-def test_without_any_worker_a_request_waits_and_then_is_unavailable() -> None:
-    lab = Lab()
+def test_without_any_worker_a_request_waits_and_then_is_unavailable(lab: Lab) -> None:
     lab.submit()
     lab.advance(4.9)
     assert lab.alive()
@@ -427,17 +398,16 @@ def test_a_full_queue_turns_newcomers_away() -> None:
     assert lab.alive("b")
 
 
-def test_the_queue_serves_urgent_requests_first_and_then_the_oldest() -> None:
-    lab = Lab()
+def test_the_queue_serves_urgent_requests_first_and_then_the_oldest(lab: Lab) -> None:
     for name, priority in [("a", 1), ("b", 0), ("c", 1), ("d", -1)]:
         lab.submit(name, priority=priority)
     lab.colocated()
     assert [decode.request for decode in lab.sent(msg.Decode)] == ["d", "b", "a", "c"]
 
 
-def test_prompts_wait_in_the_router_while_the_prefill_workers_are_full() -> None:
-    lab = Lab()
-    decode, prefill, store = lab.split()
+def test_prompts_wait_in_the_router_while_the_prefill_workers_are_full(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     cached = lab.submit("warm", prompt=14, seed=50)
     lab.holds(store, cached, 3)
     for name in ("a", "b", "c"):
@@ -454,9 +424,7 @@ def test_prompts_wait_in_the_router_while_the_prefill_workers_are_full() -> None
 # --- tokens ---
 
 
-def test_a_duplicate_prefix_is_skipped_and_a_gap_is_asked_for_once() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_duplicate_prefix_is_skipped_and_a_gap_is_asked_for_once(lab: Lab, decode: str) -> None:
     lab.submit(prompt=10, max_tokens=20)
     lab.tokens(decode, "r", 1, 10, 50, 51)
     lab.tokens(decode, "r", 1, 10, 50, 51, 52)
@@ -471,9 +439,7 @@ def test_a_duplicate_prefix_is_skipped_and_a_gap_is_asked_for_once() -> None:
     assert lab.end().outcome == Finished("stop")
 
 
-def test_log_probabilities_are_cut_with_their_tokens() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_log_probabilities_are_cut_with_their_tokens(lab: Lab, decode: str) -> None:
     lab.submit(prompt=10, sampling=msg.SamplingParams(logprobs=0))
     both = (msg.TokenLogprob(50, -1.0), msg.TokenLogprob(51, -2.0))
     lab.tokens(decode, "r", 1, 10, 50, logprobs=both[:1])
@@ -482,8 +448,7 @@ def test_log_probabilities_are_cut_with_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(VOCAB,), (-1,), (2**40,), tuple(range(8, 15))])
-def test_a_worker_out_of_its_mind_loses_the_attempt(tokens: tuple[int, ...]) -> None:
-    lab = Lab()
+def test_a_worker_out_of_its_mind_loses_the_attempt(lab: Lab, tokens: tuple[int, ...]) -> None:
     one, _ = lab.colocated(2)
     lab.submit(prompt=10, max_tokens=6)
     lab.tokens(one, "r", 1, 10, *tokens)
@@ -492,8 +457,7 @@ def test_a_worker_out_of_its_mind_loses_the_attempt(tokens: tuple[int, ...]) -> 
     assert lab.to(lab.decode) != one
 
 
-def test_the_next_attempt_knows_the_tokens_so_far() -> None:
-    lab = Lab()
+def test_the_next_attempt_knows_the_tokens_so_far(lab: Lab) -> None:
     one, two = lab.colocated(2)
     order = lab.submit(prompt=10, max_tokens=6)
     lab.tokens(one, "r", 1, 10, 50, 51, computed=10)
@@ -512,8 +476,7 @@ def test_the_next_attempt_knows_the_tokens_so_far() -> None:
 # --- failures ---
 
 
-def test_logits_that_are_not_finite_end_the_request_at_once() -> None:
-    lab = Lab()
+def test_logits_that_are_not_finite_end_the_request_at_once(lab: Lab) -> None:
     one, _ = lab.colocated(2)
     lab.submit(prompt=10, max_tokens=6)
     lab.tokens(one, "r", 1, 10, 50, computed=10)
@@ -522,8 +485,7 @@ def test_logits_that_are_not_finite_end_the_request_at_once() -> None:
     assert lab.emitted() == [50]
 
 
-def test_a_short_fetch_is_a_new_attempt_without_that_prefill_worker() -> None:
-    lab = Lab()
+def test_a_short_fetch_is_a_new_attempt_without_that_prefill_worker(lab: Lab) -> None:
     decode, one, _ = lab.split()
     two = lab.join("prefill", "prefill-1")
     lab.submit(prompt=14)
@@ -562,9 +524,9 @@ def test_a_worker_silent_before_the_choice_costs_none(heard: bool) -> None:
     assert lab.alive() is not heard
 
 
-def test_the_last_attempt_needs_neither_prefill_worker_nor_store() -> None:
-    lab = Lab()
-    decode, _, store = lab.split()
+def test_the_last_attempt_needs_neither_prefill_worker_nor_store(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     lab.holds(store, lab.submit("first", prompt=14), 2)
     lab.submit(prompt=14)
     for attempt in (1, 2):
@@ -574,10 +536,8 @@ def test_the_last_attempt_needs_neither_prefill_worker_nor_store() -> None:
     assert (lab.decode.attempt, lab.decode.fetch, lab.decode.prefilled_remotely) == (3, 0, False)
 
 
-def test_an_attempt_that_its_worker_gives_up_before_it_accepts_counts() -> None:
+def test_an_attempt_that_its_worker_gives_up_before_it_accepts_counts(lab: Lab, decode: str) -> None:
     """An order that a worker can't read comes back at once. It must not be sent again for ever."""
-    lab = Lab()
-    (decode,) = lab.colocated()
     lab.submit()
     for attempt in range(1, CONFIG.router.max_attempts + 1):
         assert lab.decode.attempt == attempt
@@ -621,9 +581,7 @@ def test_a_token_ends_the_pauses() -> None:
     assert len(lab.sent(msg.Decode)) == sent + 1
 
 
-def test_attempts_that_brought_tokens_do_not_count_against_the_budget() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_attempts_that_brought_tokens_do_not_count_against_the_budget(lab: Lab, decode: str) -> None:
     lab.submit(prompt=10, max_tokens=20)
     for attempt in range(1, 10):
         lab.say(decode, msg.Accepted("r", attempt))
@@ -633,8 +591,7 @@ def test_attempts_that_brought_tokens_do_not_count_against_the_budget() -> None:
     assert lab.decode.attempt == 10
 
 
-def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_waited_for() -> None:
-    lab = Lab()
+def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_waited_for(lab: Lab) -> None:
     decode, one, _ = lab.split()
     two = lab.join("prefill", "prefill-1")
     lab.submit(prompt=14)
@@ -650,9 +607,9 @@ def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_waited_for() ->
     assert (lab.decode.attempt, lab.decode.prefilled_remotely) == (2, True)
 
 
-def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_is_decoded() -> None:
-    lab = Lab()
-    decode, prefill, store = lab.split()
+def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_is_decoded(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     lab.submit(prompt=14)
     refusals = 0
     while lab.decode.prefilled_remotely:
@@ -668,9 +625,7 @@ def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_
     assert lab.alive()  # and none of them was an attempt's failure
 
 
-def test_a_prefill_worker_that_can_not_is_not_asked_again() -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_a_prefill_worker_that_can_not_is_not_asked_again(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
     lab.say(prefill, msg.AttemptFailed("r", 1, "store", "no slots"))
@@ -678,9 +633,7 @@ def test_a_prefill_worker_that_can_not_is_not_asked_again() -> None:
     assert (lab.decode.attempt, lab.decode.prefilled_remotely) == (2, False)
 
 
-def test_what_a_worker_says_about_the_request_is_final() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_what_a_worker_says_about_the_request_is_final(lab: Lab, decode: str) -> None:
     lab.submit()
     lab.say(decode, msg.AttemptFailed("r", 1, "invalid_request", "nonsense"))
     assert type(error(lab)) is errors.InvalidRequest
@@ -690,8 +643,7 @@ def test_what_a_worker_says_about_the_request_is_final() -> None:
 
 
 @pytest.mark.parametrize("who", ["decode", "prefill", "store"])
-def test_a_death_while_the_prompt_is_made_is_a_new_attempt(who: str) -> None:
-    lab = Lab()
+def test_a_death_while_the_prompt_is_made_is_a_new_attempt(lab: Lab, who: str) -> None:
     peers = dict(zip(("decode", "prefill", "store"), lab.split(), strict=True))
     spare = lab.join("decode", "decode-1", "b")
     lab.submit(prompt=14)
@@ -708,9 +660,7 @@ def test_a_death_while_the_prompt_is_made_is_a_new_attempt(who: str) -> None:
         assert lab.cancelled(peers[name]) == ([] if name == who else [1])
 
 
-def test_a_prefill_worker_may_die_once_its_pages_are_sealed() -> None:
-    lab = Lab()
-    decode, prefill, store = lab.split()
+def test_a_prefill_worker_may_die_once_its_pages_are_sealed(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
     lab.say(prefill, msg.Prefilled("r", 1, 12, 0, 3))
@@ -724,9 +674,7 @@ def test_a_prefill_worker_may_die_once_its_pages_are_sealed() -> None:
     assert not lab.cancelled(prefill)
 
 
-def test_an_attempt_without_progress_is_given_up() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_an_attempt_without_progress_is_given_up(lab: Lab, decode: str) -> None:
     lab.submit()
     lab.say(decode, msg.Accepted("r", 1))
     for _ in range(40):
@@ -736,9 +684,7 @@ def test_an_attempt_without_progress_is_given_up() -> None:
     assert lab.cancelled(decode) == [1]
 
 
-def test_a_prefill_that_gets_on_is_progress() -> None:
-    lab = Lab()
-    decode, prefill, store = lab.split()
+def test_a_prefill_that_gets_on_is_progress(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
     for turn in range(100):
@@ -752,9 +698,7 @@ def test_a_prefill_that_gets_on_is_progress() -> None:
 # --- ends ---
 
 
-def test_a_client_that_leaves_cancels_everywhere() -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_a_client_that_leaves_cancels_everywhere(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
     lab.tell(ClientGone("r"))
@@ -764,9 +708,7 @@ def test_a_client_that_leaves_cancels_everywhere() -> None:
     lab.tell(StopMatched("r", 1))
 
 
-def test_a_stop_string_finishes_the_request() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_stop_string_finishes_the_request(lab: Lab, decode: str) -> None:
     lab.submit(prompt=10, max_tokens=20)
     lab.tokens(decode, "r", 1, 10, 50, 51, 52)
     lab.tell(StopMatched("r", 2))
@@ -775,9 +717,7 @@ def test_a_stop_string_finishes_the_request() -> None:
     assert lab.cancelled(decode) == [1]
 
 
-def test_deadlines_travel_as_what_is_left_and_expire() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_deadlines_travel_as_what_is_left_and_expire(lab: Lab, decode: str) -> None:
     lab.submit(deadline=lab.now + 2.5)
     assert lab.decode.deadline_ms == 2_500
     lab.now += 0.9
@@ -789,9 +729,7 @@ def test_deadlines_travel_as_what_is_left_and_expire() -> None:
     assert lab.cancelled(decode) == [1]
 
 
-def test_shutdown_ends_and_refuses_requests() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_shutdown_ends_and_refuses_requests(lab: Lab, decode: str) -> None:
     lab.submit()
     lab.tell(Shutdown())
     assert type(error(lab)) is errors.Unavailable
@@ -800,9 +738,7 @@ def test_shutdown_ends_and_refuses_requests() -> None:
     assert type(error(lab, "late")) is errors.Unavailable
 
 
-def test_a_replaced_model_never_continues_anothers_output() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_replaced_model_never_continues_anothers_output(lab: Lab, decode: str) -> None:
     lab.submit("begun", prompt=10, max_tokens=20)
     lab.tokens(decode, "begun", 1, 10, 50)
     lab.submit("fresh", prompt=10)
@@ -813,9 +749,7 @@ def test_a_replaced_model_never_continues_anothers_output() -> None:
     assert lab.decode.request == "fresh"
 
 
-def test_a_long_prompt_that_a_decode_worker_computes_goes_on_as_long_as_it_progresses() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_long_prompt_that_a_decode_worker_computes_goes_on_as_long_as_it_progresses(lab: Lab, decode: str) -> None:
     lab.submit(prompt=200)
     lab.say(decode, msg.Accepted("r", 1, 0))
     lab.say(decode, msg.Started("r", 1, 0, 0))
@@ -829,10 +763,10 @@ def test_a_long_prompt_that_a_decode_worker_computes_goes_on_as_long_as_it_progr
     assert lab.cancelled(decode)[0] == 1
 
 
-def test_those_behind_the_first_have_their_turn_though_nothing_changes() -> None:
+def test_those_behind_the_first_have_their_turn_though_nothing_changes(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     """Long prompts wait for slots of the prefill worker, short ones behind them only for the decode worker."""
-    lab = Lab()
-    decode, prefill, store = lab.split()
     for number in range(12):
         lab.submit(f"long{number}", prompt=200, seed=number)
         if number < 2:
@@ -850,9 +784,7 @@ def test_those_behind_the_first_have_their_turn_though_nothing_changes() -> None
     assert {"first", "short0", "short1", "short2"} <= {order.request for order in lab.sent(msg.Decode)}
 
 
-def test_requests_of_another_tenant_or_salt_have_other_pages() -> None:
-    lab = Lab()
-    lab.colocated()
+def test_requests_of_another_tenant_or_salt_have_other_pages(lab: Lab, decode: str) -> None:
     roots = set[bytes]()
     for number, whose in enumerate([{}, {"tenant": "a"}, {"tenant": "b"}, {"tenant": "a", "salt": "b"}, {"salt": "a"}]):
         lab.submit(f"r{number}", prompt=10, max_tokens=3, **whose)

@@ -32,9 +32,9 @@ def test_a_prompt_goes_to_the_prefill_worker_with_fewer_of_others() -> None:
         assert lab.to(lab.prefill) == makers[1 - busy]
 
 
-def test_slots_that_others_fill_are_waited_for_and_asked_for_where_we_have_none() -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_slots_that_others_fill_are_waited_for_and_asked_for_where_we_have_none(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     tell(lab, prefill, LoadReport(running=1, waiting=1))
     lab.submit("a", prompt=60)
     lab.say(decode, Accepted("a", 1))
@@ -45,8 +45,7 @@ def test_slots_that_others_fill_are_waited_for_and_asked_for_where_we_have_none(
     assert lab.state.stats().queued == 0  # another router has given slots back
 
 
-def test_others_prompts_count_in_full_on_a_worker_that_has_none_of_ours() -> None:
-    lab = Lab()
+def test_others_prompts_count_in_full_on_a_worker_that_has_none_of_ours(lab: Lab) -> None:
     busy, idle = lab.colocated(2)
     lab.now += 60.0
     for sender, others in (

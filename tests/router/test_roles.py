@@ -25,8 +25,7 @@ def becomes(lab: Lab, to: str) -> list[str]:
     return [message.role for message in lab.sent(ChangeRole, to)]
 
 
-def test_an_idle_worker_is_told_at_once_and_joins_in_its_new_role() -> None:
-    lab = Lab()
+def test_an_idle_worker_is_told_at_once_and_joins_in_its_new_role(lab: Lab) -> None:
     lab.colocated(2)
     lab.tell(SetRole("decode-0", "prefill", 30.0))
     assert becomes(lab, "decode-0.1") == ["prefill"]
@@ -40,8 +39,7 @@ def test_an_idle_worker_is_told_at_once_and_joins_in_its_new_role() -> None:
     assert len(becomes(lab, "decode-0.1")) == 1
 
 
-def test_what_it_has_is_finished_first() -> None:
-    lab = Lab()
+def test_what_it_has_is_finished_first(lab: Lab) -> None:
     lab.colocated(2)
     lab.submit("r")
     busy = lab.to(lab.decode)
@@ -55,8 +53,7 @@ def test_what_it_has_is_finished_first() -> None:
     assert becomes(lab, busy) == ["prefill"]
 
 
-def test_after_a_while_what_it_has_goes_elsewhere() -> None:
-    lab = Lab()
+def test_after_a_while_what_it_has_goes_elsewhere(lab: Lab) -> None:
     lab.colocated(2)
     lab.submit("r")
     busy = lab.to(lab.decode)
@@ -73,8 +70,7 @@ def test_after_a_while_what_it_has_goes_elsewhere() -> None:
     assert lab.emitted("r") == [9] * 6
 
 
-def test_the_attempts_of_other_routers_are_waited_for_too() -> None:
-    lab = Lab()
+def test_the_attempts_of_other_routers_are_waited_for_too(lab: Lab) -> None:
     lab.colocated(2)
     lab.say("decode-0.1", Heartbeat(lab.counts["decode-0.1"], LoadReport(running=1), others=LoadReport(running=1)))
     lab.tell(SetRole("decode-0", "prefill", 30.0))
@@ -83,8 +79,7 @@ def test_the_attempts_of_other_routers_are_waited_for_too() -> None:
     assert becomes(lab, "decode-0.1") == ["prefill"]
 
 
-def test_a_worker_is_told_until_it_has_happened() -> None:
-    lab = Lab()
+def test_a_worker_is_told_until_it_has_happened(lab: Lab) -> None:
     lab.colocated(2)
     lab.tell(SetRole("decode-0", "prefill", 30.0))
     for _ in range(3):
@@ -96,8 +91,7 @@ def test_a_worker_is_told_until_it_has_happened() -> None:
     assert not becomes(lab, "decode-0.2")
 
 
-def test_a_worker_that_dies_meanwhile_has_a_successor_with_its_own_role() -> None:
-    lab = Lab()
+def test_a_worker_that_dies_meanwhile_has_a_successor_with_its_own_role(lab: Lab) -> None:
     lab.colocated(2)
     lab.tell(SetRole("decode-0", "prefill", 30.0))
     lab.join("decode", "decode-0", incarnation="decode-0.2")
@@ -106,8 +100,7 @@ def test_a_worker_that_dies_meanwhile_has_a_successor_with_its_own_role() -> Non
     assert not becomes(lab, "decode-0.2")
 
 
-def test_a_worker_that_was_silent_meanwhile_still_changes() -> None:
-    lab = Lab()
+def test_a_worker_that_was_silent_meanwhile_still_changes(lab: Lab) -> None:
     lab.colocated(2)
     lab.submit("r")
     busy = lab.to(lab.decode)
@@ -124,8 +117,7 @@ def test_a_worker_that_was_silent_meanwhile_still_changes() -> None:
     assert becomes(lab, busy) == ["prefill"]
 
 
-def test_it_can_be_called_off() -> None:
-    lab = Lab()
+def test_it_can_be_called_off(lab: Lab) -> None:
     lab.colocated(2)
     lab.submit("r")
     busy = lab.to(lab.decode)
@@ -137,8 +129,7 @@ def test_it_can_be_called_off() -> None:
     assert not becomes(lab, busy)
 
 
-def test_the_last_decode_worker_stays_one() -> None:
-    lab = Lab()
+def test_the_last_decode_worker_stays_one(lab: Lab) -> None:
     lab.colocated(2)
     lab.submit("r")
     busy = lab.to(lab.decode)
@@ -151,8 +142,7 @@ def test_the_last_decode_worker_stays_one() -> None:
     assert not becomes(lab, busy)
 
 
-def test_what_can_not_be() -> None:
-    lab = Lab()
+def test_what_can_not_be(lab: Lab) -> None:
     lab.split()
     lab.join("prefill", "prefill-1", model=card(head=False))
     for name in ("store-0", "decode-9"):

@@ -21,8 +21,7 @@ def states(lab: Lab) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill", "store"])
-def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(role: msg.Role) -> None:
-    lab = Lab()
+def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(lab: Lab, role: msg.Role) -> None:
     lab.split()
     victim = f"{role}-0.1"
     lab.beat(victim, loop=STUCK - 1)
@@ -37,9 +36,8 @@ def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(role: msg.R
     assert states(lab)[f"{role}-0"] is None
 
 
-def test_a_silent_process_whose_heart_beats_again_while_its_loop_hangs_is_stuck() -> None:
+def test_a_silent_process_whose_heart_beats_again_while_its_loop_hangs_is_stuck(lab: Lab) -> None:
     """A loop that hangs may keep its heart from beating for a while, and on a busy machine the heart may be late."""
-    lab = Lab()
     lab.split()
     lab.advance(SILENCE)
     assert states(lab)["store-0"] == "silent"
@@ -49,8 +47,7 @@ def test_a_silent_process_whose_heart_beats_again_while_its_loop_hangs_is_stuck(
     assert len(lab.sent(msg.RequestHello, "store-0.1")) == 1
 
 
-def test_a_router_whose_every_turn_is_late_still_notices_silence() -> None:
-    lab = Lab()
+def test_a_router_whose_every_turn_is_late_still_notices_silence(lab: Lab) -> None:
     lab.split()
     beat = lab.config.cluster.heartbeat_ms / 1_000
     pauses = PauseDetector(tolerance=beat)
@@ -60,9 +57,8 @@ def test_a_router_whose_every_turn_is_late_still_notices_silence() -> None:
     assert set(states(lab).values()) == {"silent"}
 
 
-def test_a_worker_that_was_stuck_and_joins_again_is_given_work() -> None:
+def test_a_worker_that_was_stuck_and_joins_again_is_given_work(lab: Lab) -> None:
     """Nothing is placed meanwhile: placement sees an incarnation that never left, and another member of its name."""
-    lab = Lab()
     (one,) = lab.colocated(1)
     lab.submit("before")
     lab.tokens(one, "before", 1, 10, 50, 51, 52, 53, 54, 55, finish="length")
@@ -74,9 +70,8 @@ def test_a_worker_that_was_stuck_and_joins_again_is_given_work() -> None:
     assert [lab.to(order) for order in lab.sent(msg.Decode)] == [one, one]
 
 
-def test_a_long_step_is_judged_by_its_own_age() -> None:
+def test_a_long_step_is_judged_by_its_own_age(lab: Lab) -> None:
     """Its loop turned last when the step began, so both ages agree."""
-    lab = Lab()
     (one,) = lab.colocated()
     lab.beat(one, age=STUCK - 1, loop=STUCK - 1)
     assert states(lab) == {"decode-0": None}
@@ -85,8 +80,7 @@ def test_a_long_step_is_judged_by_its_own_age() -> None:
 # --- what it has not read goes elsewhere ---
 
 
-def test_an_order_that_a_hung_worker_does_not_read_goes_to_another_one() -> None:
-    lab = Lab()
+def test_an_order_that_a_hung_worker_does_not_read_goes_to_another_one(lab: Lab) -> None:
     lab.colocated(2)
     lab.submit()
     first = lab.to(lab.decode)
@@ -111,9 +105,8 @@ def test_an_order_that_a_hung_worker_does_not_read_goes_to_another_one() -> None
     assert lab.end().summary.served.attempts == 2
 
 
-def test_moving_does_not_count_against_the_attempts_of_a_request() -> None:
+def test_moving_does_not_count_against_the_attempts_of_a_request(lab: Lab) -> None:
     """More workers hang, one after the other, than it has attempts."""
-    lab = Lab()
     workers = lab.colocated(6)
     lab.submit()
     for attempt in range(1, 6):
@@ -127,9 +120,8 @@ def test_moving_does_not_count_against_the_attempts_of_a_request() -> None:
     assert lab.alive()
 
 
-def test_what_it_has_read_stays() -> None:
+def test_what_it_has_read_stays(lab: Lab) -> None:
     """An attempt that runs there is left until cluster.step_timeout_ms: it may go on, and has done work."""
-    lab = Lab()
     one, _two = lab.colocated(2)
     lab.submit()
     assert lab.to(lab.decode) == one
@@ -140,8 +132,7 @@ def test_what_it_has_read_stays() -> None:
     assert lab.decode.attempt == 2
 
 
-def test_an_order_waits_for_the_end_of_a_long_step_where_no_other_worker_takes_it() -> None:
-    lab = Lab()
+def test_an_order_waits_for_the_end_of_a_long_step_where_no_other_worker_takes_it(lab: Lab) -> None:
     (one,) = lab.colocated()
     lab.submit()
     for age in range(UNREAD, STUCK, 250):
@@ -153,8 +144,7 @@ def test_an_order_waits_for_the_end_of_a_long_step_where_no_other_worker_takes_i
     assert lab.alive()
 
 
-def test_an_order_does_not_go_to_and_fro_between_workers_in_long_steps() -> None:
-    lab = Lab()
+def test_an_order_does_not_go_to_and_fro_between_workers_in_long_steps(lab: Lab) -> None:
     one, two = lab.colocated(2)
     lab.submit()
     for _ in range(10):
@@ -167,8 +157,7 @@ def test_an_order_does_not_go_to_and_fro_between_workers_in_long_steps() -> None
     assert lab.alive()
 
 
-def test_a_hung_worker_gets_nothing_new_and_work_again_when_it_goes_on() -> None:
-    lab = Lab()
+def test_a_hung_worker_gets_nothing_new_and_work_again_when_it_goes_on(lab: Lab) -> None:
     one, two = lab.colocated(2)
     lab.beat(one, loop=UNREAD)
     for index in range(6):
@@ -182,8 +171,7 @@ def test_a_hung_worker_gets_nothing_new_and_work_again_when_it_goes_on() -> None
     assert lab.to(lab.decode) == one
 
 
-def test_a_prompt_that_a_hung_prefill_worker_does_not_read_goes_to_another_one() -> None:
-    lab = Lab()
+def test_a_prompt_that_a_hung_prefill_worker_does_not_read_goes_to_another_one(lab: Lab) -> None:
     decode, first, _ = lab.split()
     second = lab.join("prefill", "prefill-1")
     lab.submit(prompt=40)
@@ -200,9 +188,9 @@ def test_a_prompt_that_a_hung_prefill_worker_does_not_read_goes_to_another_one()
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_without_another_prefill_worker_the_decode_worker_computes_what_a_hung_one_does_not_read(hangs: bool) -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_without_another_prefill_worker_the_decode_worker_computes_what_a_hung_one_does_not_read(
+    lab: Lab, decode: str, prefill: str, store: str, hangs: bool
+) -> None:
     lab.submit(prompt=40)
     lab.say(decode, msg.Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
@@ -214,8 +202,7 @@ def test_without_another_prefill_worker_the_decode_worker_computes_what_a_hung_o
         assert len(lab.sent(msg.Prefill)) == 1
 
 
-def test_a_hung_store_is_not_used_and_is_when_it_goes_on() -> None:
-    lab = Lab()
+def test_a_hung_store_is_not_used_and_is_when_it_goes_on(lab: Lab) -> None:
     _decode, _prefill, store = lab.split()
     order = lab.submit("first", prompt=40)
     lab.holds(store, order, 9)
@@ -232,9 +219,7 @@ def test_a_hung_store_is_not_used_and_is_when_it_goes_on() -> None:
 # --- messages whose loss heartbeats repair ---
 
 
-def test_a_lost_have_is_repaired_by_two_heartbeats() -> None:
-    lab = Lab()
-    decode, _, _ = lab.split()
+def test_a_lost_have_is_repaired_by_two_heartbeats(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=40)
     lab.say(decode, msg.Accepted("r", 1))
     lab.beat(decode, held("r", 1, 40, short=True))
@@ -244,9 +229,7 @@ def test_a_lost_have_is_repaired_by_two_heartbeats() -> None:
     assert "has only 0 of" in next(note for note in lab.notes() if "attempt 1 is over" in note)
 
 
-def test_a_have_that_comes_after_all_counts_once() -> None:
-    lab = Lab()
-    decode, _, _ = lab.split()
+def test_a_have_that_comes_after_all_counts_once(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=40)
     lab.say(decode, msg.Accepted("r", 1))
     lab.beat(decode, held("r", 1, 40, short=True))
@@ -259,10 +242,10 @@ def test_a_have_that_comes_after_all_counts_once() -> None:
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_lost_prefilled_is_repaired_by_two_heartbeats(started: bool) -> None:
+def test_a_lost_prefilled_is_repaired_by_two_heartbeats(
+    lab: Lab, decode: str, prefill: str, store: str, started: bool
+) -> None:
     """The slot of its prefill worker is free for another prompt."""
-    lab = Lab()
-    decode, prefill, _ = lab.split()
     for name in ("a", "b", "c"):
         lab.submit(name, prompt=40, max_tokens=100)
     for name in ("a", "b"):

@@ -25,8 +25,7 @@ def names(lab: Lab) -> dict[str, str | None]:
 # --- joining ---
 
 
-def test_a_hello_is_welcomed_followed_and_asked_for_its_pages() -> None:
-    lab = Lab()
+def test_a_hello_is_welcomed_followed_and_asked_for_its_pages(lab: Lab) -> None:
     commands = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5", replay="tcp://127.0.0.1:6")
     assert events.SendMessage("decode-0.1", msg.Welcome(ROUTER, 250, 1_000)) in commands
     assert events.Subscribe("decode-0.1", "tcp://127.0.0.1:5", "tcp://127.0.0.1:6") in commands
@@ -57,8 +56,7 @@ def changed(**fields: Any):
         ({"role": "store", "node": "a", "name": "store-9"}, ("node a", "store-0")),
     ],
 )
-def test_a_misfit_is_rejected_by_field_and_values(more: dict[str, Any], says: tuple[str, ...]) -> None:
-    lab = Lab()
+def test_a_misfit_is_rejected_by_field_and_values(lab: Lab, more: dict[str, Any], says: tuple[str, ...]) -> None:
     lab.split()
     arguments = {"role": "decode", "name": "decode-9", "node": "b"} | more
     commands = lab.hello(**arguments)
@@ -86,8 +84,7 @@ def test_all_workers_have_the_adapters_that_clients_may_ask_for(theirs: dict[str
     assert says in rejected.message
 
 
-def test_a_refusal_for_its_numerics_names_the_worker_in_the_log() -> None:
-    lab = Lab()
+def test_a_refusal_for_its_numerics_names_the_worker_in_the_log(lab: Lab) -> None:
     lab.join("decode", "decode-0")
     commands = lab.hello("decode", "decode-1", model=changed(numerics="torch-1/00000000"))
     (note,) = [command for command in commands if isinstance(command, events.Log)]
@@ -95,8 +92,7 @@ def test_a_refusal_for_its_numerics_names_the_worker_in_the_log() -> None:
     assert note.text.startswith("rejected decode-1: numerics is torch-1/00000000 and this cluster has test")
 
 
-def test_workers_of_several_classes_of_numerics_join_a_mixed_cluster() -> None:
-    lab = Lab()
+def test_workers_of_several_classes_of_numerics_join_a_mixed_cluster(lab: Lab) -> None:
     classes = {"decode-0": "native-2/00000000", "decode-1": "torch-1/00000000"}
     for name, numerics in classes.items():
         lab.join("decode", name, model=msgspec.structs.replace(changed(numerics=msg.MIXED), numerics=numerics))
@@ -110,8 +106,7 @@ def test_workers_of_several_classes_of_numerics_join_a_mixed_cluster() -> None:
     assert "numerics is test and this cluster has mixed" in rejected.message
 
 
-def test_the_first_live_worker_sets_the_namespace() -> None:
-    lab = Lab()
+def test_the_first_live_worker_sets_the_namespace(lab: Lab) -> None:
     lab.join("decode", "decode-0")
     lab.join("decode", "decode-1", model=changed(numerics="other"))
     assert lab.sent(msg.Rejected)
@@ -120,15 +115,13 @@ def test_the_first_live_worker_sets_the_namespace() -> None:
     assert lab.state.card == changed(numerics="other")
 
 
-def test_a_hello_for_another_process_is_dropped() -> None:
-    lab = Lab()
+def test_a_hello_for_another_process_is_dropped(lab: Lab) -> None:
     peer = msg.Peer("decode", "decode-0", "a", "victim", 1)
     lab.tell(events.MessageReceived(msg.Envelope("thief", "", 1, msg.Hello(peer, model=card()))))
     assert not names(lab)
 
 
-def test_a_stranger_is_asked_to_introduce_itself() -> None:
-    lab = Lab()
+def test_a_stranger_is_asked_to_introduce_itself(lab: Lab) -> None:
     assert lab.say("nobody.1", msg.Accepted("r", 1)) == [
         events.SendMessage("nobody.1", msg.RequestHello()),
         events.ForgetPeer("nobody.1"),
@@ -138,9 +131,7 @@ def test_a_stranger_is_asked_to_introduce_itself() -> None:
 # --- leaving ---
 
 
-def test_a_silent_peer_is_gone_with_its_pages_in_one_step() -> None:
-    lab = Lab()
-    decode, _, store = lab.split()
+def test_a_silent_peer_is_gone_with_its_pages_in_one_step(lab: Lab, decode: str, prefill: str, store: str) -> None:
     order = lab.submit("first", prompt=14)
     lab.holds(store, order, 3)
     assert {v.peer.name: v.pages_known for v in lab.state.processes(lab.now)}["store-0"] == 3
@@ -153,8 +144,7 @@ def test_a_silent_peer_is_gone_with_its_pages_in_one_step() -> None:
     assert lab.decode.fetch == 0
 
 
-def test_a_stuck_worker_is_gone_though_its_heart_beats_and_is_left_alone_until_it_gets_on() -> None:
-    lab = Lab()
+def test_a_stuck_worker_is_gone_though_its_heart_beats_and_is_left_alone_until_it_gets_on(lab: Lab) -> None:
     one, two = lab.colocated(2)
     lab.submit()
     assert lab.beat(one, held("r", 1, 10), age=5_001)
@@ -164,8 +154,7 @@ def test_a_stuck_worker_is_gone_though_its_heart_beats_and_is_left_alone_until_i
     assert [type(c.message) for c in lab.beat(one, age=0) if isinstance(c, events.SendMessage)] == [msg.RequestHello]
 
 
-def test_a_hello_of_the_same_name_replaces_the_live_one_at_once() -> None:
-    lab = Lab()
+def test_a_hello_of_the_same_name_replaces_the_live_one_at_once(lab: Lab) -> None:
     old = lab.join("decode", "decode-0")
     lab.submit()
     new = lab.join("decode", "decode-0", incarnation="decode-0.2")
@@ -177,8 +166,7 @@ def test_a_hello_of_the_same_name_replaces_the_live_one_at_once() -> None:
     assert len(lab.sent(msg.RequestHello, old)) == 2
 
 
-def test_a_stopped_worker_that_wakes_is_rejected_while_its_successor_lives_and_no_longer() -> None:
-    lab = Lab()
+def test_a_stopped_worker_that_wakes_is_rejected_while_its_successor_lives_and_no_longer(lab: Lab) -> None:
     old = lab.join("decode", "decode-0")
     lab.advance(1.1)
     new = lab.join("decode", "decode-0", incarnation="decode-0.2")
@@ -194,9 +182,7 @@ def test_a_stopped_worker_that_wakes_is_rejected_while_its_successor_lives_and_n
     assert [view.peer.incarnation for view in lab.state.processes(lab.now)] == [new]
 
 
-def test_a_returning_worker_starts_a_new_count() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_returning_worker_starts_a_new_count(lab: Lab, decode: str) -> None:
     for _ in range(20):
         lab.advance(0.3)
         lab.beat(decode)
@@ -209,8 +195,7 @@ def test_a_returning_worker_starts_a_new_count() -> None:
     assert lab.decode.attempt == 1
 
 
-def test_a_pause_of_the_router_ends_no_peer() -> None:
-    lab = Lab()
+def test_a_pause_of_the_router_ends_no_peer(lab: Lab) -> None:
     lab.split()
     lab.submit(prompt=14)
     lab.now += 30
@@ -224,9 +209,9 @@ def test_a_pause_of_the_router_ends_no_peer() -> None:
 # --- heartbeats ---
 
 
-def test_a_stores_word_that_a_worker_of_its_node_is_gone_is_enough() -> None:
-    lab = Lab()
-    decode, _, store = lab.split()
+def test_a_stores_word_that_a_worker_of_its_node_is_gone_is_enough(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     other = lab.join("decode", "decode-1", node="b")
     lab.submit()
     assert lab.to(lab.decode) == decode
@@ -240,9 +225,7 @@ def test_a_stores_word_that_a_worker_of_its_node_is_gone_is_enough() -> None:
     assert names(lab)["decode-0"] == "dead"
 
 
-def test_heartbeats_list_what_a_worker_has_been_given() -> None:
-    lab = Lab()
-    decode, prefill, store = lab.split()
+def test_heartbeats_list_what_a_worker_has_been_given(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
     lab.advance(0.3)
@@ -254,9 +237,7 @@ def test_heartbeats_list_what_a_worker_has_been_given() -> None:
     assert lab.sent(msg.RouterHeartbeat, prefill)[-1].attempts == ()
 
 
-def test_an_attempt_is_lost_once_two_heartbeats_that_should_know_it_do_not() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_an_attempt_is_lost_once_two_heartbeats_that_should_know_it_do_not(lab: Lab, decode: str) -> None:
     lab.submit()
     sent_at = lab.counts[decode]
     for _ in range(5):
@@ -268,9 +249,7 @@ def test_an_attempt_is_lost_once_two_heartbeats_that_should_know_it_do_not() -> 
     assert lab.decode.attempt == 2
 
 
-def test_a_lost_prefill_is_a_new_attempt() -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_a_lost_prefill_is_a_new_attempt(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=14)
     lab.say(decode, msg.Accepted("r", 1))
     lab.beat(prefill)
@@ -279,17 +258,13 @@ def test_a_lost_prefill_is_a_new_attempt() -> None:
     assert lab.cancelled(decode) == [1]
 
 
-def test_what_the_router_does_not_know_is_cancelled() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_what_the_router_does_not_know_is_cancelled(lab: Lab, decode: str) -> None:
     lab.submit()
     commands = lab.beat(decode, held("r", 1, 10), held("old", 3, 5))
     assert [c.message for c in commands if isinstance(c, events.SendMessage)] == [msg.Cancel("old", 3)]
 
 
-def test_a_lost_accepted_is_made_up_for_by_two_heartbeats() -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_a_lost_accepted_is_made_up_for_by_two_heartbeats(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.submit(prompt=14)
     lab.beat(decode, held("r", 1, 14))
     assert not lab.sent(msg.Prefill)
@@ -299,9 +274,7 @@ def test_a_lost_accepted_is_made_up_for_by_two_heartbeats() -> None:
     assert len(lab.sent(msg.Prefill)) == 1
 
 
-def test_lost_tokens_are_asked_for_after_two_heartbeats_that_show_more() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_lost_tokens_are_asked_for_after_two_heartbeats_that_show_more(lab: Lab, decode: str) -> None:
     lab.submit(prompt=10, max_tokens=20)
     lab.tokens(decode, "r", 1, 10, 50)
     lab.beat(decode, held("r", 1, 12))
@@ -315,9 +288,7 @@ def test_lost_tokens_are_asked_for_after_two_heartbeats_that_show_more() -> None
     assert lab.emitted() == [50, 51, 52, 53]
 
 
-def test_a_lost_end_is_asked_for_too() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_lost_end_is_asked_for_too(lab: Lab, decode: str) -> None:
     lab.submit(prompt=10, max_tokens=20)
     lab.tokens(decode, "r", 1, 10, 50)
     for _ in range(2):
@@ -327,9 +298,7 @@ def test_a_lost_end_is_asked_for_too() -> None:
     assert lab.end().outcome == events.Finished("stop")
 
 
-def test_a_message_for_another_incarnation_of_the_router_is_dropped() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_message_for_another_incarnation_of_the_router_is_dropped(lab: Lab, decode: str) -> None:
     lab.submit(prompt=10)
     lab.say(decode, msg.Tokens(1, (msg.Delta("r", 1, 10, (50,)),)), addressee="router.0")
     assert lab.emitted() == []
@@ -338,9 +307,7 @@ def test_a_message_for_another_incarnation_of_the_router_is_dropped() -> None:
 # --- pages ---
 
 
-def test_a_digest_that_differs_asks_for_a_snapshot() -> None:
-    lab = Lab()
-    _, _, store = lab.split()
+def test_a_digest_that_differs_asks_for_a_snapshot(lab: Lab, decode: str, prefill: str, store: str) -> None:
     order = lab.submit("first", prompt=14)
     lab.holds(store, order, 2, sequence=4)
     keys = page_keys(namespace_root(NAMESPACE, order.tenant), order.tokens[: 2 * PAGE * 4], PAGE)
@@ -353,8 +320,7 @@ def test_a_digest_that_differs_asks_for_a_snapshot() -> None:
     assert (stats.pages, stats.gaps, stats.divergences) == (2, 0, 1)
 
 
-def test_a_live_process_cannot_turn_into_another() -> None:
-    lab = Lab()
+def test_a_live_process_cannot_turn_into_another(lab: Lab) -> None:
     lab.split()
     lab.hello("decode", "store-0", incarnation="store-0.1")
     (rejected,) = lab.sent(msg.Rejected)

@@ -63,11 +63,20 @@ def lab(**settings: Any) -> PinLab:
     return one
 
 
+@pytest.fixture
+def it() -> PinLab:
+    return lab()
+
+
+@pytest.fixture
+def pin(it: PinLab) -> PinPrefix:
+    return it.pin_prefix()
+
+
 # --- the plain case ---
 
 
-def test_from_wish_to_pin() -> None:
-    it = lab()
+def test_from_wish_to_pin(it: PinLab) -> None:
     order = it.pin_prefix()
     prefill = it.prefill
     assert it.to(prefill) == PREFILL
@@ -90,8 +99,7 @@ def test_from_wish_to_pin() -> None:
     assert not it.state.pins("somebody else", it.now)
 
 
-def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one() -> None:
-    it = lab()
+def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one(it: PinLab) -> None:
     other = it.join("prefill", "prefill-1")
     it.pin_prefix()
     holder = it.to(it.prefill)
@@ -105,8 +113,7 @@ def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one() -> None
     assert isinstance(it.outcome(), NewPin)
 
 
-def test_it_ends_with_its_time() -> None:
-    it = lab()
+def test_it_ends_with_its_time(it: PinLab) -> None:
     it.pin_prefix(ttl=2.0)
     it.until_pinned()
     for _ in range(7):
@@ -118,9 +125,7 @@ def test_it_ends_with_its_time() -> None:
     assert it.sent(msg.UnpinPages, STORE)[-1].pin == it.pin.pin
 
 
-def test_it_ends_when_asked_to() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_it_ends_when_asked_to(it: PinLab, pin: PinPrefix) -> None:
     it.until_pinned()
     with pytest.raises(errors.PinNotFound, match="'q'"):
         it.tell(UnpinPrefix("q"))
@@ -132,8 +137,7 @@ def test_it_ends_when_asked_to() -> None:
         it.tell(UnpinPrefix("p"))
 
 
-def test_tenants_have_keys_and_names_of_their_own() -> None:
-    it = lab()
+def test_tenants_have_keys_and_names_of_their_own(it: PinLab) -> None:
     it.pin_prefix(tenant="one")
     it.until_pinned()
     it.pin_prefix("pin 2", tenant="two")
@@ -144,9 +148,7 @@ def test_tenants_have_keys_and_names_of_their_own() -> None:
     assert [len(it.state.pins(tenant, it.now)) for tenant in ("one", "two", "")] == [1, 1, 0]
 
 
-def test_another_of_its_name_takes_its_place_once_it_is_pinned() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_another_of_its_name_takes_its_place_once_it_is_pinned(it: PinLab, pin: PinPrefix) -> None:
     it.until_pinned()
     first = it.pin.pin
     it.pin_prefix("pin 2", tokens=5 * PAGE)
@@ -158,9 +160,7 @@ def test_another_of_its_name_takes_its_place_once_it_is_pinned() -> None:
     assert [view.pages for view in it.state.pins("", it.now)] == [5]
 
 
-def test_one_that_fails_leaves_what_had_its_name() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_one_that_fails_leaves_what_had_its_name(it: PinLab, pin: PinPrefix) -> None:
     it.until_pinned()
     it.pin_prefix("pin 2", tokens=5 * PAGE)
     it.say(PREFILL, msg.Prefilled("pin 2", 1, 8, 1, 2))
@@ -190,9 +190,7 @@ def test_bad_prefixes_are_refused_at_the_door(tokens: list[int], kind: type[erro
     assert not it.sent(msg.Prefill)
 
 
-def test_two_at_once_of_one_name() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_two_at_once_of_one_name(it: PinLab, pin: PinPrefix) -> None:
     it.pin_prefix("pin 2")
     assert isinstance(it.error("pin 2"), errors.InvalidRequest)
     assert it.waits()
@@ -241,9 +239,7 @@ def test_without_a_live_store_it_waits_and_then_says_so() -> None:
     assert it.prefill.request == "pin 2"
 
 
-def test_a_worker_that_stays_busy_makes_an_overload() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_a_worker_that_stays_busy_makes_an_overload(it: PinLab, pin: PinPrefix) -> None:
     for attempt in range(1, 30):
         it.say(PREFILL, msg.Refused(W, it.prefill.attempt, "busy"))
         keep_alive(it, 0.25, DECODE, PREFILL, STORE)
@@ -253,16 +249,13 @@ def test_a_worker_that_stays_busy_makes_an_overload() -> None:
     assert isinstance(it.error(), errors.Overloaded)
 
 
-def test_too_large_for_the_worker() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_too_large_for_the_worker(it: PinLab, pin: PinPrefix) -> None:
     it.say(PREFILL, msg.Refused(W, 1, "too_large", "it takes 3 pages and this worker has 2"))
     assert isinstance(it.error(), errors.ContextTooLong)
     assert it.cancelled(PREFILL, W) == [1]
 
 
-def test_the_clients_deadline() -> None:
-    it = lab()
+def test_the_clients_deadline(it: PinLab) -> None:
     it.pin_prefix(deadline=it.now + 1)
     assert it.prefill.deadline_ms == 1_000
     it.advance(1.0)
@@ -273,9 +266,8 @@ def test_the_clients_deadline() -> None:
 # --- requests go first ---
 
 
-def test_requests_go_first() -> None:
+def test_requests_go_first(it: PinLab) -> None:
     """While a request waits for a worker no prefix is begun; and a prefix takes no more than one slot of two."""
-    it = lab()
     it.submit("r", prompt=9)
     it.say(DECODE, msg.Refused("r", 1, "busy"))
     it.pin_prefix()
@@ -304,8 +296,7 @@ def test_a_worker_that_takes_one_prompt_takes_a_prefix_when_it_is_idle() -> None
     assert it.decode.request == "r"
 
 
-def test_where_most_of_it_is_already() -> None:
-    it = lab()
+def test_where_most_of_it_is_already(it: PinLab) -> None:
     it.join("prefill", "prefill-1", "b")
     it.join("store", "store-1", "b")
     order = PinPrefix(W, "p", pack_tokens(list(range(1, 14))), 60.0)
@@ -317,8 +308,7 @@ def test_where_most_of_it_is_already() -> None:
     assert view.node == "b"
 
 
-def test_others_that_have_more_of_it_are_named() -> None:
-    it = lab()
+def test_others_that_have_more_of_it_are_named(it: PinLab) -> None:
     order = PinPrefix(W, "p", pack_tokens(list(range(1, 14))), 60.0)
     for name, pages in (("b", 2), ("c", 3), ("d", 0)):  # none has a prefill worker
         it.join("store", f"store-{name}", name, data=f"tcp://{name}")
@@ -330,9 +320,7 @@ def test_others_that_have_more_of_it_are_named() -> None:
 # --- things go wrong ---
 
 
-def test_it_is_listed_like_any_work_and_lost_work_is_begun_anew() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_it_is_listed_like_any_work_and_lost_work_is_begun_anew(it: PinLab, pin: PinPrefix) -> None:
     it.advance(0.3)
     assert it.sent(msg.RouterHeartbeat, PREFILL)[-1].attempts == (named(W, 1),)
     it.beat(PREFILL)
@@ -347,9 +335,7 @@ def test_it_is_listed_like_any_work_and_lost_work_is_begun_anew() -> None:
     assert isinstance(it.outcome(), NewPin)
 
 
-def test_a_lost_prefilled_is_seen_in_heartbeats() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_a_lost_prefilled_is_seen_in_heartbeats(it: PinLab, pin: PinPrefix) -> None:
     it.beat(PREFILL, held(W, 1, 12, ended=True))
     assert not it.sent(msg.PinPages)
     it.beat(PREFILL, held(W, 1, 12, ended=True))
@@ -359,9 +345,7 @@ def test_a_lost_prefilled_is_seen_in_heartbeats() -> None:
     assert outcome.tokens_computed is None
 
 
-def test_a_lost_pin_or_answer_is_asked_for_again() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_a_lost_pin_or_answer_is_asked_for_again(it: PinLab, pin: PinPrefix) -> None:
     it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
     for _ in range(5):
         it.beat(PREFILL, held(W, 1, 12, ended=True))
@@ -375,8 +359,7 @@ def test_a_lost_pin_or_answer_is_asked_for_again() -> None:
     assert isinstance(it.outcome(), NewPin)
 
 
-def test_a_worker_that_dies_while_it_computes() -> None:
-    it = lab()
+def test_a_worker_that_dies_while_it_computes(it: PinLab) -> None:
     it.join("prefill", "prefill-1")
     it.pin_prefix()
     it.say(STORE, msg.WorkerDied(PREFILL, 7))
@@ -385,19 +368,15 @@ def test_a_worker_that_dies_while_it_computes() -> None:
     assert it.to(it.prefill) == "prefill-1.1"
 
 
-def test_a_worker_that_dies_while_it_holds() -> None:
+def test_a_worker_that_dies_while_it_holds(it: PinLab, pin: PinPrefix) -> None:
     """The pages may be pinned in time."""
-    it = lab()
-    it.pin_prefix()
     it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
     it.say(STORE, msg.WorkerDied(PREFILL, 7))
     it.say(STORE, msg.PagesPinned(it.pin.pin, 3))
     assert isinstance(it.outcome(), NewPin)
 
 
-def test_failures_count_and_name_the_last() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_failures_count_and_name_the_last(it: PinLab, pin: PinPrefix) -> None:
     for attempt in (1, 2, 3):
         it.say(PREFILL, msg.AttemptFailed(W, attempt, "store", "the store gave no slots"))
         keep_alive(it, 0.75, DECODE, PREFILL, STORE)
@@ -405,16 +384,12 @@ def test_failures_count_and_name_the_last() -> None:
     assert "the store gave no slots" in str(it.error())
 
 
-def test_what_a_worker_says_of_the_prefix_is_final() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_what_a_worker_says_of_the_prefix_is_final(it: PinLab, pin: PinPrefix) -> None:
     it.say(PREFILL, msg.AttemptFailed(W, 1, "invalid_request", "no whole pages"))
     assert isinstance(it.error(), errors.InvalidRequest)
 
 
-def test_no_progress() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_no_progress(it: PinLab, pin: PinPrefix) -> None:
     for _ in range(15):
         it.beat(PREFILL, held(W, 1, 4))
         it.beat(STORE)
@@ -423,9 +398,7 @@ def test_no_progress() -> None:
     assert it.waits()
 
 
-def test_pages_that_went_before_they_were_pinned() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_pages_that_went_before_they_were_pinned(it: PinLab, pin: PinPrefix) -> None:
     it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
     it.say(STORE, msg.PagesPinned(it.pin.pin, 1, "missing"))
     keep_alive(it, 0.75, DECODE, PREFILL, STORE)
@@ -436,9 +409,7 @@ def test_pages_that_went_before_they_were_pinned() -> None:
     assert it.cancelled(PREFILL, W) == [1, 2]
 
 
-def test_over_quota_names_the_setting() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_over_quota_names_the_setting(it: PinLab, pin: PinPrefix) -> None:
     it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
     it.say(STORE, msg.PagesPinned(it.pin.pin, 0, "quota"))
     assert isinstance(it.error(), errors.QuotaExceeded)
@@ -446,8 +417,7 @@ def test_over_quota_names_the_setting() -> None:
     assert it.cancelled(PREFILL, W) == [1]
 
 
-def test_a_client_that_leaves_wants_no_pin() -> None:
-    it = lab()
+def test_a_client_that_leaves_wants_no_pin(it: PinLab) -> None:
     it.pin_prefix()
     it.say(PREFILL, msg.Prefilled(W, 1, 8, 1, 2))
     it.tell(ClientGone(W))
@@ -459,9 +429,7 @@ def test_a_client_that_leaves_wants_no_pin() -> None:
     assert not it.state.pins("", it.now)
 
 
-def test_a_client_that_leaves_after_the_answer_leaves_its_pin() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_a_client_that_leaves_after_the_answer_leaves_its_pin(it: PinLab, pin: PinPrefix) -> None:
     it.until_pinned()
     it.tell(ClientGone(W))
     assert it.state.pins("", it.now)
@@ -470,8 +438,7 @@ def test_a_client_that_leaves_after_the_answer_leaves_its_pin() -> None:
 # --- stores come and go ---
 
 
-def test_a_pin_is_made_anew_when_its_store_dies() -> None:
-    it = lab()
+def test_a_pin_is_made_anew_when_its_store_dies(it: PinLab) -> None:
     it.pin_prefix(ttl=60.0)
     it.until_pinned()
     it.now += 10
@@ -488,8 +455,7 @@ def test_a_pin_is_made_anew_when_its_store_dies() -> None:
     assert isinstance(it.outcome(), NewPin)  # and no second answer
 
 
-def test_what_can_not_be_made_anew_ends_with_its_time() -> None:
-    it = lab()
+def test_what_can_not_be_made_anew_ends_with_its_time(it: PinLab) -> None:
     it.pin_prefix(ttl=20.0)
     it.until_pinned()
     for _ in range(8):
@@ -503,9 +469,8 @@ def test_what_can_not_be_made_anew_ends_with_its_time() -> None:
     assert it.count("waiting") == 0
 
 
-def test_a_store_that_lists_less_than_it_should() -> None:
+def test_a_store_that_lists_less_than_it_should(it: PinLab) -> None:
     """A corrupt page was dropped."""
-    it = lab()
     it.pin_prefix()
     it.until_pinned()
     pin = it.pin.pin
@@ -516,9 +481,7 @@ def test_a_store_that_lists_less_than_it_should() -> None:
     assert it.prefill.attempt == 2
 
 
-def test_an_unwanted_pin_is_removed_again() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_an_unwanted_pin_is_removed_again(it: PinLab, pin: PinPrefix) -> None:
     it.until_pinned()
     it.tell(UnpinPrefix("p"))
     it.store_beat(STORE, msg.AttemptHeld(it.pin.pin, 1, 3))
@@ -526,18 +489,14 @@ def test_an_unwanted_pin_is_removed_again() -> None:
     assert not it.sent(msg.Cancel, STORE)
 
 
-def test_a_heartbeat_from_before_the_pin_proves_nothing() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_a_heartbeat_from_before_the_pin_proves_nothing(it: PinLab, pin: PinPrefix) -> None:
     heard = it.counts[STORE]
     it.until_pinned()
     it.say(STORE, msg.Heartbeat(heard, msg.LoadReport()))
     assert it.count("pinned") == 1
 
 
-def test_shutdown_answers_waiting_wishes_and_keeps_pins() -> None:
-    it = lab()
-    it.pin_prefix()
+def test_shutdown_answers_waiting_wishes_and_keeps_pins(it: PinLab, pin: PinPrefix) -> None:
     it.until_pinned()
     it.pin_prefix("pin 2", "q", tokens=2 * PAGE)
     it.tell(Shutdown())

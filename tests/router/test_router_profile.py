@@ -16,9 +16,7 @@ def beat(lab: Lab, sender: str, tracing: str, heard: int | None = None) -> None:
     lab.say(sender, Heartbeat(heard, LoadReport(), tracing=tracing))
 
 
-def test_a_second_trace_waits_until_the_first_is_written() -> None:
-    lab = Lab()
-    decode, prefill, store = lab.split()
+def test_a_second_trace_waits_until_the_first_is_written(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.tell(ProfileProcess("decode-0", "a1", 5))
     assert lab.sent(StartTrace, decode) == [StartTrace("a1", 5)]
     for process in ("decode-0", "prefill-0", "store-0"):
@@ -34,9 +32,7 @@ def test_a_second_trace_waits_until_the_first_is_written() -> None:
     assert len(lab.sent(StartTrace)) == 2
 
 
-def test_a_heartbeat_from_before_the_wish_ends_nothing() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_heartbeat_from_before_the_wish_ends_nothing(lab: Lab, decode: str) -> None:
     before = lab.counts[decode]
     lab.tell(ProfileProcess("decode-0", "a1", 5))
     beat(lab, decode, "", heard=before)
@@ -44,9 +40,7 @@ def test_a_heartbeat_from_before_the_wish_ends_nothing() -> None:
         lab.tell(ProfileProcess("decode-0", "b2", 5))
 
 
-def test_a_wish_that_was_lost_blocks_nothing_once_a_later_message_is_heard() -> None:
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_wish_that_was_lost_blocks_nothing_once_a_later_message_is_heard(lab: Lab, decode: str) -> None:
     lab.tell(ProfileProcess("decode-0", "a1", 5))
     lab.now += 0.3
     lab.tell(Tick())  # a heartbeat of the router's, which arrives
@@ -54,25 +48,21 @@ def test_a_wish_that_was_lost_blocks_nothing_once_a_later_message_is_heard() -> 
     lab.tell(ProfileProcess("decode-0", "b2", 5))
 
 
-def test_a_trace_of_another_router_or_of_a_processs_first_steps_counts() -> None:
-    lab = Lab()
-    decode, _, _ = lab.split()
+def test_a_trace_of_another_router_or_of_a_processs_first_steps_counts(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     beat(lab, decode, "c3")
     with pytest.raises(TraceConflict, match=r"decode-0-c3.json"):
         lab.tell(ProfileProcess("prefill-0", "b2", 5))
 
 
-def test_a_process_that_goes_takes_its_trace_along() -> None:
-    lab = Lab()
-    decode, _, _ = lab.split()
+def test_a_process_that_goes_takes_its_trace_along(lab: Lab, decode: str, prefill: str, store: str) -> None:
     lab.tell(ProfileProcess("decode-0", "a1", 5))
     lab.leaves(decode)
     lab.tell(ProfileProcess("prefill-0", "b2", 5))
 
 
-def test_a_stop_names_the_trace_that_is_made() -> None:
-    lab = Lab()
-    decode, _, _ = lab.split()
+def test_a_stop_names_the_trace_that_is_made(lab: Lab, decode: str, prefill: str, store: str) -> None:
     with pytest.raises(TraceConflict, match="decode-0 makes no trace"):
         lab.tell(StopProfile("decode-0"))
     with pytest.raises(ProcessNotFound, match="decode-7"):

@@ -28,9 +28,9 @@ def submit(lab: Lab, **more: object) -> GenerationRequest:
     return order
 
 
-def test_a_decode_worker_computes_the_whole_prompt_although_its_pages_are_cached():
-    lab = Lab()
-    decode, _, store = lab.split()
+def test_a_decode_worker_computes_the_whole_prompt_although_its_pages_are_cached(
+    lab: Lab, decode: str, prefill: str, store: str
+):
     order = model.submit("r", PROMPT)
     lab.holds(store, order, 2)
     lab.holds(decode, order, 2, "GPU")
@@ -40,9 +40,7 @@ def test_a_decode_worker_computes_the_whole_prompt_although_its_pages_are_cached
     assert not lab.sent(Prefill)
 
 
-def test_each_is_emitted_once_and_before_the_output():
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_each_is_emitted_once_and_before_the_output(lab: Lab, decode: str):
     submit(lab)
     lab.say(decode, scores(1, 20))
     lab.say(decode, scores(11, 20))
@@ -53,9 +51,7 @@ def test_each_is_emitted_once_and_before_the_output():
     assert isinstance(lab.end().outcome, Finished)
 
 
-def test_a_gap_is_asked_for_and_no_token_comes_before_it_is_filled():
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_a_gap_is_asked_for_and_no_token_comes_before_it_is_filled(lab: Lab, decode: str):
     submit(lab)
     lab.say(decode, scores(1, 9))
     lab.say(decode, scores(20, 5))
@@ -68,9 +64,7 @@ def test_a_gap_is_asked_for_and_no_token_comes_before_it_is_filled():
     assert lab.emitted() == [1]
 
 
-def test_heartbeats_show_what_was_lost():
-    lab = Lab()
-    (decode,) = lab.colocated()
+def test_heartbeats_show_what_was_lost(lab: Lab, decode: str):
     submit(lab)
     lab.say(decode, scores(1, 9))
     for _ in range(2):
@@ -78,8 +72,7 @@ def test_heartbeats_show_what_was_lost():
     assert lab.sent(Resend) == [Resend("r", 1, 10)]
 
 
-def test_a_fail_over_within_the_prompt_scores_it_again_and_emits_the_rest():
-    lab = Lab()
+def test_a_fail_over_within_the_prompt_scores_it_again_and_emits_the_rest(lab: Lab):
     first, second = lab.colocated(2)
     submit(lab)
     one = lab.to(lab.decode)
@@ -99,8 +92,7 @@ def test_a_fail_over_within_the_prompt_scores_it_again_and_emits_the_rest():
     assert lab.decode.sampling.prompt_logprobs is None, "what has been emitted is not computed again"
 
 
-def test_more_than_the_prompt_has_is_a_fault_of_the_worker():
-    lab = Lab()
+def test_more_than_the_prompt_has_is_a_fault_of_the_worker(lab: Lab):
     lab.colocated(2)
     submit(lab)
     one = lab.to(lab.decode)

@@ -7,9 +7,9 @@ from tests.router.lab import Lab
 from tests.router.model import ROUTER
 
 
-def test_a_request_waits_for_its_workers_as_long_as_it_needs_them() -> None:
-    lab = Lab()
-    decode, prefill, _ = lab.split()
+def test_a_request_waits_for_its_workers_as_long_as_it_needs_them(
+    lab: Lab, decode: str, prefill: str, store: str
+) -> None:
     lab.submit(prompt=10)
     me = ("request", ROUTER.incarnation, "r")
     order = lab.decode
@@ -19,7 +19,6 @@ def test_a_request_waits_for_its_workers_as_long_as_it_needs_them() -> None:
     assert set(lab.state.waits()) == {(me, ("sequence", decode, "r"))}
 
 
-def test_a_request_in_the_queue_waits_for_no_process() -> None:
-    lab = Lab()
+def test_a_request_in_the_queue_waits_for_no_process(lab: Lab) -> None:
     lab.submit(prompt=10)
     assert not set(lab.state.waits())

@@ -51,8 +51,12 @@ class Line:
         return [request.name for request in self.queue.in_order(self.now)]
 
 
-def test_waiting_makes_urgent() -> None:
-    line = Line()
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+def test_waiting_makes_urgent(line: Line) -> None:
     line.comes("old", priority=1)
     line.now = 2 * AGEING - 0.1
     line.comes("new", priority=0)
@@ -62,8 +66,7 @@ def test_waiting_makes_urgent() -> None:
     assert line.order() == ["urgent", "old", "new"]
 
 
-def test_urgent_requests_starve_no_other() -> None:
-    line = Line()
+def test_urgent_requests_starve_no_other(line: Line) -> None:
     line.comes("patient", "a", priority=3)
     for turn in range(1_000):
         line.comes(f"urgent {turn}", "b", priority=0)
@@ -73,9 +76,8 @@ def test_urgent_requests_starve_no_other() -> None:
     assert line.now <= 3 * AGEING + 1
 
 
-def test_urgency_does_not_put_a_tenant_far_ahead_of_its_share() -> None:
+def test_urgency_does_not_put_a_tenant_far_ahead_of_its_share(line: Line) -> None:
     """Two tenants wait and 100 tokens are served a second: five seconds of that are 250 for each."""
-    line = Line()
     for i in range(20):
         line.comes(f"urgent {i}", "a", prompt=50, priority=-1)
         line.comes(f"patient {i}", "b", prompt=50)
@@ -90,8 +92,7 @@ def test_urgency_does_not_put_a_tenant_far_ahead_of_its_share() -> None:
     assert last is not None
 
 
-def test_a_tenant_far_ahead_goes_first_when_the_queue_is_full() -> None:
-    line = Line()
+def test_a_tenant_far_ahead_goes_first_when_the_queue_is_full(line: Line) -> None:
     line.comes("patient", "b", priority=5)
     for i in range(4):
         line.comes(f"urgent {i}", "a")
@@ -107,8 +108,7 @@ def test_a_tenant_far_ahead_goes_first_when_the_queue_is_full() -> None:
     assert last.name == "urgent 3"
 
 
-def test_requests_may_leave_while_the_order_is_read() -> None:
-    line = Line()
+def test_requests_may_leave_while_the_order_is_read(line: Line) -> None:
     for i in range(6):
         line.comes(f"r{i}", "ab"[i % 2])
     seen: list[str] = []
@@ -121,8 +121,7 @@ def test_requests_may_leave_while_the_order_is_read() -> None:
     assert len(line.queue) == 4
 
 
-def test_the_least_urgent_is_turned_away_and_of_those_the_newest() -> None:
-    line = Line()
+def test_the_least_urgent_is_turned_away_and_of_those_the_newest(line: Line) -> None:
     for name, priority in [("a", 0), ("b", 2), ("c", 2), ("d", 0)]:
         line.comes(name, priority=priority)
     last = line.queue.last(line.now)
@@ -130,8 +129,7 @@ def test_the_least_urgent_is_turned_away_and_of_those_the_newest() -> None:
     assert last.name == "c"
 
 
-def test_a_flood_turns_itself_away() -> None:
-    line = Line()
+def test_a_flood_turns_itself_away(line: Line) -> None:
     for i in range(5):
         line.comes(f"flood {i}", "a")
     line.comes("newcomer", "b")
@@ -140,8 +138,7 @@ def test_a_flood_turns_itself_away() -> None:
     assert last.name == "flood 4"
 
 
-def test_a_begun_request_is_never_turned_away() -> None:
-    line = Line()
+def test_a_begun_request_is_never_turned_away(line: Line) -> None:
     line.comes("begun", priority=5, begun=True)
     assert line.queue.last(line.now) is None
 
@@ -155,8 +152,7 @@ def drained(line: Line, tokens: float) -> None:
         line.queue.remove(request, line.now, placed=True)
 
 
-def test_the_wait_is_what_is_ahead_at_the_rate_of_late() -> None:
-    line = Line()
+def test_the_wait_is_what_is_ahead_at_the_rate_of_late(line: Line) -> None:
     first = line.comes("first", prompt=1_000)
     assert line.queue.wait(first, line.now) == 0  # nothing has been seen yet
     drained(line, 500)
@@ -172,8 +168,7 @@ def test_the_wait_is_what_is_ahead_at_the_rate_of_late() -> None:
     line.queue.remove(begun, line.now)
 
 
-def test_a_queue_that_has_just_formed_says_nothing_of_half_a_minute() -> None:
-    line = Line()
+def test_a_queue_that_has_just_formed_says_nothing_of_half_a_minute(line: Line) -> None:
     for i in range(20):
         line.comes(f"r{i}", prompt=2_000)
     line.comes("short", prompt=50, priority=-1)
@@ -185,8 +180,7 @@ def test_a_queue_that_has_just_formed_says_nothing_of_half_a_minute() -> None:
     assert line.queue.wait(last, line.now) > 30, "by now it is known that nobody else has left"
 
 
-def test_a_tenant_does_not_wait_for_the_flood_of_another() -> None:
-    line = Line()
+def test_a_tenant_does_not_wait_for_the_flood_of_another(line: Line) -> None:
     drained(line, 1_000)
     for i in range(20):
         line.comes(f"flood {i}", "a", prompt=1_000)
@@ -199,8 +193,7 @@ def test_a_tenant_does_not_wait_for_the_flood_of_another() -> None:
     assert line.queue.wait(flood, line.now) == pytest.approx(22, rel=0.05)
 
 
-def test_an_idle_queue_says_nothing_of_how_fast_it_drains() -> None:
-    line = Line()
+def test_an_idle_queue_says_nothing_of_how_fast_it_drains(line: Line) -> None:
     for i in range(100):
         line.now += 1
         line.comes(f"r{i}")
@@ -208,9 +201,8 @@ def test_an_idle_queue_says_nothing_of_how_fast_it_drains() -> None:
     assert line.queue.drain_rate.rate == 0
 
 
-def test_the_margin_follows_how_wrong_forecasts_were() -> None:
+def test_the_margin_follows_how_wrong_forecasts_were(line: Line) -> None:
     """A request that waited 6 s instead of the predicted 4 s raises the margin of the requests behind it."""
-    line = Line()
     drained(line, 1_000)
     for i in range(60):
         request = line.comes(f"r{i}", "a", prompt=1_000)

@@ -15,9 +15,9 @@ LARGEST = 2**63 - 1
 @pytest.mark.parametrize("rate", [5e-324, 1e-200, 1e12])
 @pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e9])
 @pytest.mark.parametrize("size", [0, 1, LARGEST])
-def test_requests_are_placed_whatever_a_worker_says_of_its_speed(rate: float, seconds: float, size: int) -> None:
-    lab = Lab()
-    decode, prefill, store = lab.split()
+def test_requests_are_placed_whatever_a_worker_says_of_its_speed(
+    lab: Lab, decode: str, prefill: str, store: str, rate: float, seconds: float, size: int
+) -> None:
     steps = tuple(StepSample(size, size, size, size, seconds) for _ in range(3))
     tiers = (TierSpeed("disk", seconds, 1e-3), TierSpeed("remote", seconds, 1e15))
     with np.errstate(all="raise"):
