@@ -94,7 +94,6 @@ def test_a_stream_becomes_its_result():
     collector = OutputCollector()
     scored = pb.TokenLogprob(token_id=4, logprob=-0.5, top=[pb.Alternative(token_id=4, logprob=-0.5)])
     one = collector.take(pb.GenerateResponse(delta=pb.Delta(text="a", token_ids=[4], logprobs=[scored])))
-    assert one is not None
     assert one.logprobs[0].top == ((4, -0.5),)
     collector.take(pb.GenerateResponse(delta=pb.Delta(text="b", token_ids=[5, 6])))
     end = pb.Finished(finish_reason=pb.FINISH_REASON_STOP, seed=7, request_id="x", usage=pb.Usage(prompt_tokens=3))

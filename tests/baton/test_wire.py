@@ -217,7 +217,6 @@ def test_a_pidfd_tells_of_the_peers_death() -> None:
     child = subprocess.Popen([sys.executable, "-c", program])
     eventually(lambda: select.select([listener], [], [], 0)[0] != [])
     server = listener.accept()
-    assert server is not None
     assert server.pid == child.pid
     pidfd = server.pidfd()
     assert select.select([pidfd], [], [], 0)[0] == []

@@ -98,7 +98,6 @@ def test_ours_are_judged_by_the_better_setting_of_the_peer() -> None:
 def sleeper() -> Iterator[int]:
     code = "import threading, sys; threading.Thread(target=sys.stdin.read).start(); print('', flush=True)"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
     process.stdout.readline()
     yield process.pid
     process.communicate()

@@ -88,7 +88,6 @@ class Machine:
         self._process = subprocess.Popen(
             [*_UNSHARE, sys.executable, "-c", _INIT], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )
-        assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
         # The first process inside, as it is called outside: unshare's only child.
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
@@ -97,7 +96,6 @@ class Machine:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdout is not None
         self._process.stdout.close()
 
     def __enter__(self) -> Self:

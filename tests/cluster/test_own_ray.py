@@ -90,7 +90,6 @@ def test_down_lets_streams_end(machine: Machine):
     assert machine.up("--prefill", 0, "--decode", 1, "--set", "router.shutdown_timeout_ms=60000").status == 0
     with machine.start(sys.executable, "-c", CLIENT) as one, machine.start(sys.executable, "-c", CLIENT) as other:
         for client in (one, other):
-            assert client.stdout is not None
             assert client.stdout.readline() == "begun\n"
         assert machine.baton("down", timeout=120).status == 0
         for client in (one, other):
@@ -135,7 +134,6 @@ def test_an_up_that_fails_leaves_nothing(machine: Machine):
 def test_a_port_that_is_taken(machine: Machine):
     script = "import socket; s = socket.create_server(('127.0.0.1', 20052)); print('on', flush=True); s.accept()"
     with machine.start("python", "-c", script) as listener:
-        assert listener.stdout is not None
         assert listener.stdout.readline() == "on\n"
         up = machine.up()
         (pid,) = machine.processes()

@@ -99,7 +99,6 @@ def test_the_cluster_waits_for_all_of_its_pods_and_names_the_images_ray() -> Non
     environment = {one["name"]: one["value"] for one in head["env"]}
     assert int(environment["BATON_NODES"]) == 1 + sum(group["replicas"] for group in spec["workerGroupSpecs"])
     pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
     assert spec["rayVersion"] == pinned[1]
 
 

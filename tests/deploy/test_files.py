@@ -63,7 +63,6 @@ def test_one_command_at_a_time(tmp_path: Path):
         f"with locked(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(StartupError, match="another baton command"), state_file.locked(tmp_path):
             pass

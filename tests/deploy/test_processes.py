@@ -77,7 +77,6 @@ def test_end_waits_for_what_ends_by_itself_and_kills_what_does_not():
         "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
     )
     with running() as (willing, one), running([sys.executable, "-c", stubborn], stdout=subprocess.PIPE) as (other, two):
-        assert other.stdout is not None
         assert other.stdout.readline() == b"on\n"
         assert end([one, two], patience=1.0) == []
         assert willing.wait() == -signal.SIGTERM

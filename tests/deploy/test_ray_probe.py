@@ -70,10 +70,8 @@ def test_the_default_token_file(environment: dict[str, str], tmp_path: Path):
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("one")
     secret = token(environment)
-    assert secret is not None
     assert secret.text == "one"
     both = token(environment | {"RAY_AUTH_TOKEN": "two"})
-    assert both is not None
     assert both.text == "two"
 
 

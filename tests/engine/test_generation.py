@@ -45,7 +45,6 @@ def test_logits_are_those_of_transformers(name: str, engine: Engines, reference:
     for start in range(0, 70, 10):
         chunks = [Chunk(prompt[start : start + 10], start, range(8), everything)]
         (sampled,) = ours.step(chunks)
-        assert sampled is not None
         tokens, logprobs = zip(*sampled.top, strict=True)
         assert sorted(tokens) == list(range(VOCAB))
         torch.testing.assert_close(
@@ -98,7 +97,6 @@ def test_a_window_forgets_what_is_behind_it(engine: Engines):
 
     def logprobs(tokens: list[int], length: int) -> tuple[tuple[int, float], ...]:
         (sampled,) = ours.step([Chunk(tokens[:length], 0, range(8), draw)])
-        assert sampled is not None
         return sampled.top
 
     assert logprobs(prompt, 4 * 22 + 2) == logprobs(changed, 4 * 22 + 2)

@@ -49,7 +49,6 @@ def test_greedy_tokens_are_those_of_transformers(family: str, checkpoint: Callab
     engine.step([Chunk(prompt[:-1], 0, pages)])
     for token, gap in zip(expected, gaps, strict=True):
         (drawn,) = engine.step([Chunk(tokens[-1:], len(tokens) - 1, pages, TokenDraw(temperature=0.0))])
-        assert drawn is not None
         assert drawn.token == token or gap < 1e-3
         tokens.append(token)
 
@@ -86,12 +85,10 @@ def test_a_step_ahead_goes_on_from_tokens_that_stay_on_the_device(checkpoint: Ca
     for _ in range(20):
         ahead = engine.launch([Chunk([0], len(tokens), table, draw, follows=0)])
         (one,) = running.wait().sampled
-        assert one is not None
         tokens.append(one.token)
         running = ahead
     for end in range(len(prompt), len(tokens)):
         (one,) = engine.step([Chunk(tokens[:end], 0, BlockTable(range(8, 16)), draw)])
-        assert one is not None
         assert one.token == tokens[end]
 
 
@@ -117,9 +114,6 @@ def test_masked_draws_come_beside_a_step_ahead(checkpoint: Callable[[str], Path]
             torch.cuda.set_sync_debug_mode("default")
         first, other = running.wait().sampled
         (second,) = ahead.wait().sampled
-        assert first is not None
-        assert other is not None
-        assert held.allowed is not None
         assert held.allowed[other.token]
         assert engine.step(chunks) == [first, other]
         tokens = [*prompts[0], first.token]

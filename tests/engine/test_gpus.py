@@ -107,7 +107,6 @@ def test_a_gpu_that_is_not_here(setting: str) -> None:
 def test_torch_agrees() -> None:
     """On this machine, whatever it is; without importing torch."""
     build = gpus.installed_torch()
-    assert build is not None
     assert (build.version, build.cuda) == (torch.__version__, torch.version.cuda)
     visible = gpus.visible_gpus()
     assert len(visible.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)

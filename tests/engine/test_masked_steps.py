@@ -322,7 +322,6 @@ def test_a_launch_returns_while_a_mask_is_held_back(engine: Engine, oracle: dict
     assert first.done()
     assert second.done()
     mask = masked.mask
-    assert mask is not None
     assert (mask.ready, device.threads.waited) == (False, [])
     assert device.streams.log == [("steps", "layers"), ("steps", "2 draws")] * 2
     mask.ready = True
@@ -341,7 +340,6 @@ def test_masks_that_are_there_in_time_lie_in_the_stream_of_the_step(engine: Engi
         device, plain, masked = Device(engine), Output(0), Output(1)
         chunks = plain.chunk(), masked.chunk()
         mask = masked.mask
-        assert mask is not None
         mask.ready = come == "before"
         step = device.launch(*chunks)
         mask.ready = True
@@ -409,7 +407,6 @@ def test_masked_draws_that_do_not_fit_fail_their_own_step(launched_by: str, engi
     device.sampler.full = True
     chunks = plain.chunk(), masked.chunk()
     mask = masked.mask
-    assert mask is not None
     mask.ready = launched_by == "launch"
     first = device.launch(*chunks)
     mask.ready = launched_by in ("launch", "step ahead")

@@ -68,7 +68,6 @@ def pair(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
 def dense(sampled: Sampled | None) -> torch.Tensor:
     """The log-probabilities of `EVERYTHING`, [vocab]."""
-    assert sampled is not None
     tokens, logprobs = zip(*sampled.top, strict=True)
     return torch.empty(VOCAB).scatter_(0, torch.tensor(tokens), torch.tensor(logprobs))
 
@@ -256,7 +255,6 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is(name: str, pair: Pairs):
 @native
 def test_equal_logits_give_the_lowest_token(pair: Pairs):
     ours, _ = pair("llama")
-    assert ours._native is not None
     head = ours._native._model.head
     zeros = torch.zeros(1024 * 64)  # as many weights as the head has
     ours._native._model.head = zeros.data_ptr()
@@ -264,7 +262,6 @@ def test_equal_logits_give_the_lowest_token(pair: Pairs):
         (sampled,) = ours.step([Chunk([7], 0, [0], GREEDY)])
     finally:
         ours._native._model.head = head
-    assert sampled is not None
     assert sampled.token == 0
 
 

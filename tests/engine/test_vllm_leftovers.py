@@ -55,7 +55,6 @@ def test_a_folder_goes_with_the_memory_that_its_ranks_shared(shared: Path):
 def test_the_next_worker_removes_what_a_killed_one_left(tmp_path: Path):
     argv = [sys.executable, "-c", WORKER, str(leftovers.parent())]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
-        assert worker.stdout is not None
         left = Path(worker.stdout.readline().strip())
         (left / "socket").touch()
         remove_abandoned()

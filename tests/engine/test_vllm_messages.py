@@ -24,7 +24,6 @@ def test_a_draw_arrives_with_its_edits_and_its_mask(allowed: Bits | None) -> Non
     order = decode_order(encode(Step([Row(1, False, [1, 2], 0, [0], None, sent)], [4])))
     assert isinstance(order, Step)
     draw = order.rows[0].draw
-    assert draw is not None
     assert draw.mask is not None
     assert draw.edits is not None
     assert (draw.temperature, draw.top_k, draw.seed, draw.logprobs) == (0.5, 3, 2**63, 2)

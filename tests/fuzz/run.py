@@ -258,7 +258,6 @@ def plan(cluster: LocalCluster, victims: Mapping[str, Victims], path: Path) -> d
     with Client(cluster.address, cluster.operator) as client:
         status = client.status(timeout=30)
     config, api, operator = cluster.config, cluster.api_of("router"), cluster.operator
-    assert cluster.addresses is not None
     keys, router = str(config.cluster.key_path), cluster.addresses.endpoint
     of_role = {process.role: process for process in status.processes}
     store = of_role["store"]

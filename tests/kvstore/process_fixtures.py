@@ -175,7 +175,6 @@ def worker_process(cluster: str, command: str) -> Iterator[subprocess.Popen[byte
     arguments = [sys.executable, "-m", "tests.kvstore.process_fixtures", cluster, command]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
             yield process
         finally:

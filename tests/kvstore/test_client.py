@@ -34,9 +34,7 @@ class FakeStore:
     def accept(self) -> UnixSocket[protocol.StoreCall]:
         self.hang_up()
         self.socket = self.listener.accept()
-        assert self.socket is not None
         received = self.socket.receive()
-        assert received is not None
         assert isinstance(received[0], protocol.Attach)
         return self.socket
 

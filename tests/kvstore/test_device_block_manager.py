@@ -256,7 +256,6 @@ def test_leaves_go_first_and_the_least_recently_used_of_them() -> None:
     cache, pages = filled("abc", 4)
     cache.free(pages)
     other = cache.allocate_with_prefix(keys("x"), 1)
-    assert other is not None
     cache.cache_block(key("x"), b"", other[0])
     cache.free(other)
     assert cache.allocate(1) is not None
@@ -280,7 +279,6 @@ def test_a_cached_page_in_limbo_is_found_and_leaves_it() -> None:
 def test_a_second_copy_of_a_page_stays_private_and_is_free_at_once() -> None:
     cache, _ = filled("a", 3)
     copy = cache.allocate(1)
-    assert copy is not None
     cache.cache_block(key("a"), b"", copy[0])
     assert [page.page for page in cache.pages()] != copy
     free = cache.stats().free
@@ -291,7 +289,6 @@ def test_a_second_copy_of_a_page_stays_private_and_is_free_at_once() -> None:
 def test_a_child_in_use_protects_its_parent() -> None:
     cache, mine = filled("a", 3)
     theirs = cache.allocate_with_prefix([], 2)  # a copy of "a" of their own, and its child
-    assert theirs is not None
     cache.cache_block(key("a"), b"", theirs[0])
     cache.cache_block(key("ab"), key("a"), theirs[1])
     cache.free(mine)
@@ -304,7 +301,6 @@ def test_a_child_in_use_protects_its_parent() -> None:
 def test_an_unknown_parent_keeps_a_page_private() -> None:
     cache = DeviceBlockManager(2)
     pages = cache.allocate(1)
-    assert pages is not None
     cache.cache_block(key("ab"), key("a"), pages[0])
     assert cache.pages() == []
     cache.free(pages)
@@ -322,7 +318,6 @@ def test_misuse_is_our_own_bug_and_said_so() -> None:
 def test_allocation_costs_and_unshared_pages() -> None:
     cache = DeviceBlockManager(8)
     first = cache.allocate_with_prefix(keys("abc"), 4)
-    assert first is not None
     for index, name in enumerate(keys("abc")):
         cache.cache_block(name, parent("abc", index), first[index])
     assert cache.count_unshared(first) == 4

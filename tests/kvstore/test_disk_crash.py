@@ -248,7 +248,6 @@ def test_killed_at_any_moment_it_starts_with_what_was_whole(tmp_path: Path, page
     for number in range(4):
         command = [sys.executable, "-c", CHILD, str(tmp_path), str(page_bytes), str(number)]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None
             for _ in range(rng.randrange(2, 40)):
                 assert child.stdout.readline(), "the child has ended"
             time.sleep(rng.random() / 200)

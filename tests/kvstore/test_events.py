@@ -164,7 +164,6 @@ def test_tokens_are_told_with_their_pages_only_where_that_is_asked_for() -> None
     for tell, token_ids in ((True, (1, 2, 3, 4, 5, 6)), (False, ())):
         cache = DeviceBlockManager(4, tell_tokens=tell)
         pages = cache.allocate_with_prefix(keys("abc"), 3)
-        assert pages is not None
         for place, tokens in enumerate([(1, 2), (3, 4), (5, 6)]):
             cache.cache_block(key("abc"[: place + 1]), parent("abc", place), pages[place], tokens)
         changes = cache.drain_events()

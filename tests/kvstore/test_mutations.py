@@ -67,7 +67,6 @@ def a_page_is_sealed_when_it_is_reserved(patch: Patch) -> None:
         lease = process.leases.get(call.lease)
         for index, reservation in list((lease.reservations if lease else {}).items()):
             if reservation.node is not None and reservation.node.value.page is None:
-                assert lease is not None
                 self._pages.seal(lease.reservations.pop(index), 0, hold=False)
         return commands
 

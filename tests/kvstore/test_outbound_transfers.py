@@ -38,7 +38,6 @@ class Bench:
                 self.pages.unhold(each)
                 continue
             page = self.pages.seal(each, checksum or index, hold=True)
-            assert page is not None
             for waiter, place in self.waiting.page_arrived(page.key):
                 self.server.arrived(waiter, place, page)
             self.pages.unhold(page)

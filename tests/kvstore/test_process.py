@@ -103,7 +103,6 @@ def test_a_stopped_writer_keeps_its_slots_and_may_go_on(store: StoreProcess) -> 
             client.next(protocol.StoreHeartbeat)
         assert is_full(client, 2, "uvwxyz")
         writer.send_signal(signal.SIGCONT)
-        assert writer.stdin is not None
         writer.stdin.write(b"seal\n")
         writer.stdin.flush()
         assert client.next(protocol.PagesReady, 1).pages[0].index == 0

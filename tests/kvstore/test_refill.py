@@ -257,7 +257,6 @@ def chain_of_two() -> tuple[DeviceBlockManager, StoreRefill]:
     """Cached, with a first run of one page under way."""
     cache = DeviceBlockManager(4)
     pages = cache.allocate(2)
-    assert pages is not None
     cache.cache_block(key("a"), b"", pages[0])
     cache.cache_block(key("ab"), key("a"), pages[1])
     cache.free(pages)

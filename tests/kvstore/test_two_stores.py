@@ -289,7 +289,6 @@ def test_a_cached_prefix_is_brought_as_far_as_its_reader_asks(lab: Lab) -> None:
     lab.write(there, chain, PAGES)
     reader = lab.read(here, chain, there.source(), wait=False)
     reader.until(lambda: reader.below, "told of what lies below")
-    assert reader.below is not None
     assert reader.below.first == 0
     assert [(run.speed.tier, run.pages) for run in reader.below.runs] == [("remote", PAGES)]
     reader.promote(12)

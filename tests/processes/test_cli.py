@@ -140,7 +140,6 @@ def test_logs_are_filtered_and_merged() -> None:
 def test_logs_follow(home: Path) -> None:
     argv = [sys.executable, "-m", "deploy", "logs", "router", "-f", "-n", "1", "--name", NAME]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         call("chat", "followed", "--max-tokens", "2")
         try:

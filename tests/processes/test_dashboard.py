@@ -39,7 +39,6 @@ class Loaded:
 
     def __init__(self, cluster: LocalCluster, operator: str, tenant: str) -> None:
         self.cluster, self.operator, self.tenant = cluster, operator, tenant
-        assert cluster.addresses is not None
         self.base = f"http://{cluster.addresses.api}"
         self.answered = 0
         self._ended = threading.Event()

@@ -164,6 +164,5 @@ def _greedy(engine: Engine, prompt: list[int], pages: list[int]) -> list[int]:
     tokens = list(prompt)
     for _ in range(workload.OUTPUT):
         (drawn,) = engine.step([Chunk(tokens[-1:], len(tokens) - 1, pages, TokenDraw(temperature=0.0))])
-        assert drawn is not None
         tokens.append(drawn.token)
     return tokens[len(prompt) :]

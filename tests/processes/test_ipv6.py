@@ -60,7 +60,6 @@ def test_a_whole_cluster_on_ipv6(cluster: LocalCluster, path: Path) -> None:
     answer = workload.ask(cluster.address, PROMPT, 20)
     assert answer.token_ids == expected(path, PROMPT, 20)
     assert answer.work.pages_fetched > 0, "pages went from the store of node two to that of node one"
-    assert cluster.addresses is not None
     for address in (cluster.addresses.grpc, cluster.addresses.http, cluster.addresses.api):
         assert address.startswith("[::1]:"), cluster.addresses
     assert cluster.addresses.internal.startswith("tcp://[::1]:")

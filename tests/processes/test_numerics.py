@@ -34,7 +34,6 @@ def test_a_mixed_cluster_takes_it_and_says_so(checkpoint: Callable[[str], Path],
             "decode-0": "native",
             "decode-1": "torch",
         }
-        assert status.model is not None
         assert status.model.namespace.numerics == "mixed"
         with Client(cluster.address, cluster.operator) as client:
             client.generate([5, 6, 7], max_tokens=2, request_id="mine").result()

@@ -57,7 +57,6 @@ def lenient(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
 
 
 def base(cluster: LocalCluster) -> str:
-    assert cluster.addresses is not None
     return f"http://{cluster.addresses.api}/v1"
 
 
@@ -79,7 +78,6 @@ def test_completions(client: openai.OpenAI, lenient: openai.OpenAI, path: Path, 
         choice: Any = answer.choices[0]
         assert choice.token_ids == right
         assert choice.text == tokenizer.decode(right)
-        assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 24)
     # Its class for completions knows no null as the finish reason, which OpenAI's own streams have.
     streamed = list(
@@ -88,7 +86,6 @@ def test_completions(client: openai.OpenAI, lenient: openai.OpenAI, path: Path, 
         )
     )
     assert "".join(chunk.choices[0].text for chunk in streamed[:-1]) == tokenizer.decode(right)
-    assert streamed[-1].usage is not None
     assert streamed[-1].usage.completion_tokens == 24
 
 
@@ -125,8 +122,6 @@ def test_logprobs_of_both(client: openai.OpenAI) -> None:
         model="", messages=MESSAGES, max_completion_tokens=5, logprobs=True, top_logprobs=3, **GREEDY
     )
     logprobs = chat.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
     assert len(logprobs.content) == 5
     for one in logprobs.content:
         assert len(one.top_logprobs) == 3
@@ -136,11 +131,7 @@ def test_logprobs_of_both(client: openai.OpenAI) -> None:
     assert joined.startswith(shown := "".join(one.token for one in logprobs.content))
     assert (chat.choices[0].message.content or "").startswith(shown)
     plain = client.completions.create(model="", prompt=PROMPT, max_tokens=5, logprobs=2, **GREEDY).choices[0].logprobs
-    assert plain is not None
-    assert plain.tokens is not None
     assert plain.text_offset is not None
-    assert plain.token_logprobs is not None
-    assert plain.top_logprobs is not None
     for token, logprob, top in zip(plain.tokens, plain.token_logprobs, plain.top_logprobs, strict=True):
         assert top[token] == logprob
     assert plain.text_offset[0] == 0

@@ -43,7 +43,6 @@ def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
 
 def role_of(cluster: LocalCluster, name: str) -> str:
     status = process(cluster, name)
-    assert status is not None
     assert status.state == "live"
     return status.role
 

@@ -55,8 +55,6 @@ def cached(cluster: LocalCluster, keys: dict[str, str]) -> Callable[..., int]:
             answer = client.completions.create(
                 model=client.models.list().data[0].id, prompt=prompt, max_tokens=2, temperature=0
             )
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens_details is not None
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
     def over_grpc(prompt: list[int], tenant: str) -> int:

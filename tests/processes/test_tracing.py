@@ -100,7 +100,6 @@ def test_spans_of_clients_requests_reach_a_collector_and_its_death_hurts_no_requ
             **{"tracing.enabled": True, "tracing.endpoint": collector.url},
         )
         with LocalCluster(settings, tmp_path) as cluster:
-            assert cluster.addresses is not None
             complete_over_http(cluster.addresses.api, TRACES[0])
             eventually(lambda: complete(collector.trace(TRACES[0])), what="the spans of the request over HTTP")
             generate_over_grpc(cluster.address, TRACES[1])

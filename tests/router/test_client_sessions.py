@@ -257,7 +257,6 @@ async def test_status_health_and_reflection(tmp_path: Path) -> None:
         assert by_name["decode-0"].incarnation == decode.peer.incarnation
         assert by_name["decode-0"].state == "live"
         assert (by_name["decode-0"].heartbeat_age_ms or 0) < 1_000
-        assert status.model is not None
         assert (status.model.namespace.page_size, status.model_name, status.cluster) == (4, "small", "baton")
         assert status.log_dir.endswith("logs")
         assert (status.counts.finished, status.counts.placed_local) == (1, 1)
@@ -355,7 +354,6 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
         text=True,
     ) as process:
         try:
-            assert process.stdout is not None
             addresses = json.loads(process.stdout.readline())
             assert set(addresses) == {"grpc", "internal", "http", "operator", "api"}
             port = addresses["grpc"].rpartition(":")[2]
@@ -374,7 +372,6 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
             assert "Traceback" not in second.stderr
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 0
-            assert process.stderr is not None
             assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()

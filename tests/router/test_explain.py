@@ -228,7 +228,6 @@ def test_the_best_are_shown_and_the_chosen_one_always() -> None:
     explanations = Explanations(10)
     placed(explanations, "r", every[70], ConsideredPlacements(100, lambda: every))
     record = explanations.find("r", "")
-    assert record is not None
     shown, omitted = record.attempts[0].candidates()
     assert [one.decode for one in shown] == [*(f"decode-{i}" for i in range(SHOWN - 1)), "decode-70"]
     assert omitted == 100 - SHOWN
@@ -241,7 +240,6 @@ def test_what_was_weighed_is_bounded_and_the_rest_stays() -> None:
     known = [record.attempts[0].considered is not None for record in explanations.last(1_000, "")]
     assert known == [True] * 100 + [False] * 50
     oldest = explanations.find("r-0", "")
-    assert oldest is not None
     assert oldest.attempts[0].candidates() == ([], 0)
 
 

@@ -265,7 +265,6 @@ def test_bad_words_never_name_a_token_that_the_model_lacks() -> None:
     tokens = {token for word in words for token in small.tokenizer.encode(word, special_tokens=False)}
     assert max(tokens) >= 300
     rules = parse(pb.GenerateRequest(text="a", bad_words=words), small).sampling.rules
-    assert rules is not None
     assert rules.bad_words
     assert not rules.wrong(300)
 

@@ -37,7 +37,6 @@ class Source:
     def use(self, chain: str, medium: Medium) -> None:
         cache = self.caches[medium]
         pages = cache.allocate_with_prefix(keys(chain), len(chain))
-        assert pages is not None
         for page in range(len(chain)):
             cache.cache_block(key(chain[: page + 1]), parent(chain, page), pages[page])
         cache.free(pages)

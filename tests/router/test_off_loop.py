@@ -88,7 +88,6 @@ async def test_the_longest_text_is_taken_however_it_is_escaped() -> None:
 
 
 def pid_of(helper: HelperProcess) -> int:
-    assert helper._started is not None
     return helper._started.result().pid
 
 

@@ -75,7 +75,6 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
     stores = {store.incarnation: store for store in cluster.members.with_role("store")}
     own = cluster.members.store_of(chosen.peer.node)
     assert chosen.busy_since is None, "full"
-    assert chosen.hello.model is not None
     assert chosen.hello.model.pool_pages >= cluster.ask(**ask).pages_needed
     assert choice.store == (own.incarnation if own and choice.fetch_pages else "")
     predicted = choice.predicted
@@ -91,7 +90,6 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
         assert len(prefill_row.pending_prefills) < 2
         assert choice.fetch_pages == HANDED
         theirs = cluster.members.store_of(prefill_row.peer.node)
-        assert theirs is not None
         named = () if prefill_row.peer.node == chosen.peer.node else (theirs.incarnation,)
         assert tuple(each.store for each in choice.sources) == named
         assert all(stores[each.store].peer.node != prefill_row.peer.node for each in choice.prefill_sources)
@@ -139,7 +137,6 @@ def by_hand(
 ) -> float:
     """Seconds of one way; inf: it can't be."""
     decoder = costs.workers[decode_row]
-    assert decoder.hello.model is not None
     if decoder.hello.model.pool_pages < ask.pages_needed:
         return inf
     step = costs.step[decode_row]

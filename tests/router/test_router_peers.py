@@ -99,7 +99,6 @@ def test_workers_of_several_classes_of_numerics_join_a_mixed_cluster(lab: Lab) -
     assert not lab.sent(msg.Rejected)
     shown = {view.peer.name: operator_views.process(view).numerics for view in lab.state.processes(lab.now)}
     assert shown == classes
-    assert lab.state.card is not None
     assert lab.state.card.namespace.numerics == msg.MIXED
     lab.hello("decode", "decode-2", model=card())
     (rejected,) = lab.sent(msg.Rejected)

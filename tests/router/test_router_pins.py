@@ -210,7 +210,6 @@ def keep_alive(it: PinLab, seconds: float, *peers: str) -> None:
         it.now += 0.25
         for peer in peers:
             member = it.state._members.get(peer)
-            assert member is not None
             it.beat(peer, *(held(name.request, name.attempt, 0) for name in member.assigned))
         it.advance(0)
 

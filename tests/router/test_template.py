@@ -235,7 +235,6 @@ def test_the_named_template_that_transformers_chooses(tmp_path: Path, in_files: 
     file.save_pretrained(str(tmp_path), save_jinja_files=in_files)
     assert (tmp_path / "additional_chat_templates").exists() == in_files
     theirs, ours = PreTrainedTokenizerFast.from_pretrained(str(tmp_path)), ChatTemplate.load(tmp_path)
-    assert ours is not None
     assert ours.named == theirs.chat_template
     for tools in (None, TOOLS):
         assert ours.source(tools=bool(tools)) == theirs.get_chat_template(tools=tools)

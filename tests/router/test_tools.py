@@ -129,7 +129,6 @@ def test_forced_calls_are_a_schema_and_no_reasoning() -> None:
     request, plan = planned(chat(tools=[tool("f", parameters), tool("g")], tool_choice="required"), HERMES)
     assert plan.constrained
     assert request.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
-    assert request.structured_outputs is not None
     schema = request.structured_outputs["json"]
     first, second = schema["items"]["anyOf"]
     assert first["properties"] == {"name": {"const": "f"}, "parameters": {"$ref": "#/$defs/t0"}}
@@ -138,11 +137,9 @@ def test_forced_calls_are_a_schema_and_no_reasoning() -> None:
     assert second["properties"]["parameters"] == {"$ref": "#/$defs/t1"}
     assert "maxItems" not in schema
     request, _ = planned(chat(tools=TWO, tool_choice="required", parallel_tool_calls=False), HERMES)
-    assert request.structured_outputs is not None
     assert request.structured_outputs["json"]["maxItems"] == 1
     named = {"type": "function", "function": {"name": "f"}}
     request, plan = planned(chat(tools=TWO, tool_choice=named, chat_template_kwargs={"enable_thinking": True}), NONE)
-    assert request.structured_outputs is not None
     assert (request.structured_outputs["json"], plan.names) == ({"type": "object"}, ("f",))
     assert request.chat_template_kwargs == {"enable_thinking": True}
 
@@ -165,7 +162,6 @@ def test_references_within_a_tool_mean_the_same_in_the_grammar_of_all_tools(name
     first = closed | REFERRING[name]
     second = json.loads(json.dumps(first).replace("integer", "string").replace("/t", "/u"))
     request, _ = planned(chat(tools=[tool("f", first), tool("g", second)], tool_choice="required"), HERMES)
-    assert request.structured_outputs is not None
     grammar = LLMatcher.grammar_from_json_schema(
         json.dumps(request.structured_outputs["json"] | {"x-guidance": {"whitespace_flexible": False}})
     )

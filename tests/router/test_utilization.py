@@ -46,10 +46,8 @@ def test_a_decode_worker_can_do_what_a_full_batch_can() -> None:
 
 def test_one_more_of_the_side_that_has_too_much() -> None:
     prompts = advise(OfferedLoad(3.6, 400, 1_000), SIDES)
-    assert prompts is not None
     assert (prompts.role, prompts.now.prefill, prompts.then.prefill) == ("prefill", 0.9, 0.72)
     tokens = advise(OfferedLoad(1.0, 1_900, 1_000), SIDES)
-    assert tokens is not None
     assert tokens.role == "decode"
 
 
@@ -89,7 +87,6 @@ def test_a_change_must_be_worth_it_for_a_while() -> None:
         first = first or (now if advice else None)
     assert first is not None
     assert first >= 100 + HOLD
-    assert watch.now is not None
     assert watch.now.prefill == pytest.approx(0.9, rel=0.05)
     assert watch.assess(replace(SIDES, prefill=5, decode=3), now + 1) is None, "it has been carried out"
     for _ in range(200):

@@ -30,7 +30,6 @@ def play(sessions: Sessions, count: int) -> tuple[list[Arrival], list[bytes]]:
     for number in range(count):
         last = arrivals[-1]
         answers.append(scripted_answer(last.output, 50 + number, 99))
-        assert last.play is not None
         following = last.play.next(last, answers[-1], 0.0)
         assert following is not None
         arrivals.append(following)
@@ -84,7 +83,6 @@ def test_a_session_ends_with_an_answer_that_is_missing() -> None:
     first = Sessions(TURNS, Wishes(), 1).begin(0.0, 1e9)
     assert isinstance(first.play, Play)
     following = first.play.next(first, b"", 5.0)
-    assert following is not None
     assert following.play is not first.play
     assert following.at > 0
     assert Sessions(TURNS, Wishes(), 1).begin(0.0, 0.0).play.next(first, b"", 5.0) is None  # pyright: ignore[reportOptionalMemberAccess]

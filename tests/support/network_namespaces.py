@@ -114,7 +114,6 @@ class Hosts:
             path = self._folder / secrets.token_hex(4)
             command = (sys.executable, "-m", "tests.support.network_namespaces", path, ip, port)
             forwarder = self._cleanup.enter_context(_ended(host.start(*command, stdout=subprocess.PIPE)))
-            assert forwarder.stdout is not None
             assert forwarder.stdout.readline() == "ready\n"
             self._ways[address] = f"unix:{path}"
         return self._ways[address]
@@ -135,8 +134,6 @@ def _holder(unshare: list[str]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [*unshare, sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
     with process:
         try:
             assert process.stdout.readline() == "ready\n", "can't make a namespace"

@@ -342,7 +342,6 @@ class OverlappedWorker(RigWorker):
         for chunk in plan.values():
             if chunk.follows is not None:
                 self.ahead += 1
-                assert chunk.sample is not None
                 assert chunk.sample.edits is None, "a rule was applied to tokens that were not known"
         before = self._running[-1][1] if self._running else None
         self._running.append((plan, self.device.launch_step(known, list(plan.values()), before)))

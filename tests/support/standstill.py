@@ -44,7 +44,6 @@ class Machine:
     def __init__(self, model: Path) -> None:
         command = [sys.executable, "-m", "tests.support.standstill", str(model)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
         assert self._process.stdout.readline().strip() == "ready"
 
     def gaps(self) -> list[Gap]:
