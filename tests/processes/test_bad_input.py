@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,11 @@ from tests.support.eventually import eventually
 
 
 @pytest.fixture(scope="module")
-def cluster(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     # A decode pool of 100 pages: less than the model's context of 4,096 tokens.
     page = 4 * 2 * 2 * 16 * 16 * 4
     more = {"decode.kv_cache_bytes": 100 * page}
-    with LocalCluster(
-        workload.settings(checkpoint("llama"), 1, 1, **more), tmp_path_factory.mktemp("cluster")
-    ) as running:
+    with LocalCluster(workload.settings(path, 1, 1, **more), tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 
@@ -109,16 +107,16 @@ def test_an_unknown_model_path(tmp_path: Path) -> None:
     assert "/nowhere" in failing(workload.settings(Path("/nowhere/at/all")), tmp_path)
 
 
-def test_corrupt_safetensors(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_corrupt_safetensors(path: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    shutil.copytree(checkpoint("llama"), model)
+    shutil.copytree(path, model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1_000])
     assert "model.safetensors" in failing(workload.settings(model, 0, 1), tmp_path / "cluster")
 
 
-def test_too_little_memory_for_a_page_pool(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    error = failing(workload.settings(checkpoint("llama"), 0, 1, **{"decode.kv_cache_bytes": "4TiB"}), tmp_path)
+def test_too_little_memory_for_a_page_pool(path: Path, tmp_path: Path) -> None:
+    error = failing(workload.settings(path, 0, 1, **{"decode.kv_cache_bytes": "4TiB"}), tmp_path)
     assert "decode-0" in error
     assert "page pool" in error
 

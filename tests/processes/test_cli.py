@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,10 +29,10 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def home(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def home(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A home in which `baton` finds a cluster of 1P+1D."""
     model, folder = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("home")
-    for file in checkpoint("llama").iterdir():
+    for file in path.iterdir():
         (model / file.name).symlink_to(file)
     (model / "tokenizer_config.json").unlink(missing_ok=True)
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))

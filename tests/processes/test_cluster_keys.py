@@ -22,10 +22,10 @@ PROMPT = list(range(3, 110))
 
 
 @pytest.fixture(scope="module")
-def cluster(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("cluster-keys")
     key_file: dict[str, object] = {"cluster.key_file": str(cluster_keys.key_file(folder))}
-    with LocalCluster(workload.settings(checkpoint("llama"), 1, 1, **key_file), folder) as running:
+    with LocalCluster(workload.settings(path, 1, 1, **key_file), folder) as running:
         yield running
 
 

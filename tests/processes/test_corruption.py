@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -95,9 +95,8 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("corruption")
-    path = checkpoint("llama")
     settings = workload.settings(
         path, 0, 1,
         **{
@@ -176,11 +175,11 @@ FLIPPING = {"prefill": ["tests.support.flipping_engine", "prefill"]}
 @pytest.mark.skipif(
     ENGINE.name == "vllm" or not build.can_compile(), reason="a page's bits are to depend on its tokens alone"
 )
-def test_on_the_device(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_on_the_device(path: Path, tmp_path: Path) -> None:
     """The page was sealed as it is. It is found by recomputing it, and is no longer found in any cache."""
     rng = random.Random(2)
     prompt, sound = ([rng.randrange(3, checkpoints.VOCAB) for _ in range(LENGTH + more)] for more in (0, 100))
-    settings = workload.settings(checkpoint("llama"), 1, 1, **{"pages.recompute_share": 1.0})
+    settings = workload.settings(path, 1, 1, **{"pages.recompute_share": 1.0})
     with patch.dict("deploy.local._MODULES", FLIPPING), LocalCluster(settings, tmp_path) as cluster:
 
         def counted(name: str, worker: str = "prefill-0") -> float:
@@ -202,7 +201,7 @@ def test_on_the_device(checkpoint: Callable[[str], Path], tmp_path: Path) -> Non
         cluster.wait_live(["decode-1"])
         before = counted("prompt_tokens_computed")
         answer = workload.ask(cluster.address, prompt)
-        assert answer.token_ids == checkpoints.reference(checkpoint("llama")).generate(prompt, workload.OUTPUT)[0]
+        assert answer.token_ids == checkpoints.reference(path).generate(prompt, workload.OUTPUT)[0]
         eventually(
             lambda: counted("prompt_tokens_computed") == before + LENGTH - 1 - 2 * PAGE, what="the rest computed"
         )

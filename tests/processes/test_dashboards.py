@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("cluster")
     file = folder / "api-keys.json"
     keys = {tenant: api_keys.add(file, Identity(name=tenant, tenant=tenant), "") for tenant in ("one", "two")}
@@ -96,7 +96,7 @@ def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
         "api.keys_file": str(file),
         "router.slo_classes": {0: {"ttft_ms": 600_000, "tpot_ms": 60_000}},  # kept on any machine, however busy
     }
-    with LocalCluster(workload.settings(checkpoint("llama"), 1, 2, **more), folder) as cluster:
+    with LocalCluster(workload.settings(path, 1, 2, **more), folder) as cluster:
         yield Site(cluster, keys)
 
 

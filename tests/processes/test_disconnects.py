@@ -49,8 +49,8 @@ Open: TypeAlias = Callable[[LocalCluster, list[int]], Close]
 
 
 @pytest.fixture(scope="module")
-def cluster(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    settings = workload.settings(checkpoint("llama"), 1, 1, **SETTINGS)
+def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    settings = workload.settings(path, 1, 1, **SETTINGS)
     with LocalCluster(settings, tmp_path_factory.mktemp("cluster")) as running:
         yield running
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,6 @@ from tests.support.eventually import eventually
 _RNG = random.Random(11)
 PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(200)]  # 12 full pages, and 8 tokens
 DEADLINE = 60.0
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Callable[[str], Path]) -> Path:
-    return checkpoint("llama")
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,6 @@ VERY_LONG = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(3_500)]  # its 
 
 
 @pytest.fixture
-def path(checkpoint: Callable[[str], Path]) -> Path:
-    return checkpoint("llama")
-
-
-@pytest.fixture
 def start(path: Path, tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
     running: list[LocalCluster] = []
 

@@ -46,10 +46,7 @@ def keys_in(folder: Path) -> str:
     return str(folder / "cluster.key")
 
 
-def test_prompts_computed_on_one_host_are_continued_on_the_other(
-    two: Hosts, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    path = checkpoint("llama")
+def test_prompts_computed_on_one_host_are_continued_on_the_other(two: Hosts, path: Path, tmp_path: Path) -> None:
     prompts = [prompt for prompt in workload.prompts() if len(prompt) < 600][:16]
     with spread(two, path, tmp_path, **{"cluster.key_file": keys_in(tmp_path)}) as cluster:
         answers = workload.ask_all(cluster.address, prompts)
@@ -67,9 +64,8 @@ CUT: Mapping[str, Callable[[Client, float], bool]] = {
 """Whether it is time to restore the cable, which was cut so many seconds ago."""
 
 
-def test_the_cable_is_cut_in_mid_transfer(two: Hosts, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_cable_is_cut_in_mid_transfer(two: Hosts, path: Path, tmp_path: Path) -> None:
     """In each case another prompt of 3,000 tokens, of which some pages have come and others are being computed."""
-    path = checkpoint("llama")
     quick = {
         "cluster.heartbeat_ms": 100,
         "cluster.heartbeat_timeout_ms": 1_000,

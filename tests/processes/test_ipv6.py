@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,11 +34,6 @@ def _unavailable() -> str:
 
 
 pytestmark = pytest.mark.skipif(bool(_unavailable()), reason=_unavailable())
-
-
-@pytest.fixture
-def path(checkpoint: Callable[[str], Path]) -> Path:
-    return checkpoint("llama")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -66,10 +66,8 @@ def stored(endpoint: str) -> list[Mapping[str, object]]:
     ]
 
 
-def test_readers_with_the_keys_find_and_read_them_and_learn_no_token(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    with LocalCluster(settings_with_keys(checkpoint("llama"), tmp_path), tmp_path) as cluster:
+def test_readers_with_the_keys_find_and_read_them_and_learn_no_token(path: Path, tmp_path: Path) -> None:
+    with LocalCluster(settings_with_keys(path, tmp_path), tmp_path) as cluster:
         by_name = owners(cluster)
         assert by_name["router"] == ("", "")
         workload.ask(cluster.address, a_prompt(random.Random(1)))
@@ -81,8 +79,8 @@ def test_readers_with_the_keys_find_and_read_them_and_learn_no_token(
                 assert event["token_ids"] == []
 
 
-def test_token_ids_need_the_keys(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    settings = settings_with_keys(checkpoint("llama"), tmp_path, **{"store.event_tokens": True})
+def test_token_ids_need_the_keys(path: Path, tmp_path: Path) -> None:
+    settings = settings_with_keys(path, tmp_path, **{"store.event_tokens": True})
     with LocalCluster(settings, tmp_path) as cluster:
         asyncio.run(asyncio.wait_for(_read_tokens(cluster), PATIENCE))
         for name in OWNERS:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from deploy.local import LocalCluster
 from tests.support import workload
 
 
-def test_each_node_has_a_store_and_workers_start_where_they_are_told(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    settings = workload.settings(checkpoint("llama"), 1, 1)
+def test_each_node_has_a_store_and_workers_start_where_they_are_told(path: Path, tmp_path: Path) -> None:
+    settings = workload.settings(path, 1, 1)
     with LocalCluster(settings, tmp_path, nodes=["a", "b", "c"], placed={"prefill-0": "a", "decode-0": "b"}) as cluster:
         assert nodes(cluster) == {"store-0": "a", "store-1": "b", "prefill-0": "a", "decode-0": "b"}
         cluster.start("prefill-1", node="c")  # which has had no store so far

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,8 +22,8 @@ def without_kernels(config: Config) -> Config:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, native=False))
 
 
-def test_a_mixed_cluster_takes_it_and_says_so(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    settings = workload.settings(checkpoint("llama"), 0, 1, **{"model.numerics": "mixed"})
+def test_a_mixed_cluster_takes_it_and_says_so(path: Path, tmp_path: Path) -> None:
+    settings = workload.settings(path, 0, 1, **{"model.numerics": "mixed"})
     with LocalCluster(settings, tmp_path) as cluster:
         cluster.config = without_kernels(cluster.config)
         cluster.start("decode-1")

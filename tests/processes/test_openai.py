@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from deploy.local import LocalCluster
-from tests.support import checkpoints, workload
+from tests.support import checkpoints
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 
@@ -36,12 +36,6 @@ def path(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     (folder / "tokenizer_config.json").unlink(missing_ok=True)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
-
-
-@pytest.fixture(scope="module")
-def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(workload.settings(path, 1, 2), tmp_path_factory.mktemp("cluster")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -137,18 +131,6 @@ def test_logprobs_of_both(client: openai.OpenAI) -> None:
     assert plain.text_offset[0] == 0
 
 
-def test_four_samples_of_a_seed_are_the_same_again(client: openai.OpenAI) -> None:
-    def ask() -> list[str | None]:
-        answer = client.chat.completions.create(
-            model="", messages=MESSAGES, max_completion_tokens=16, n=4, seed=7, temperature=1.0
-        )
-        return [choice.message.content for choice in answer.choices]
-
-    first = ask()
-    assert len(set(first)) > 1
-    assert ask() == first
-
-
 def test_many_at_once_and_what_goes_away(cluster: LocalCluster, tokenizer: Tokenizer, path: Path) -> None:
     right = tokenizer.decode(greedy(path, tokenizer.encode(PROMPT).ids, 24))
 
@@ -172,15 +154,6 @@ def test_many_at_once_and_what_goes_away(cluster: LocalCluster, tokenizer: Token
     assert {text for number, text in enumerate(texts) if number % 4} == {right}
     assert all(right.startswith(text[:5]) for text in texts)
     eventually(lambda: at_rest(cluster), what="everything freed")
-
-
-def test_errors_have_their_classes(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="gpt-5"):
-        client.completions.create(model="gpt-5", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.completions.create(model="", prompt="x", temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="context"):
-        client.completions.create(model="", prompt=[5] * 100_000)
 
 
 WORDS = {"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 30, "maxItems": 40}

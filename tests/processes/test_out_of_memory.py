@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -27,10 +27,9 @@ class ScarceCluster(LocalCluster):
 
 
 def test_steps_that_do_not_fit_are_made_smaller_and_no_request_notices(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(scarce_engine.TOKENS, str(FITS))
-    path = checkpoint("llama")
     prompts = [prompt for prompt in workload.prompts() if 100 < len(prompt) < 500][:8]
     expected = workload.references(path, prompts, COUNT)
     with ScarceCluster(workload.settings(path, 1, 1), tmp_path) as cluster:

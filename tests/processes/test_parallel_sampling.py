@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,6 @@ from tests.support.eventually import DEADLINE, eventually
 _RNG = random.Random(5)
 PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(150)]
 DRAWN: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Callable[[str], Path]) -> Path:
-    return checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
-def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(workload.settings(path, 1, 2), tmp_path_factory.mktemp("cluster")) as running:
-        yield running
 
 
 class Outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,11 @@ QUOTA = 2 * PREFIX
 
 
 @pytest.fixture
-def cluster(checkpoint: Callable[[str], Path], tmp_path: Path) -> Iterator[LocalCluster]:
+def cluster(path: Path, tmp_path: Path) -> Iterator[LocalCluster]:
     small = dict.fromkeys(
         ("store.host_cache_bytes", "prefill.kv_cache_bytes", "decode.kv_cache_bytes"), SLOTS * PAGE_BYTES
     )
-    settings = workload.settings(checkpoint("llama"), 1, 1, **small, **{"store.pin_bytes": QUOTA * PAGE_BYTES})
+    settings = workload.settings(path, 1, 1, **small, **{"store.pin_bytes": QUOTA * PAGE_BYTES})
     with LocalCluster(settings, tmp_path) as running:
         yield running
 
@@ -47,7 +47,7 @@ def cached(cluster: LocalCluster, prefix: list[int]) -> int:
     return workload.ask(cluster.address, [*prefix, 5, 6, 7], count=4).usage.cached_tokens // PAGE
 
 
-def test_a_pinned_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], cluster: LocalCluster) -> None:
+def test_a_pinned_prefix_outlasts_a_flood(path: Path, cluster: LocalCluster) -> None:
     prefix, other = some(PREFIX * PAGE, 1), some(PREFIX * PAGE, 2)
     with Client(cluster.address, cluster.operator) as client:
         first = client.pin_prefix(prefix, id="kept", timeout=30)
@@ -62,7 +62,7 @@ def test_a_pinned_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], clu
         assert answer.usage.cached_tokens == PREFIX * PAGE
         assert (answer.work.prefill_worker, answer.work.pages_fetched) == ("", PREFIX)
         prompts = [[*prefix, 5, 6, 7]]
-        workload.compare(checkpoint("llama"), prompts, [answer], workload.references(checkpoint("llama"), prompts))
+        workload.compare(path, prompts, [answer], workload.references(path, prompts))
         # Both pins are of the same pages, which count once; more than the quota is refused.
         with pytest.raises(QuotaExceeded, match=r"store\.pin_bytes"):
             client.pin_prefix(some((QUOTA - PREFIX + 1) * PAGE, 3), timeout=30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from tests.support.outgoing import outgoing
 
 
 @pytest.mark.parametrize("port", ["api", "http"])
-def test_a_restarted_router_waits_for_its_port(checkpoint: Callable[[str], Path], tmp_path: Path, port: str) -> None:
-    with LocalCluster(workload.settings(checkpoint("llama"), 0, 1), tmp_path) as cluster:
+def test_a_restarted_router_waits_for_its_port(path: Path, tmp_path: Path, port: str) -> None:
+    with LocalCluster(workload.settings(path, 0, 1), tmp_path) as cluster:
         before = cluster.addresses
         cluster.kill("router")
         number = int(getattr(before, port).rpartition(":")[2])

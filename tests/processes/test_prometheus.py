@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ def until(address: str, expression: str, count: int) -> list[dict[str, Any]]:
     return series
 
 
-def test_every_process_is_discovered_scraped_and_counted(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_every_process_is_discovered_scraped_and_counted(path: Path, tmp_path: Path) -> None:
     program("prometheus")
-    with LocalCluster(workload.settings(checkpoint("llama"), 1, 1), tmp_path / "cluster") as cluster:
+    with LocalCluster(workload.settings(path, 1, 1), tmp_path / "cluster") as cluster:
         for _ in range(2):
             workload.ask(cluster.address, list(range(3, 203)), 8)
         discovery = {"url": f"http://{cluster.addresses.http}/discovery", "refresh_interval": "1s"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,6 @@ PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(200)]
 OTHER = PROMPT[::-1]
 OUTPUT = 150
 DEADLINE = 60.0
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Callable[[str], Path]) -> Path:
-    return checkpoint("llama")
 
 
 @pytest.fixture(scope="module")

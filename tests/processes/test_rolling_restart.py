@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -51,8 +50,7 @@ class Load:
             return tokens
 
 
-def test_every_process_is_restarted_under_load(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    path = checkpoint("llama")
+def test_every_process_is_restarted_under_load(path: Path, tmp_path: Path) -> None:
     right = {tuple(prompt): checkpoints.reference(path).generate(prompt, OUTPUT)[0] for prompt in PROMPTS}
     settings = workload.settings(
         path, 1, 2, **{"cluster.routers": 2, "router.shutdown_timeout_ms": int(DEADLINE * 1_000)}

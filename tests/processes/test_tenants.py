@@ -31,12 +31,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, keys: dict[str, str]
-) -> Iterator[LocalCluster]:
+def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory, keys: dict[str, str]) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("cluster")
     disk = {"disk.path": str(folder / "disk"), "disk.admit_after": 1}
-    settings = workload.settings(checkpoint("llama"), 1, 1, **disk, **{"api.keys_file": keys["file"]})
+    settings = workload.settings(path, 1, 1, **disk, **{"api.keys_file": keys["file"]})
     with LocalCluster(settings, folder) as running:
         yield running
 

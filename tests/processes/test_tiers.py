@@ -27,16 +27,14 @@ def a_seed() -> int:
 
 
 @pytest.mark.parametrize("nodes", [["a"], ["a", "b"]], ids=["one node", "two nodes"])
-def test_a_store_killed_three_times_under_load(
-    nodes: list[str], checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    print(store_deaths(3, a_seed(), tmp_path, checkpoint("llama"), nodes))
+def test_a_store_killed_three_times_under_load(nodes: list[str], path: Path, tmp_path: Path) -> None:
+    print(store_deaths(3, a_seed(), tmp_path, path, nodes))
 
 
-def test_a_new_store_gets_what_the_workers_have_cached(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_new_store_gets_what_the_workers_have_cached(path: Path, tmp_path: Path) -> None:
     """Another decode worker finds it there once no other process has it."""
     prompt = list(range(3, 3 + 12 * PAGE + 1))
-    with LocalCluster(workload.settings(checkpoint("llama"), 1, 1), tmp_path) as cluster:
+    with LocalCluster(workload.settings(path, 1, 1), tmp_path) as cluster:
         first = workload.ask(cluster.address, prompt)
         restart(cluster, "store-0")
         eventually(lambda: known_pages(cluster, "store-0") >= 12, what="the cached pages in the new store")
@@ -95,9 +93,8 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
-    path = checkpoint("llama")
     small = {"disk.path": str(folder / "disk"), "disk.max_bytes": LIMIT}
     settings = workload.settings(path, 1, 1, **{**SETTINGS, **small})
     with LocalCluster(settings, folder / "cluster", nodes=[NODE]) as cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -89,14 +89,14 @@ def complete(spans: list[Span]) -> bool:
 
 
 def test_spans_of_clients_requests_reach_a_collector_and_its_death_hurts_no_request(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
     with collecting() as collector:
         settings = workload.settings(
-            checkpoint("llama"),
+            path,
             **{"tracing.enabled": True, "tracing.endpoint": collector.url},
         )
         with LocalCluster(settings, tmp_path) as cluster:

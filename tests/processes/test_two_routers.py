@@ -9,7 +9,7 @@ import signal
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,7 @@ def streams_at_both(cluster: LocalCluster, pool: ThreadPoolExecutor) -> dict[str
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_of_two_routers_dies(checkpoint: Callable[[str], Path], tmp_path: Path, how: signal.Signals) -> None:
-    path = checkpoint("llama")
+def test_one_of_two_routers_dies(path: Path, tmp_path: Path, how: signal.Signals) -> None:
     with (
         LocalCluster(workload.settings(path, 1, 2, **QUICK), tmp_path) as cluster,
         ThreadPoolExecutor(32) as pool,
@@ -141,8 +140,7 @@ def dashboard(cluster: LocalCluster, part: str) -> Any:
         return json.load(answer)
 
 
-def test_any_router_answers_its_operator_for_all(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    path = checkpoint("llama")
+def test_any_router_answers_its_operator_for_all(path: Path, tmp_path: Path) -> None:
     with (
         LocalCluster(workload.settings(path, 1, 1, **QUICK), tmp_path) as cluster,
         ThreadPoolExecutor(32) as pool,
@@ -191,7 +189,7 @@ def test_any_router_answers_its_operator_for_all(checkpoint: Callable[[str], Pat
         eventually(lambda: at_rest(cluster), what="everything freed")
 
 
-def test_a_stranger_at_the_shared_port_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_stranger_at_the_shared_port_is_named(path: Path, tmp_path: Path) -> None:
     """vLLM's server sets SO_REUSEPORT, too: the kernel would give it a part of the connections."""
     with socket.socket() as stranger:
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -199,7 +197,7 @@ def test_a_stranger_at_the_shared_port_is_named(checkpoint: Callable[[str], Path
         stranger.listen()
         port = stranger.getsockname()[1]
         for setting in ("api.port", "router.grpc_port"):
-            settings = workload.settings(checkpoint("llama"), 0, 1, **{**QUICK, setting: port})
+            settings = workload.settings(path, 0, 1, **{**QUICK, setting: port})
             with (
                 pytest.raises(StartupError, match=rf"(?s)127\.0\.0\.1:{port} \({setting}\) is in use: process \d+ "),
                 LocalCluster(settings, tmp_path),
