@@ -13,7 +13,7 @@ from baton.clock import Tick
 from kvstore.keys import pack_tokens, unpack_tokens
 from router.events import Cancelled, ClientGone, Emit, Finished, Shutdown, StopMatched
 from router.events import Failed as Ended
-from router.frontend.grpc_api.grpc_calls import timing as timing_of
+from router.frontend.grpc_api.grpc_calls import _timing as timing_of
 from router.requests.lifecycle import MAX_FRUITLESS, pause_before
 from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, CONTEXT, EOS, PAGE, VOCAB, card, submit
