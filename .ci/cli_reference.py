@@ -26,7 +26,7 @@ flags. `python .ci/cli_reference.py docs/cli.md` writes this page.
 
 NOT_RUN = {
     "baton up --model Qwen/Qwen3-0.6B --prefill 1 --decode 2": "needs the network",
-    "baton up --model ./model --engine vllm --set pages.page_size=32": "needs vLLM",
+    "baton up --model ./model --engine vllm --max-model-len 8192 --set pages.page_size=32": "needs vLLM",
     "baton size Qwen/Qwen3-0.6B --context 8192 --concurrency 16": "needs the network",
     "baton bench": "takes minutes",
     "baton bench interactive-chat --users 16 --requests 200 --report chat.html": "takes minutes",

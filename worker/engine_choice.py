@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from baton.checkpoint_files import read_object
+from baton.checkpoint_files import read_object, text_settings
 from baton.config import Config
 from baton.errors import ConfigError, UnsupportedModel
 from baton.messages import WorkerRole
@@ -70,11 +70,16 @@ def choose(facts: EngineFacts) -> EngineChoice:
 def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Installation | None) -> EngineFacts:
     """Read the config of the checkpoint in `path` and return the facts. `devices`, of all roles: "cpu" or CUDA devices.
 
-    Raises ModelError for a checkpoint without a readable config.
+    Raises ModelError for a checkpoint without a readable config, ConfigError for sequences longer than its context.
     """
     ranks = _most_ranks(config)
-    raw, held = read_object(path / "config.json"), config.model.kv_cache_dtype
-    lacks = [problem(vllm, raw, config.pages.page_size, device, ranks, held) for device in devices]
+    raw, model = read_object(path / "config.json"), config.model
+    context = text_settings(raw).get("max_position_embeddings")
+    if isinstance(context, int) and model.max_model_len > context:
+        longer = f"model.max_model_len is {model.max_model_len} and the checkpoint's context is {context} tokens"
+        raise ConfigError(f"{longer} (max_position_embeddings): lower it")
+    own = (ranks, model.kv_cache_dtype, model.quantization, model.enable_expert_parallel)
+    lacks = [problem(vllm, raw, config.pages.page_size, device, *own) for device in devices]
     lack = next(filter(None, lacks), "")
     if len({device.partition(":")[0] for device in devices}) > 1:
         lack = lack or "its pages on a GPU have another form than those on a CPU, and roles differ in their devices"

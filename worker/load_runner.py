@@ -73,6 +73,9 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         deadline=config.cluster.step_timeout_ms / 1_000,
         kv_cache_dtype=vllm_kv_dtype(raw, held),
         exact=config.model.numerics == "exact",
+        max_model_len=config.model.max_model_len,
+        quantization=config.model.quantization,
+        expert_parallel=config.model.enable_expert_parallel,
     )
 
 

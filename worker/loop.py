@@ -133,6 +133,7 @@ class WorkerLoop:
         namespace = _namespace(runner, config.pages.page_size, MIXED if mixed else runner.numerics)
         layout = runner.layout
         self.num_pages = runner.num_pages
+        longest = min(runner.max_positions, config.model.max_model_len or runner.max_positions)
         self.calibration = calibrate(
             *(
                 lambda chunks: runner.launch(chunks).wait().seconds,
@@ -140,7 +141,7 @@ class WorkerLoop:
                 config.pages.page_size,
                 self.num_pages,
             ),
-            runner.max_positions,
+            longest,
             decodes=role == "decode",
             most_rows=config.decode.max_num_seqs,
         )
@@ -154,7 +155,7 @@ class WorkerLoop:
             namespace,
             layout.page_bytes,
             runner.vocab_size,
-            runner.max_positions,
+            longest,
             self.num_pages,
             self.calibration,
             runner.has_lm_head,

@@ -48,7 +48,7 @@ class RayOption(StrEnum):
     "baton up --model ./model",
     "baton up --model smollm2",
     "baton up --model Qwen/Qwen3-0.6B --prefill 1 --decode 2",
-    "baton up --model ./model --engine vllm --set pages.page_size=32",
+    "baton up --model ./model --engine vllm --max-model-len 8192 --set pages.page_size=32",
     "baton up --config cluster.yaml --set store.host_cache_bytes=1GiB",
 )
 def up(
@@ -61,6 +61,19 @@ def up(
     ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16, or auto: the checkpoint's own.")
+    ] = None,
+    served_model_name: Annotated[str, typer.Option(help="Name that clients use; by default the end of the path.")] = "",
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a sequence, at most.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences of a decode worker's step, at most.")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="Number format of KV pages, such as fp8 (vLLM).")] = "",
+    quantization: Annotated[str, typer.Option(help="Of weights when they are loaded, such as fp8 (vLLM, GPUs).")] = "",
+    tensor_parallel_size: Annotated[int | None, typer.Option(help="Ranks of each worker (vLLM).")] = None,
+    enable_expert_parallel: Annotated[
+        bool, typer.Option("--enable-expert-parallel", help="Ranks divide the experts (vLLM, GPUs).")
+    ] = False,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Don't compile the model (vLLM).")] = False,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Part of a GPU's memory that a worker may take.")
     ] = None,
     tool_call_parser: Annotated[str, typer.Option(help="Format of tool calls; by default as the template tells.")] = "",
     reasoning_parser: Annotated[str, typer.Option(help="Format of reasoning; by default as the template tells.")] = "",
@@ -86,6 +99,11 @@ def up(
     """Start a cluster and return once it serves. On a failure or Ctrl-C, print the cause and leave nothing behind."""
     flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
     flags |= {"model.engine": engine and engine.value}
+    flags |= {"model.served_model_name": served_model_name, "model.max_model_len": max_model_len}
+    flags |= {"model.kv_cache_dtype": kv_cache_dtype, "model.quantization": quantization}
+    flags |= {"model.tensor_parallel_size": tensor_parallel_size, "model.enforce_eager": enforce_eager or None}
+    flags |= {"model.enable_expert_parallel": enable_expert_parallel or None, "decode.max_num_seqs": max_num_seqs}
+    flags |= {f"{role}.gpu_memory_utilization": gpu_memory_utilization for role in ("prefill", "decode")}
     flags |= {"model.tool_call_parser": tool_call_parser, "model.reasoning_parser": reasoning_parser}
     flags |= {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.routers": routers}
     flags |= {"api.host": host, "api.port": port, "api.insecure": insecure or None}

@@ -344,8 +344,8 @@ def check_engine(config: Config) -> None:
         if not count:
             continue
         device = resolve_device(config.device_of(role), gpus)
-        ranks = config.ranks_of(role)
-        if lack := problem(Installation.find(), raw, config.pages.page_size, device, ranks, held):
+        own = (config.ranks_of(role), held, config.model.quantization, config.model.enable_expert_parallel)
+        if lack := problem(Installation.find(), raw, config.pages.page_size, device, *own):
             raise ConfigError(f"{why}, and vLLM's runner can't: {lack}")
 
 

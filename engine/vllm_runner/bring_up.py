@@ -141,8 +141,14 @@ def engine_arguments(order: Load) -> dict[str, Any]:
         arguments["attention_backend"] = order.attention_backend
     if order.ranks > 1:
         arguments["distributed_executor_backend"] = "mp"
+    if order.quantization:
+        arguments["quantization"] = order.quantization
+    if order.expert_parallel:
+        arguments["enable_expert_parallel"] = True
+    if order.max_model_len:
+        arguments["max_model_len"] = order.max_model_len
     if order.num_pages is None:
-        return arguments | {"max_model_len": -1}
+        return {"max_model_len": -1} | arguments
     return arguments | {"num_gpu_blocks_override": order.num_pages + NULL_BLOCKS}
 
 

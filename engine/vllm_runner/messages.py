@@ -57,6 +57,9 @@ class Load(Struct, frozen=True, tag=True):
     kv_cache_dtype: str = "auto"  # by vLLM's names
     exact: bool = True  # a row's bits must not depend on other rows
     attention_backend: str = ""  # by vLLM's names; empty: vLLM chooses
+    max_model_len: int = 0  # 0: as many tokens as the model takes
+    quantization: str = ""  # by vLLM's names
+    expert_parallel: bool = False
     gpus: Sequence[str] = ()  # UUIDs of the ranks' GPUs
 
     @property

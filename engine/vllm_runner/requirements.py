@@ -77,6 +77,10 @@ def setting_that_needs_vllm(config: Config) -> str:
         return f"model.lora_modules names LoRA adapters ({', '.join(sorted(config.model.lora_modules))})"
     if config.model.kv_cache_dtype in pages.FP8:
         return f"model.kv_cache_dtype is {config.model.kv_cache_dtype}"
+    if config.model.quantization:
+        return f"model.quantization is {config.model.quantization}"
+    if config.model.enable_expert_parallel:
+        return "model.enable_expert_parallel is true"
     roles: Sequence[WorkerRole] = ("prefill", "decode")
     for role in roles:
         if (ranks := config.ranks_of(role)) > 1:
@@ -101,10 +105,12 @@ def problem(
     device: str,
     ranks: int = 1,
     kv_cache_dtype: str = "auto",
+    quantization: str = "",
+    expert_parallel: bool = False,
 ) -> str:
     """Return why vLLM's runner can't serve a checkpoint with this parsed config.json, "" if nothing speaks against it.
 
-    `device` is "cpu" or a CUDA device; `ranks` processes share the model; `kv_cache_dtype` is the setting. Without a
+    `device` is "cpu" or a CUDA device; `ranks` processes share the model; the others are settings of `model`. Without a
     config only the installation is looked at. What is found here is what vLLM would refuse after a minute of loading;
     it may still refuse more.
     """
@@ -114,6 +120,13 @@ def problem(
         return wrong_version(vllm.version, device)
     if wrong := vllm.wrong_build(device):
         return wrong
+    if device == "cpu" and quantization:
+        return (
+            f"vLLM {vllm.version} has no kernels for CPUs that gain from model.quantization ({quantization}): leave it "
+            "out, or serve a quantized checkpoint"
+        )
+    if device == "cpu" and expert_parallel:
+        return f"vLLM {vllm.version} ends in a crash with model.enable_expert_parallel on a CPU: leave it out"
     if config is None:
         return ""
     return "; ".join(_lacks(vllm, config, page_size, device, ranks, kv_cache_dtype))

@@ -165,6 +165,9 @@ class VllmRunner:
         kv_cache_dtype: str = "auto",
         exact: bool = True,
         attention_backend: str = "",
+        max_model_len: int = 0,
+        quantization: str = "",
+        expert_parallel: bool = False,
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
 
@@ -175,8 +178,11 @@ class VllmRunner:
         compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. With `exact`,
         the bits of a sequence depend on no other one and on no borders of chunks. No test has shown that on a GPU.
         On a GPU it waits while another process loads a model there (`engine.device.gpu_locks`). `attention_backend`
-        names one of vLLM's; empty means that vLLM chooses. Raises ModelError (UnsupportedModel where vLLM or this
-        runner can't serve the model), NotEnoughMemory, StartupError and FolderUntrusted.
+        names one of vLLM's; empty means that vLLM chooses. A sequence has at most `max_model_len` tokens; 0 means as
+        many as the model takes. `quantization` of the weights at load is one of vLLM's, and empty means none. With
+        `expert_parallel`, ranks divide the experts of a layer. Neither was run on a GPU. Raises ModelError
+        (UnsupportedModel where vLLM or this runner can't serve the model), NotEnoughMemory, StartupError and
+        FolderUntrusted.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
         order = Load(
@@ -197,9 +203,14 @@ class VllmRunner:
             kv_cache_dtype,
             exact,
             attention_backend,
+            max_model_len,
+            quantization,
+            expert_parallel,
             gpu_uuids(device, ranks),
         )
         fingerprint = _fingerprint(path)
+        if quantization:
+            fingerprint = _digest(fingerprint, quantization)
         environment = child_environment(os.environ, device, threads, ranks, exact=exact)
         if not eager:
             environment |= compiling.environment(order.device)

@@ -78,6 +78,23 @@ def test_what_vllm_asks_of_a_model(more: dict[str, Any], page_size: int, device:
     assert bool(reason) == bool(lack)
 
 
+@pytest.mark.parametrize(("name", "value"), [("quantization", "fp8"), ("enable_expert_parallel", True)])
+def test_what_vllm_has_on_gpus_alone(name: str, value: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = load(None, {f"model.{name}": value, "pages.page_size": 32})
+    for device in ("cpu", "cuda"):
+        facts = engine_facts(config, tmp_path, [device], RIGHT)
+        assert f"model.{name} is" in facts.native_lack
+        assert (f"model.{name}" in facts.vllm_lack) == (device == "cpu"), facts.vllm_lack
+
+
+def test_sequences_can_not_be_longer_than_the_context(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    engine_facts(load(None, {"model.max_model_len": 128}), tmp_path, ["cpu"], RIGHT)
+    with pytest.raises(ConfigError, match="max_model_len is 129 and the checkpoint's context is 128 tokens"):
+        engine_facts(load(None, {"model.max_model_len": 129}), tmp_path, ["cpu"], RIGHT)
+
+
 def test_vllm_does_not_recompute_pages(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     config = load(None, {"pages.recompute_share": 0.1})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from baton.config import load as config_of
 from baton.errors import FolderUntrusted, StartupError
@@ -26,7 +27,10 @@ GPU = Load("m", "auto", None, 16, 8, 64, 2, "cuda", 0.45)
 def test_on_a_cpu_pages_are_counted_here():
     arguments = engine_arguments(CPU)
     assert arguments["num_gpu_blocks_override"] == 100 + NULL_BLOCKS
-    assert "max_model_len" not in arguments
+    assert not {"max_model_len", "quantization", "enable_expert_parallel"} & arguments.keys()
+    more = {"max_model_len": 128, "quantization": "fp8", "expert_parallel": True}
+    own = {"max_model_len": 128, "quantization": "fp8", "enable_expert_parallel": True}
+    assert engine_arguments(structs.replace(CPU, **more)) == arguments | own
 
 
 def test_compiled_models_lie_in_a_folder_of_this_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

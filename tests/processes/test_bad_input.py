@@ -48,7 +48,9 @@ def test_a_model_that_computes_nan_fails_those_requests_alone(tmp_path: Path, pr
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][300] = float("nan")
     save_file(tensors, file, {"format": "pt"})
-    with LocalCluster(workload.settings(path, prefill, 1), tmp_path / "cluster") as cluster:
+    settings = workload.settings(path, prefill, 1, **{"model.max_model_len": 200})
+    with LocalCluster(settings, tmp_path / "cluster") as cluster:
+        assert "maximum context length is 200" in str(refused(cluster, [5] * 201))
         with ThreadPoolExecutor(5) as pool:
             broken = pool.map(lambda at: refused(cluster, [*whole[at], 300], max_tokens=24), range(2))
             answers = list(pool.map(lambda prompt: workload.ask(cluster.address, prompt, 24).token_ids, whole))
