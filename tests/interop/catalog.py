@@ -28,12 +28,12 @@ class Suite:
 
 
 _AGENT = (
-    f", from npm: {', '.join(agents.CASES.values())}. A model follows a script, once with a lenient and once with a "
-    "strict chat template"
+    f", from npm: {', '.join(agents.CASES.values())}. A model follows a script: it reasons, and calls a tool "
+    "twice at once. It does so once with a lenient and once with a strict chat template"
 )
 _LIBRARY = (
-    ": a tool loop and a second turn, a picture in a tool's result where the library sends one, typed output, whole "
-    "and as streams, and a prompt beyond the context. The model is that of the agents"
+    ": a tool loop and a second turn, typed output, a prompt beyond the context, and a picture in a tool's result "
+    "where the library sends one. Answers come whole and as streams. The model is that of the agents"
 )
 _ALL = (
     Suite(

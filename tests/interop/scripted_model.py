@@ -34,7 +34,7 @@ from tests.support.cluster_keys import KEYS
 NAME = "baton-scripted"
 CONTEXT = 32_768
 VOCABULARY = 8_000
-CUT = 40  # tokens of an output that is cut in the middle of a call
+CUT = 80  # tokens of an output that is cut in the middle of a call
 _STRICT = (
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}"
     "{% elif m.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('Unexpected role.') }}"
@@ -44,6 +44,7 @@ _STRICT = (
 """As Qwen3.5's: it refuses a second system message, unknown roles, and arguments that are no object."""
 
 _FAILURE = re.compile(rb'^(event: (error|response\.failed)$|data: {"error")', re.MULTILINE)
+THOUGHT = "<think>\nWell.\n</think>\n\n"  # before each output that no grammar binds
 SUMMARY = "SUMMARY-7"
 SUM = {"command": "echo baton-$((40+2))", "description": "a sum"}
 LONG = SUM | {"command": SUM["command"] + " # to be cut" * 100}
@@ -55,7 +56,9 @@ def template(*, strict: bool) -> str:
     return (
         "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}"
         f"{_STRICT if strict else ''}"
-        "<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>"
+        "<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+        "{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>"
         "{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -116,7 +119,8 @@ class Script:
 
     def _command(self, names: list[str], arguments: dict[str, str], bound: Any) -> str:
         name = next(name for name in names if name in self._commands)
-        return _call(name, dict(zip(self._commands[name], arguments.values(), strict=False)), bound)
+        call = _call(name, dict(zip(self._commands[name], arguments.values(), strict=False)), bound)
+        return call if bound else f"I run it twice.\n{call}\n{call}"
 
     def install(self) -> None:
         """Have every router of this process follow the script."""
@@ -127,6 +131,7 @@ class Script:
             grammar = request.sampling.grammar
             bound = json.loads(grammar.text) if grammar and grammar.kind == "json_schema" else None
             output, limit = self.reply(prompt, bound)
+            output = output if grammar else THOUGHT + output
             self._outputs[request.sampling.seed] = self._tokenizer.encode(output, add_special_tokens=False).ids
             limits = [each for each in (request.max_tokens, limit) if each is not None]
             request = msgspec.structs.replace(request, max_tokens=min(limits, default=None))
@@ -188,5 +193,5 @@ if __name__ == "__main__":
     use_keys(KEYS)
     Script(sys.argv[2]).install()
     tell_refusals()
-    with tempfile.TemporaryDirectory(prefix="baton-interop-") as scratch:
+    with tempfile.TemporaryDirectory(dir=Path(sys.argv[2]).parent) as scratch:  # which goes with the suite's
         asyncio.run(serve(Path(scratch), strict=sys.argv[1] == "strict"))
