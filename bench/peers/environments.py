@@ -9,12 +9,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _SYSTEM_LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
+_RUST = "vllm-rs-0.32.0"
 _READY = "baton-bench.txt"  # in an environment that is whole: what is in it
 
 _DEPENDENCIES = """
@@ -94,6 +97,25 @@ def _named(requirement: str, names: tuple[str, ...]) -> bool:
     for sign in " [<>=!~":
         name = name.split(sign)[0]
     return name in names
+
+
+def vllm_rust(below: Path) -> Path:
+    """Return where vLLM's front in Rust is, or would be. The wheels for GPUs have it, and those for processors not."""
+    return below / _RUST
+
+
+def prepare_vllm_rust(below: Path) -> None:
+    """Fetch it unless it is there. Raises NotPrepared."""
+    if (binary := vllm_rust(below)).exists():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, "vllm==0.32.0"])
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as file:
+            file.extract("vllm/vllm-rs", folder)
+        binary.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(f"{folder}/vllm/vllm-rs", binary)
+        binary.chmod(0o755)
 
 
 def openmp(environment: Environment, below: Path) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -125,12 +126,12 @@ class _Timer(Thread):
                 self._loop.call_soon_threadsafe(self._tick_of_loop)
 
 
-async def follow(engine: FakeEngine[Stream], address: str, answers: TextIO) -> None:
-    """Say where the front is, and pace the engine as told, until stdin is closed.
+async def follow(engine: FakeEngine[Stream], address: str, answers: TextIO, pid: int | None = None) -> None:
+    """Say where the front is, and pace the engine as told, until stdin is closed. `pid`: of the front's own process.
 
     A line `{"interval": seconds or null}` is answered by `{}`.
     """
-    print(json.dumps({"address": address}), file=answers, flush=True)
+    print(json.dumps({"address": address, "pid": pid or os.getpid()}), file=answers, flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         engine.pace(json.loads(line)["interval"])
         print("{}", file=answers, flush=True)

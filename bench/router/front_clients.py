@@ -48,12 +48,14 @@ class Stream:
 
 @dataclass(frozen=True)
 class Order:
-    """A round: so many streams at a time, two after each other, each of `count` tokens. `door` is http or grpc."""
+    """A round: so many streams at a time, two after each other, each of `count` tokens; or chats, which have one token
+    for each turn. `door` is http or grpc."""
 
     door: str
     address: str
-    streams: int
-    count: int
+    streams: int = 0
+    count: int = 0
+    chats: Sequence[Sequence[bytes]] = ()  # bodies of the turns of each stream, in place of these streams
 
 
 Ask = Callable[[int], Awaitable[Stream]]
@@ -80,12 +82,24 @@ class HttpClient(asyncio.Protocol):
     async def ask(self, count: int) -> Stream:
         """Read one completion. The first `count` events bring a token each, unless the server has merged some. Raises
         ConnectionError if the server answers otherwise."""
+        fields = {"prompt": PROMPT, "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0}
+        stream = await self.send("/v1/completions", json.dumps(fields).encode())
+        return Stream(stream.began, stream.times[:count])
+
+    async def chat(self, body: bytes) -> Stream:
+        """Read a chat's answer to its end, which is the one time of the stream. Raises ConnectionError."""
+        stream = await self.send("/v1/chat/completions", body)
+        return Stream(stream.began, stream.times[-1:])
+
+    async def send(self, path: str, body: bytes) -> Stream:
+        """Read the events of one answer. Raises ConnectionError."""
         self._times, self._head, self._tail, self._read = [], b"", b"", asyncio.get_running_loop().create_future()
         self._began = time.perf_counter()
-        self._transport.write(_completion_request(self._address, count))
+        head = f"POST {path} HTTP/1.1\r\nhost: {self._address}\r\ncontent-type: application/json\r\n"
+        self._transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         async with asyncio.timeout(_TIMEOUT):
             await self._read
-        return Stream(self._began, self._times[:count])
+        return Stream(self._began, self._times)
 
     def close(self) -> None:
         self._transport.close()
@@ -116,13 +130,6 @@ class HttpClient(asyncio.Protocol):
             self._read.set_exception(ConnectionError(f"{self._address} has closed the connection"))
 
 
-def _completion_request(address: str, count: int) -> bytes:
-    fields = {"prompt": PROMPT, "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0}
-    body = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-
-
 async def grpc_stream(stub: Any, count: int) -> Stream:
     """Read one call's responses. Those without text have no counterpart among the events of HTTP."""
     request = generation_pb2.GenerateRequest(
@@ -137,6 +144,13 @@ async def grpc_stream(stub: Any, count: int) -> Stream:
 
 async def _round(order: Order) -> list[Stream]:
     async with AsyncExitStack() as stack:
+        if order.chats:
+
+            async def turns(bodies: Sequence[bytes]) -> list[Stream]:
+                client = stack.enter_context(closing(await HttpClient.connect(order.address)))
+                return [await client.chat(body) for body in bodies]
+
+            return [stream for all_of_one in await asyncio.gather(*map(turns, order.chats)) for stream in all_of_one]
         clients = await _clients(order, stack)
 
         async def two(ask: Ask) -> list[Stream]:

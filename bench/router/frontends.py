@@ -1,7 +1,7 @@
 """Measure what the doors cost: beside each other on one cluster, and by themselves beside vLLM's own front.
 
-    python -m bench.router.frontends [--rounds N] [--streams N] [--quick] [--only cluster|speed|rate]
-    python -m bench.router.frontends --prepare    # once: vLLM's environment, 5 minutes and 3.4 GB
+    python -m bench.router.frontends [--rounds N] [--streams N] [--quick] [--only cluster|speed|rate|chats]
+    python -m bench.router.frontends --prepare    # once: vLLM's environment, 5 minutes and 3.8 GB
 
 `cluster`: a colocated cluster serves eight streams at a time, by each door in turns, to clients in another process. The
 ratios are of medians over the rounds: a door's time to first token and gap between tokens over those of `baton.v1`.
@@ -14,6 +14,10 @@ figures are tokens for each second of the front's CPU time, and tokens a second 
 
 `rate`: 8 and 64 streams with a token each every 10 ms. The figures are time to first token, gap between tokens, and the
 share of its core that the front takes.
+
+`chats`: agents' conversations with prompts of 60,000 tokens, which are tokenized, beside vLLM's fronts in Python and in
+Rust (`vllm-rs`). The figures are requests for each second of the front's CPU time, its helper processes included, and
+the time to the end of an answer of one token. First turns are new to the front; further ones add 2 % to the last.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -39,10 +44,12 @@ from deploy.load.figures import percentile
 TARGET = 1.10
 TARGET_TOKENS = 10_000
 _DOORS = {"http": "HTTP", "grpc": "gRPC"}
-_PARTS = ("cluster", "speed", "rate")
+_PARTS = ("cluster", "speed", "rate", "chats")
+_RUST = "vLLM's HTTP in Rust"
 _PEER, _PEER_LOGGING = "vLLM's HTTP", "vLLM's HTTP with its statistics"
 _OUTPUT = 200  # tokens of a stream
 _MANY = 64  # streams
+_SESSIONS, _TURNS = 4, 6  # chats at a time, and turns of each
 _INTERVAL = 0.01  # seconds between two tokens of a stream, where they come at one rate
 
 
@@ -160,11 +167,50 @@ def alone(client: Client, model: Path, parts: Collection[str], rounds: int, coun
         else:
             report.say(f"not beside vLLM: it is not in {VLLM.folder(peers)}; --prepare installs it")
         for front in running:
-            processes.pin(front.pid, {max(available)})
+            front.pin(min(available), max(available))
         if "speed" in parts:
             at_full_speed(client, running, rounds, count)
         if "rate" in parts:
             at_one_rate(client, [front for front in running if front.name in ("HTTP", _PEER)], rounds, count)
+
+
+def long_chats(client: Client, rounds: int, peers: Path) -> None:
+    """Conversations of 60,000 tokens. Raises PeerFailed."""
+    available = os.sched_getaffinity(0)
+    processes.pin(client.pid, {min(available)})
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = fronts.chat_model(Path(folder))
+        words = fronts.words(model)
+        running = [Front("HTTP", "http", fronts.baton("http", model, words, stack))]
+        if environments.prepared(VLLM, peers):
+            running.append(Front(_PEER, "http", fronts.vllm(model, words, peers, stack, "--disable-log-stats")))
+        if environments.vllm_rust(peers).exists():
+            running.append(Front(_RUST, "http", fronts.vllm_rust(model, words, peers, stack)))
+        rates: dict[str, dict[str, list[float]]] = {case: {} for case in ("first turns", "further turns")}
+        times: dict[str, dict[str, list[float]]] = {case: {} for case in rates}
+        for front in running:
+            front.pin(min(available), max(available))
+        for number in range(rounds + 1):
+            chats = fronts.conversations(model.name, _SESSIONS, _TURNS, number)
+            turns_by_case = zip(rates, ([chat[:1] for chat in chats], [chat[1:] for chat in chats]), strict=True)
+            for case, turns in turns_by_case:
+                for front in running:
+                    before = front.cpu_seconds()
+                    results = client.round(Order("http", front.address, chats=turns[1:]))
+                    used = front.cpu_seconds() - before
+                    alone = client.round(Order("http", front.address, chats=turns[:1]))
+                    if number:  # the first round warms up
+                        rates[case].setdefault(front.name, []).append(len(results) / used)
+                        times[case].setdefault(front.name, []).append(_first(alone) * 1e3)
+    for case in rates:
+        for name in rates[case]:
+            label = f"{name}, chats of 60,000 tokens, {case}"
+            report.emit(report.median_of("frontends", label, "requests/CPU-s", rates[case][name]))
+            report.emit(report.median_of("frontends", f"{label}: TTFT", "ms", times[case][name]))
+            if name != "HTTP":
+                label = f"HTTP over {name}, chats of 60,000 tokens, {case}"
+                _compare(label, "requests/CPU-s", rates[case]["HTTP"], rates[case][name], 1.0, "high")
+                _compare(f"{label}: TTFT", "ms", times[case]["HTTP"], times[case][name], 1.0, "low")
 
 
 def _first(results: Sequence[Stream]) -> float:
@@ -200,13 +246,17 @@ def main() -> int:
     try:
         if arguments.prepare:
             environments.prepare(VLLM, arguments.peers)
+            environments.prepare_vllm_rust(arguments.peers)
             return 0
         report.say(report.machine())
         if "cluster" in parts:
             with closing(Client()) as client:
                 model = models.directory(arguments.model)
                 against_grpc(client, model, rounds, arguments.streams, count)
-        if parts - {"cluster"}:
+        if "chats" in parts:
+            with closing(Client()) as client:
+                long_chats(client, rounds, arguments.peers)
+        if parts - {"cluster", "chats"}:
             with closing(Client()) as client:
                 alone(client, models.directory("tiny"), parts, rounds, count, arguments.peers)
     except (NotPrepared, PeerFailed, StreamFailed) as error:

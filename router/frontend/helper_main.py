@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import resource
 import signal
@@ -10,7 +12,10 @@ from collections.abc import Callable
 from ctypes import CDLL
 from typing import Any
 
+import msgspec
+
 _PR_SET_PDEATHSIG = 1
+_PIPE_BYTES = 2**20  # as many as Linux lets any user have; a long order or answer passes in one piece
 READY = bytes(4)
 """What a helper says once it has imported its libraries, before its first answer."""
 
@@ -22,11 +27,17 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], memory: int) -> No
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     orders, answers = sys.stdin.buffer, sys.stdout.buffer
+    for pipe in (orders, answers):
+        with contextlib.suppress(OSError):  # the user's pipes have too many bytes together
+            fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     answers.write(READY)
     answers.flush()
     while len(head := orders.read(4)) == 4:
-        order = json.loads(orders.read(int.from_bytes(head, "big")))
-        body = json.dumps(answer(order["order"]) | {"number": order["number"]}, ensure_ascii=False)
-        encoded = body.encode(errors="replace")
+        order = msgspec.json.decode(orders.read(int.from_bytes(head, "big")))
+        body = answer(order["order"]) | {"number": order["number"]}
+        try:
+            encoded = msgspec.json.encode(body)
+        except UnicodeEncodeError:  # half a surrogate pair in an error's text
+            encoded = json.dumps(body, ensure_ascii=False).encode(errors="replace")
         answers.write(len(encoded).to_bytes(4, "big") + encoded)
         answers.flush()
