@@ -218,6 +218,9 @@ def _span_attributes(request: GenerationRequest) -> dict[str, Value]:
     return attributes
 
 
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+
 def name_of(request: pb.GenerateRequest) -> str:
     """What the request is called in logs, errors and its last message. Raises InvalidRequest."""
     return checked_name("request_id", request.request_id) or secrets.token_hex(8)
@@ -419,6 +422,9 @@ def _stops(fields: Fields, model: ServedModel) -> tuple[str, ...]:
         if not 0 < len(stop) <= _MAX_STOP_LENGTH:
             raise InvalidRequest(f"stop has a string of {len(stop)} characters; 1 to {_MAX_STOP_LENGTH} are allowed")
     return stops
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
 
 
 def grammar_of(output: Mapping[str, Any] | None, model: ServedModel, *, ignore_eos: bool = False) -> Grammar | None:

@@ -120,6 +120,9 @@ def _without_faults(
     raise error
 
 
+# --- parts that no output can complete --------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class _Part:
     """An object of a schema that is a schema itself."""
@@ -229,6 +232,9 @@ def _names_more(pattern: str, declared: list[str]) -> bool:
         return True  # llguidance refuses or never allows a further name; the schema itself is judged elsewhere
     mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     return bool(mask[_QUOTE])
+
+
+# --- keywords that can't be enforced ----------------------------------------------------------------------------------
 
 
 @dataclass

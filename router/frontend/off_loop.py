@@ -221,6 +221,9 @@ async def _killed(process: Process) -> None:
     await process.wait()
 
 
+# --- turns between tenants --------------------------------------------------------------------------------------------
+
+
 @dataclass
 class _Backlog:
     """What a tenant has here, running or waiting."""
@@ -281,6 +284,9 @@ class FairTurns:
         backlog.size -= size
         if not backlog.jobs:
             del self._backlogs[tenant]
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
 
 
 class TokenizerLane:

@@ -466,6 +466,9 @@ def _part(item: Text, text: str) -> OutputText | ReasoningText:
     return (OutputText if item.kind is Content else ReasoningText)(text)
 
 
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
 class ResponseTools:
     """The tools of one request. `chat` has them as a chat's."""
 

@@ -194,6 +194,9 @@ def samples(request: GenerationFields) -> int:
     return n
 
 
+# --- structured output: OpenAI's `response_format` and vLLM's `structured_outputs` ------------------------------------
+
+
 def structured_output(fields: GenerationFields) -> Json | None:
     """Return the `structured_output` that a request's fields ask for; None without one. Raises InvalidRequest."""
     forms = {name: value for name in _GRAMMARS if (value := getattr(fields, name))}
@@ -280,6 +283,9 @@ def name_field(error: InvalidGrammar, fields: GenerationFields) -> InvalidGramma
     if not error.field and (field := next((name for name in _GRAMMARS if getattr(fields, name)), "")):
         return _wrong(field, str(error))
     return error
+
+
+# --- what a request is made of ----------------------------------------------------------------------------------------
 
 
 def rule_entries(fields: GenerationFields) -> int:

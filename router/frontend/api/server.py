@@ -183,6 +183,9 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
 class Places:
     """The connections that wait for their clients, the longest first."""
 

@@ -321,6 +321,9 @@ def constraint(plan: ToolPlan, schemas: Mapping[str, Json]) -> Json:
     return {"json": whole, "disable_any_whitespace": True}
 
 
+# --- what may stand around an output ----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Frames:
     """Makes frames for a model."""
@@ -430,6 +433,9 @@ class Frames:
 
 def _quoted(text: Any) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+# --- schemas that no grammar can enforce ------------------------------------------------------------------------------
 
 
 async def fitted(
