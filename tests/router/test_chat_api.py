@@ -16,9 +16,9 @@ from pydantic import TypeAdapter
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
-from router.frontend.api.prompts import PromptBuilder
 from router.frontend.api.token_logprobs import added_texts
 from router.frontend.detokenizer import MARK, TextOptions, TextStream, Tokenizer
+from router.frontend.served_model import tokenized
 from tests.router import model, tokenizers
 from tests.router.model import EOS
 from tests.router.served import Served, served, settings_for
@@ -482,13 +482,12 @@ async def test_with_tools_the_prompt_and_the_parser_are_those_of_tool_use(
     plain = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
     named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": TEMPLATE}]
     prompts: list[str] = []
-    encode = PromptBuilder.encode
 
-    def noted(self: PromptBuilder, texts: Any, **more: Any) -> Any:
+    def noted(texts: Any, *model: Any, **more: Any) -> Any:
         prompts.extend(texts)
-        return encode(self, texts, **more)
+        return tokenized(texts, *model, **more)
 
-    monkeypatch.setattr(PromptBuilder, "encode", noted)
+    monkeypatch.setattr("router.frontend.api.prompts.tokenized", noted)
     async with saying(tmp_path, monkeypatch, f"I'll look.{CALL}", named) as client, client.openai() as door:
         fields: Any = {"model": "", "messages": MESSAGES}
         message = (await door.chat.completions.create(**fields, tools=TOOLS)).choices[0].message

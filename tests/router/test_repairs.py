@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from baton.config import REPAIRS
-from router.frontend.api.prompts import PromptBuilder
 from router.frontend.chat.repairs import Repairs, arguments_of, with_whole_characters
 from router.frontend.generation import GenerationService
+from router.frontend.served_model import tokenized
 from tests.router.model import CONTEXT
 from tests.router.served import settings_for
 from tests.router.test_api import Door, door
@@ -86,17 +86,16 @@ async def front(
 ) -> AsyncIterator[Front]:
     """A router with such settings of `api`."""
     prompts: list[str] = []
-    encode: Callable[..., Any] = PromptBuilder.encode
 
-    def noted(self: PromptBuilder, texts: Sequence[str], **more: Any) -> Any:
+    def noted(texts: Sequence[str], *model: Any, **more: Any) -> Any:
         prompts.extend(texts)
-        return encode(self, texts, **more)
+        return tokenized(texts, *model, **more)
 
     def settings(folder: Path, **more: Any) -> Any:
         config = settings_for(folder, **more)
         return msgspec.structs.replace(config, api=msgspec.structs.replace(config.api, **api))
 
-    monkeypatch.setattr(PromptBuilder, "encode", noted)
+    monkeypatch.setattr("router.frontend.api.prompts.tokenized", noted)
     monkeypatch.setattr("tests.router.test_api.settings_for", settings)
     async with door(folder, template=template) as client:
         yield Front(client, prompts)
