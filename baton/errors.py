@@ -69,7 +69,10 @@ class BatonError(Exception):
 class InvalidRequest(BatonError, status="INVALID_ARGUMENT", reason="invalid_request"):
     """A request that no state of the cluster could serve as written."""
 
-    field = ""  # the one that is wrong, where the error knows
+    def __init__(self, message: str = "", field: str = "") -> None:
+        """`field` is the one that is wrong, where the error knows."""
+        super().__init__(message)
+        self.field = field
 
 
 class ContextTooLong(InvalidRequest, reason="context_too_long"):

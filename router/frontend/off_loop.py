@@ -221,9 +221,6 @@ async def _killed(process: Process) -> None:
     await process.wait()
 
 
-# --- turns between tenants --------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Backlog:
     """What a tenant has here, running or waiting."""
@@ -284,9 +281,6 @@ class FairTurns:
         backlog.size -= size
         if not backlog.jobs:
             del self._backlogs[tenant]
-
-
-# --- threads ----------------------------------------------------------------------------------------------------------
 
 
 class TokenizerLane:

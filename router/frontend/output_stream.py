@@ -173,9 +173,6 @@ def _cut(summary: Summary, completion: int) -> Summary:
     return replace(summary, usage=replace(summary.usage, completion=completion))
 
 
-# --- several outputs of one prompt ------------------------------------------------------------------------------------
-
-
 class ReadableStream(Protocol):
     """One output on its way to its client."""
 

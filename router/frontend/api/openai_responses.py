@@ -466,9 +466,6 @@ def _part(item: Text, text: str) -> OutputText | ReasoningText:
     return (OutputText if item.kind is Content else ReasoningText)(text)
 
 
-# --- tools ------------------------------------------------------------------------------------------------------------
-
-
 class ResponseTools:
     """The tools of one request. `chat` has them as a chat's."""
 

@@ -234,9 +234,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return response
 
 
-# --- what each call does ----------------------------------------------------------------------------------------------
-
-
 class OperatorCalls:
     """Does what each call asks for, for one router or for all routers of the cluster."""
 
@@ -387,9 +384,6 @@ def _prompt(call: PinPrefix, model: ServedModel) -> Sequence[int]:
             raise InvalidRequest("the call has no prompt, or two; set text or token_ids")
     check_length(tokens, model)
     return tokens
-
-
-# --- the other routers of the cluster ---------------------------------------------------------------------------------
 
 
 class OtherRouters:

@@ -182,9 +182,7 @@ def refuse_fields(request: Struct, *names: str) -> None:
 def unsupported(field: str, value: Any, remedy: str = "") -> UnsupportedField:
     """The error for a field that can't be served with that value."""
     remedy = remedy or f"leave {field} out"
-    error = UnsupportedField(f"{field} is {shown(repr(value))}, which this server does not support; {remedy}")
-    error.field = field
-    return error
+    return UnsupportedField(f"{field} is {shown(repr(value))}, which this server does not support; {remedy}", field)
 
 
 def samples(request: GenerationFields) -> int:
@@ -273,9 +271,7 @@ _KINDS: Mapping[str, Callable[[Any], Json]] = {
 
 
 def _wrong(field: str, reason: str) -> InvalidGrammar:
-    error = InvalidGrammar(f"{field}: {reason}")
-    error.field = field
-    return error
+    return InvalidGrammar(f"{field}: {reason}", field)
 
 
 def name_field(error: InvalidGrammar, fields: GenerationFields) -> InvalidGrammar:

@@ -183,9 +183,6 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-# --- connections ------------------------------------------------------------------------------------------------------
-
-
 class Places:
     """The connections that wait for their clients, the longest first."""
 

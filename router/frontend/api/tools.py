@@ -133,9 +133,7 @@ def switch(variables: Mapping[str, Any] | None, *, on: bool) -> Json:
 
 def wrong(field: str, reason: str) -> InvalidRequest:
     """The error for a field."""
-    error = InvalidRequest(f"{field}: {reason}")
-    error.field = field
-    return error
+    return InvalidRequest(f"{field}: {reason}", field)
 
 
 def _is_constrained(fields: ChatCompletionRequest) -> bool:
@@ -486,9 +484,7 @@ async def _fitted(
             return None
         checked = await service.grammars.loosen(schema, tenant)
     except InvalidGrammar as error:
-        named = InvalidGrammar(f"tools: {shown(name)!r}: {error}")
-        named.field = "tools"
-        raise named from None
+        raise InvalidGrammar(f"tools: {shown(name)!r}: {error}", "tools") from None
     if not checked.left_out:
         return None
     repairs.make("schema")

@@ -409,9 +409,6 @@ def _reasoning_parser(template: str) -> str | None:
     return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
 
 
-# --- response templates -----------------------------------------------------------------------------------------------
-
-
 class _Field(Struct):
     open: str | list[str] = []
     open_pattern: str = ""

@@ -52,9 +52,7 @@ class Repairs:
 
 def refused(field: str, reason: str) -> InvalidRequest:
     """Return the error for a field."""
-    error = InvalidRequest(f"{field} {reason}")
-    error.field = field
-    return error
+    return InvalidRequest(f"{field} {reason}", field)
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
