@@ -218,9 +218,6 @@ def _span_attributes(request: GenerationRequest) -> dict[str, Value]:
     return attributes
 
 
-# --- fields -----------------------------------------------------------------------------------------------------------
-
-
 def name_of(request: pb.GenerateRequest) -> str:
     """What the request is called in logs, errors and its last message. Raises InvalidRequest."""
     return checked_name("request_id", request.request_id) or secrets.token_hex(8)

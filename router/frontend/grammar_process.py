@@ -234,9 +234,6 @@ def _names_more(pattern: str, declared: list[str]) -> bool:
     return bool(mask[_QUOTE])
 
 
-# --- keywords that can't be enforced ----------------------------------------------------------------------------------
-
-
 @dataclass
 class Faults:
     """What is wrong with a schema: keywords and reasons by their paths, which are JSON pointers."""

@@ -25,8 +25,7 @@ from baton.errors import ContextTooLong, InvalidRequest, ModelError, ModelMismat
 from baton.messages import DrawParams, SamplingParams
 from baton.tokenizer_files import tokenizer_folder
 from router.frontend.chat.formats import NO_FORMAT, ChatFormat, ResponseTemplate, chosen, read_template
-from router.frontend.detokenizer import Tokenizer
-from router.frontend.token_cache import TextOwner, TokenCache
+from router.frontend.detokenizer import TextOwner, TokenCache, Tokenizer
 from router.generation_request import check_bounds
 from router.queueing.admission import ModelLimits
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 
-from router.frontend import token_cache
-from router.frontend.detokenizer import Tokenizer
-from router.frontend.token_cache import TextOwner, TokenCache
+from router.frontend import detokenizer
+from router.frontend.detokenizer import TextOwner, TokenCache, Tokenizer
 from tests.router import tokenizers
 from tests.router.test_api import door
 from tests.router.test_tokenizer_threads import KINDS, PROSE, Counting, copy
@@ -148,7 +147,7 @@ def test_a_tenant_with_many_texts_takes_no_room_from_others() -> None:
 
 
 def test_a_prompt_of_borders_alone_is_cut_into_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_cache, "_MOST_PARTS", 10)
+    monkeypatch.setattr(detokenizer, "_MOST_PARTS", 10)
     tokenizer, known = counted()
     for text in (END * 1_000, f"head{END * 1_000}", f"head{END}the{END * 998}"):
         assert list(known.encode(text, OWNER)) == tokenizer.encode(text, special_tokens=False)

@@ -24,11 +24,11 @@ from router.frontend.api.protocol import TokenizeRequest, samples, token_ids
 from router.frontend.chat.formats import ChatFormat
 from router.frontend.chat.repairs import Repairs, arguments_of, content_of, refused, source_of, without_telemetry
 from router.frontend.chat.scanning import TEXT_ARGUMENT
+from router.frontend.detokenizer import TextOwner
 from router.frontend.generation import GenerationService
 from router.frontend.identity import caller
 from router.frontend.off_loop import HelperDied, HelperLate, HelperProcess
 from router.frontend.served_model import kept_tokens, tokenized
-from router.frontend.token_cache import TextOwner
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
