@@ -75,6 +75,7 @@ class Engine:
 
     adapters: tuple[AdapterCard, ...] = ()
     writers: Sequence[int] = ()
+    fixed_borders = False  # our kernels need none, and with torch's no borders would help
 
     def __init__(
         self,
@@ -95,14 +96,18 @@ class Engine:
         self.has_lm_head = model_weights.head is not None  # it can generate tokens
         self.pool = pool
         self.pages = PagePool(pool, layout.page_bytes, layout.num_kv_heads)
-        self._num_pages = len(pool)
+        self.num_pages = len(pool)
+        self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
+        self.device = str(pool.device)
+        on_cuda = pool.device.type == "cuda"
+        self.overlaps = self.copies_overlap = self.launches_ahead = on_cuda
         self._alarm: Callable[[], None] = lambda: None
         self.tracer = Tracer()  # of the loop that runs the steps
         self._mask_threads = MaskThreads()
         self._sampler = sampler_for(pool.device)
         self._model = Transformer(config, model_weights, TorchAttention(pool, layout, config.query_scale))
         self._cuda: _Cuda | None = None
-        if pool.device.type == "cuda":
+        if on_cuda:
             launcher = self._launcher(CudaStreams(pool.device))
             self._cuda = _Cuda(CudaCopies(self.pages.bytes), launcher, StepWatch())
         self._native: forward.NativeForward | None = None
@@ -162,38 +167,6 @@ class Engine:
         return memory_bytes // layout.page_bytes
 
     # --- as a runner ------------------------------------------------------------------------------------------------
-
-    @property
-    def overlaps(self) -> bool:
-        return self._cuda is not None
-
-    @property
-    def copies_overlap(self) -> bool:
-        return self._cuda is not None
-
-    @property
-    def fixed_borders(self) -> bool:
-        return False  # our kernels need none, and with torch's no borders would help
-
-    @property
-    def launches_ahead(self) -> bool:
-        return self._cuda is not None
-
-    @property
-    def num_pages(self) -> int:
-        return self._num_pages
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_positions
-
-    @property
-    def device(self) -> str:
-        return str(self.pool.device)
 
     def launch(self, chunks: Sequence[Chunk]) -> StepHandle:
         """Begin a step; on a CPU, make it. See `Runner`."""
@@ -304,7 +277,7 @@ class Engine:
         return self._mask_threads.start(masks) if masks else None
 
     def _flatten(self, chunks: Sequence[Chunk]) -> Batch:
-        return flatten(chunks, self.layout.page_size, self._num_pages, self.config.vocab_size, self.window)
+        return flatten(chunks, self.layout.page_size, self.num_pages, self.vocab_size, self.window)
 
     def _logits(self, batch: Batch) -> tuple[torch.Tensor | None, Sequence[int] | None]:
         """Run the model: logits of the rows that a token is drawn from, if there are any and there is a head; and the

@@ -103,17 +103,13 @@ class LoadInProgress:
     """One load that was chosen, until it has ended: what it was to take, and what it took."""
 
     def __init__(self, choice: LoadChoice, runs: Sequence[TierPages], began: float) -> None:
-        self._choice = choice
+        self._choice, self.predicted = choice, choice.load_seconds
         self._began = began
         self.tier: LowerTier = _most_of(runs, choice.pages)
         """Where most of it came from."""
         self.seconds = 0.0
         self.regret = 0.0
         """Seconds lost, where computing would have been quicker than the load was."""
-
-    @property
-    def predicted(self) -> float:
-        return self._choice.load_seconds
 
     def end(self, pages: int, now: float) -> None:
         """`pages` of it came. Those that did not save nothing."""

@@ -16,27 +16,23 @@ class PagePool:
 
     def __init__(self, pool: torch.Tensor, page_bytes: int, kv_heads: int) -> None:
         self.page_bytes, self.kv_heads = page_bytes, kv_heads
-        self._pages = pool.view(torch.uint8).view(len(pool), page_bytes)
-        self._view = self._pages.view(-1).numpy().data if pool.device.type == "cpu" else None
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        """[num_pages, page_bytes], uint8; writing to it writes to the pages."""
-        return self._pages
+        self.bytes = pool.view(torch.uint8).view(len(pool), page_bytes)
+        """[num_pages, page_bytes]; writing to it writes to the pages."""
+        self._view = self.bytes.view(-1).numpy().data if pool.device.type == "cpu" else None
 
     def copy_out(self, page: int, dest: memoryview) -> None:
         """Copy a device page into `dest`. It has ended when this returns."""
         if self._view is not None:
             dest[:] = self._view[page * self.page_bytes : (page + 1) * self.page_bytes]
         else:
-            torch.frombuffer(dest, dtype=torch.uint8).copy_(self._pages[page])
+            torch.frombuffer(dest, dtype=torch.uint8).copy_(self.bytes[page])
 
     def copy_in(self, src: memoryview, page: int) -> None:
         """Copy `src` into a device page. It has ended when this returns."""
         if self._view is not None:
             self._view[page * self.page_bytes : (page + 1) * self.page_bytes] = src
         else:
-            self._pages[page].copy_(torch.frombuffer(src, dtype=torch.uint8))
+            self.bytes[page].copy_(torch.frombuffer(src, dtype=torch.uint8))
 
     def duplicate(self, source: int, dest: int) -> None:
         """Copy one device page to another. It has ended when the next step begins."""
@@ -44,7 +40,7 @@ class PagePool:
             size = self.page_bytes
             self._view[dest * size : (dest + 1) * size] = self._view[source * size : (source + 1) * size]
         else:
-            self._pages[dest].copy_(self._pages[source])
+            self.bytes[dest].copy_(self.bytes[source])
 
     def copy_in_checked(self, src: memoryview, page: int) -> int:
         """As `copy_in`; returns the checksum of the page's bytes. On a CPU they are read where they have come to lie,
@@ -56,4 +52,4 @@ class PagePool:
 
     def view(self, page: int) -> torch.Tensor:
         """The bytes of one device page, [page_bytes] uint8; writing to it writes to the page."""
-        return self._pages[page]
+        return self.bytes[page]

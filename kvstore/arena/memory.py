@@ -37,7 +37,7 @@ class Arena:
         self.size = size  # bytes
         self.slots = slots
         self.page_bytes = page_bytes
-        self._view = _map(fd, slots * page_bytes)
+        self.view = _map(fd, slots * page_bytes)  # the bytes of all slots
 
     @classmethod
     def create(cls, size: int, room: AvailableMemory | None = None) -> Arena:
@@ -79,27 +79,22 @@ class Arena:
 
     def divide(self, page_bytes: int) -> None:
         """Cut the arena into slots of that size, and map it. The store does, once it knows what its workers store."""
-        self._view.release()
+        self.view.release()
         self.slots, self.page_bytes = self.size // page_bytes, page_bytes
-        self._view = _map(self.fd, self.slots * page_bytes)
-
-    @property
-    def view(self) -> memoryview:
-        """The bytes of all slots."""
-        return self._view
+        self.view = _map(self.fd, self.slots * page_bytes)
 
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot, writable. Keeps the mapping alive for as long as it is referred to."""
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} is not one of {self.slots}")
-        return self._view[index * self.page_bytes : (index + 1) * self.page_bytes]
+        return self.view[index * self.page_bytes : (index + 1) * self.page_bytes]
 
     def close(self) -> None:
         """Give up the arena. Views and tensors over its slots stay valid: the memory is unmapped with the last."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        self._view.release()
+        self.view.release()
         self.slots = 0
 
 

@@ -82,17 +82,12 @@ class DeviceBlockManager:
         self._under_way: dict[int, None] = {}  # epochs that have not ended, oldest first
         self._limbo: dict[int, int] = {}  # pages, each with the newest epoch that it waits for
         self._leaving: deque[tuple[int, int]] = deque()  # the same in the order in which they came there: epoch, page
-        self._hits = self._evictions = 0
+        self._hits = self.evictions = 0
 
     @property
     def available(self) -> int:
         """Pages that `grow` could hand out now: free or evictable."""
         return len(self._free) + len(self._lru)
-
-    @property
-    def evictions(self) -> int:
-        """Cached pages that have had to make room so far. `stats` tells it too, and looks at every page."""
-        return self._evictions
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many pages at the start of `keys` are cached. Changes nothing, not even the eviction order."""
@@ -257,7 +252,7 @@ class DeviceBlockManager:
             referenced=sum(count > 0 for count in self._references),
             cached=len(self._tree),
             hits=self._hits,
-            evictions=self._evictions,
+            evictions=self.evictions,
         )
 
     def validate(self) -> None:
@@ -301,7 +296,7 @@ class DeviceBlockManager:
         node = self._lru.pop()
         self._forget(node)
         self._free.append(node.value)
-        self._evictions += 1
+        self.evictions += 1
 
     def _forget(self, node: RadixNode[int]) -> None:
         self._tree.remove_node(node)

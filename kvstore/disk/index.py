@@ -101,7 +101,7 @@ class DiskIndex:
         self._going = 0  # of these, bytes of what is being deleted
         self._folders: dict[str, _Folder] = {}
         self._pages.clear()
-        self._open = False  # all that lies there is known
+        self.working = False  # all that lies there is known: pages can be read, be the disk ever so full
         self._accepting = False  # pages to write
         self._full = False  # why not
         self._coming: dict[bytes, _Coming] = {}
@@ -117,11 +117,6 @@ class DiskIndex:
     def speed(self) -> TierSpeed:
         """How fast this tier has brought pages lately."""
         return self._meter.speed
-
-    @property
-    def working(self) -> bool:
-        """Whether pages can be read, be the disk ever so full."""
-        return self._open
 
     def has(self, key: bytes) -> bool:
         """Whether a page, and so all before it, can be read now."""
@@ -220,7 +215,7 @@ class DiskIndex:
             self._retry_at = now + RETRY_SECONDS
         elif now >= self._retry_at:
             self._retry_at = None
-            if self._open:
+            if self.working:
                 self._accepting = True  # the state says failed until a write has succeeded
                 self._try_deleting_again()
             else:
@@ -286,7 +281,7 @@ class DiskIndex:
         self._count.corrupt += event.corrupt
         self._count.orphans += event.orphans
         self._count.duplicates += event.duplicates
-        self._open = True
+        self.working = True
         self._failure = ""
         self._accepting = True
         if event.read_only:
@@ -362,7 +357,7 @@ class DiskIndex:
 
     def _settled(self) -> disk.DiskResult:
         """The end of every call: see to room, and hand over what the call has led to."""
-        if self._open and (self._accepting or self._full):
+        if self.working and (self._accepting or self._full):
             self._reclaim()
         out, self._out = self._out, _Outbox()
         return out.result(self._epoch)
@@ -441,7 +436,7 @@ class DiskIndex:
             return "off"
         if self._failure:
             return f"failed: {self._failure}"
-        return "on" if self._open else "opening"
+        return "on" if self.working else "opening"
 
     def validate(self, intact: Callable[[PageFile], bool] = lambda page: True) -> None:
         """Check every invariant; for tests. `intact` says whether a page's file is there."""

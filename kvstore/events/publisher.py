@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -48,25 +47,13 @@ class KvEventPublisher:
         except BaseException:
             self._publisher.close()
             raise
+        self.endpoint = self._publisher.endpoint  # of the batches: for `Hello.events`
+        self.replay = self._replayer.endpoint  # for `Hello.replay`
+        self.socket = self._replayer.socket  # on which followers ask, for a Poller
         self._answers = ReplayQueue(self._log)
         self._parts: tuple[bytes, ...] = ()  # the parts of a snapshot that is still true
         self._next_snapshot = float("-inf")
         self._corrected = 0  # times that our digest was not that of what we hold: a mistake of ours
-
-    @property
-    def endpoint(self) -> str:
-        """Of the batches: for `Hello.events`."""
-        return self._publisher.endpoint
-
-    @property
-    def replay(self) -> str:
-        """Of the replay socket: for `Hello.replay`."""
-        return self._replayer.endpoint
-
-    @property
-    def socket(self) -> Any:
-        """The socket on which followers ask, for a Poller."""
-        return self._replayer.socket
 
     @property
     def sequence(self) -> int:

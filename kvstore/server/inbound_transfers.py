@@ -149,13 +149,9 @@ class InboundTransfers:
         self._numbers = numbers
         self._beats = 0
         self._next_beat = float("-inf")
-        self._meter = SpeedMeter("remote")
+        self.remote_speed = SpeedMeter("remote")
         self._disk_pages = self._remote_pages = self._failed = self._damaged = self._lost = 0
         self._disk_seconds = self._remote_seconds = 0.0
-
-    @property
-    def remote_speed(self) -> SpeedMeter:
-        return self._meter
 
     @property
     def idle(self) -> bool:
@@ -300,7 +296,7 @@ class InboundTransfers:
         """What a hand-off shows of the link. Where nothing but hand-offs crosses it, nothing else is known."""
         since, received = fetch.watched or (now, fetch.received)
         if now - since >= _WATCHED:
-            self._meter.at_least(now - since, (fetch.received - received) * self._page_bytes)
+            self.remote_speed.at_least(now - since, (fetch.received - received) * self._page_bytes)
             since, received = now, fetch.received
         fetch.watched = since, received
 
@@ -453,7 +449,7 @@ class InboundTransfers:
             seconds = now - fetch.began
             # The rate is that of what came after the first page; of pages that came all at once, of all alike.
             rest = max(seconds - fetch.first_after, seconds / fetch.received)
-            self._meter.loaded(fetch.first_after, rest, fetch.received * self._page_bytes)
+            self.remote_speed.loaded(fetch.first_after, rest, fetch.received * self._page_bytes)
             self._remote_seconds += seconds
         return self._end(fetch, outcome)
 

@@ -120,17 +120,9 @@ class EmptyStreams:
 class ThreadedEngine(Engine):
     """The engine as a runner that overlaps and takes steps ahead, as on a GPU."""
 
-    @property
-    def overlaps(self) -> bool:
-        return True
-
-    @property
-    def copies_overlap(self) -> bool:
-        return True
-
-    @property
-    def launches_ahead(self) -> bool:
-        return True
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.overlaps = self.copies_overlap = self.launches_ahead = True
 
     @property
     def queued(self) -> deque[Future[StepResults]]:
