@@ -155,11 +155,6 @@ class KeyRing:
             self._take(read(path))
             self._seen = seen
 
-    @property
-    def empty(self) -> bool:
-        """Whether no client has a key."""
-        return not self._identities
-
     def find(self, credential: str) -> Identity | None:
         """Return the client that has this key."""
         if len(credential) > _MAX_KEY or not credential.isascii():

@@ -419,15 +419,6 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
     return _converted(tree, path)
 
 
-def parse(text: str) -> Config:
-    """What `dump` wrote. Raises ConfigError."""
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the configuration is not YAML: {error}") from None
-    return _converted(tree, None)
-
-
 def _converted(tree: dict[str, Any], path: Path | None) -> Config:
     try:
         config = msgspec.convert(tree, Config, dec_hook=decode_size)

@@ -28,8 +28,6 @@ from deploy.placement.gpu_sharing import (
     wanted_gpus,
 )
 
-START_ORDER: tuple[Role, ...] = ("router", "store", "prefill", "decode")
-
 
 @dataclass(frozen=True)
 class ProcessSpec:

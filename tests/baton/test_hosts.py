@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from baton import config, hosts
@@ -21,13 +23,15 @@ from baton.errors import ConfigError
         ("0.0.0.0", "0.0.0.0"),
     ],
 )
-def test_a_host_is_normal_in_every_part(written: str, host: str) -> None:
+def test_a_host_is_normal_in_every_part(written: str, host: str, tmp_path: Path) -> None:
     assert hosts.problem(written) == ""
     assert hosts.normal(written) == host
     assert hosts.host_of(hosts.endpoint(host, 5)) == host
     read = config.load(None, {"router.host": written, "api.host": written, "api.insecure": True})
     assert (read.router.host, read.api.host) == (host, host)
-    assert config.parse(config.dump(read)) == read
+    file = tmp_path / "cluster.yaml"
+    file.write_text(config.dump(read))
+    assert config.load(file) == read
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config import Config, RouterConfig
-from deploy.placement.desired import START_ORDER, ClusterScale, ProcessSpec, plan, scale_of
+from deploy.placement.desired import ClusterScale, ProcessSpec, plan, scale_of
 
 OPEN = Config(router=RouterConfig(host="0.0.0.0"))
 
@@ -61,7 +61,8 @@ def test_names_of_one_machine_need_no_open_router():
 def test_every_plan_is_whole_and_stable(prefill: int, decode: int, nodes: list[str], lost: set[str]):
     specs = plan(OPEN, ClusterScale(prefill, decode), nodes)
     assert len(names(specs)) == len(set(names(specs)))
-    assert [START_ORDER.index(s.role) for s in specs] == sorted(START_ORDER.index(s.role) for s in specs)
+    in_order = ("router", "store", "prefill", "decode")
+    assert [in_order.index(s.role) for s in specs] == sorted(in_order.index(s.role) for s in specs)
     stores = [s.node for s in specs if s.role == "store"]
     assert sorted(stores) == sorted({s.node for s in specs if s.role in ("prefill", "decode")})
     placed = {s.name: s.node for s in specs}
