@@ -23,6 +23,7 @@ from msgspec import Struct
 from baton.messages import AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.step.batch import Chunk, Sampled
+from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy
 from kvstore.layout import PageLayout
 
@@ -62,27 +63,10 @@ class CopyHandle(Protocol):
         ...
 
 
-class Slots(Protocol):
-    """A store's arena, mapped. Memory stays valid as long as a view of it exists."""
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def page_bytes(self) -> int: ...
-
-    @property
-    def view(self) -> memoryview:
-        """All slots, end to end, writable."""
-        ...
-
-    def slot(self, index: int) -> memoryview: ...
-
-
 class Mover(Protocol):
     """Copies pages between a device and the arena of the node's store."""
 
-    def attach(self, arena: Slots) -> None:
+    def attach(self, arena: Arena) -> None:
         """From now on copies are from and to this arena. Those that were started go on with the one before."""
         ...
 
@@ -106,47 +90,21 @@ class Runner(Protocol):
     tracer: Tracer  # of the loop that uses it
     adapters: tuple[AdapterCard, ...]  # LoRA adapters that chunks may name
     writers: Sequence[int]  # pidfds of the other processes that copy its pages
-
-    @property
-    def overlaps(self) -> bool:
-        """Steps and copies go on beside the worker's loop. Steps are timed by the device's own clock."""
-        ...
-
-    @property
-    def copies_overlap(self) -> bool:
-        """Copies are made beside steps, and delay none. Else they are made between steps, and tell their seconds where
-        they go on beside the worker's loop."""
-        ...
-
-    @property
-    def fixed_borders(self) -> bool:
-        """Bits may depend on where a chunk of several tokens begins. So it begins at a fixed position: a multiple of a
-        page, or of `CHUNK_ALIGNMENT` within a page."""
-        ...
-
-    @property
-    def launches_ahead(self) -> bool:
-        """A step may be launched while another one runs, with chunks that follow its draws (`Chunk.follows`)."""
-        ...
-
-    @property
-    def num_pages(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int: ...
-
-    @property
-    def window(self) -> int | None:
-        """The positions that no layer looks beyond, a token's own included. None: some layer attends to all."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """Such as "cpu" or "cuda:1"."""
-        ...
+    num_pages: int
+    vocab_size: int
+    max_positions: int
+    window: int | None  # positions that no layer looks beyond, a token's own included; none: a layer attends to all
+    device: str  # such as "cpu" or "cuda:1"
+    overlaps: bool
+    """Steps and copies go on beside the worker's loop. Steps are timed by the device's own clock."""
+    copies_overlap: bool
+    """Copies are made beside steps, and delay none. Else they are made between steps, and tell their seconds where they
+    go on beside the worker's loop."""
+    fixed_borders: bool
+    """Bits may depend on where a chunk of several tokens begins. So it begins at a fixed position: a multiple of a
+    page, or of `CHUNK_ALIGNMENT` within a page."""
+    launches_ahead: bool
+    """A step may be launched while another one runs, with chunks that follow its draws (`Chunk.follows`)."""
 
     def launch(self, chunks: Sequence[Chunk]) -> StepHandle:
         """Begin a step: compute the chunks' K and V into their pages and draw what they ask for. `chunks` may change

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import torch
 
 from bench.engine.gpu_device import Device
 from engine.engine import Engine
+from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopyIn, CopyOut
 
 PAGES = {"2 MiB": 2 * 2**20, "128 KiB": 128 * 2**10}
@@ -47,22 +47,13 @@ def _copy_all(stream: torch.cuda.Stream, source: torch.Tensor, dest: torch.Tenso
     stream.synchronize()
 
 
-class _Arena:
-    """A store's arena as a mover sees it, without a store."""
-
-    def __init__(self, slots: int, page_bytes: int) -> None:
-        self.slots, self.page_bytes = slots, page_bytes
-        self.view = memoryview(mmap.mmap(-1, slots * page_bytes))
-
-    def slot(self, index: int) -> memoryview:
-        return self.view[index * self.page_bytes : (index + 1) * self.page_bytes]
-
-
 def moved(device: Device, engine: Engine) -> Iterator[Copied]:
     """Yield the speed of the worker's own mover, checksums included, on the pages of an engine."""
     count, size = engine.num_pages, engine.layout.page_bytes
     mover = engine.mover(verify=False)
-    mover.attach(_Arena(count, size))
+    arena = Arena.create(count * size)
+    arena.divide(size)
+    mover.attach(arena)
 
     def out() -> None:
         moving = [
@@ -87,6 +78,7 @@ def moved(device: Device, engine: Engine) -> Iterator[Copied]:
             yield Copied(f"{case}, beside a step", count * size / beside_a_step(device, work))
     finally:
         mover.close()
+        arena.close()
 
 
 def beside_a_step(device: Device, work: Callable[[], object]) -> float:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol, TypeAlias
 
-from engine.runner import Slots, copied_in, copied_out
+from engine.runner import copied_in, copied_out
+from kvstore.arena.memory import Arena
 from kvstore.checksum import copy_heads, head_checksums, join_checksums
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut
 
@@ -110,7 +111,7 @@ class OverlappedMover:
         self._buffers = threading.local()
         self._under_way: set[Future[Sums]] = set()
 
-    def attach(self, arena: Slots) -> None:
+    def attach(self, arena: Arena) -> None:
         self._detach()
         self._arena = _PinnedArena(self._device, arena, self._piece, self._part)
         self._pinning.submit(self._arena.pin)
@@ -195,7 +196,7 @@ class OverlappedMover:
 class _PinnedArena:
     """An arena, of which a growing part is pinned. It stays mapped until its last copy has been made."""
 
-    def __init__(self, device: DeviceCopies, arena: Slots, piece: int, part: slice) -> None:
+    def __init__(self, device: DeviceCopies, arena: Arena, piece: int, part: slice) -> None:
         self._device, self._part = device, part
         self._view = arena.view[:]
         self._page_bytes = arena.page_bytes

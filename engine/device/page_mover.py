@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.device.page_pool import PagePool
-from engine.runner import FinishedCopy, Slots, copied_in, copied_out
+from engine.runner import FinishedCopy, copied_in, copied_out
+from kvstore.arena.memory import Arena
 from kvstore.checksum import page_checksum
 from kvstore.client.transfer import Copy, CopyIn, CopyOut
 
@@ -15,9 +16,9 @@ class HostMover:
 
     def __init__(self, pool: PagePool, *, verify: bool) -> None:
         self._pool, self._verify = pool, verify
-        self._arena: Slots | None = None
+        self._arena: Arena | None = None
 
-    def attach(self, arena: Slots) -> None:
+    def attach(self, arena: Arena) -> None:
         self._arena = arena
 
     def start(self, copies: Sequence[Copy]) -> FinishedCopy:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from baton.errors import DeviceLost
-from engine.runner import Slots, copied_in, copied_out
+from engine.runner import copied_in, copied_out
 from engine.vllm_runner.child_link import ChildLink, Pending
 from engine.vllm_runner.messages import Attach, Copied, Failed, In, Out
 from kvstore.arena.memory import Arena
@@ -22,7 +22,7 @@ class VllmMover:
         self._child, self._verify = child, verify
         self._last: Pending | None = None
 
-    def attach(self, arena: Slots) -> None:
+    def attach(self, arena: Arena) -> None:
         assert isinstance(arena, Arena), "only a store's arena can be mapped by another process"
         order = Attach(arena.slots, arena.page_bytes)
         self._last = self._child.order(lambda: order, os.dup(arena.fd))
