@@ -1,10 +1,14 @@
-"""The process that vLLM runs in: it does what its worker orders, one thing after the other, and ends with it."""
+"""The process that vLLM runs in: it does what its worker orders, one thing after the other, and ends with it.
+
+On a GPU without further ranks a second thread takes the orders to copy pages (`Beside`): no step waits for them.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -13,11 +17,32 @@ from baton.errors import BatonError, DeviceLost
 from engine.cuda.errors import device_errors
 from engine.vllm_runner import messages
 from engine.vllm_runner.device_memory import lacks_of_memory
-from engine.vllm_runner.messages import Answer, Attach, Copied, Duplicate, Failed, In, Load, Loaded, Out, Step
+from engine.vllm_runner.messages import Answer, Attach, Beside, Copied, Duplicate, Failed, In, Load, Loaded, Out, Step
 from engine.vllm_runner.ranks import RankLost, Ranks, die_with_parent
 from kvstore.layout import LATENT
 
 log = logging.getLogger(__name__)
+
+_PATIENCE = 600.0  # seconds, as for any order
+
+
+class Fence:
+    """Counts what one thread has done. Another one waits here before it does what must come later."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def advance(self) -> None:
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def reach(self, count: int) -> None:
+        """Wait until so much has been done. Raises DeviceLost if it is not in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._count >= count, _PATIENCE):
+                raise DeviceLost(f"a copy waits for duplicates: {self._count} of {count} have been made")
 
 
 class Child:
@@ -31,6 +56,7 @@ class Child:
 
         torch.set_num_threads(max(1, order.threads // order.ranks))
         self._null = NULL_BLOCKS
+        self._duplicates = Fence()
         with lacks_of_memory():
             self._config, executor, self._context = bring_up(order)
         self._ranks = Ranks(executor, order.ranks, order.deadline)
@@ -51,6 +77,7 @@ class Child:
         return Loaded(
             num_pages=pages, **shape, computed_in=str(model.dtype).removeprefix("torch."),
             vocab_size=model.get_vocab_size(), max_positions=self._context, process_ids=self._ranks.process_ids,
+            copies_beside=self.shape["beside"] and not self.has_ranks,
         )  # fmt: skip
 
     def attach(self, order: Attach, fd: int) -> Copied:
@@ -69,12 +96,14 @@ class Child:
                 return self._steps.run(order)
             case Duplicate(source=source, dest=dest):
                 self._ranks.call("baton_duplicate", source + self._null, dest + self._null)
+                self._duplicates.advance()
                 return None
             case Out(pages=pages, slots=slots):
                 blocks = [page + self._null for page in pages]
                 sums = self._ranks.checksums("baton_out", blocks, slots)
                 return Copied(checksums=sums, seconds=time.perf_counter() - began)
             case In(slots=slots, pages=pages, checksums=checksums):
+                self._duplicates.reach(order.after)
                 blocks = [page + self._null for page in pages]
                 actual = self._ranks.checksums("baton_in", slots, blocks, bool(checksums))
                 intact = [one == right for one, right in zip(actual, checksums, strict=True)] if checksums else None
@@ -85,8 +114,11 @@ def main(fd: int) -> None:
     """Serve the worker at the other end of the socket `fd` until it closes."""
     die_with_parent()
     os.umask(0o077)  # shared memory and sockets of the ranks are this user's alone
-    link = Connection(fd)
-    child: Child | None = None
+    serve(Connection(fd))
+
+
+def serve(link: Connection, child: Child | None = None) -> None:
+    """Carry out the orders that come by `link` until it closes. The first one loads the child, if there is none yet."""
     answer: Answer | None
     while True:
         try:
@@ -102,6 +134,10 @@ def main(fd: int) -> None:
                     answer = child.loaded()
                 elif child is None:
                     raise AssertionError("the first order is to load")
+                elif isinstance(order, Beside):
+                    other = Connection(recv_handle(link))
+                    threading.Thread(target=serve, args=(other, child), name="copies", daemon=True).start()
+                    answer = Copied()
                 elif isinstance(order, Attach):
                     answer = child.attach(order, recv_handle(link))
                 else:

@@ -69,6 +69,7 @@ class BatonExtension:
             unlink_shared_memory(os.environ["VLLM_DIST_IDENT"])  # all have opened it
         self.baton_draw.measured = False
         return {
+            "beside": self._baton_mover is not None,
             "num_layers": len(caches),
             "num_kv_heads": heads,
             "page_size": page_size,

@@ -75,6 +75,10 @@ class Attach(Struct, frozen=True, tag=True):
     page_bytes: int
 
 
+class Beside(Struct, frozen=True, tag=True):
+    """The orders to attach and copy come by the socket that follows, from now on, and are carried out beside steps."""
+
+
 class Step(Struct, frozen=True, tag=True):
     """Run one step. Rows named in `gone` are not asked for again."""
 
@@ -97,11 +101,13 @@ class Out(Struct, frozen=True, tag=True):
 
 
 class In(Struct, frozen=True, tag=True):
-    """Copy slots into pages. `checksums` are what the slots should have; empty: don't look."""
+    """Copy slots into pages. `checksums` are what the slots should have; empty: don't look. `after`: so many orders to
+    duplicate come first, counted from the start."""
 
     slots: Sequence[int]
     pages: Sequence[int]
     checksums: Sequence[int]
+    after: int = 0
 
 
 class Loaded(Struct, frozen=True, tag=True):
@@ -118,6 +124,7 @@ class Loaded(Struct, frozen=True, tag=True):
     vocab_size: int
     max_positions: int
     process_ids: Sequence[int] = ()  # of the ranks, where there are several
+    copies_beside: bool = False  # the child takes `Beside`
 
 
 class Drawn(Struct, frozen=True, tag=True):
@@ -130,7 +137,7 @@ class Drawn(Struct, frozen=True, tag=True):
 
 
 class Copied(Struct, frozen=True, tag=True):
-    """Copies have been made: the checksums of the slots, or whether each page was intact. No step ran for so long."""
+    """Copies have been made: the checksums of the slots, or whether each page was intact, and how long that took."""
 
     checksums: Sequence[int] = ()
     intact: Sequence[bool] = ()
@@ -144,7 +151,7 @@ class Failed(Struct, frozen=True, tag=True):
     message: str
 
 
-Order: TypeAlias = Load | Attach | Step | Duplicate | Out | In
+Order: TypeAlias = Load | Attach | Beside | Step | Duplicate | Out | In
 Answer: TypeAlias = Loaded | Drawn | Copied | Failed
 
 

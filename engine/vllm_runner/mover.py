@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.errors import DeviceLost
 from engine.runner import copied_in, copied_out
@@ -18,8 +18,9 @@ _PATIENCE = 10.0  # seconds for the last copy to end
 class VllmMover:
     """Copies between the child's pages and an arena, which the child maps."""
 
-    def __init__(self, child: ChildLink, *, verify: bool) -> None:
-        self._child, self._verify = child, verify
+    def __init__(self, child: ChildLink, duplicates: Callable[[], int], *, verify: bool) -> None:
+        """`duplicates`: how many orders to duplicate were given so far. They come before later copies into pages."""
+        self._child, self._duplicates, self._verify = child, duplicates, verify
         self._last: Pending | None = None
 
     def attach(self, arena: Arena) -> None:
@@ -33,7 +34,7 @@ class VllmMover:
             order = Out(pages, slots)
         else:
             sums = [copy.checksum for copy in copies if isinstance(copy, CopyIn)] if self._verify else []
-            order = In(slots, pages, sums)
+            order = In(slots, pages, sums, self._duplicates())
         self._last = pending = self._child.order(lambda: order)
         return MovingPages(copies, pending)
 

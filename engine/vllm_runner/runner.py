@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import weakref
@@ -38,7 +39,7 @@ from engine.vllm_runner.adapters import load_adapters
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.child_link import ChildLink, Pending
 from engine.vllm_runner.leftovers import ProcessFolder
-from engine.vllm_runner.messages import Drawn, Duplicate, Failed, Load, Loaded, Row, Step
+from engine.vllm_runner.messages import Beside, Drawn, Duplicate, Failed, Load, Loaded, Row, Step
 from engine.vllm_runner.mover import VllmMover
 from engine.vllm_runner.process_watch import ProcessWatch
 from kvstore.layout import PageLayout
@@ -87,7 +88,6 @@ class VllmRunner:
 
     has_lm_head = True
     overlaps = True
-    copies_overlap = False  # one process does all, in order
     launches_ahead = True
     window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
 
@@ -125,7 +125,13 @@ class VllmRunner:
         self.max_positions = loaded.max_positions
         self._max_rows, self._max_tokens = order.max_rows, order.max_tokens
         self._process, self._folder = process, folder
-        self._child = ChildLink(link)
+        self._child = self._copies = ChildLink(link)
+        self._duplicates = 0  # orders
+        self.copies_overlap = loaded.copies_beside
+        if loaded.copies_beside:
+            ours, theirs = socket.socketpair()
+            self._child.order(Beside, theirs.detach())
+            self._copies = ChildLink(Connection(ours.detach()))
         ranks = {f"rank {number}": pid for number, pid in enumerate(loaded.process_ids)}
         self._watch = ProcessWatch({"process": process.pid} | ranks, self._lost)
         self.writers: Sequence[int] = self._watch.pidfds
@@ -136,7 +142,8 @@ class VllmRunner:
 
     def _lost(self, name: str) -> None:
         """One of vLLM's processes has ended. The others are of no use without it."""
-        self._child.lose(f"vLLM's {name} has gone")
+        for link in (self._child, self._copies):
+            link.lose(f"vLLM's {name} has gone")
         self._process.kill()
 
     @property
@@ -279,21 +286,23 @@ class VllmRunner:
 
     def duplicate(self, source: int, dest: int) -> None:
         self._child.tell(Duplicate(source, dest))
+        self._duplicates += 1
 
     def same_contents(self, page: int, other: int) -> bool:
         raise NotImplementedError("vLLM's pages are not compared; worker.engine_choice sees to it")
 
     def mover(self, *, verify: bool) -> VllmMover:
-        return VllmMover(self._child, verify=verify)
+        return VllmMover(self._copies, lambda: self._duplicates, verify=verify)
 
     def wake(self, alarm: Callable[[], None]) -> None:
-        self._child.alarm = alarm
+        self._child.alarm = self._copies.alarm = alarm
 
     def check_device(self) -> None:
         self._child.check_alive()
 
     def close(self) -> None:
         """End the child and its ranks, and remove what they have left."""
+        self._copies.close()
         self._child.close()
         try:
             self._process.wait(_FAREWELL)

@@ -24,6 +24,8 @@ from engine.step.batch import Chunk
 from engine.vllm_runner import device_memory
 from engine.vllm_runner.device_memory import lacks_of_memory
 from engine.vllm_runner.runner import VllmRunner
+from kvstore.arena.memory import Arena
+from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 
 SHAPE = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "dtype": "float32", "form": "paired"}
 SHAPE |= {"computed_in": "float32", "vocab_size": 100, "max_positions": 512}
@@ -78,6 +80,44 @@ with open(sys.argv[2], "a") as tries:
     tries.write("x")
 link.send_bytes(msgspec.msgpack.encode({"type": "Failed", "kind": sys.argv[3], "message": "No available memory"}))
 """
+
+BESIDE = f"""
+import os, sys, threading
+from types import SimpleNamespace
+from engine.vllm_runner import child, messages
+
+class Child(child.Child):
+    has_ranks = False
+
+    def __init__(self, order):
+        self._null, self._duplicates = 1, child.Fence()
+        self._ranks = SimpleNamespace(call=self.call, checksums=self.call)
+        self.copied, self.dups = threading.Event(), []
+
+    def loaded(self):
+        return messages.Loaded(num_pages=8, copies_beside=sys.argv[2] == "beside", **{SHAPE!r})
+
+    def call(self, method, *args):
+        if method == "baton_duplicate":
+            self.dups.append(args)
+        if method == "baton_in":
+            return [len(self.dups)] * len(args[0])
+        if method == "baton_out":
+            self.copied.set()
+            return [7] * len(args[0])
+
+    def carry_out(self, order):
+        if not isinstance(order, messages.Step):
+            return super().carry_out(order)
+        copied = self.copied.wait(2.0)
+        self.copied.clear()
+        return messages.Drawn([None], {{}}, float(copied))
+
+child.Child = Child
+child.main(int(sys.argv[1]))
+"""
+"""A step that lasts until pages have been copied out, or two seconds. The checksum of a page that is copied in is the
+number of duplicates made before."""
 
 FAILS = f"""
 import sys
@@ -215,6 +255,30 @@ def test_what_a_step_on_a_gpu_ends_with(
     else:
         loaded.check_device()
     loaded.close()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_copies_go_on_beside_a_step_where_the_device_can(beside: bool, model: Path, child: Callable[..., None]) -> None:
+    child(BESIDE, "beside" if beside else "between")
+    loaded, arena = load(model), Arena.create(4_096)
+    arena.divide(1_024)
+    mover = loaded.mover(verify=True)
+    mover.attach(arena)
+    step = loaded.launch([Chunk([1], 0, [0])])
+    copies = mover.start([CopyOut(1, 0, 3, 1)])
+    assert (step.wait().seconds, loaded.copies_overlap) == (float(beside), beside)
+    copied = copies.wait()
+    assert isinstance(copied, CopiedOut)
+    assert copied.checksums == (7,)
+    step = loaded.launch([Chunk([1], 0, [0])])
+    loaded.duplicate(1, 2)  # behind the step, and on another socket than copies
+    copied = mover.start([CopyIn(2, 0, 0, 1, 1)]).wait()
+    assert isinstance(copied, CopiedIn)
+    assert (copied.indices, copied.corrupt) == ((0,), ()), "a copy into a page comes behind all duplicates before it"
+    step.wait()
+    assert mover.close()
+    loaded.close()
+    arena.close()
 
 
 def test_the_memory_of_all_ranks_is_awaited_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
