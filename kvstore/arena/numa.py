@@ -40,21 +40,23 @@ def set_policy(policy: int, mask: int) -> bool:
     return ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_int(policy), nodes, ctypes.c_ulong(width)) == 0
 
 
+def _mask(nodes: Collection[int]) -> int:
+    return sum(1 << node for node in nodes)
+
+
 def may_interleave(nodes: Collection[int]) -> bool:
     """Whether the kernel lets this process spread memory over these nodes."""
-    with interleaved(nodes) as spread:
-        return spread or len(nodes) < 2
+    return len(nodes) < 2 or (set_policy(_INTERLEAVE, _mask(nodes)) and set_policy(_DEFAULT, 0))
 
 
 @contextmanager
-def interleaved(nodes: Collection[int], set_policy: Callable[[int, int], bool] = set_policy) -> Generator[bool]:
-    """Let memory that this thread allocates come from all these nodes in turn, and yield whether the kernel does that.
-    Nothing is done for a single one."""
-    spread = len(nodes) > 1 and set_policy(_INTERLEAVE, sum(1 << node for node in nodes))
+def interleaved(nodes: Collection[int], set_policy: Callable[[int, int], bool] = set_policy) -> Generator[None]:
+    """Let memory that this thread allocates come from all these nodes in turn. Nothing is done for a single one."""
+    spread = len(nodes) > 1 and set_policy(_INTERLEAVE, _mask(nodes))
     if len(nodes) > 1 and not spread:
         log.warning("the arena may lie on one of %d NUMA nodes: the kernel refuses to spread it", len(nodes))
     try:
-        yield spread
+        yield
     finally:
         if spread:
             set_policy(_DEFAULT, 0)

@@ -114,8 +114,10 @@ def test_the_arena_is_spread_over_numa_nodes(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_the_kernel_takes_the_policy() -> None:
     """For the nodes that are here. A container may be refused it."""
-    if numa.set_policy(3, sum(1 << node for node in numa.memory_nodes())):
+    nodes = numa.memory_nodes()
+    if numa.set_policy(3, sum(1 << node for node in nodes)):
         assert numa.set_policy(0, 0)
+        assert numa.may_interleave(nodes)
 
 
 def test_what_the_kernel_refuses_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
