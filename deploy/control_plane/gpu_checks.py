@@ -41,7 +41,7 @@ class GpuFacts:
     free: Sequence[int] = ()  # bytes of each GPU; none without NVML
     vllm: Installation | None = None
     has_mps: bool = False
-    numa_nodes: int = 1  # with memory
+    numa_nodes: int = 1  # with processors
     may_spread: bool = True  # the kernel lets memory be spread over them
     arena: int = 0
     locked: int = resource.RLIM_INFINITY  # bytes that a process may lock
@@ -54,7 +54,7 @@ def read_facts(config: Config) -> GpuFacts:
     import torch
 
     flags: Any = getattr(torch._C, "_cuda_getArchFlags", str)
-    nodes = numa.memory_nodes()
+    nodes = numa.socket_nodes()
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_PIPES))
     return GpuFacts(
         gpus,

@@ -15,7 +15,7 @@ from pathlib import Path
 from baton.config import ArenaBytes, Config
 from baton.errors import NotEnoughMemory
 from baton.system_memory import AvailableMemory, available_memory
-from kvstore.arena.numa import interleaved, memory_nodes
+from kvstore.arena.numa import interleaved, socket_nodes
 
 _POPULATED = 16 * 2**30  # bytes; mapping them takes about half a second
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -51,7 +51,7 @@ class Arena:
             )
         fd = os.memfd_create("baton-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            with interleaved(memory_nodes()):
+            with interleaved(socket_nodes()):
                 os.posix_fallocate(fd, 0, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:

@@ -21,8 +21,9 @@ _INTERLEAVE, _DEFAULT = 3, 0  # of linux/mempolicy.h
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # number of the system call
 
 
-def memory_nodes(file: Path = Path("/sys/devices/system/node/has_memory")) -> frozenset[int]:
-    """Return the numbers of the NUMA nodes with memory; none where the kernel does not tell."""
+def socket_nodes(file: Path = Path("/sys/devices/system/node/has_cpu")) -> frozenset[int]:
+    """Return the numbers of the NUMA nodes with processors; none where the kernel does not tell. Others may be the
+    memory of a GPU."""
     try:
         ranges = [part.partition("-") for part in file.read_text().strip().split(",")]
         return frozenset(node for first, _, last in ranges for node in range(int(first), int(last or first) + 1))

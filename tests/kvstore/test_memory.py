@@ -100,12 +100,12 @@ def test_the_arena_is_spread_over_numa_nodes(monkeypatch: pytest.MonkeyPatch, tm
     with numa.interleaved({0}, policy):
         pass
     assert len(calls) == 5
-    (tmp_path / "has_memory").write_text("0-1,4\n")
-    assert numa.memory_nodes(tmp_path / "has_memory") == {0, 1, 4}
-    assert numa.memory_nodes(tmp_path / "none") == frozenset()
+    (tmp_path / "has_cpu").write_text("0-1,4\n")
+    assert numa.socket_nodes(tmp_path / "has_cpu") == {0, 1, 4}
+    assert numa.socket_nodes(tmp_path / "none") == frozenset()
     during: list[bool] = []
     allocate = os.posix_fallocate
-    monkeypatch.setattr("kvstore.arena.memory.memory_nodes", lambda: {0, 1})
+    monkeypatch.setattr("kvstore.arena.memory.socket_nodes", lambda: {0, 1})
     monkeypatch.setattr("kvstore.arena.memory.interleaved", lambda nodes: numa.interleaved(nodes, policy))
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: during.append(calls[-1] == (3, 3)) or allocate(*args))
     Arena.create(PAGE).close()
@@ -114,7 +114,7 @@ def test_the_arena_is_spread_over_numa_nodes(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_the_kernel_takes_the_policy() -> None:
     """For the nodes that are here. A container may be refused it."""
-    nodes = numa.memory_nodes()
+    nodes = numa.socket_nodes()
     if numa.set_policy(3, sum(1 << node for node in nodes)):
         assert numa.set_policy(0, 0)
         assert numa.may_interleave(nodes)
