@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from engine.device.gpus import Gpu, VisibleGpus
-from kvstore.checksum import copy_page, page_checksum
+from kvstore.checksum import copy_heads, head_checksums
 from tests.cuda.host_threads import Clock, Condition, HostThread, HostThreads, join
 
 aten = torch.ops.aten
@@ -244,11 +244,12 @@ class FakeGpu:
             self._stack.enter_context(mock.patch(f"{module}.visible_gpus", return_value=gpus))
         threads = SimpleNamespace(local=threading.local, Condition=lambda: Condition(self))
         hosts = {
-            "ThreadPoolExecutor": self._threads.executor, "threading": threads, "page_checksum": self._checksum,
-            "copy_page": self._copy_page,
+            "ThreadPoolExecutor": self._threads.executor, "threading": threads, "head_checksums": self._checksums,
+            "copy_heads": self._copy_heads,
         }  # fmt: skip
         self._stack.enter_context(mock.patch.multiple("engine.cuda.mover", **hosts))
         self._stack.callback(self._threads.stop)
+        self._stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address))
         self._stack.enter_context(mock.patch.object(FakeGpu, "current", self))
         self._stack.enter_context(_Dispatch(self))
         return self
@@ -368,16 +369,16 @@ class FakeGpu:
         """Watch a tensor, and what is pinned from now on, page by page."""
         self.page_bytes = self._memory(pool).grain = page_bytes
 
-    def _checksum(self, memory: memoryview, heads: int) -> int:
-        """`page_checksum` of the mover."""
-        self._touch_host("a checksum", memory, writes=False)
-        return page_checksum(memory, heads)
+    def _checksums(self, part: memoryview, heads: int) -> list[int]:
+        """`head_checksums` of the mover."""
+        self._touch_host("a checksum", part, writes=False)
+        return head_checksums(part, heads)
 
-    def _copy_page(self, dest: memoryview, source: memoryview, heads: int) -> int:
-        """`copy_page` of the mover."""
+    def _copy_heads(self, target: memoryview, source: memoryview, heads: int) -> list[int]:
+        """`copy_heads` of the mover."""
         self._touch_host("a copy within the host", source, writes=False)
-        self._touch_host("a copy within the host", dest, writes=True)
-        return copy_page(dest, source, heads)
+        self._touch_host("a copy within the host", target, writes=True)
+        return copy_heads(target, source, heads)
 
     def _touch_host(self, name: str, memory: memoryview, *, writes: bool) -> None:
         if (there := self._pinned_at(torch.frombuffer(memory, dtype=torch.uint8))) is not None:
@@ -554,6 +555,11 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         return self._gpu.dispatch(func, args, dict(kwargs or {}))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of a fake tensor: apart for each storage, and right within one."""
+    return (tensor.untyped_storage()._cdata << 40) + tensor.storage_offset() * tensor.element_size()
 
 
 def _touching(memory: Memory, cells: Iterable[int]) -> Callable[[Access], None]:

@@ -83,13 +83,13 @@ def prefill() -> list[Chunk]:
     return [Chunk([1] * CHUNK, CHUNK, list(range(2 * CHUNK // PAGE)))]
 
 
-def count(gpu: FakeGpu, made: Engine, chunks: Sequence[Chunk]) -> tuple[int, int]:
+def count(gpu: FakeGpu, model: Engine, chunks: Sequence[Chunk]) -> tuple[int, int]:
     """Launch a step, and count its kernels and its copies to the device."""
     gpu.kernels.clear()
     gpu.uploads = 0
     torch.cuda.set_sync_debug_mode("error")
     try:
-        made.launch(chunks)
+        model.launch(chunks)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return gpu.kernels.total(), gpu.uploads
@@ -140,20 +140,20 @@ def test_a_step_waits_for_nothing_and_keeps_its_budget(family: str, gpu: FakeGpu
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_wait_for_nothing_and_keep_their_budget(name: str, gpu: FakeGpu) -> None:
     draw, budget = DRAWS[name]
-    made = engine("llama", 2)
-    plain, _ = count(gpu, made, decode(GREEDY))
-    kernels, uploads = count(gpu, made, decode(draw))
+    model = engine("llama", 2)
+    plain, _ = count(gpu, model, decode(GREEDY))
+    kernels, uploads = count(gpu, model, decode(draw))
     assert kernels - plain <= budget, gpu.kernels
     assert uploads <= UPLOADS[0]
 
 
 def test_a_step_ahead_and_scores_wait_for_nothing(gpu: FakeGpu) -> None:
-    made, table, draw = engine("llama", 2), BlockTable(range(8)), TokenDraw(temperature=1.0, seed=3)
-    _, plain = count(gpu, made, [Chunk([5], 40, list(range(8)), draw)])
-    count(gpu, made, [Chunk([5] * 40, 0, table, draw)])
-    _, ahead = count(gpu, made, [Chunk([0], 40, table, draw, follows=0)])
+    model, table, draw = engine("llama", 2), BlockTable(range(8)), TokenDraw(temperature=1.0, seed=3)
+    _, plain = count(gpu, model, [Chunk([5], 40, list(range(8)), draw)])
+    count(gpu, model, [Chunk([5] * 40, 0, table, draw)])
+    _, ahead = count(gpu, model, [Chunk([0], 40, table, draw, follows=0)])
     assert ahead == plain + 1, "the rows that the device itself has the tokens of"
-    count(gpu, made, [Chunk([5] * 300, 0, list(range(32)), scoring=PromptScoring(0, [5] * 200, 5))])
+    count(gpu, model, [Chunk([5] * 300, 0, list(range(32)), scoring=PromptScoring(0, [5] * 200, 5))])
 
 
 def _name(mistake: Any) -> str:
@@ -220,6 +220,6 @@ def test_it_notices_more_kernels_and_copies(mistake: Any, gpu: FakeGpu, monkeypa
 
 def test_it_notices_a_tensor_of_another_device(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.models.transformer.upload", lambda array, _: torch.from_numpy(array))
-    made = engine("llama", 2)
+    model = engine("llama", 2)
     with pytest.raises(HostWaits, match="a tensor of the host"):
-        count(gpu, made, prefill())
+        count(gpu, model, prefill())
