@@ -521,24 +521,24 @@ class FakeGpu:
             self._memory(each)
         return result
 
-    def _queue(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Sequence[Place | None]) -> None:
-        """`made`: for each tensor that the operation returns, where it lies if it is new."""
+    def _queue(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], fresh: Sequence[Place | None]) -> None:
+        """`fresh`: for each tensor that the operation returns, where it lies if it is new."""
         kwargs = {name: "cpu" if name == "device" else value for name, value in kwargs.items()}
-        given = tree_map(lambda each: self._place(each) if isinstance(each, FakeTensor) else each, (args, kwargs))
+        places = tree_map(lambda each: self._place(each) if isinstance(each, FakeTensor) else each, (args, kwargs))
         written = [
             argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments
         ]
 
         def run(access: Access) -> None:
-            for number, argument in enumerate(given[0]):
+            for number, argument in enumerate(places[0]):
                 for place in (each for each in tree_leaves(argument) if isinstance(each, Place)):
                     cells = place.cells
                     if number == 0 and func in ROWS:
-                        cells = place.rows(given[0][ROWS[func]].tensor)
+                        cells = place.rows(places[0][ROWS[func]].tensor)
                     place.memory.touch(cells, access, writes=written[number])
-            outcome = func(*tree_map(_values, given[0]), **tree_map(_values, given[1]))
+            outcome = func(*tree_map(_values, places[0]), **tree_map(_values, places[1]))
             outcomes = [each for each in tree_leaves(outcome) if isinstance(each, torch.Tensor)]
-            for place, value in zip(made, outcomes, strict=True):
+            for place, value in zip(fresh, outcomes, strict=True):
                 if place is not None:
                     place.memory.touch(place.cells, access, writes=True)
                     place.tensor.copy_(value)
