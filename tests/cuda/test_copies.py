@@ -14,6 +14,7 @@ from engine.cuda.mover import OverlappedMover, _PinnedArena
 from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests.cuda.fake_gpu import FakeGpu, HostWaits, Race
+from tests.support.thorough import cases
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +102,7 @@ def _step(pool: torch.Tensor, pages: range, number: int) -> Any:
 
 
 @pytest.mark.parametrize("pieces", [100, 2, 0], ids=["all pinned", "some pinned", "none pinned"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", cases(range(40), range(4)))
 def test_pages_are_right_and_nothing_races(seed: int, pieces: int) -> None:
     run(seed, pieces)
 

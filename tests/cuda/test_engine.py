@@ -22,6 +22,7 @@ from kvstore.layout import PageLayout
 from tests.cuda.fake_gpu import FakeGpu, HostWaits, Race
 from tests.engine import test_gpu
 from tests.support import checkpoints
+from tests.support.thorough import cases
 
 pytestmark = pytest.mark.slow
 
@@ -88,13 +89,13 @@ def steps_ahead(checkpoint: Checkpoint, expected: list[list[Sampled]]) -> None:
         running = ahead
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", cases(range(20), range(2)))
 def test_steps_ahead_draw_the_tokens_of_a_cpu(seed: int, checkpoint: Checkpoint, expected: list[list[Sampled]]) -> None:
     with FakeGpu(seed):
         steps_ahead(checkpoint, expected)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", cases(range(20), range(2)))
 def test_masked_draws_come_beside_a_step_ahead(seed: int, checkpoint: Checkpoint) -> None:
     with FakeGpu(seed):
         test_gpu.test_masked_draws_come_beside_a_step_ahead(checkpoint)

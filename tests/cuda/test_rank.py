@@ -13,6 +13,7 @@ from engine.vllm_runner import extension
 from engine.vllm_runner.extension import BatonExtension
 from kvstore.arena.memory import Arena
 from tests.cuda.fake_gpu import FakeGpu, Race
+from tests.support.thorough import cases
 
 BLOCKS, HEADS, LAYERS, PAGE_SIZE, WIDTH = 12, 2, 2, 16, 16
 PAGE_BYTES = HEADS * LAYERS * PAGE_SIZE * WIDTH
@@ -78,7 +79,7 @@ def _pages_have_their_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("pieces", [100, 0], ids=["pinned", "refused"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", cases(range(30), range(3)))
 def test_pages_are_right_and_nothing_races(seed: int, pieces: int) -> None:
     serve(seed, pieces)
 

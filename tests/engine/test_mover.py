@@ -1,4 +1,5 @@
-"""The mover that goes on beside the loop, over a CPU's pages: pinned slots and others, checksums, order, the end."""
+"""The mover that goes on beside the loop, over a CPU's pages: pinned slots and others, checksums, the end. Its order is
+that of `tests/cuda/test_copies.py`."""
 
 from __future__ import annotations
 
@@ -75,25 +76,6 @@ def test_pages_come_in_and_a_damaged_one_is_told(rig: Rig) -> None:
     result = rig.mover.start(copies).wait()
     assert result == CopiedIn(4, tuple(index for index in range(PAGES) if index != 5), (5,))
     assert [rig.page(copy.page) for copy in copies] == [bytes(rig.arena.slot(copy.slot)) for copy in copies]
-
-
-def test_of_two_copies_into_a_page_the_later_is_the_last(rig: Rig) -> None:
-    def copies(slot: int) -> Sequence[CopyIn]:
-        return [CopyIn(slot, 0, slot, 7, page_checksum(rig.arena.slot(slot), HEADS))]
-
-    moving = [rig.mover.start(copies(slot)) for slot in range(SLOTS)]
-    assert all(each.wait().pages == 1 for each in moving)
-    assert rig.page(7) == bytes(rig.arena.slot(SLOTS - 1))
-
-
-def test_a_copy_in_waits_for_duplicates(rig: Rig) -> None:
-    rig.copies.duplicated = duplicate = Future[None]()
-    before = rig.page(2)
-    moving = rig.mover.start([CopyIn(1, 0, 9, 2, page_checksum(rig.arena.slot(9), HEADS))])
-    assert not rig.rung.wait(0.05)
-    assert rig.page(2) == before
-    duplicate.set_result(None)
-    assert moving.wait() == CopiedIn(1, (0,))
 
 
 def test_slots_beyond_what_the_driver_pins_are_staged() -> None:

@@ -108,6 +108,16 @@ def parameters(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
+def needed(function: Any) -> set[str]:
+    """The parameters that a call has to have."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY)
+    return {
+        name
+        for name, one in inspect.signature(function).parameters.items()
+        if name != "self" and one.kind in named and one.default is inspect.Parameter.empty
+    }
+
+
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
@@ -126,7 +136,15 @@ def parameters(function: Any) -> list[str]:
 def test_calls_of_the_executor(method: str, expected: list[str]):
     from vllm.v1.executor.abstract import Executor
 
-    assert parameters(getattr(Executor, method))[: max(1, len(expected))][: len(expected)] == expected
+    function = getattr(Executor, method)
+    assert parameters(function)[: len(expected)] == expected
+    assert needed(function) <= set(expected)
+
+
+def test_it_notices_a_parameter_more():
+    def set_kv_cache_layout(self: object, layout_name: str, size: int, patience: float = 0.0, **more: object): ...
+
+    assert needed(set_kv_cache_layout) == {"layout_name", "size"}
 
 
 def test_the_order_of_the_bring_up():
@@ -241,6 +259,7 @@ def test_what_our_extension_adds_has_no_name_of_vllms_workers():
 def test_the_bytes_of_a_page(held: str, dtype: str):
     model = SimpleNamespace(
         dtype=torch.bfloat16,
+        use_mla=False,
         get_total_num_kv_heads=lambda: 2,
         get_total_num_hidden_layers=lambda: 3,
         get_head_size=lambda: 64,
