@@ -10,13 +10,13 @@ import pytest
 
 from baton.operator_api import ProcessState
 from deploy.local import LocalCluster
-from tests.processes.test_failures import DEADLINE, LONG, expected, path, start
+from tests.processes.test_failures import DEADLINE, LONG, expected, start
 from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, process
 from tests.support.eventually import eventually
 from tests.support.hung_thread import hung
 
-__all__ = ["path", "start"]  # fixtures
+__all__ = ["start"]  # a fixture
 
 _RNG = random.Random(11)
 HUNG = {"cluster.step_timeout_ms": 5_000, "router.disaggregation": "always", "prefill.max_num_seqs": 8}

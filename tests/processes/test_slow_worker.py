@@ -8,13 +8,13 @@ from pathlib import Path
 
 from baton.client import Client
 from deploy.local import LocalCluster
-from tests.processes.test_failures import DEADLINE, expected, path, start
+from tests.processes.test_failures import DEADLINE, expected, start
 from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, load
 from tests.support.eventually import eventually
 from tests.support.hung_thread import stuttering
 
-__all__ = ["path", "start"]  # fixtures
+__all__ = ["start"]  # a fixture
 
 _RNG = random.Random(13)
 PATIENT = {"cluster.heartbeat_ms": 250, "cluster.heartbeat_timeout_ms": 60_000}  # it never counts as gone
