@@ -175,7 +175,9 @@ async def test_a_snapshot_tells_of_processes_requests_pages_and_events(tmp_path:
         assert row.state == "finished"
         assert row.completion_tokens == 6
         assert list(row.hops)[-2:] == ["first_token", "ended"]
-        assert list(row.hops.values()) == sorted(row.hops.values())
+        # A prefill worker's account may come after the decode worker has started.
+        instants = [after for hop, after in row.hops.items() if hop != "prefilled"]
+        assert instants == sorted(instants)
         assert set(row.tags) == {"newest", "slowest"}
         cards = {one.name: one for one in shown.processes}
         assert {one.state for one in cards.values()} == {"live"}
