@@ -1,7 +1,5 @@
 """Fixtures that more than one folder of tests uses."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """API keys: the file with their hashes, and a router's view of it."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Python client without a router: what it imports, sends and makes of answers."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import subprocess

@@ -1,7 +1,5 @@
 """Clocks and pauses."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.clock import PauseDetector

@@ -1,7 +1,5 @@
 """The configuration: defaults, files, overrides, and a clear refusal of everything else."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tree of errors: each has a gRPC status, a label of its own where clients must tell it apart, and its drawing."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 

@@ -1,7 +1,5 @@
 """Floods on real sockets: one turn reads a bounded number of messages, and real messages are served among them."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

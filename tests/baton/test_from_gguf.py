@@ -1,7 +1,5 @@
 """What a GGUF file becomes: its tokenizer is transformers' own conversion, its numbers are torch's bfloat16."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

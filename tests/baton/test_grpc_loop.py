@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import array
 import asyncio
 import fcntl

@@ -1,7 +1,5 @@
 """Addresses of machines as text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

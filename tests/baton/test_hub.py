@@ -1,7 +1,5 @@
 """A checkpoint's name is a path or a hub id. The hub of these tests is a server of their own, if any."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

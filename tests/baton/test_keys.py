@@ -1,7 +1,5 @@
 """CURVE keys: clients that our sockets accept, and bytes that others can read. Real sockets, on loopback and off it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Logs: bounded files, and bounded lines of what a stranger can trigger."""
 
-from __future__ import annotations
-
 import logging
 import stat
 from collections.abc import Iterator

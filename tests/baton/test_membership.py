@@ -1,7 +1,5 @@
 """How a worker belongs to a router: greeting, silence, replacement."""
 
-from __future__ import annotations
-
 from baton import messages as msg
 from baton.errors import Incompatible
 from baton.membership import Membership

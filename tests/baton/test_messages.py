@@ -1,7 +1,5 @@
 """The wire: every message survives it, it is plain MessagePack, and its bytes don't change unnoticed."""
 
-from __future__ import annotations
-
 import random
 import typing
 from typing import Any

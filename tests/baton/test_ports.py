@@ -1,7 +1,5 @@
 """Fixed ports: what holds one is named, a connection is waited for, and an address of elsewhere is told at once."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """Fairness between routers: of the routers that were refused, the one that has least goes first."""
 
-from __future__ import annotations
-
 from baton.router_fairness import RouterFairness
 
 

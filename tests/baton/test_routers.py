@@ -1,7 +1,5 @@
 """One process's links to two routers, over real sockets: each hears what is its own, and is lost alone."""
 
-from __future__ import annotations
-
 import asyncio
 
 from baton import messages as msg

@@ -1,7 +1,5 @@
 """The fit of step times: what it learns, what it ignores, what it does not forget."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

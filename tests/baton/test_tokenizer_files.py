@@ -1,7 +1,5 @@
 """Checkpoints without a tokenizer.json: made once of older files, as transformers reads them."""
 
-from __future__ import annotations
-
 import base64
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Traces: what is recorded, when it ends, and the file that it becomes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

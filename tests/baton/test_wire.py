@@ -1,7 +1,5 @@
 """Real sockets: messages between a router and workers, garbage among them; Unix sockets with descriptors."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Sockets that carry pages: allowed peers, frames that belong to their message, and the time when bytes are free."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

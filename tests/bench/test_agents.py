@@ -1,7 +1,5 @@
 """Recorded sessions in the benches: orders of eviction over pages, figures by hand, and what a real turn can reuse."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 

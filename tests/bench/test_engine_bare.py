@@ -1,7 +1,5 @@
 """The bare engine's loop: its tokens are those of one prompt at a time, its steps those of a decode worker."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a case costs at least, worked out by hand for a small model; and what is told of runs beside it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The fit of a timing model: what went in comes out, noise and outliers or not."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from random import Random
 

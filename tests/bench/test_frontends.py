@@ -1,7 +1,5 @@
 """Fronts before the fake engine: what the engine gives, what clients count. vLLM is not needed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

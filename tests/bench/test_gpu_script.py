@@ -1,7 +1,5 @@
 """`bench.engine.gpu` runs to its end without a GPU, so that no minute with one is lost to a mistake in the script."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Interference: what is counted, what is judged against what, and that processes stay on their cores."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How engines are asked, counted and compared. No peer is needed: a few lines of Python stand for one."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

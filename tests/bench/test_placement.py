@@ -1,7 +1,5 @@
 """The benchmark of placement runs, and places everything that there is room for."""
 
-from __future__ import annotations
-
 from bench.router.placement import measure
 
 

@@ -1,7 +1,5 @@
 """The load generator's command line, and against real processes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

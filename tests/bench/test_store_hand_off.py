@@ -1,7 +1,5 @@
 """The store's benchmark runs, and its figures add up. No figure is judged here: the machine may be busy."""
 
-from __future__ import annotations
-
 from bench.store import hand_off
 
 

@@ -1,7 +1,5 @@
 """How a cluster on vLLM's runner is compared with vLLM itself. vLLM is not needed: lines of Python stand for a side."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -4,8 +4,6 @@
 the end of a test, everything that runs in here was started by it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 A moment is a line of their output. Ctrl-C is typed in a terminal, so it goes to make, too.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The script of a container, without the container: it brings a cluster up on a Ray of its own, and takes both down."""
 
-from __future__ import annotations
-
 import json
 import signal
 

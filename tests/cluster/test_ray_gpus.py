@@ -1,7 +1,5 @@
 """Workers on a Ray that has GPUs and labels, as far as a machine without GPUs can show: Ray takes our word for them."""
 
-from __future__ import annotations
-
 import json
 import sys
 

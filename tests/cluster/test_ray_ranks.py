@@ -1,7 +1,5 @@
 """A worker of two ranks on Ray: vLLM's runner on a CPU, in the environment of `make test-vllm`."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

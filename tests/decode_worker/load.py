@@ -1,7 +1,5 @@
 """A decode worker's state under load in virtual time: no model, no store, no bytes. Other rules for its admission."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Sequence

@@ -1,7 +1,5 @@
 """What a step holds: decoding sequences, short and long tails, in which order and how much of each."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

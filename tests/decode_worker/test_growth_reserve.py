@@ -1,7 +1,5 @@
 """What is learned from output lengths, and the pages that are kept free for it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Ownership of attempts on a decode worker: only the owning router's messages count."""
 
-from __future__ import annotations
-
 from baton.membership import RouterLost
 from baton.messages import AttemptFailed, AttemptName, Cancel, Refused, Resend, RouterHeartbeat, Tokens
 from tests.decode_worker.test_state import PROMPT, order, tokens_of, worker

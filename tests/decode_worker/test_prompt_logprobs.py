@@ -1,7 +1,5 @@
 """Log-probabilities of prompt tokens: computed here alone, whatever is cached, and told once and in order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

@@ -5,8 +5,6 @@ order in which sequences are preempted, resumed and admitted. No sequence is res
 every sequence ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Pages before every layer's window are given back: what stays held, cached and stored. All tokens are right."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

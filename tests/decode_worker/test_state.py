@@ -1,7 +1,5 @@
 """The decode worker's decisions, with a real store state and a device that notices a wrong page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Time for prompts and copies between two tokens of the decoding sequences."""
 
-from __future__ import annotations
-
 from math import isfinite
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`baton advise` on small clusters with round figures: what it says, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

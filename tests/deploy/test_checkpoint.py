@@ -3,8 +3,6 @@
 The processes' own loading is the truth here. Doctor and `up` must say the same, in the same words and in one line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

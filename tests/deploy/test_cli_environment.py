@@ -1,7 +1,5 @@
 """`baton config show`, `collect-env` and the pieces of `logs` and `top` that need no cluster."""
 
-from __future__ import annotations
-
 import json
 import logging
 from contextlib import closing

@@ -1,7 +1,5 @@
 """What `--help` shows of every command, and that what it shows can be typed."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

@@ -1,7 +1,5 @@
 """Ray's cluster file and the Kubernetes manifests, against the schemas that their readers have."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Dockerfile and the compose files: checked as far as that needs no container engine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

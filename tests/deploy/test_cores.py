@@ -1,7 +1,5 @@
 """Workers of one machine share its cores."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

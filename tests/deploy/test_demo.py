@@ -1,7 +1,5 @@
 """The ends of the demo, without a cluster. `tests/cluster/test_interrupts.py` has those of a real one."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

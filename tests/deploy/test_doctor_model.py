@@ -1,7 +1,5 @@
 """`baton doctor MODEL`: which engine would serve a checkpoint, and why. Offline, without vLLM and without a GPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

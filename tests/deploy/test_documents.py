@@ -1,7 +1,5 @@
 """What pages say of their commands is true. `tests/cluster/test_documents.py` runs every command without a reason."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import runpy

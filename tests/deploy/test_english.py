@@ -1,7 +1,5 @@
 """`.ci/english.py` reads the names that code binds."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `baton doctor` says of a machine's GPUs, by facts that no machine here has."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path

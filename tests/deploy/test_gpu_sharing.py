@@ -1,7 +1,5 @@
 """Which GPU, and how much of it, each worker gets; and the nodes of a role."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from pathlib import Path

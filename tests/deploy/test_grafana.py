@@ -3,8 +3,6 @@
 `tests/processes/test_dashboards.py` puts every query to a real Prometheus that scrapes a real cluster.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

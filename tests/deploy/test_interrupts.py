@@ -1,7 +1,5 @@
 """Signals and closed pipes at any moment of a command. `tests/cluster/test_interrupts.py` has those of clusters."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

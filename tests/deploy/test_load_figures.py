@@ -1,7 +1,5 @@
 """Figures computed from outcomes that are known by heart."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

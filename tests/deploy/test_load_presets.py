@@ -1,7 +1,5 @@
 """The workloads of `baton bench`."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

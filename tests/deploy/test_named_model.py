@@ -1,7 +1,5 @@
 """Every command and process means the same folder by a model's name."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Where commands and the supervisor find the routers' ports for the operator."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`baton pin`: what it reads, what it asks, and what it says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

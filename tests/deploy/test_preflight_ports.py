@@ -1,7 +1,5 @@
 """`baton up` looks at its ports before anything starts: it waits for a connection to end, and names what stays."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.config import Config, load

@@ -1,7 +1,5 @@
 """`make test` is `.ci/test.py`: each failed test runs once more, alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

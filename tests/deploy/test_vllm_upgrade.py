@@ -1,7 +1,5 @@
 """The checklist of docs/vllm.md for a new release of vLLM names files, tests and versions that exist. Needs no vLLM."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

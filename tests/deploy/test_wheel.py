@@ -1,7 +1,5 @@
 """The built wheel holds what the tree's packages hold, and nothing else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """Loads: the same for the same seed, and of the shape that was asked for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

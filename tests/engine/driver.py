@@ -1,7 +1,5 @@
 """A scheduler of a few lines, for tests: keeps sequences' pages, cuts prompts into chunks, appends what is drawn."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Random JSON schemas and regular expressions, and whether a text matches one."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Steps of random draws over random logits, and the comparison of two samplers on them."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

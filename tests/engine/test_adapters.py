@@ -1,7 +1,5 @@
 """LoRA adapters on disk: what is refused before vLLM sees it, and what a digest depends on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Block tables beside plain lists, and what a batch makes of them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """How the library of native kernels is made, kept and refused."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

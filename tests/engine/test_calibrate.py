@@ -1,7 +1,5 @@
 """The steps that tell how fast a worker is before it has served anybody."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """config.json of either age, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

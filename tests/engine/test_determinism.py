@@ -1,8 +1,6 @@
 """The same bits of pages and logits by every path: whatever the chunks of a prompt, the sequences beside it, the number
 of threads, and the processor's vectors."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections import deque

@@ -1,7 +1,5 @@
 """The sampler for devices: the oracle's tokens, and what it may ask of the device."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which engine serves a model: the rule as a table, what vLLM's runner asks for, and what a wrong vLLM is told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixtures of experts as a device computes them: the host's numbers, and not a word to the host."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tokens and pages against transformers, whatever the chunks, the batch and the pages."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The same engine on CUDA: one code path, so what is exact on the CPU must be exact there."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

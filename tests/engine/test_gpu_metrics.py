@@ -1,7 +1,5 @@
 """The metrics of a GPU, read from a library that says what a test lets it say."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a GPU is for a process, and why there is none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Grammars: masks, ends, other rules beside them, and the state after a fail-over."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

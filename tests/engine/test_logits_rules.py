@@ -1,7 +1,5 @@
 """Penalties, bias, and tokens that may not or must come: as transformers' processors have them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

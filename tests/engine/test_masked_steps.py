@@ -1,7 +1,5 @@
 """Steps with draws that wait for a grammar's mask, as they lie in a GPU's streams, run on a CPU. Tests hold masks."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """`baton size` against the memory that loading a model really takes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """docs/models.md is what the code and the tests say."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

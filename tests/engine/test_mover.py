@@ -1,8 +1,6 @@
 """The mover that goes on beside the loop, over a CPU's pages: pinned slots and others, checksums, the end. Its order is
 that of `tests/cuda/test_copies.py`."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator

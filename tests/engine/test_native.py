@@ -1,7 +1,5 @@
 """The native kernels beside the torch path."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """The class of a runner's arithmetic: what shares it, and what does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How much of its configured memory a pool fills."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Log-probabilities of prompt tokens against transformers, whatever the chunks and whatever runs beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 """Pages are computed again while a worker is idle, and one that differs is used no more: the pure core, schedulers with
 devices that remember what was computed, and the engine."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

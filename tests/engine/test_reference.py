@@ -1,7 +1,5 @@
 """What other tests compare ours with: it says where rounding decides."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The draw: what may be drawn, how often, and that nothing but the draw itself decides it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Steps as they lie in a GPU's stream, run on a CPU: launched ahead, with the tokens of steps that wait."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """A worker's steps, as it plans with them and reports them."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.messages import MAX_STEP_SAMPLES, AttemptName, StepSample

@@ -1,7 +1,5 @@
 """What Baton adds to vLLM's worker, without vLLM."""
 
-from __future__ import annotations
-
 import random
 import threading
 from types import SimpleNamespace

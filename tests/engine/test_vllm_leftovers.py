@@ -1,7 +1,5 @@
 """What killed vLLM processes and their workers leave on the machine, without vLLM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

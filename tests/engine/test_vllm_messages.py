@@ -1,7 +1,5 @@
 """Steps on their way to vLLM's process: draws with their arrays and masks arrive as they were sent."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

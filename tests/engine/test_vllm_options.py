@@ -1,7 +1,5 @@
 """What vLLM's runner is started with, on a CPU and on a GPU. Neither vLLM nor a GPU is needed."""
 
-from __future__ import annotations
-
 import json
 import stat
 import sysconfig

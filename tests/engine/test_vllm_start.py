@@ -1,7 +1,5 @@
 """vLLM's processes as they start and fail, without vLLM: a script stands for the child."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Loading: every way a checkpoint can be broken has its error, and the fingerprint names exactly what was loaded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`python -m tests.fuzz`: fuzz every socket of a cluster for a while, or make one case again."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -7,8 +7,6 @@ prints one line of JSON: its counts by kind, and what was found. It runs at a lo
 machine of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

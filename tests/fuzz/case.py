@@ -3,8 +3,6 @@
 A case draws all it does from (seed, target, number), so a number names it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import threading

@@ -3,8 +3,6 @@
 An order is {"say": the bytes in base64, "end": whether the process ends then}. `NUMBER` in it becomes the order's.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

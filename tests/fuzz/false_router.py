@@ -1,7 +1,5 @@
 """A router that a fuzzer is: it welcomes the processes of a group of victims, and gives them orders of any kind."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 An honest answer is right in form: what it says of bytes is whatever lies in the arena.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import secrets

@@ -5,8 +5,6 @@ can tell if it has got a token of another request, of an older attempt, or of a 
 must end, and at the end of a case the router must have none, and serve a plain one.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """The public gRPC port: mutated messages, metadata and calls, clients that go away, and bytes that are no HTTP/2."""
 
-from __future__ import annotations
-
 import random
 import struct
 import threading

@@ -6,8 +6,6 @@
 The router's side runs in this process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

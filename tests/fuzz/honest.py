@@ -1,7 +1,5 @@
 """Honest clients beside the fuzzers: each request is compared token by token, over gRPC and over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """The HTTP API: mutated bodies on every path, broken HTTP, and clients that stop, stall or go away."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import random

@@ -1,7 +1,5 @@
 """JSON as hostile clients write it: what is no JSON, keys twice, numbers of any size, broken encodings."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """ZMQ sockets with the cluster's keys, and one peer's end of a link with a router."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

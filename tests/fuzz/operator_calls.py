@@ -4,8 +4,6 @@ The user's own calls may drain a worker and change its role. So a worker is name
 are of short life.
 """
 
-from __future__ import annotations
-
 import random
 import socket
 from contextlib import suppress

@@ -5,8 +5,6 @@ The router joins them as it joins stores of other nodes and workers without room
 they hold is of keys of their own. At the end of a case the router must still follow a holder that does as it should.
 """
 
-from __future__ import annotations
-
 import random
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Raw bytes on every TCP port without keys: HTTP to the pages of metrics, and what is no ZMQ to ZMQ's ports."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 

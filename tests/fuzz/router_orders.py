@@ -4,8 +4,6 @@ After each case the process must read on, drop all work that the router does not
 store keeps pins until the router ends them.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A peer joins as a store of another node, or as a worker that can hold no request
 it says of requests of other workers must change nothing. A peer without keys sends raw bytes instead (`plain_ports`).
 """
 
-from __future__ import annotations
-
 import random
 import secrets
 import time

@@ -5,8 +5,6 @@ No process may end. No log may have a traceback or an error. At the end descript
 leases and requests are as before, within a deadline.
 """
 
-from __future__ import annotations
-
 import json
 import select
 import subprocess

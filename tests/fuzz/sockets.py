@@ -1,7 +1,5 @@
 """Raw connections with a deadline for everything, and what an HTTP server may answer on one."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

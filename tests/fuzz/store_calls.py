@@ -4,8 +4,6 @@ Every chain is of keys of its own, so no page that a worker uses is touched. At 
 back what it reserved, as a worker does that leaves.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import secrets

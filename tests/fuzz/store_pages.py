@@ -5,8 +5,6 @@
 - Publishers of KV events: subscriptions of any bytes.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ attach anew, be done with all leases, and have every page of its device free. A 
 give the same tokens as before.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping

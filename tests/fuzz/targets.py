@@ -1,7 +1,5 @@
 """The targets by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from tests.fuzz.case import Target

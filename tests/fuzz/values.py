@@ -1,7 +1,5 @@
 """Values at the edges of every type, and a few that are of no type."""
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Callable

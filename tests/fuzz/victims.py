@@ -4,8 +4,6 @@ What such a peer may do would disturb the honest streams. So each group has a no
 its own.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Internal messages, read off their types: valid ones, ones at the edges, and ones that break a type or a bound."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from functools import cache

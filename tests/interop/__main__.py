@@ -7,8 +7,6 @@ Each suite has a virtual environment of its own. All of them speak to one cluste
 packages. If no package index answers, or the time is over, a suite is printed as NOT RUN, which is no failure.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

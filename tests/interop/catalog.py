@@ -1,7 +1,5 @@
 """The suites: what each needs, what it runs, and how long it may take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

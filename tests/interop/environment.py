@@ -4,8 +4,6 @@ They lie below ~/.cache/baton-interop, or below $BATON_INTEROP_CACHE. An environ
 requirements change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """JSON over HTTP with the standard library, for suites that ask a server themselves."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

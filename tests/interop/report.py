@@ -1,7 +1,5 @@
 """docs/conformance.md: what the suites found."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 import subprocess

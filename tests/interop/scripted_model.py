@@ -5,8 +5,6 @@ It writes each request that it refuses to standard error. The model's context is
 English, so that agents' first turns fit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

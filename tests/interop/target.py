@@ -1,7 +1,5 @@
 """The cluster that the suites speak to, and the checkpoint it serves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

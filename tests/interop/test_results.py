@@ -1,7 +1,5 @@
 """What suites print is read rightly, and the report tells it."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import time

@@ -1,7 +1,5 @@
 """A small universe of chains of pages, in which prefixes are shared often, with readable keys."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 CHAINS = st.text(alphabet="abc", min_size=1, max_size=6)

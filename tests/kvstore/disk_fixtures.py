@@ -1,7 +1,5 @@
 """A disk on paper: it carries out the index's orders, as well or as badly as it is told to, and in any order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from kvstore.disk.file_names import PageFile, footprint

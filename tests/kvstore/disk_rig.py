@@ -1,7 +1,5 @@
 """The disk tier as a store has it, index and threads, over a small arena and a directory of a test's own."""
 
-from __future__ import annotations
-
 import mmap
 import select
 import time

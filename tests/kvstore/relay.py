@@ -1,7 +1,5 @@
 """What lies between two stores in their tests: a relay of TCP connections that can fail them."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the store's tests share."""
 
-from __future__ import annotations
-
 from baton.config import ArenaBytes, StoreConfig
 from baton.messages import Namespace, Peer
 from baton.store_protocol import Attach, Attached, EndLease, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply

@@ -1,7 +1,5 @@
 """Answers to followers of KV events, as pure state: bounded per turn, fair, and one of a kind for each follower."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The page checksum: a tree over KV heads, so that ranks hash their own parts."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

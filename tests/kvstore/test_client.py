@@ -1,7 +1,5 @@
 """StoreClient against stores that misbehave: what it tells, when, and what it never does."""
 
-from __future__ import annotations
-
 import os
 import select
 import time

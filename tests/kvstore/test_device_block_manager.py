@@ -1,7 +1,5 @@
 """DeviceBlockManager against a naive model: references, contents, room, eviction order, events."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

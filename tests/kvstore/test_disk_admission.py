@@ -1,7 +1,5 @@
 """Which pages are worth writing."""
 
-from __future__ import annotations
-
 from kvstore.disk.admission_filter import AdmissionFilter
 from tests.kvstore.chains import key
 

@@ -1,7 +1,5 @@
 """What is left after a crash, a bit flip or a stranger's hand: torn and corrupt files go, all others can be read."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """DiskIndex against a disk on paper that is slow, full, broken, rotten and restarted, in any order."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 

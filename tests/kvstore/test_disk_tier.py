@@ -1,7 +1,5 @@
 """The disk tier on real files: written, read back, restarted, and everything that a disk can do to it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

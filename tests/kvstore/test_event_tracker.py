@@ -1,7 +1,5 @@
 """EventTracker by example: what it asks for, and when. `tests/router/test_kv_index.py` drives it over lossy links."""
 
-from __future__ import annotations
-
 from baton.messages import PageSegment, Snapshot
 from kvstore.events.changes import snapshot_parts
 from kvstore.events.wire_format import BlockStored, KvEventBatch

@@ -1,7 +1,5 @@
 """KV events on the wire: what any reader of vLLM's format sees, and what we read back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgpack

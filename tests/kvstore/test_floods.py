@@ -1,7 +1,5 @@
 """A store under floods of connections, and without descriptors. The stores are real ones."""
 
-from __future__ import annotations
-
 import os
 import resource
 import secrets

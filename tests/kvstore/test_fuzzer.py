@@ -1,7 +1,5 @@
 """What the fuzzer of the store's socket takes for a finding, without a store."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Whose turn it is when slots are short: at most one prompt of a node holds pages while it waits for slots."""
 
-from __future__ import annotations
-
 from baton.store_protocol import EndLease, LeaseHeartbeat, NotReserved, Reserve, StoreReply
 from kvstore.server.events import Disconnected
 from tests.kvstore.chains import keys

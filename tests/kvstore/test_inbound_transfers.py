@@ -1,7 +1,5 @@
 """What a store brings in, call by call: credits, losses, sources that fail, slots that are freed in time."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Page keys: the vectors of docs/page-keys.md, and what keys must and must not depend on."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

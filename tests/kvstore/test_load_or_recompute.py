@@ -1,7 +1,5 @@
 """Load or recompute, case by case."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.messages import TierSpeed

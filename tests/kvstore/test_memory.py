@@ -1,7 +1,5 @@
 """The arena's memory: limits before it is taken, its size sealed, and mappings that outlive it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -3,8 +3,6 @@
 A mutation replaces one method of the real code with one that is wrong in one way that a tired programmer might choose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Pages that are read out of another store's arena by NIXL, here by UCX on the memory of one machine."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

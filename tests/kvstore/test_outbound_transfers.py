@@ -1,7 +1,5 @@
 """What a store does for others, call by call."""
 
-from __future__ import annotations
-
 from baton import peer_protocol as peers
 from kvstore.arena.host_page_pool import HostPagePool, SlotReservation
 from kvstore.server.inbound_transfers import InboundResult

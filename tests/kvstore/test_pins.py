@@ -1,7 +1,5 @@
 """Pins: all pages or none, shared ones counted once, until their time is over."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.messages import AttemptHeld, PagesPinned, PinPages

@@ -1,7 +1,5 @@
 """PrefixMap against a naive model, what it does with events that can't be, and what a single event may cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

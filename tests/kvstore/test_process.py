@@ -2,8 +2,6 @@
 for something to happen.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

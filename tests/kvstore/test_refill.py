@@ -2,8 +2,6 @@
 
 With real store states and schedulers, and devices that notice a wrong page."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

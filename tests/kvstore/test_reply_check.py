@@ -1,7 +1,5 @@
 """Replies that no store in its right mind gives. `tests/kvstore/world.py` checks those that the real one gives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

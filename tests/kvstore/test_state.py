@@ -1,7 +1,5 @@
 """StoreState, rule by rule."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

@@ -1,7 +1,5 @@
 """A store under everything that its workers can do to it: they are as bad as real ones (`tests.kvstore.world`)."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 

@@ -1,7 +1,5 @@
 """The picture of the prefix map: it shows every page once, whatever the steps, and stays small."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Sequence

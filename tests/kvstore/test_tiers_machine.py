@@ -1,7 +1,5 @@
 """Whole stores in any order of events: see `tests.kvstore.world` for what they are up against."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule

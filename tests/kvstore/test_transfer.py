@@ -1,7 +1,5 @@
 """Moving pages between a device and its store, word by word: lookups, fetches and writes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

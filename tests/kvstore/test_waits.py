@@ -1,7 +1,5 @@
 """Stores that wait for each other's pages, and producers that go: no wait may rest on itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from baton.messages import PageSource

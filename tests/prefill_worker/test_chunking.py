@@ -1,7 +1,5 @@
 """Chunks of a prefill step: how many tokens, in which order, and that no prompt is skipped for long."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The size of a prompt's last chunk: by when all its pages have been copied, against every other size."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

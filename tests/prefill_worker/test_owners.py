@@ -1,7 +1,5 @@
 """What routers own on a prefill worker, and whose turn it is when all its slots are taken."""
 
-from __future__ import annotations
-
 from baton.membership import RouterLost
 from baton.messages import AttemptName, Cancel, Refused, RouterHeartbeat
 from tests.prefill_worker.test_state import PROMPT, done, order, worker

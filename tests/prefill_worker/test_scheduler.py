@@ -5,8 +5,6 @@ Whatever happens, a page is computed by one prompt at a time, a prompt waits onl
 are shared and come back, and every prompt ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts that together take more slots than the arena has: each of them is prefilled, one after the other."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The prefill worker's decisions, with a real store state and a device that notices a wrong page."""
 
-from __future__ import annotations
-
 from baton import messages as msg
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig

@@ -1,7 +1,5 @@
 """Whole loads on one prefill worker, in virtual time."""
 
-from __future__ import annotations
-
 import itertools
 
 from baton.messages import AttemptFailed, Cancel, Prefilled

@@ -2,8 +2,6 @@
 a formula says. Thousands of tokens a millisecond, so whole loads can be looked at step by step.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A cluster of real processes for the tests of one file, which may replace its checkpoint or the whole cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bad input from clients, peers, files and the machine: a clear typed error each, and the cluster goes on."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

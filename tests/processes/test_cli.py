@@ -1,7 +1,5 @@
 """The commands that watch and use a running cluster, on one that is described as `baton up` describes it."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -3,8 +3,6 @@
 `tests/baton/test_keys.py` shows that nothing passes such a port without them.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path

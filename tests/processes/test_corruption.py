@@ -5,8 +5,6 @@ reads them, in arithmetic that has no time for one. A page that leaves for the a
 bytes on the device. `pages.recompute_share` finds what was wrong there.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -4,8 +4,6 @@ The first half needs nothing: the pages of all processes have every metric, labe
 The second half puts each query to a real Prometheus, with the committed configuration.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator, Mapping

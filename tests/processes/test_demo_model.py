@@ -1,7 +1,5 @@
 """The model that comes with Baton, served by a real cluster: it remembers, ends by itself, calls tools, writes JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

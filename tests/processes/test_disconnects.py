@@ -4,8 +4,6 @@ Each phase is held open: a worker drains (queued), a long prompt is computed in 
 still (hand-off), or tokens come (decode). Over HTTP with one output, several, and beams, as a stream or not; over gRPC.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

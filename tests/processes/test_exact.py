@@ -1,7 +1,5 @@
 """Greedy output of whole clusters of real processes, token for token against transformers, in float32."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

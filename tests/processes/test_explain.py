@@ -1,7 +1,5 @@
 """Explain and drain with real processes: an explanation matches the events, and no request loses a token to a drain."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Deaths, stops and clients that go away, with real processes: no token lost, repeated or changed, nothing held."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence

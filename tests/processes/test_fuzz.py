@@ -1,7 +1,5 @@
 """The fuzzer's short version: every target for a while, in one cluster, with a fixed seed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

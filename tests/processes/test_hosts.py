@@ -1,7 +1,5 @@
 """A cluster over two hosts: real processes in network namespaces of their own, and a cable between them."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping

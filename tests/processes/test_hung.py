@@ -1,7 +1,5 @@
 """Processes whose main loop hangs while their heart beats: requests end well without them, and they come back."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A cluster of real processes on IPv6: every link, and pages between two stores."""
 
-from __future__ import annotations
-
 import random
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """KV events of a running cluster, read by an external subscriber: found through its status, in vLLM's format."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Mapping

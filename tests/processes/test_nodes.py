@@ -1,7 +1,5 @@
 """One machine that plays several nodes: each with a store of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from deploy.local import LocalCluster

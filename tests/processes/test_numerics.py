@@ -1,7 +1,5 @@
 """Workers whose arithmetic gives other bits: refused by name, or let in where that is wanted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """A checkpoint that is odd in every way that transformers reads, served by real processes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import urllib.request

@@ -1,7 +1,5 @@
 """The openai package against a real cluster: its own classes validate every answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The operator's port of a real router process."""
 
-from __future__ import annotations
-
 import signal
 import stat
 from collections.abc import Callable

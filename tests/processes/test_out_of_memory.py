@@ -1,7 +1,5 @@
 """Exact tokens from workers whose larger steps run out of GPU memory."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

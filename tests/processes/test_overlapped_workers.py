@@ -1,8 +1,6 @@
 """Clusters whose workers go on while their devices work, and whose decode workers launch a step ahead: the tokens are
 those of transformers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

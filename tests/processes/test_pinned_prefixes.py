@@ -1,7 +1,5 @@
 """Pinned prefixes in a cluster of real processes: they outlast a flood that evicts everything else, until they end."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A router that is started again while another program's connection holds one of its ports."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Exact tokens from real processes while a pool too small for its load takes pages from those that run."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

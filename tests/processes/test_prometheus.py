@@ -1,7 +1,5 @@
 """A real Prometheus discovers a real cluster, scrapes every process of it, and answers questions."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

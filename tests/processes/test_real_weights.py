@@ -1,7 +1,5 @@
 """SmolLM2, real weights and a vocabulary of 49,152 tokens: exact in every shape of a cluster, bound by grammars."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

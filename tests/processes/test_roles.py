@@ -1,7 +1,5 @@
 """Workers change their role in a running cluster: the same processes, no weights read again, and no token lost."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Iterator

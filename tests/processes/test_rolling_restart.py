@@ -1,7 +1,5 @@
 """Every process of a cluster is restarted, one after another, under load: no request fails, and no token is wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """Seeded sampling gives the same tokens on every cluster shape and in every batch (float32)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A decode worker that is stopped for most of each second: live, and ten times slower than the others."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The soak's short version: the same code for some seconds, with a fixed seed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

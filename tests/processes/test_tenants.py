@@ -1,7 +1,5 @@
 """Two tenants share no cached token on any tier. One tenant finds its own on each."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

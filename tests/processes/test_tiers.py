@@ -1,7 +1,5 @@
 """A disk below the arena, with real processes: what it saves survives any death, and its failures cost no request."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping

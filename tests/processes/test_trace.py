@@ -1,7 +1,5 @@
 """Traces of real processes: what is in them, that spans nest, and that hardly anything of a loop is missing."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """From a client's `traceparent` to spans at a collector: over HTTP, and over gRPC."""
 
-from __future__ import annotations
-
 import json
 import threading
 import urllib.request

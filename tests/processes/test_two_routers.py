@@ -1,7 +1,5 @@
 """Two routers on the same workers, store and ports: each has its own streams, and loses only those when it dies."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """The lab with processes that follow the protocol, and links that misbehave."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

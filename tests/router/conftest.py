@@ -1,7 +1,5 @@
 """A lab and its processes. A process joins the lab when its fixture is made, so in the order of a test's parameters."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.router.lab import Lab

@@ -1,7 +1,5 @@
 """A router without sockets, and decode workers that say what a test lets them say."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A router state with peers that say exactly what a test lets them say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 

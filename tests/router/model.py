@@ -4,8 +4,6 @@ A token is a function of the request's seed and its position. A test therefore k
 whichever worker computes it and however often it is restarted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

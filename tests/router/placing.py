@@ -1,7 +1,5 @@
 """Clusters to place requests in, as small as a case needs them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

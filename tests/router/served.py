@@ -1,7 +1,5 @@
 """A real router on real sockets, with workers of the model cluster behind it, all in one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

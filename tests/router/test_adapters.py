@@ -1,7 +1,5 @@
 """LoRA adapters at the router: requests name them, workers hear their digests, and no two of them share a page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Coming in: objectives, early rejection, bounded queues, quotas, fairness, and the budget of retries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st

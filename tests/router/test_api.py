@@ -1,7 +1,5 @@
 """The HTTP APIs, with a real router, real sockets, and workers whose output is known beforehand."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

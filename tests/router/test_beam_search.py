@@ -1,7 +1,5 @@
 """Beam search against transformers: the same outputs, in the same order, with the same scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

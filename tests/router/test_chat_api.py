@@ -1,7 +1,5 @@
 """Tool calls and reasoning in the chat APIs, read by the openai and anthropic packages, which check every answer."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import AsyncIterator

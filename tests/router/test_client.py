@@ -1,7 +1,5 @@
 """The Python client at a real router, whose workers' output is known beforehand."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Every example of docs/python-client.md runs against a real router."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

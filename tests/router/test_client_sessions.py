@@ -1,7 +1,5 @@
 """The front doors, with a real gRPC server, real ZMQ sockets, and workers whose output is known beforehand."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The page at /dashboard without a browser: its snapshots, its keys, its headers and its files."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

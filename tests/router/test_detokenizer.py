@@ -1,7 +1,5 @@
 """Text: whole characters only, stop strings never shown in part, and nothing lost."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

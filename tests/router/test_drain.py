@@ -1,7 +1,5 @@
 """Workers that are to be given nothing new: what they have goes on, or goes elsewhere at once."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What is remembered of requests: each attempt's choice and course, bounded in number and in what was weighed."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

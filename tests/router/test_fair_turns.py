@@ -1,7 +1,5 @@
 """Turns between tenants: order, bounds, and callers that leave while they wait."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Workers that answer with figures that no worker in its right mind has: the client's answer never has them."""
 
-from __future__ import annotations
-
 from math import inf, nan
 
 import pytest

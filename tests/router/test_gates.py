@@ -1,7 +1,5 @@
 """Web pages of other sites, names that point to loopback, and CORS, at a real router's HTTP port."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """What clients send and what checkpoints say, checked field by field."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

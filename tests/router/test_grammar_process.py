@@ -2,8 +2,6 @@
 exactly or has a fault with a path, and schemas with a part that no output can complete.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

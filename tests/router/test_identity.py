@@ -1,7 +1,5 @@
 """API keys at both doors of a real router: which client a request comes from, and what it may do."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

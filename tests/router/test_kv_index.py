@@ -1,7 +1,5 @@
 """Prefixes over lossy links: whatever is lost, repeated, late or damaged, quiet leaves the map equal to the truth."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

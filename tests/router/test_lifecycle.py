@@ -1,7 +1,5 @@
 """A request's life, message by message."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import msgspec

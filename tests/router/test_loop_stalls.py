@@ -4,8 +4,6 @@ Each of the largest bodies that the doors take is sent to a router. Each turn of
 of the loop's own thread, so that other work of the machine does not count.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import http.client

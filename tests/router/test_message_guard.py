@@ -2,8 +2,6 @@
 bounded, and takes nothing from others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """What the router counts for its metrics: objectives met, hops, lost processes, and the ceiling of prefix reuse."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

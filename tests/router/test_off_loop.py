@@ -1,7 +1,5 @@
 """Helper processes that say what is no answer: it costs their one order, and the next one gets an answer."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

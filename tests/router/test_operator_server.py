@@ -1,7 +1,5 @@
 """The operator's port: its services, which the public port lacks, and the users that may open its socket."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """What a router makes of other routers' work on its workers, as heartbeats tell of it."""
 
-from __future__ import annotations
-
 from baton.messages import Accepted, Heartbeat, LoadReport
 from tests.router.lab import Lab
 

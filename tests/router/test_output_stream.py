@@ -1,7 +1,5 @@
 """One request's output between the state that makes it and the client that reads it."""
 
-from __future__ import annotations
-
 import asyncio
 
 from baton.errors import Overloaded

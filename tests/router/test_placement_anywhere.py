@@ -1,7 +1,5 @@
 """Placement in whatever clusters there may be."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf

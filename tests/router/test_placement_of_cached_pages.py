@@ -1,7 +1,5 @@
 """Placement where pages lie in lower tiers or on another node: loads where they pay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

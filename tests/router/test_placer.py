@@ -1,7 +1,5 @@
 """Published rules in Baton's router: what they are shown, and that a request stays with the worker chosen for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import get_args
 

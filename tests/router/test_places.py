@@ -1,7 +1,5 @@
 """Which connections are closed when places or memory run out."""
 
-from __future__ import annotations
-
 from router.frontend.api.server import SPARE, Places
 
 

@@ -1,7 +1,5 @@
 """Each published rule on cases computed by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Why pages of a prompt are not cached, told from the prompts and removals that a router remembers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import chain

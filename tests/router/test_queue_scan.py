@@ -1,7 +1,5 @@
 """Queue scans: the first requests in service order whenever there may be room, and every request in time."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 from hypothesis import given
 

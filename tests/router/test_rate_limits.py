@@ -1,7 +1,5 @@
 """Token buckets, tenants' quotas, and the budget of retries."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given

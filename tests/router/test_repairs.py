@@ -1,7 +1,5 @@
 """What agents send and a model can't take: repaired, told of and counted, or refused by its field."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

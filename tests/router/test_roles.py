@@ -1,7 +1,5 @@
 """Role changes as the router carries them out: drained, told until it has happened, and nothing lost."""
 
-from __future__ import annotations
-
 import random
 
 import msgspec

@@ -1,7 +1,5 @@
 """Virtual token counters: equal service for tenants that wait, and little credit for tenants that did not."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """Whatever links and processes do, every request ends exactly once, with the right tokens, and nothing is left over."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

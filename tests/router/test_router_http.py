@@ -1,7 +1,5 @@
 """The router's HTTP port against strangers: idle, slow and many connections."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Processes whose main loop stands still while their heart beats, and messages whose loss heartbeats repair."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton import messages as msg

@@ -1,7 +1,5 @@
 """The router's log: one line for a request that was served, and few for those that a client makes fail."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path

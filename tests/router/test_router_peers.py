@@ -1,7 +1,5 @@
 """Membership and heartbeats: joining, leaving, being replaced, waking up; lost and late messages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Whatever links and processes do, every wish is answered once, what counts as pinned is pinned, and nothing leaks."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

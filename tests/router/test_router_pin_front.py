@@ -1,7 +1,5 @@
 """Pinned prefixes at the operator's door: fields checked one by one, and calls to a real router."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

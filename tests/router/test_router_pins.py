@@ -1,7 +1,5 @@
 """A prefix on its way to being pinned, message by message."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Placement: the lowest predicted time to first token that keeps every objective, and a split where it can work."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import msgspec

@@ -1,7 +1,5 @@
 """A router whose fixed ports are held by connections of other programs, or whose address is none of this machine."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

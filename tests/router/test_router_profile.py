@@ -1,7 +1,5 @@
 """Profiles, as the router's state knows them: one trace at a time, whichever messages are lost."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.clock import Tick

@@ -1,7 +1,5 @@
 """Log-probabilities of a prompt: a decode worker alone computes them, and each is emitted once and in order."""
 
-from __future__ import annotations
-
 from baton.messages import Accepted, Prefill, PromptLogprobs, PromptTokenLogprob, Resend, SamplingParams
 from router.events import Emit, Finished
 from router.generation_request import GenerationRequest

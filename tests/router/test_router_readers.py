@@ -1,7 +1,5 @@
 """Clients that do not read, or go away in the middle of a write, over real gRPC connections."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

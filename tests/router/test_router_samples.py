@@ -1,7 +1,5 @@
 """Samples of one prompt: the first one's prompt is computed, then the others begin where it runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.clock import Tick

@@ -1,7 +1,5 @@
 """What a router's requests wait for."""
 
-from __future__ import annotations
-
 from baton.messages import Accepted, Prefilled
 from tests.router.lab import Lab
 from tests.router.model import ROUTER

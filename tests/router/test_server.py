@@ -1,7 +1,5 @@
 """What a client without a key can hold of the HTTP port, at a real router's socket: every bound, and RFC 9112."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Outlier detection: which worker is slow in the router's eyes, and what placement and running requests make of it."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Costs of work: the formulas, the source of a worker's coefficients, and the error of predictions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

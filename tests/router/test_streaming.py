@@ -1,7 +1,5 @@
 """Server-sent events before the first token, in gaps, and where the router stops."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Structured output: its fields, and the check of a grammar before its request is queued."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

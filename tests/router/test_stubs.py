@@ -1,7 +1,5 @@
 """The checked-in stubs are what the contract generates."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chat templates: rendered as transformers does, in a process that a hostile one neither leaves nor keeps."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """TLS at both doors of a real router, and the doors that may not open to other machines."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Tokens of recent chats: they are those of a whole tokenizing, by kind of tokenizer, and each tenant has its own."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

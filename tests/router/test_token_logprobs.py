@@ -1,8 +1,6 @@
 """Log-probabilities of tokens: joined, their texts are the text and their bytes its UTF-8, and no value takes another
 one's place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

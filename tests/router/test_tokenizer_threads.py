@@ -1,7 +1,5 @@
 """Long prompts: what can't fit is refused before it is tokenized, and the rest does not hold up other requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -2,8 +2,6 @@
 before it, and calls in its place.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Spans of requests: which there are, how they hang together, and that no request is hurt by them."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence

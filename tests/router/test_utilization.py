@@ -1,7 +1,5 @@
 """Which role changes are advised, and that none is taken back for the same load."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The queue: order of service, the requests that a full queue rejects, and predicted waits."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule

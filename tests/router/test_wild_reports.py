@@ -1,7 +1,5 @@
 """Heartbeats within every bound of their types whose figures no process has: they cost no router its life."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Small tokenizers of the two kinds that models have, made here: no download, no file."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers

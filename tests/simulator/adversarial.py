@@ -1,7 +1,5 @@
 """A crowded cluster of two routers and an adversary: small pages, pools and arenas; requests that share prefixes."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small simulated clusters, on a machine whose figures make sums that can be done by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

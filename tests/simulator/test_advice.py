@@ -1,7 +1,5 @@
 """The search for a split, on clusters whose breaking points are a table; and what it says in the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole clusters in virtual time whose pages have contents: no step reads a wrong page, whatever dies."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.errors import ConfigError

@@ -5,8 +5,6 @@ wrong page, no token differs from the reference, and no request waits beyond its
 nothing is left held or reserved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

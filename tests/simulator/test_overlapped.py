@@ -5,8 +5,6 @@ does a step that decode workers launch ahead. A mistake planted in the epochs, i
 in what a step ahead counts for, is noticed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """More load than a small cluster can serve: it goes on serving, rejections are sent, tenants get fair shares."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.router import overload

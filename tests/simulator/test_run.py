@@ -1,7 +1,5 @@
 """Repeatable steps may run in a row without any change to the outcome."""
 
-from __future__ import annotations
-
 from baton.config import DecodeConfig
 from baton.messages import Cancel, Decode, SamplingParams
 from engine.step.batch import Chunk, Sampled, TokenDraw

@@ -1,7 +1,5 @@
 """Closed loops: prompts that continue answers, times after them, users, and the front before the router."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

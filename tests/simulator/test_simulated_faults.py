@@ -1,7 +1,5 @@
 """Whatever dies in a simulated cluster, every request ends once, and well."""
 
-from __future__ import annotations
-
 import pytest
 
 from deploy.load.workload import Lengths

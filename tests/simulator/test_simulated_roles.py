@@ -1,7 +1,5 @@
 """Workers of a simulated cluster change their roles as its load asks for it, and no request is lost by that."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Simulated times are those that anybody can add up by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.simulator.simulated import CALL, COPY, MESSAGE, PAGE, STEP, cluster, request, serve

@@ -1,7 +1,5 @@
 """The simulator's own parts: time, loads, figures; and that a seed decides everything."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A decode worker that is live and ten times slower than others: requests leave it, and come back with its speed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise, product
 

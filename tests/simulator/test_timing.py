@@ -1,7 +1,5 @@
 """The timing models that come with the simulator: figures follow from what the files say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

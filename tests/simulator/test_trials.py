@@ -1,7 +1,5 @@
 """What a load demands, by sums done by hand; and what counts as served."""
 
-from __future__ import annotations
-
 from math import nan
 
 import numpy as np

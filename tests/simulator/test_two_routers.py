@@ -1,8 +1,6 @@
 """Two routers on the same workers: each request has one owner, and only its owner's death takes it along. An adversary
 chooses the order of all messages, turns and deaths."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

@@ -17,8 +17,6 @@ among families and shapes. A part ends once its time is over and each kind of pr
 the folder with all logs stays, and its path is printed; `wrong.json` in it has a request with wrong tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

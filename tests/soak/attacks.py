@@ -10,8 +10,6 @@ A reply that a hostile request must not get (an unknown status, a Python class n
 error, which fails the soak.
 """
 
-from __future__ import annotations
-
 import encodings.idna  # noqa: F401 - another user may not be able to read the library it is loaded from
 import http.client
 import json

@@ -1,7 +1,5 @@
 """A cluster of real processes under load, with deaths and stops at random: the first two parts of `make soak`."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

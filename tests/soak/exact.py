@@ -8,8 +8,6 @@ the cores. Every stream must have the tokens of a colocated cluster that nothing
 counted, and the last one stays in `wrong.json`. Native kernels must run the model (`engine/cpu/features.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

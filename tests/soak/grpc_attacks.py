@@ -1,7 +1,5 @@
 """Attacks of `tests/soak/attacks.py` on the gRPC port by clients without a key: what they hold must stay bounded."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

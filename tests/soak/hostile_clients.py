@@ -10,8 +10,6 @@ tells that. After the attacks nothing may be left running or held, and no proces
 and memory are compared with those before the attacks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

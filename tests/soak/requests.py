@@ -7,8 +7,6 @@ share prefixes, and every twentieth client goes away after its third token. Each
 as it asked for; at the end nothing may run, wait or be held, by the word of the router and of every process's metrics.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ reference's tokens. At the end nothing may be held. Once every process with page
 are found on the disk.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Small random LoRA adapters in PEFT's format, and transformers with their weights merged into the model's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A headless Chromium, where there is one: Debian's `chromium`, or another that lies on PATH."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

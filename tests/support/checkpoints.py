@@ -5,8 +5,6 @@ cache holds, and hides errors. What transformers initialises to zero (biases) or
 the same reason.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

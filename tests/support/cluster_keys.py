@@ -1,7 +1,5 @@
 """The keys with which every socket of the tests speaks, also in the processes that tests start from Python."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ block is one command. HTML comments right before a fence say what differs from a
 `problems` names comments that say nothing about any command, and reasons that are none.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The engine of the tests' clusters: our own or, with `BATON_TEST_ENGINE=vllm`, vLLM's model runner. That
 takes the environment of `make test-vllm`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Wait for a condition, with a deadline: the only way in which a test waits for another thread or process."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Coroutine

@@ -1,8 +1,6 @@
 """A disk's index that is a dictionary, for tests of the store's state, and its threads, which work when a test lets
 them. A test may also play them and send `Finished`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

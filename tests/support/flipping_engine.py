@@ -1,7 +1,5 @@
 """`python -m worker`, on a device that flips one bit of the first prompt's third page, after that has been computed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

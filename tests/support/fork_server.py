@@ -11,8 +11,6 @@ Each worker of a cluster forks a process at its own start that waits to become i
 outside of tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.util

@@ -3,8 +3,6 @@
 Those kernels round toward zero, and numbers beyond the largest become the largest.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

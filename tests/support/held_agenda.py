@@ -7,8 +7,6 @@ caller picks the lane that goes on, and what goes wrong with its next event.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from functools import partial

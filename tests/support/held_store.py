@@ -1,7 +1,5 @@
 """A store whose disk's threads and whose connections go on when a caller says so."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The frames of HTTP/2 that a test of a gRPC server needs, for clients that no library would be."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

@@ -7,8 +7,6 @@ it waits in the kernel, unless told otherwise.
 SIGSTOP for a part of every period makes a process slow.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import queue

@@ -1,7 +1,5 @@
 """How slow this machine is: limits of time are for a certain one."""
 
-from __future__ import annotations
-
 import time
 
 _COUNT, _COUNTED = 300_000, 0.008  # seconds of processor time for that count on the machine of the limits

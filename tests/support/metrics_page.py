@@ -1,7 +1,5 @@
 """What the processes of a cluster say of themselves, on their Prometheus pages."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 from collections.abc import Iterable

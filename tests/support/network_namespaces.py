@@ -10,8 +10,6 @@ network too. Each namespace lives as long as a process that holds it, which ends
 the test ends, however it ends. What is started in one dies with the test as well.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Outgoing connections from a chosen local port, as any program of the machine may have them."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A real Prometheus: where its programs are, a server that scrapes a cluster, and questions to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

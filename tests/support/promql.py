@@ -1,7 +1,5 @@
 """Which metrics and labels a PromQL expression names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 stays. Beside it lies the plain checkpoint that the quantized numbers stand for.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

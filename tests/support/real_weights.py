@@ -1,7 +1,5 @@
 """SmolLM2 for tests that need a model that speaks English, and the reason to skip them where it is not here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

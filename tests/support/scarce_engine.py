@@ -3,8 +3,6 @@
 Stands in for a GPU, on a CPU. What such a step has written into its pages stays there.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ vLLM's build for CPUs takes Triton only where that has a backend for CPUs, and t
 names a backend that is never asked to compile anything, and then goes on as the child that runs vLLM.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

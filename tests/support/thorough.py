@@ -1,8 +1,6 @@
 """How much a run of the tests looks at. `make test` takes a share of what `make soak` takes, whose runs of pytest have
 the hypothesis profile `thorough`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """A CPU that behaves as a GPU does: steps and copies run on threads, late and in an order of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

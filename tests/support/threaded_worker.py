@@ -1,7 +1,5 @@
 """`python -m worker` with an engine whose steps and copies go on beside the worker's loop, as on a GPU."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """The reference of streams that deaths disturb: what the same engine answers in a cluster that nothing disturbs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A clock that a test moves."""
 
-from __future__ import annotations
-
 
 class VirtualClock:
     """A clock that moves only when told to."""

@@ -1,7 +1,5 @@
 """The wait-for graph across the states that a test drives: it never has a cycle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 

@@ -6,8 +6,6 @@ on different connections.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 

@@ -1,7 +1,5 @@
 """The prompts that exactness is tested with, what transformers says to them, and the comparison."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence

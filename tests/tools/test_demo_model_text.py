@@ -1,7 +1,5 @@
 """The text that the demo's model is trained on: the same for a seed, true, and written as servers write it."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

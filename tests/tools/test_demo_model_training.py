@@ -1,7 +1,5 @@
 """Training resumes where it ended, and its checkpoint is what transformers and Baton read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

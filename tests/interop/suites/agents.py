@@ -5,8 +5,6 @@ home, a key that is none, and reaches nothing but the router. A request that the
 its prompt is longer than the context.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """aiperf: the replay of a trace in Mooncake's format, at its own times, with prompts that share prefixes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

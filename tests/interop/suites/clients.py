@@ -1,7 +1,5 @@
 """Suites of our own that use a client's package as its users do: tests/interop/clients."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """guidellm: a load of streams for each of three APIs. A request without output or usage is an error to it."""
 
-from __future__ import annotations
-
 import json
 
 from tests.interop.environment import Environment

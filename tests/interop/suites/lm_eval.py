@@ -7,8 +7,6 @@ A fourth cluster computes with torch's operators, as transformers does (`model.n
 a time. Its logs must be those of transformers to the last bit.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ They stand in its source distribution, which is fetched at run time. They are wr
 anything, so `EXPECTED` names those whose request a real server must refuse, and how.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """schemathesis: requests made of our OpenAPI document, valid and invalid, and checks of every answer."""
 
-from __future__ import annotations
-
 import re
 
 from tests.interop.environment import Environment

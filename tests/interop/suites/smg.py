@@ -1,7 +1,5 @@
 """smg: a gateway that takes Baton's HTTP API for one engine's, and passes OpenAI's API on."""
 
-from __future__ import annotations
-
 import json
 import socket
 

@@ -1,7 +1,5 @@
 """Parsers of tool calls and reasoning: each transcript in every cut comes to the same, and no text breaks them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

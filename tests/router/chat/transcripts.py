@@ -1,7 +1,5 @@
 """What models of each family say, and what it comes to."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field
