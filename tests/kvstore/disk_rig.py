@@ -11,21 +11,10 @@ from typing import Self
 
 from baton.config import Bytes, DiskConfig
 from kvstore.checksum import page_checksum
+from kvstore.disk import orders
 from kvstore.disk.file_names import FileNames, PageFile, footprint
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.io_threads import DiskTier
-from kvstore.disk.orders import (
-    Delete,
-    Deleted,
-    DeleteFolder,
-    DiskEvent,
-    DiskOutcome,
-    DiskPage,
-    DiskResult,
-    FolderDeleted,
-    ReadEnded,
-    WriteEnded,
-)
 from tests.kvstore.chains import key, keys, parent
 
 NAMESPACE = b"namespace 16 byt"
@@ -48,7 +37,7 @@ class Rig:
         self._memory = memoryview(mmap.mmap(-1, slots * page_bytes))
         self.index = DiskIndex(self.settings)
         self.tier = DiskTier(self.path, self.slot)
-        self.ended: list[DiskOutcome] = []
+        self.ended: list[orders.DiskOutcome] = []
         self.deleting = 0  # orders that have not been answered
 
     def __enter__(self) -> Self:
@@ -76,14 +65,14 @@ class Rig:
     def state(self) -> str:
         return self.index.stats().state
 
-    def follow(self, result: DiskResult) -> None:
+    def follow(self, result: orders.DiskResult) -> None:
         for order in result.orders:
-            self.deleting += isinstance(order, Delete | DeleteFolder)
+            self.deleting += isinstance(order, orders.Delete | orders.DeleteFolder)
             self.tier.submit(order)
         self.ended += result.ended
 
-    def hear(self, event: DiskEvent) -> None:
-        self.deleting -= isinstance(event, Deleted | FolderDeleted)
+    def hear(self, event: orders.DiskEvent) -> None:
+        self.deleting -= isinstance(event, orders.Deleted | orders.FolderDeleted)
         self.follow(self.index.handle(event))
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -99,21 +88,21 @@ class Rig:
         """Until all that was to be deleted is."""
         self.until(lambda: not self.deleting)
 
-    def pages(self, word: str) -> list[DiskPage]:
-        pages: list[DiskPage] = []
+    def pages(self, word: str) -> list[orders.DiskPage]:
+        pages: list[orders.DiskPage] = []
         for place, each in enumerate(keys(word)):
             self.slot(place)[:] = self.content(each)
-            pages.append(DiskPage(each, parent(word, place), place, page_checksum(self.content(each), KV_HEADS)))
+            pages.append(orders.DiskPage(each, parent(word, place), place, page_checksum(self.content(each), KV_HEADS)))
         return pages
 
-    def write(self, *words: str) -> list[WriteEnded]:
+    def write(self, *words: str) -> list[orders.WriteEnded]:
         """Write chains, those of their pages that are missing, one after the other."""
         before = len(self.ended)
         for word in words:
             count = len(self.ended) + len(word)
             self.follow(self.index.write(self.pages(word)))
             self.until(lambda count=count: len(self.ended) == count)
-        return [ended for ended in self.ended[before:] if isinstance(ended, WriteEnded)]
+        return [ended for ended in self.ended[before:] if isinstance(ended, orders.WriteEnded)]
 
     def read(self, names: Sequence[bytes]) -> dict[bytes, bool]:
         """Whether each page came, as it should be."""
@@ -124,7 +113,7 @@ class Rig:
         self.until(lambda: len(self.ended) == before + len(names))
         came: dict[bytes, bool] = {}
         for ended in self.ended[before:]:
-            assert isinstance(ended, ReadEnded)
+            assert isinstance(ended, orders.ReadEnded)
             if ended.ok:
                 assert self.slot(ended.slot) == self.content(ended.key), "the bytes of another page"
                 assert ended.checksum == page_checksum(self.content(ended.key), KV_HEADS)

@@ -12,16 +12,7 @@ from baton.errors import StartupError
 from baton.messages import Peer
 from baton.peer_protocol import FetchHeartbeat, FetchStatus, FetchUnavailable, NixlOffer, SentPage
 from kvstore.checksum import page_checksum
-from kvstore.transport.interface import (
-    AnswerPeer,
-    FetchRetracted,
-    PagesLanded,
-    PagesSent,
-    PeerReplied,
-    PeerRequested,
-    RetractFetch,
-    SendPages,
-)
+from kvstore.transport import interface
 from kvstore.transport.nixl_transport import NixlTransport
 from tests.kvstore.test_zmq_transport import PAGE, SLOTS, Store
 
@@ -62,13 +53,13 @@ def test_pages_arrive_exact_where_they_are_expected(stores: Callable[..., Store]
     sent = [b.fill(slot) for slot in range(40)]
     for number in range(4):
         b.serve(number, "a", 1, {index: index for index in range(10 * number, 10 * number + 10)})
-    b.do(AnswerPeer("a", FetchStatus(3, ((1, 40),))))
-    a.heard(PeerReplied("b", FetchStatus(3, ((1, 40),))))
+    b.do(interface.AnswerPeer("a", FetchStatus(3, ((1, 40),))))
+    a.heard(interface.PeerReplied("b", FetchStatus(3, ((1, 40),))))
     # What was said behind the pages has come behind them.
     assert sorted(a.landed(1)) == list(range(40))
     assert [bytes(a.slot(63 - index)) for index in range(40)] == sent
     assert a.slot(23) == bytes(page)
-    b.until(lambda: {PagesSent(number) for number in range(4)} <= set(b.events))
+    b.until(lambda: {interface.PagesSent(number) for number in range(4)} <= set(b.events))
     assert a.transport.stats().pages_in == b.transport.stats().pages_out == 40
 
 
@@ -79,24 +70,24 @@ def test_a_page_is_written_only_while_it_is_expected_and_only_once(stores: Calla
     for slot in range(8):
         b.fill(slot)
     b.serve(1, "a", 1, {0: 0})  # not expected yet
-    b.do(AnswerPeer("a", FetchUnavailable(0, 1)))
-    a.heard(PeerReplied("b", FetchUnavailable(0, 1)))
+    b.do(interface.AnswerPeer("a", FetchUnavailable(0, 1)))
+    a.heard(interface.PeerReplied("b", FetchUnavailable(0, 1)))
     a.expect(1, {0: 10, 1: 11})
     a.want(b, 2)
     b.serve(2, "a", 1, {0: 1, 5: 2})
     b.serve(3, "a", 1, {0: 3})  # a second time
-    b.do(AnswerPeer("a", FetchUnavailable(0, 2)))
-    a.heard(PeerReplied("b", FetchUnavailable(0, 2)))
-    a.do(RetractFetch(1))
-    a.heard(FetchRetracted(1))
+    b.do(interface.AnswerPeer("a", FetchUnavailable(0, 2)))
+    a.heard(interface.PeerReplied("b", FetchUnavailable(0, 2)))
+    a.do(interface.RetractFetch(1))
+    a.heard(interface.FetchRetracted(1))
     a.want(b, 3)
     b.serve(5, "a", 1, {1: 5})  # not expected any more
-    b.do(AnswerPeer("a", FetchUnavailable(0, 3)))
-    a.heard(PeerReplied("b", FetchUnavailable(0, 3)))
+    b.do(interface.AnswerPeer("a", FetchUnavailable(0, 3)))
+    a.heard(interface.PeerReplied("b", FetchUnavailable(0, 3)))
     assert a.landed(1) == [0]
     assert a.slot(10) in (b.slot(1), b.slot(3))
     assert all(a.slot(slot) == bytes(PAGE) for slot in range(SLOTS) if slot != 10)
-    b.until(lambda: {PagesSent(number) for number in (1, 2, 3, 5)} <= set(b.events))
+    b.until(lambda: {interface.PagesSent(number) for number in (1, 2, 3, 5)} <= set(b.events))
 
 
 @needs_nixl
@@ -106,9 +97,9 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
     a.want(b)
     b.fill(0, 7)
     b.serve(1, "a", 1, {0: 0}, wrong=1)
-    a.heard(PagesLanded(1, (), (0,)))
+    a.heard(interface.PagesLanded(1, (), (0,)))
     b.serve(2, "a", 1, {0: 0})
-    a.heard(PagesLanded(1, ((0, page_checksum(b.slot(0), 1)),)))
+    a.heard(interface.PagesLanded(1, ((0, page_checksum(b.slot(0), 1)),)))
     assert a.slot(0) == b.slot(0)
 
 
@@ -126,11 +117,11 @@ def test_slots_are_given_back_when_the_reader_is_gone(stores: Callable[..., Stor
     )
     child = subprocess.Popen([sys.executable, "-c", program, b.transport.endpoint], stderr=subprocess.DEVNULL)
     try:
-        b.heard(PeerRequested("a", FetchHeartbeat(1)))
+        b.heard(interface.PeerRequested("a", FetchHeartbeat(1)))
         child.send_signal(signal.SIGSTOP)
         for number in range(4):
             b.serve(number, "a", 1, {index: index for index in range(SLOTS)})
-        b.until(lambda: {PagesSent(number) for number in range(4)} <= set(b.events))
+        b.until(lambda: {interface.PagesSent(number) for number in range(4)} <= set(b.events))
     finally:
         child.kill()
         child.wait()
@@ -150,7 +141,7 @@ def test_a_store_that_dies_loses_its_pages_and_nothing_else(stores: Callable[...
     a.expect(2, {0: 1})
     a.want(b, 2)
     b.fill(3)
-    b.do(SendPages(9, "a", 2, (SentPage(0, page_checksum(b.slot(3), 1)),), (3,)))
+    b.do(interface.SendPages(9, "a", 2, (SentPage(0, page_checksum(b.slot(3), 1)),), (3,)))
     a.until(lambda: a.landed(2) == [0], b)
     assert a.slot(1) == b.slot(3)
 
@@ -175,12 +166,12 @@ def test_offers_that_lie_write_nothing_and_end(stores: Callable[..., Store]) -> 
         NixlOffer(10, "b/1", good.metadata, 1, 1_024, page * 2_000, (good.arena,) * 2_000),
     ]
     for offer in offers:
-        b.do(AnswerPeer("a", offer))  # type: ignore[arg-type]
-    b.do(AnswerPeer("a", FetchUnavailable(0, 0)))
-    a.heard(PeerReplied("b", FetchUnavailable(0, 0)))
+        b.do(interface.AnswerPeer("a", offer))  # type: ignore[arg-type]
+    b.do(interface.AnswerPeer("a", FetchUnavailable(0, 0)))
+    a.heard(interface.PeerReplied("b", FetchUnavailable(0, 0)))
     assert a.landed(1) == []
     assert a.slot(1) == bytes(1_024)
     b.serve(99, "a", 1, {0: 0})
     a.until(lambda: a.landed(1) == [0], b)
     assert a.slot(0) == b.slot(0)
-    b.heard(PagesSent(99))
+    b.heard(interface.PagesSent(99))

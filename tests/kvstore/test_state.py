@@ -14,15 +14,7 @@ from kvstore.disk.file_names import PageFile
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.orders import Opened, PagesListed
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
-from kvstore.server.events import (
-    CallReceived,
-    CloseConnection,
-    Connected,
-    Disconnected,
-    SendReply,
-    StoreCommand,
-    WriterDied,
-)
+from kvstore.server import events
 from kvstore.server.state import StoreState
 from kvstore.transport.interface import AskPeer, PeerReplied
 from tests.kvstore.chains import key, keys, parent
@@ -212,7 +204,7 @@ def test_waits_without_a_maker_last_until_forgotten(rig: Rig) -> None:
     rig.now = 5.0
     rig.say(reader, protocol.LeaseHeartbeat((1,)))
     rig.now = 11.0
-    assert rig.state.handle(Tick(), rig.now) == [SendReply(reader, protocol.StoreHeartbeat((1,)))]
+    assert rig.state.handle(Tick(), rig.now) == [events.SendReply(reader, protocol.StoreHeartbeat((1,)))]
     assert rig.state.stats(rig.now).waits == 2
     rig.say(reader, protocol.EndLease(1))
     assert rig.state.stats(rig.now).waits == 0
@@ -282,8 +274,8 @@ def test_only_a_holder_is_believed(rig: Rig) -> None:
 def test_death_before_the_end_of_the_connection_closes_it(rig: Rig) -> None:
     writer = rig.attach(1)
     rig.say(writer, reserve(1, "ab"))
-    assert rig.do(WriterDied(1)) == [CloseConnection(writer)]
-    assert rig.do(Disconnected(writer)) == []
+    assert rig.do(events.WriterDied(1)) == [events.CloseConnection(writer)]
+    assert rig.do(events.Disconnected(writer)) == []
     assert rig.state.stats(rig.now).free == 8
 
 
@@ -291,7 +283,7 @@ def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them(rig:
     first = rig.attach(1)
     rig.say(first, reserve(1, "ab"))
     rig.say(first, reserve(2, "xy"))
-    rig.do(Disconnected(first))
+    rig.do(events.Disconnected(first))
     again = rig.attach(1)
     assert rig.state.stats(rig.now).unproven == 0
     rig.say(again, protocol.LeaseHeartbeat((1,)))
@@ -302,7 +294,7 @@ def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them(rig:
 def test_another_incarnation_has_no_reservations(rig: Rig) -> None:
     first = rig.attach(1, "old")
     rig.say(first, reserve(1, "ab"))
-    rig.do(Disconnected(first))
+    rig.do(events.Disconnected(first))
     for connection in (rig.attach(2, "old"), rig.attach(1, "new")):
         rig.say(connection, protocol.LeaseHeartbeat())
         assert rig.state.stats(rig.now).unproven == 2
@@ -315,7 +307,7 @@ def test_a_second_connection_of_a_process_replaces_the_first(rig: Rig) -> None:
     commands = rig.state.handle(
         heard_over_the_wire(second, protocol.Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100)), rig.now
     )
-    assert commands == [CloseConnection(first), SendReply(second, protocol.Attached(STORE, 8, 100))]
+    assert commands == [events.CloseConnection(first), events.SendReply(second, protocol.Attached(STORE, 8, 100))]
     assert rig.say(first, protocol.EndLease(1)) == []
     assert rig.state.stats(rig.now).reserved == 2
 
@@ -326,17 +318,17 @@ def test_another_namespace_waits_for_the_last_worker() -> None:
     first = rig.attach(1)
     rig.say(first, reserve(1, "a"))
     rig.write(first, 2, "xy")
-    rig.do(Disconnected(first))
+    rig.do(events.Disconnected(first))
     for namespace, size in ((other, 100), (NAMESPACE, 50)):
         second = rig.connect(2)
         (refusal,) = rig.say(second, protocol.Attach(Peer("decode", "w", "node", "j", 2), namespace, size))
         assert isinstance(refusal, protocol.AttachRefused)
         assert refusal.reason == "incompatible"
-    rig.do(WriterDied(1))
+    rig.do(events.WriterDied(1))
     rig.changes()
     rig.attach(2, namespace=NAMESPACE)
     assert rig.has("xy"), "pages outlast those who use them"
-    rig.do(WriterDied(2))
+    rig.do(events.WriterDied(2))
     rig.attach(3, namespace=other, page_bytes=50)
     assert rig.changes() == [PagesCleared()]
     assert rig.state.stats(rig.now).slots == 16
@@ -349,9 +341,9 @@ def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
     state = StoreState(STORE, StoreConfig(host_cache_bytes=ArenaBytes(1_000)), index, 2, 0.25, 3.0)
 
     def attach(connection: int, namespace: Namespace) -> None:
-        state.handle(Connected(connection, connection), 0.0)
+        state.handle(events.Connected(connection, connection), 0.0)
         worker = Peer("decode", "w", "node", f"i{connection}", connection)
-        state.handle(CallReceived(connection, protocol.Attach(worker, namespace, 100)), 0.0)
+        state.handle(events.CallReceived(connection, protocol.Attach(worker, namespace, 100)), 0.0)
 
     attach(1, NAMESPACE)
     state.drain_events()
@@ -359,7 +351,7 @@ def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
     state.handle(Opened(1, read_only="read-only file system"), 0.0)
     assert [medium for medium, _ in state.drain_events()] == ["DISK"]
     assert "disk" in [speed.tier for speed in state.load().tiers], "it can be read"
-    state.handle(Disconnected(1), 0.0)
+    state.handle(events.Disconnected(1), 0.0)
     attach(2, msgspec.structs.replace(NAMESPACE, numerics="other"))
     assert state.drain_events() == [("CPU", [PagesCleared()])]
 
@@ -380,14 +372,14 @@ def _two_hand_offs() -> tuple[Rig, int, int, FetchPages]:
     first, second = rig.attach(1, "first"), rig.attach(2, "second")
     for worker, store in ((first, "s1"), (second, "s2")):
         source = PageSource(store, f"tcp://{store}:1", 3)
-        orders = rig.do(CallReceived(worker, protocol.Acquire(1, b"".join(keys("abc")), True, b"", (source,))))
+        orders = rig.do(events.CallReceived(worker, protocol.Acquire(1, b"".join(keys("abc")), True, b"", (source,))))
         if worker == first:
             (want,) = [order.request for order in orders if isinstance(order, AskPeer)]
     assert isinstance(want, FetchPages)
     return rig, first, second, want
 
 
-def _wants(commands: Sequence[StoreCommand]) -> list[tuple[str, bytes]]:
+def _wants(commands: Sequence[events.StoreCommand]) -> list[tuple[str, bytes]]:
     asks = [each for each in commands if isinstance(each, AskPeer)]
     return [(ask.source.store, ask.request.keys) for ask in asks if isinstance(ask.request, FetchPages)]
 
@@ -396,15 +388,17 @@ def test_what_the_source_of_one_hand_off_lacks_comes_from_that_of_the_other() ->
     rig, *_, want = _two_hand_offs()
     commands = rig.do(PeerReplied("s1", FetchUnavailable(want.fetch, 0)))
     assert _wants(commands) == [("s2", want.keys)]
-    assert not [each for each in commands if isinstance(each, SendReply)], "nobody waits in vain"
+    assert not [each for each in commands if isinstance(each, events.SendReply)], "nobody waits in vain"
     (again,) = [each.request for each in commands if isinstance(each, AskPeer) and isinstance(each.request, FetchPages)]
     refused = rig.do(PeerReplied("s2", FetchUnavailable(again.fetch, 0)))
-    assert sorted(each.connection for each in refused if isinstance(each, SendReply)) == [1, 2], "both have been asked"
+    assert sorted(each.connection for each in refused if isinstance(each, events.SendReply)) == [1, 2], (
+        "both have been asked"
+    )
 
 
 def test_a_source_of_an_ended_lease_is_not_awaited() -> None:
     rig, first, _, want = _two_hand_offs()
-    requests = _wants(rig.do(CallReceived(first, protocol.EndLease(1))))
+    requests = _wants(rig.do(events.CallReceived(first, protocol.EndLease(1))))
     for _ in range(4):
         rig.now += 0.3
         requests += _wants(rig.do(Tick()))
@@ -445,9 +439,9 @@ def test_an_invalid_call_costs_its_connection_alone(rig: Rig, call: protocol.Sto
     commands = rig.state.handle(heard_over_the_wire(bad, call), rig.now)
     rig.state.validate()
     refusal, drop = commands
-    assert isinstance(refusal, SendReply)
+    assert isinstance(refusal, events.SendReply)
     assert isinstance(refusal.reply, protocol.AttachRefused)
-    assert drop == CloseConnection(bad)
+    assert drop == events.CloseConnection(bad)
     assert rig.state.stats(rig.now).reserved == 1, "it may still be writing"
     assert rig.say(good, protocol.Release(1, (0,))) == [protocol.Released(1, (0,), (True,))]
     assert rig.say(bad, protocol.EndLease(1)) == []
@@ -471,6 +465,8 @@ def test_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(rig.say(worker, protocol.Acquire(3, key("a")))[0], protocol.AttachRefused)
 
 
-def heard_over_the_wire(connection: int, call: protocol.StoreCall) -> CallReceived:
+def heard_over_the_wire(connection: int, call: protocol.StoreCall) -> events.CallReceived:
     """The call as it looks after a journey over the wire."""
-    return CallReceived(connection, msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=protocol.StoreCall))
+    return events.CallReceived(
+        connection, msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=protocol.StoreCall)
+    )

@@ -6,18 +6,8 @@ import pytest
 
 from baton import store_protocol as protocol
 from baton.messages import PageSource
+from kvstore.client import transfer
 from kvstore.client.device_block_manager import DeviceBlockManager
-from kvstore.client.transfer import (
-    CallStore,
-    CopiedIn,
-    CopiedOut,
-    CopyIn,
-    CopyOut,
-    CopyQueue,
-    PageFetch,
-    PrefixLookup,
-    StorePages,
-)
 from kvstore.load_or_recompute import DEFAULT_SPEEDS
 
 DISK, REMOTE = DEFAULT_SPEEDS["disk"], DEFAULT_SPEEDS["remote"]
@@ -27,12 +17,12 @@ def chain(count: int) -> list[bytes]:
     return [number.to_bytes(16, "big") for number in range(1, count + 1)]
 
 
-def lookup(count: int, *sources: PageSource) -> PrefixLookup:
-    return PrefixLookup(itertools.count(1), chain(count), sources)
+def lookup(count: int, *sources: PageSource) -> transfer.PrefixLookup:
+    return transfer.PrefixLookup(itertools.count(1), chain(count), sources)
 
 
-def fetch(count: int, wait: bool = False, parent: bytes = b"") -> PageFetch:
-    return PageFetch(itertools.count(1), chain(count), range(100, 100 + count), wait, parent)
+def fetch(count: int, wait: bool = False, parent: bytes = b"") -> transfer.PageFetch:
+    return transfer.PageFetch(itertools.count(1), chain(count), range(100, 100 + count), wait, parent)
 
 
 def here(lease: int, first: int, last: int) -> protocol.PagesReady:
@@ -103,8 +93,8 @@ def test_nothing_is_promoted_of_leases_that_are_here_already() -> None:
 
 def test_a_page_counts_when_the_hold_has_lasted() -> None:
     fetching = fetch(3, wait=True)
-    assert fetching.handle(here(1, 0, 2)) == [CopyIn(1, 0, 0, 100, 7), CopyIn(1, 1, 1, 101, 7)]
-    assert fetching.handle(CopiedIn(1, (0, 1))) == [protocol.Release(1, (0, 1))]
+    assert fetching.handle(here(1, 0, 2)) == [transfer.CopyIn(1, 0, 0, 100, 7), transfer.CopyIn(1, 1, 1, 101, 7)]
+    assert fetching.handle(transfer.CopiedIn(1, (0, 1))) == [protocol.Release(1, (0, 1))]
     assert fetching.covered == 0
     fetching.handle(protocol.Released(1, (0, 1), (True, True)))
     assert (fetching.covered, fetching.ended) == (2, False)
@@ -122,7 +112,7 @@ def test_a_hold_that_had_expired_ends_the_fetch_there() -> None:
 def test_a_corrupt_page_is_reported_before_it_is_released() -> None:
     fetching = fetch(2)
     fetching.handle(here(1, 0, 2))
-    assert fetching.handle(CopiedIn(1, (0, 1), corrupt=(1,))) == [
+    assert fetching.handle(transfer.CopiedIn(1, (0, 1), corrupt=(1,))) == [
         protocol.PageCorrupt(1, 1),
         protocol.Release(1, (0, 1)),
     ]
@@ -152,19 +142,19 @@ def test_a_cached_fetch_ends_where_its_decision_says() -> None:
 
 def test_keys_and_device_pages_go_together() -> None:
     with pytest.raises(ValueError, match="2 keys for 1 device pages"):
-        PageFetch(itertools.count(1), chain(2), [0], wait=False)
+        transfer.PageFetch(itertools.count(1), chain(2), [0], wait=False)
 
 
 # --- writes --------------------------------------------------------------------------------------------------------
 
 
 def test_pages_are_written_once_they_are_ready_and_slots_are_known() -> None:
-    write = StorePages(1, b"", chain(3), hold=True)
+    write = transfer.StorePages(1, b"", chain(3), hold=True)
     assert write.offer(0, 50) == []
-    assert write.handle(protocol.Reserved(1, (4, None, 6))) == [CopyOut(1, 0, 50, 4)]
+    assert write.handle(protocol.Reserved(1, (4, None, 6))) == [transfer.CopyOut(1, 0, 50, 4)]
     assert write.offer(1, 51) == [], "it is there already"
-    assert write.offer(2, 52) == [CopyOut(1, 2, 52, 6)]
-    assert write.handle(CopiedOut(1, 0, (9,))) == [protocol.Seal(1, 0, (9,), True)]
+    assert write.offer(2, 52) == [transfer.CopyOut(1, 2, 52, 6)]
+    assert write.handle(transfer.CopiedOut(1, 0, (9,))) == [protocol.Seal(1, 0, (9,), True)]
     write.handle(protocol.Sealed(1, 0, 1))
     assert not write.done
     write.handle(protocol.Sealed(1, 2, 1))
@@ -172,7 +162,7 @@ def test_pages_are_written_once_they_are_ready_and_slots_are_known() -> None:
 
 
 def test_why_it_was_refused_is_kept() -> None:
-    write = StorePages(1, b"", chain(1), hold=False)
+    write = transfer.StorePages(1, b"", chain(1), hold=False)
     write.handle(protocol.NotReserved(1, "full"))
     assert write.refused == "full"
 
@@ -181,10 +171,14 @@ def test_a_copy_into_a_page_in_limbo_waits_and_others_go_before_it() -> None:
     blocks = DeviceBlockManager(3)
     pages = blocks.allocate(3)
     assert pages is not None
-    queue = CopyQueue(blocks)
+    queue = transfer.CopyQueue(blocks)
     epoch = blocks.begin()
     blocks.free(pages[:1])
-    delayed, ready, out = CopyIn(1, 0, 5, pages[0], 0), CopyIn(2, 0, 6, pages[1], 0), CopyOut(3, 0, pages[0], 7)
+    delayed, ready, out = (
+        transfer.CopyIn(1, 0, 5, pages[0], 0),
+        transfer.CopyIn(2, 0, 6, pages[1], 0),
+        transfer.CopyOut(3, 0, pages[0], 7),
+    )
     queue.add_copies([delayed, ready, out])
     assert queue.take_copies(8) == [ready, out]
     assert not queue
@@ -194,13 +188,13 @@ def test_a_copy_into_a_page_in_limbo_waits_and_others_go_before_it() -> None:
 
 
 def test_a_lease_ends_after_its_copies() -> None:
-    queue = CopyQueue(DeviceBlockManager(3))
-    queue.add_copies([CopyOut(1, index, index, index) for index in range(3)])
+    queue = transfer.CopyQueue(DeviceBlockManager(3))
+    queue.add_copies([transfer.CopyOut(1, index, index, index) for index in range(3)])
     assert len(queue.take_copies(2)) == 2
     assert queue.end_lease(1) == []
     assert queue.ending == (1,)
     assert queue.take_copies(2) == [], "what was not handed out is dropped"
-    assert queue.copies_ended(CopiedOut(1, 0, (0,))) == []
-    assert queue.copies_ended(CopiedOut(1, 1, (0,))) == [CallStore(protocol.EndLease(1))]
+    assert queue.copies_ended(transfer.CopiedOut(1, 0, (0,))) == []
+    assert queue.copies_ended(transfer.CopiedOut(1, 1, (0,))) == [transfer.CallStore(protocol.EndLease(1))]
     assert (queue.ending, queue.under_way) == ((), 0)
-    assert queue.end_lease(2) == [CallStore(protocol.EndLease(2))]
+    assert queue.end_lease(2) == [transfer.CallStore(protocol.EndLease(2))]

@@ -29,16 +29,7 @@ from baton.waits import WaitEdge
 from kvstore.arena.host_page_pool import HostPage
 from kvstore.client.reply_check import ReplyCheck
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
-from kvstore.server.events import (
-    CallReceived,
-    Connected,
-    Disconnected,
-    RouterMessageReceived,
-    StoreCommand,
-    StoreEvent,
-    TellRouter,
-    WriterDied,
-)
+from kvstore.server import events
 from kvstore.server.inbound_transfers import STORE, RemoteFetch
 from kvstore.server.leases import Lease, PageWaiter
 from kvstore.transport.interface import (
@@ -129,7 +120,7 @@ class Worker:
 
     def say(self, call: protocol.StoreCall) -> None:
         if self.connection is not None:
-            self.node.world.hold(("calls", self.pid), self.node.take, CallReceived(self.connection, call))
+            self.node.world.hold(("calls", self.pid), self.node.take, events.CallReceived(self.connection, call))
             if self.check is not None:
                 self.check.called(call)
 
@@ -168,7 +159,7 @@ class Node(HeldStore):
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
-    def decide(self, event: StoreEvent) -> Sequence[StoreCommand]:
+    def decide(self, event: events.StoreEvent) -> Sequence[events.StoreCommand]:
         unsealed, waited = self.unsealed, self.waits()
         commands = super().decide(event)
         for name in unsealed - self.unsealed:
@@ -176,7 +167,7 @@ class Node(HeldStore):
             assert not stuck or self.coming(name), "somebody waits for what nobody makes any more"
         return commands
 
-    def take(self, event: StoreEvent) -> Sequence[StoreCommand]:
+    def take(self, event: events.StoreEvent) -> Sequence[events.StoreCommand]:
         commands = super().take(event)
         self._follow_events()
         return commands
@@ -485,7 +476,7 @@ class World(HeldAgenda):
         worker.check = ReplyCheck(SLOTS)
         if refusable:
             node.refusable.add(worker.connection)
-        node.take(Connected(worker.connection, worker.pid))
+        node.take(events.Connected(worker.connection, worker.pid))
         peer = Peer("prefill", "w", "node", f"w{worker.pid}", worker.pid)
         worker.say(protocol.Attach(peer, node.namespace, 100))
         # What it read under an older connection no longer counts, but what it wrote may go on.
@@ -654,13 +645,13 @@ class World(HeldAgenda):
         """The kernel tells a store of a worker's death."""
         if node.dead:
             pid = node.dead.pop(0).pid
-            node.take(WriterDied(pid))
+            node.take(events.WriterDied(pid))
             assert not node.state.needs_proof(pid)
 
     def close_orphan(self, node: Node, pick: int = 0) -> None:
         """A store sees the end of a connection."""
         if node.orphans:
-            node.take(Disconnected(node.orphans.pop(pick % len(node.orphans))))
+            node.take(events.Disconnected(node.orphans.pop(pick % len(node.orphans))))
 
     def _all_die(self, node: Node) -> None:
         for worker in list(node.workers):
@@ -685,15 +676,15 @@ class World(HeldAgenda):
     # --- operators --------------------------------------------------------------------------------------------------
 
     def pin(self, node: Node, name: str, tenant: str, word: str, ttl_ms: int) -> None:
-        commands = node.take(RouterMessageReceived(PinPages(name, tenant, b"".join(keys(word)), ttl_ms)))
-        (answer,) = (command.message for command in commands if isinstance(command, TellRouter))
+        commands = node.take(events.RouterMessageReceived(PinPages(name, tenant, b"".join(keys(word)), ttl_ms)))
+        (answer,) = (command.message for command in commands if isinstance(command, events.TellRouter))
         assert isinstance(answer, PagesPinned)
         if not answer.reason:
             pinned = [node.state._tiers.pages.find(name) for name in keys(word)]
             assert all(page is not None and page.holds for page in pinned), "a pin does not hold"
 
     def unpin(self, node: Node, name: str) -> None:
-        node.take(RouterMessageReceived(UnpinPages(name)))
+        node.take(events.RouterMessageReceived(UnpinPages(name)))
 
     # --- time -------------------------------------------------------------------------------------------------------
 

@@ -17,20 +17,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from baton import api_keys
+from baton import api_keys, errors
 from baton import config as settings
 from baton.api_keys import Identity
 from baton.client import AsyncClient
-from baton.errors import (
-    BatonError,
-    InvalidRequest,
-    ModelNotFound,
-    Overloaded,
-    PortInUse,
-    ProcessNotFound,
-    RequestNotFound,
-    all_errors,
-)
 from baton.operator_api import Status
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.frontend.client_sessions import RouterDriver
@@ -119,7 +109,7 @@ async def test_a_request_is_named_at_once_and_explained_afterwards(tmp_path: Pat
         report = await client.operator.explain(name)
         assert report.request.ttft_ms == report.attempts[0].actual.ttft_ms == finished.timing.first_token
         assert [one.request_id for one in await client.operator.requests()] == [name]
-        with pytest.raises(RequestNotFound):
+        with pytest.raises(errors.RequestNotFound):
             await client.operator.explain("none")
 
 
@@ -129,9 +119,9 @@ async def test_a_drained_worker_is_shown_so(tmp_path: Path) -> None:
         await eventually_async(lambda: _is(client.serving(), False))
         await client.operator.drain("decode-0", undo=True)
         await eventually_async(lambda: _is(client.serving(), True))
-        with pytest.raises(ProcessNotFound):
+        with pytest.raises(errors.ProcessNotFound):
             await client.operator.drain("decode-7")
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(errors.InvalidRequest):
             await client.operator.drain("decode-0", now=True)
 
 
@@ -336,7 +326,7 @@ async def test_a_port_in_use_is_named(tmp_path: Path, port: str) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         number = holder.getsockname()[1]
-        with pytest.raises(PortInUse, match=str(number)):
+        with pytest.raises(errors.PortInUse, match=str(number)):
             async with served(settings_for(tmp_path, **{port: number})):
                 pass
 
@@ -377,7 +367,7 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
 
 async def test_an_unknown_model_is_named(tmp_path: Path) -> None:
     config = settings.Config(model=settings.ModelConfig(path=str(tmp_path)))
-    with pytest.raises(ModelNotFound, match=str(tmp_path)):
+    with pytest.raises(errors.ModelNotFound, match=str(tmp_path)):
         async with served(config):
             pass
 
@@ -385,8 +375,8 @@ async def test_an_unknown_model_is_named(tmp_path: Path) -> None:
 # --- the seam ---
 
 
-@pytest.mark.parametrize("error", list(all_errors()), ids=lambda error: error.__name__)
-def test_every_error_has_a_status_and_a_reason(error: type[BatonError]) -> None:
+@pytest.mark.parametrize("error", list(errors.all_errors()), ids=lambda error: error.__name__)
+def test_every_error_has_a_status_and_a_reason(error: type[errors.BatonError]) -> None:
     code, metadata = grpc_calls.status_of(error("what was wrong"))
     assert code.name == error.status
     assert code is not grpc.StatusCode.OK
@@ -395,5 +385,5 @@ def test_every_error_has_a_status_and_a_reason(error: type[BatonError]) -> None:
 
 
 def test_an_overload_says_when_to_come_again() -> None:
-    _, metadata = grpc_calls.status_of(Overloaded("full", retry_after_ms=1_234))
+    _, metadata = grpc_calls.status_of(errors.Overloaded("full", retry_after_ms=1_234))
     assert dict(metadata)[grpc_calls.RETRY_AFTER] == "1234"

@@ -17,31 +17,17 @@ from router.placement.cost_matrix import PlacementCosts
 from router.placement.policy import place_on
 from router.placement.step_costs import DecodeCost, PrefillCost
 from router.placement.types import Placement, PlacementRequest, Wait
-from tests.router.placing import (
-    FAR,
-    HANDED,
-    NEAR,
-    PAGE,
-    PREFIX,
-    QUICK,
-    RATE,
-    REST,
-    SLOW,
-    STEP,
-    TAIL,
-    Cluster,
-    one_node,
-    source,
-    two_nodes,
-)
+from tests.router import placing
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> Cluster:
-    cluster = Cluster()
+def clusters(draw: st.DrawFn) -> placing.Cluster:
+    cluster = placing.Cluster()
     nodes, pages, busy = st.sampled_from("abc"), st.integers(0, 8), st.integers(0, 20)
     for node in draw(st.lists(nodes, unique=True, max_size=3)):
-        speeds = draw(st.tuples(st.sampled_from([QUICK, SLOW]), st.sampled_from([NEAR, FAR])))
+        speeds = draw(
+            st.tuples(st.sampled_from([placing.QUICK, placing.SLOW]), st.sampled_from([placing.NEAR, placing.FAR]))
+        )
         host, disk, serves = draw(st.integers(0, 4)), draw(st.integers(0, 4)), draw(st.booleans())
         cluster.store(node, host, disk, serves=serves, speeds=speeds)
     for index in range(draw(st.integers(0, 4))):
@@ -65,7 +51,7 @@ ASKS = st.fixed_dictionaries(
 
 
 @given(cluster=clusters(), ask=ASKS)
-def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) -> None:
+def test_every_plan_can_be_carried_out(cluster: placing.Cluster, ask: dict[str, Any]) -> None:
     choice = cluster.choose(**ask)
     if not isinstance(choice, Placement):
         return
@@ -86,7 +72,7 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
     elif choice.prefill is not None:
         prefill_row = cluster.members.require_live(choice.prefill)
         assert len(prefill_row.pending_prefills) < 2
-        assert choice.fetch_pages == HANDED
+        assert choice.fetch_pages == placing.HANDED
         theirs = cluster.members.store_of(prefill_row.peer.node)
         named = () if prefill_row.peer.node == chosen.peer.node else (theirs.incarnation,)
         assert tuple(each.store for each in choice.sources) == named
@@ -94,7 +80,7 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
 
 
 @given(cluster=clusters(), ask=ASKS)
-def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str, Any]) -> None:
+def test_arrays_say_what_one_way_at_a_time_says(cluster: placing.Cluster, ask: dict[str, Any]) -> None:
     """Every pair and every decode worker alone, priced one by one in plain Python."""
     request = cluster.ask(**ask)
     cluster.view.begin_scan(cluster.now)
@@ -122,7 +108,7 @@ def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str,
         assert choice.cached_pages == reach, "arrays and the one function agree on what is loaded"
 
 
-def every_way(cluster: Cluster, costs: PlacementCosts) -> Sequence[tuple[int | None, int]]:
+def every_way(cluster: placing.Cluster, costs: PlacementCosts) -> Sequence[tuple[int | None, int]]:
     decode_rows = range(costs.num_decode)
     prefill_rows = range(costs.num_decode, len(costs.workers))
     return [(None, decode_row) for decode_row in decode_rows] + [
@@ -131,14 +117,14 @@ def every_way(cluster: Cluster, costs: PlacementCosts) -> Sequence[tuple[int | N
 
 
 def by_hand(
-    cluster: Cluster, costs: PlacementCosts, ask: PlacementRequest, prefill_row: int | None, decode_row: int
+    cluster: placing.Cluster, costs: PlacementCosts, ask: PlacementRequest, prefill_row: int | None, decode_row: int
 ) -> float:
     """Seconds of one way; inf: it can't be."""
     decoder = costs.workers[decode_row]
     if decoder.hello.model.pool_pages < ask.pages_needed:
         return inf
     step = costs.step[decode_row]
-    if prefill_row is not None and costs.cached[decode_row] == PREFIX.pages:
+    if prefill_row is not None and costs.cached[decode_row] == placing.PREFIX.pages:
         return inf
     if prefill_row is None:
         begins = max(costs.queue[decode_row], costs.local_wait[decode_row])
@@ -152,7 +138,7 @@ def by_hand(
         return inf
     cost = cluster.prefill(worker.incarnation)
     cached = int(costs.cached[prefill_row])
-    prefill_seconds = cost.seconds((PREFIX.pages - cached) * 10 + REST, cached * 10, 2_048)
+    prefill_seconds = cost.seconds((placing.PREFIX.pages - cached) * 10 + placing.REST, cached * 10, 2_048)
     load = costs.load[prefill_row]
     left = sum(cost.seconds(prompt.new, 0, 2_048) for prompt in worker.pending_prefills.values())
     held = ask.held.get(own.incarnation, PrefixMatch(0))
@@ -160,13 +146,13 @@ def by_hand(
     transfer = 0.0
     if not same:
         speed = own.load.tiers[1]
-        link = speed.latency + (HANDED - here) * PREFIX.page_bytes / speed.bytes_per_second
+        link = speed.latency + (placing.HANDED - here) * placing.PREFIX.page_bytes / speed.bytes_per_second
         transfer = max(speed.latency, link - load - prefill_seconds)
     return max(left, costs.wait[decode_row]) + load + prefill_seconds + transfer + step
 
 
 @given(cluster=clusters(), more=st.integers(1, 30))
-def test_a_longer_queue_makes_no_choice_likelier(cluster: Cluster, more: int) -> None:
+def test_a_longer_queue_makes_no_choice_likelier(cluster: placing.Cluster, more: int) -> None:
     before = cluster.choose()
     if not isinstance(before, Placement):
         return
@@ -184,7 +170,7 @@ def test_a_longer_queue_makes_no_choice_likelier(cluster: Cluster, more: int) ->
 @given(st.randoms(use_true_random=False))
 def test_of_many_workers_the_best_are_found(random: Any) -> None:
     """With more workers than are paired, the choice is as good as the best of all pairs."""
-    cluster = Cluster()
+    cluster = placing.Cluster()
     for index in range(40):
         node = f"n{index % 10}"
         if index < 10:
@@ -205,16 +191,21 @@ def test_of_many_workers_the_best_are_found(random: Any) -> None:
 
 
 def test_a_plan_for_chosen_workers_is_that_of_the_rule() -> None:
-    cluster = two_nodes({"host": 3}, {})
+    cluster = placing.two_nodes({"host": 3}, {})
     cluster.decoder("d1", "b")
     assert place_on(cluster.ask(), cluster.view, "d1", "p0").choice == replace(cluster.plan(), decode="d1")
     assert place_on(cluster.ask(), cluster.view, "d1").choice == Placement(
-        "d1", fetch_pages=3, cached_pages=3, store="s-b", sources=(source("a", 3),), loads=(TierPages(NEAR, 3),)
+        "d1",
+        fetch_pages=3,
+        cached_pages=3,
+        store="s-b",
+        sources=(placing.source("a", 3),),
+        loads=(TierPages(placing.NEAR, 3),),
     )
 
 
 def test_candidates_tell_what_was_weighed() -> None:
-    cluster = one_node(host=3)
+    cluster = placing.one_node(host=3)
     cluster.prefiller("p1", slots=0)
     cluster.decoder("d1", pool=5)
     plan = cluster.plan()
@@ -223,4 +214,6 @@ def test_candidates_tell_what_was_weighed() -> None:
     assert (candidates["d0", "p0"].cached, candidates["d0", "p0"].why_not) == (30, "")
     assert "p1" in candidates["d0", "p1"].why_not
     assert "d1" in candidates["d1", ""].why_not
-    assert candidates["d0", ""].predicted.total == pytest.approx(5 * PAGE + STEP + TAIL / RATE)
+    assert candidates["d0", ""].predicted.total == pytest.approx(
+        5 * placing.PAGE + placing.STEP + placing.TAIL / placing.RATE
+    )
