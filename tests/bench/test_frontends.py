@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import itertools
+import json
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
@@ -79,6 +81,7 @@ async def test_the_client_counts_events_however_they_are_cut(size: int) -> None:
                 assert len(stream.times) == 3
                 assert stream.first >= 0
                 assert len(stream.gaps) == 2
+                assert len((await client.chat(b"{}")).times) == 1, "the end alone"
 
 
 @pytest.mark.slow
@@ -99,6 +102,15 @@ def test_the_doors_serve_all_tokens_of_the_fake_engine(tmp_path: Path) -> None:
             assert front.cpu_seconds() > before
         figures = frontends.take_turns(client, [Front("HTTP", "http", http)], 1, Order("", "", 2, 5))
         assert [len(values) for values in vars(figures["HTTP"]).values()] == [1] * 6, "the first round is not counted"
+
+
+def test_each_turn_of_a_chat_begins_with_the_turn_before() -> None:
+    (turns,) = fronts.conversations("model", 1, 3, 0)
+    messages = [json.loads(body)["messages"] for body in turns]
+    for before, after in itertools.pairwise(messages):
+        assert after[: len(before)] == before
+        assert len(str(after)) > len(str(before)) > 200_000
+    assert fronts.conversations("model", 1, 3, 1)[0] != turns
 
 
 @pytest.mark.slow
