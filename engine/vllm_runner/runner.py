@@ -42,6 +42,7 @@ from engine.vllm_runner.leftovers import ProcessFolder
 from engine.vllm_runner.messages import Beside, Drawn, Duplicate, Failed, Load, Loaded, Row, Step
 from engine.vllm_runner.mover import VllmMover
 from engine.vllm_runner.process_watch import ProcessWatch
+from engine.vllm_runner.requirements import Installation
 from kvstore.layout import PageLayout
 
 log = logging.getLogger(__name__)
@@ -439,7 +440,12 @@ class RunningStep:
 def _numerics(device: str, order: Load) -> str:
     """The class of vLLM's arithmetic. Ranks sum in another order than one, and a compiled model rounds less often."""
     how = "-eager" * order.eager + f"-{order.ranks}-ranks" * (order.ranks > 1)
-    return f"vllm-{VLLM_VERSION}{how}/{digest(torch_digest(device), str(NUMERICS_VERSION))}"
+    return f"vllm-{_release()}{how}/{digest(torch_digest(device), str(NUMERICS_VERSION))}"
+
+
+def _release() -> str:
+    """The release of vLLM that computes. Others have other kernels."""
+    return installation.release if (installation := Installation.find()) is not None else VLLM_VERSION
 
 
 def _fingerprint(path: Path) -> bytes:
@@ -447,7 +453,7 @@ def _fingerprint(path: Path) -> bytes:
     config = json.dumps(json.loads((path / "config.json").read_bytes()), sort_keys=True).encode()
     with TensorFiles(path) as files:
         content = files.fingerprint(config)
-    return _digest(content, f"vllm {VLLM_VERSION}")
+    return _digest(content, f"vllm {_release()}")
 
 
 def _digest(content: bytes, text: str) -> bytes:

@@ -10,7 +10,7 @@ from baton.config import load
 from baton.errors import ConfigError, ModelError, UnsupportedModel
 from deploy.control_plane import preflight
 from engine.device.gpus import VisibleGpus
-from engine.vllm_runner import VLLM_VERSION, requirements
+from engine.vllm_runner import VLLM_VERSION, VLLM_VERSIONS, requirements
 from engine.vllm_runner.pages import largest_page
 from engine.vllm_runner.requirements import Installation, problem, read_architectures
 from worker.engine_choice import EngineFacts, choose, devices_of, engine_facts, engine_of
@@ -210,7 +210,7 @@ def test_only_vllm_has_fp8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_wrong_version_is_told_with_both_versions_and_the_command_that_mends_it(device: str, extra: str):
     text = problem(Installation("0.31.2"), None, 16, device)
     assert text == f"vLLM 0.31.2 is installed and Baton's runner needs {VLLM_VERSION}: pip install '{extra}'"
-    assert problem(Installation(f"{VLLM_VERSION}+cu130"), None, 16, device) == ""
+    assert all(problem(Installation(f"{release}+cu130"), None, 16, device) == "" for release in VLLM_VERSIONS)
     assert f"pip install '{extra}'" in problem(None, LLAMA, 32, device)
 
 
@@ -280,11 +280,11 @@ def test_workers_of_both_roles_choose_one_engine(own: str, tmp_path: Path, monke
 def test_a_cluster_of_vllm_is_not_started_without_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     settings = {"model.path": str(checkpoint(tmp_path, LLAMA)), "model.engine": "vllm", "model.device": "cpu"}
     config = load(overrides=settings | {"pages.page_size": 32})
-    monkeypatch.setattr(requirements, "_find", lambda: Installation("0.33.0"))
-    with pytest.raises(ConfigError, match=rf"0\.33\.0 .*{VLLM_VERSION}.*pip install"):
+    monkeypatch.setattr(requirements, "_find", lambda: Installation("0.34.0"))
+    with pytest.raises(ConfigError, match=rf"0\.34\.0 .*{VLLM_VERSION}.*pip install"):
         preflight.check_engine(config)
     of_the_hub = load(overrides=settings | {"model.path": "owner/never-fetched"})
-    with pytest.raises(ConfigError, match=r"0\.33\.0"):
+    with pytest.raises(ConfigError, match=r"0\.34\.0"):
         preflight.check_engine(of_the_hub)
     monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
     preflight.check_engine(config)
