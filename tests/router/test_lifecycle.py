@@ -118,14 +118,6 @@ def test_a_late_prefill_failure_costs_no_attempt(lab: Lab, decode: str, prefill:
     assert lab.end().summary.served.attempts == 1
 
 
-def test_cached_pages_are_counted_once(lab: Lab, decode: str, prefill: str, store: str) -> None:
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
-    lab.say(prefill, msg.Prefilled("r", 1, computed=4, hit=2, stored=1))
-    lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
-    assert lab.end().summary.usage.cached == 8
-
-
 def test_a_prompt_whose_pages_are_in_the_store_is_fetched_without_a_prefill(
     lab: Lab, decode: str, prefill: str, store: str
 ) -> None:
@@ -383,24 +375,6 @@ def test_without_any_worker_a_request_waits_and_then_is_unavailable(lab: Lab) ->
     assert lab.alive()
     lab.advance(0.2)
     assert type(error(lab)) is errors.Unavailable
-
-
-def test_a_full_queue_turns_newcomers_away() -> None:
-    lab = with_router(max_queued=2)
-    for name in "abc":
-        lab.submit(name)
-    refusal = error(lab, "c")
-    assert isinstance(refusal, errors.Overloaded)
-    assert refusal.retry_after_ms > 0
-    assert lab.alive("a")
-    assert lab.alive("b")
-
-
-def test_the_queue_serves_urgent_requests_first_and_then_the_oldest(lab: Lab) -> None:
-    for name, priority in [("a", 1), ("b", 0), ("c", 1), ("d", -1)]:
-        lab.submit(name, priority=priority)
-    lab.colocated()
-    assert [decode.request for decode in lab.sent(msg.Decode)] == ["d", "b", "a", "c"]
 
 
 def test_prompts_wait_in_the_router_while_the_prefill_workers_are_full(
