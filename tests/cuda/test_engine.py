@@ -83,7 +83,6 @@ def steps_ahead(checkpoint: Checkpoint, expected: list[list[Sampled]]) -> None:
         )
         running.done()
         for one, right in zip(running.wait().sampled, (drawn[number] for drawn in expected), strict=True):
-            assert one is not None
             assert one.token == right.token
             assert one.logprob == (None if right.logprob is None else pytest.approx(right.logprob, abs=1e-4))
         running = ahead

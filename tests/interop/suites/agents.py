@@ -110,7 +110,6 @@ def scripted_router(template: str, folder: Path) -> Iterator[Router]:
             argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True
         )
     try:
-        assert process.stdout is not None
         if not (address := process.stdout.readline().strip()):
             raise SuiteBroken(f"the router did not start: {log.read_text()[-400:]}")
         yield Router(f"http://{address}", log)
