@@ -55,12 +55,7 @@ def calls(name: str) -> list[set[str]]:
 
 def test_a_release_that_is_served_is_installed():
     installation = Installation.find()
-<<<<<<< HEAD
-    assert installation is not None
     assert not installation.is_wrong
-=======
-    assert installation.version == VLLM_VERSION
->>>>>>> 900480fb (interop, vllm_runner, tests/cuda: no `assert x is not None` where the next lines read from x (tests -22))
 
 
 @pytest.mark.parametrize(("module", "name"), sorted(set(imports())))
