@@ -7,8 +7,6 @@ The file is for its owner alone, and is replaced as a whole. Once it exists, eve
 last key was removed. Where it vanishes while a router runs, that router refuses every client.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

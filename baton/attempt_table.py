@@ -7,8 +7,6 @@ router. Pure.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, ValuesView
 from typing import Generic, Protocol, TypeAlias, TypeVar
 

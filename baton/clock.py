@@ -1,7 +1,5 @@
 """Time as an argument: a monotonic clock, and a detector of our own pauses."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from msgspec import Struct

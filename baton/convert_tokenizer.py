@@ -4,8 +4,6 @@
 is 1 if it fails, and standard output says why.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import shutil

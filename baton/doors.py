@@ -3,8 +3,6 @@
 The doors are the HTTP APIs and the public gRPC port. Both listen at `api.host`.
 """
 
-from __future__ import annotations
-
 import logging
 import ssl
 from dataclasses import dataclass, field

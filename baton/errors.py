@@ -47,8 +47,6 @@ BatonError                        INTERNAL
 A message says what was wrong, with the value, and what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """A lock between processes that ends with its holder: the kernel frees what a killed process had locked."""
 
-from __future__ import annotations
-
 import fcntl
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What asyncio lacks for futures that no task waits for any more."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -5,8 +5,6 @@ holds a state: `engine.sampling.grammars` keeps the matchers, `router.frontend.g
 away.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

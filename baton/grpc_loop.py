@@ -5,8 +5,6 @@ turn, though it handles every event of the queue then. Once some 280 bytes are u
 from then on each turn of the loop brings one event: under load every stream of a router stood for seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -4,8 +4,6 @@ Both ends of a connection decide by the text of the endpoint whether it is encry
 address that it bound; "every interface" is no such address.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

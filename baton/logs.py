@@ -6,8 +6,6 @@ Files are rotated by size, so a log's disk space is bounded. A line that a peer,
 through a `RateLimitedLog`. Tracebacks, and all lines of libraries, are limited in the same way by the handler itself.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

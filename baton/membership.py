@@ -8,8 +8,6 @@ Pure: time comes with every call, and messages to send come back. A router that 
 so both calls tell when to drop its work. The work of other routers is not concerned.
 """
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 from baton.errors import BatonError, from_reason

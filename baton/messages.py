@@ -18,8 +18,6 @@ incarnation, a random id per process start. Page keys travel packed, 16 bytes ea
 Durations are milliseconds left, never timestamps.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta, MsgspecError, Struct

@@ -7,8 +7,6 @@ the ages of its loop, and its memory, are read when a page is made: `read_at_scr
 `baton_` are those that Prometheus' clients of all languages have.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping

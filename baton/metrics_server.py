@@ -5,8 +5,6 @@ rate are all bounded. Over the limit the oldest connection is closed. So strange
 scraper out, and each connection lasts for 160 ms at least, even if they connect as fast as is accepted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import logging

@@ -1,7 +1,5 @@
 """The machine's clock. Everything pure takes the time as an argument instead (`baton.clock`)."""
 
-from __future__ import annotations
-
 import time
 
 

@@ -1,7 +1,5 @@
 """The setting `router.operator`: the path of a Unix socket, or a port on loopback."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote

@@ -12,8 +12,6 @@ the receipt of its request.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 

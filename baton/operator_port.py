@@ -5,8 +5,6 @@ socket lies in a folder of mode 0700 and has mode 0600 itself, so the kernel ref
 loopback is open to every user of the machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

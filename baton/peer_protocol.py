@@ -4,8 +4,6 @@ A fetch, numbered by the store that wants the pages, is a chain of keys. Indices
 frames of their own behind a FetchedPages message, one frame for each page, in the message's order.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct

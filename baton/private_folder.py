@@ -5,8 +5,6 @@ A user that can write to such a file, or exchange it or a folder above it, could
 
 # pyright: strict
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """What the command lines of all processes have in common: `python -m router|kvstore|worker`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -9,8 +9,6 @@ soon after, in case it has found another place. Pure.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 _KEEP = 1.0  # seconds for which room is kept; a few heartbeats

@@ -10,8 +10,6 @@ forgotten. What a process says of a piece of work goes to the owner; how busy it
 another, so none need know how many there are.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A metric's value, as a process tells it. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 Labels = tuple[str, ...]

@@ -4,8 +4,6 @@ A lease, numbered by the worker, names one reservation or acquisition of one cha
 calls follow Plasma's create, seal, get and release.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct

@@ -1,7 +1,5 @@
 """How much memory this process may still take: what the machine has left, and what its cgroup allows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

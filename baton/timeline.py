@@ -7,8 +7,6 @@ TTFT = first_token − received; TPOT = (ended − first_token) / (n − 1). A l
 `placed` and `started`; the outer ones belong to the request.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

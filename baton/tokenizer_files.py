@@ -6,8 +6,6 @@ decode workers find it there by a digest of its sources.
 
 # pyright: strict
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import os

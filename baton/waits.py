@@ -19,8 +19,6 @@ several producers would do, the edge leads to the nearest one, so a cycle is alw
 
 # pyright: strict
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 WaitNode: TypeAlias = tuple[str | int | bytes, ...]

@@ -6,8 +6,6 @@ what all of them are going to take (`decode_worker.growth_reserve`).
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from math import inf
 

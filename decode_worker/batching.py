@@ -20,8 +20,6 @@ Chunks of long ones are multiples of a page, or of `CHUNK_ALIGNMENT` tokens wher
 
 # pyright: strict
 
-from __future__ import annotations
-
 from msgspec import Struct
 from msgspec.structs import replace
 

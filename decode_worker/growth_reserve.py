@@ -23,8 +23,6 @@ Pure.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf
 from typing import Protocol

@@ -6,8 +6,6 @@ copies that are under way: the pages that these write to are in limbo until then
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 

@@ -2,8 +2,6 @@
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Set
 from dataclasses import dataclass
 

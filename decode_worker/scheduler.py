@@ -4,8 +4,6 @@ Pure: the worker's loop carries out the commands, the copies and the plan. Event
 under way. A page given back then is in limbo until these have ended (`kvstore.client.device_block_manager`).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -14,8 +14,6 @@ A sequence in any phase is forgotten by Cancel, by a newer attempt of its reques
 doesn't list it, and with its router. To other routers it is load, and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum

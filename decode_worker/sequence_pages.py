@@ -2,8 +2,6 @@
 
 # pyright: strict
 
-from __future__ import annotations
-
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.sliding_window import SlidingWindow
 from engine.step.block_table import BlockTable

@@ -10,8 +10,6 @@ the pool only the tokens known at first are cached. A sequence in parts neither 
 
 # pyright: strict
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 _PART = 512  # tokens besides its window for which a sequence in parts holds pages

@@ -8,8 +8,6 @@ Pure: the times are given.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 from baton.config import DecodeConfig

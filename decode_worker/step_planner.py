@@ -6,8 +6,6 @@ argument.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
 

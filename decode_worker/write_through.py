@@ -7,8 +7,6 @@ preempted. So is a write whose store says nothing about it for too long.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest

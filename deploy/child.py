@@ -4,8 +4,6 @@ The child requests the parent-death signal itself, after its own start. A reques
 in a copy of a process with other threads, which may hold locks.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import runpy

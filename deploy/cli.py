@@ -3,8 +3,6 @@
 So `baton status` does not wait until the simulator of `baton advise` is imported, nor `baton version` for gRPC.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Annotated, Any
 

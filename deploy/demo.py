@@ -5,8 +5,6 @@ run in sessions of their own, so Ctrl-C in the terminal reaches this process alo
 this module has imported what it needs, and `run` lets them in. `deploy/commands/demo.py` has what the demo shows.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -11,8 +11,6 @@ A command that starts processes nests the two:
             raise
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterator

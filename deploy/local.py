@@ -20,8 +20,6 @@ Every process dies with this one, however this one ends. No process is restarted
 that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

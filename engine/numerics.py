@@ -3,8 +3,6 @@
 It is a word and a version, then a digest of what else decides the bits. It is part of every page's key.
 """
 
-from __future__ import annotations
-
 import hashlib
 import platform
 

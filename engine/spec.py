@@ -6,8 +6,6 @@ by these features whether it computes what a model needs.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """`python -m kvstore --config FILE --name store-0 --node NODE --router tcp://127.0.0.1:20052`"""
 
-from __future__ import annotations
-
 from baton import process
 from kvstore.service import run
 

@@ -9,8 +9,6 @@ So a rank that has some of the heads hashes its own part, and the parts together
 
 # pyright: strict
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias, cast

@@ -18,8 +18,6 @@ of every page key's namespace.
 This module imports no torch: the store and the router use it too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

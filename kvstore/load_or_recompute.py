@@ -14,8 +14,6 @@ same: or its speed would never be known, and what it has would be computed for e
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

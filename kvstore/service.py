@@ -10,8 +10,6 @@ The loop never touches a page's bytes: workers copy them between their device an
 between the arena and the disk or other stores.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

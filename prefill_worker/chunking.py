@@ -24,8 +24,6 @@ long fill a whole step with a page each.
 **Lending.** A prompt that waits for pages which another one makes lends that one its rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, groupby

@@ -13,8 +13,6 @@ Pure.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ Between any two prompts at hand, therefore:
   makes the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from itertools import combinations, takewhile
 

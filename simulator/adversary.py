@@ -8,8 +8,6 @@ so a seed, or hypothesis, chooses them.
 
 # pyright: strict
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable

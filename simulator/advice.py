@@ -13,8 +13,6 @@ over splits has one peak.
 
 # pyright: strict
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Events of one instant run in the order in which they were planned, so a seed alw
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from heapq import heappop, heappush

@@ -6,8 +6,6 @@ any other digest below its chunk has read a wrong, stale or half-copied page, an
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from engine.step.batch import Chunk

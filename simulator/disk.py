@@ -3,8 +3,6 @@
 It outlives its store's process. Reads and writes run one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Faults at random times from a seed: process deaths, network partitions, message loss, slow workers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

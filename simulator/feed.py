@@ -2,8 +2,6 @@
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from baton.messages import PageSegment, Snapshot

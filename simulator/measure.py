@@ -6,8 +6,6 @@ TBT     Mean of the longest tenth of a request's gaps, as in Mooncake's evaluati
 goodput Finished requests that met both objectives, per second of the load.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import Counter, defaultdict

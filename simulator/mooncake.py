@@ -10,8 +10,6 @@ Traces hold no text. Tokens are made from the hash ids, so that prompts share ex
 production.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

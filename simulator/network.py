@@ -6,8 +6,6 @@ other. Messages from one process to another arrive in order, unless a link loses
 
 # pyright: strict
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A router process around its real state, without sockets and without the gRPC server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -5,8 +5,6 @@ What a link, a client and a follower of KV events are, a subclass says.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

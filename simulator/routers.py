@@ -1,7 +1,5 @@
 """The links of one worker or store to its routers: `baton.router_links` without sockets, with its memberships."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias

@@ -7,8 +7,6 @@ result. The only difference: noise is drawn per run instead of per step. Pure.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from msgspec import Struct

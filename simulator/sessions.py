@@ -7,8 +7,6 @@ answer follow, as many as fit. The rest is new.
 
 # pyright: strict
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 It works as `kvstore.service`, but handles each event when it arrives instead of polling.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ lets them go on.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ at once, on devices that notice a wrong page.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Wakes the worker's loop from another thread."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -5,8 +5,6 @@ a GPU for longer than all of this takes. Small ones come first, since a slow mac
 allows. Each is run twice, and the quicker one counts: what is done once for each size is part of no later step.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 

@@ -10,8 +10,6 @@ All workers of a cluster have one engine, since pages of two engines never meet.
 all roles. `baton up` applies it where all workers run on its machine, and sets `model.engine` for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 `nvidia-ml-py` is optional (`pip install 'baton[gpu]'`). Without it, and on a CPU, there is nothing to read.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Mapping, Sequence

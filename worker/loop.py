@@ -6,8 +6,6 @@ other devices they go on beside the loop, which waits for messages and for their
 Each effect is a span of the worker's trace (`baton.trace`): of the scheduler, the engine, page copies or sockets.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -1,7 +1,5 @@
 """How many pages a worker's pool has: from its settings, or from what is left of a GPU after the largest steps."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time

@@ -7,8 +7,6 @@ routers hear of it as of any process that joins. Only what is dear stays: the we
 it was given at the start, the engine's threads. What the pool held is forgotten.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

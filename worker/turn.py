@@ -16,8 +16,6 @@ before, and leaves the next one running for the turn that follows. Pure.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass

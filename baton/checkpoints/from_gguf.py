@@ -3,8 +3,6 @@
 The same file gives the same bytes on every machine: its nodes derive page keys from them.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The tokenizer and chat template in a GGUF file, as the files that a checkpoint has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The directory of a checkpoint: given by path, made once for a named model, or fetched once from the hub by id."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Sequence

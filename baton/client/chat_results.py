@@ -1,7 +1,5 @@
 """What the stream of /v1/chat/completions says, as plain typed values. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ A snapshot's parts come as [empty, topic, part]. The topic names the owner of th
 passed to another process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

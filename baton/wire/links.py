@@ -8,8 +8,6 @@ A DEALER that reconnects hands queued messages to the process that listens there
 peer that has gone. Envelopes carry both incarnations, and heartbeats repair the rest.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

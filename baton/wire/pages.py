@@ -12,8 +12,6 @@ ping would go behind it: TCP's own limit on bytes that stay unread does. And a p
 old connection, which may not know yet that it is dead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import weakref

@@ -1,7 +1,5 @@
 """Sharing the event loop with its other tasks."""
 
-from __future__ import annotations
-
 import asyncio
 
 _MESSAGES = 64  # read before the other tasks run: about 1 ms of work

@@ -1,7 +1,5 @@
 """Waiting for links and plain file descriptors together."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import zmq

@@ -4,8 +4,6 @@ Every TCP socket is encrypted and authenticated with the cluster's keys (CURVE),
 machine reaches its loopback addresses. A socket is never bound to "every interface", which is no address to announce.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """`baton advise`: compare splits of a cluster by serving a load in virtual time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

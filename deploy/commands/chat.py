@@ -1,7 +1,5 @@
 """`baton chat`: talk to the model of a cluster from a terminal."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`baton collect-env`: what a bug report says about the machine and the software on it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

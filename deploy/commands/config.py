@@ -1,7 +1,5 @@
 """`baton config`: the settings that a cluster would start with."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

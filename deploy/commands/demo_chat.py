@@ -4,8 +4,6 @@ SmolLM2 speaks English and knows a little of the world. The model that comes wit
 and its answers show a lost page at once. In both chats the last questions ask for facts of the first message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

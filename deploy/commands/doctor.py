@@ -1,7 +1,5 @@
 """`baton doctor`: what the checks of this machine, or of a model on it, find, and advice on each problem."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -1,7 +1,5 @@
 """`baton down`: end a cluster."""
 
-from __future__ import annotations
-
 from rich.markup import escape
 
 from baton.errors import StartupError

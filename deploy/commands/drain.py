@@ -1,7 +1,5 @@
 """`baton drain`: give a worker nothing new, and wait until it is empty."""
 
-from __future__ import annotations
-
 import time
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`baton explain`: print a request's placement and course, or the turns of a session, as JSON or as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

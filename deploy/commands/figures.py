@@ -3,8 +3,6 @@
 All pages are requested at once, with a timeout of `PATIENCE`. A process that does not answer in time shows no figures.
 """
 
-from __future__ import annotations
-
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`baton generate`: one request from the command line."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """`baton keys`: the API keys of a cluster's clients. The routers of a running cluster follow the file by themselves."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import Annotated, Any

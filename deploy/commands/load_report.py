@@ -1,7 +1,5 @@
 """The report of a load as one HTML file: no script, no font, nothing from elsewhere. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 

@@ -1,7 +1,5 @@
 """`baton logs`: the log lines of a cluster's processes on this node, in order of time."""
 
-from __future__ import annotations
-
 import heapq
 import os
 import re

@@ -4,8 +4,6 @@ A file holds one prefix per line, as JSON: {"text": …} or {"token_ids": […]}
 requests of its "tenant", with its "cache_salt", find it. A file with the extension .txt is one prefix as a whole.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`baton profile`: trace the steps of a worker or store."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """Progress on a terminal: one line that changes, and one line for each event."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from typing import Self

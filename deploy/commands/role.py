@@ -1,7 +1,5 @@
 """`baton role`: change a worker's role, and wait until it has the new one."""
 
-from __future__ import annotations
-
 import time
 from enum import StrEnum
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Find the running cluster that a command is about."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

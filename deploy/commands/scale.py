@@ -1,7 +1,5 @@
 """`baton scale`: set the desired number of workers, and wait until they are live."""
 
-from __future__ import annotations
-
 import time
 from typing import Annotated, Any
 

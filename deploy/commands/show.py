@@ -1,7 +1,5 @@
 """Print the state of a cluster as tables of at most 80 columns, from plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

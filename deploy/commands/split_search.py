@@ -1,7 +1,5 @@
 """Choose between split and colocated clusters by serving a load in virtual time."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """`baton status`: the router's view of the cluster, merged with the supervisor's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

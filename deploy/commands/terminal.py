@@ -4,8 +4,6 @@ Results go to stdout, progress and errors go to stderr. With --json, stdout hold
 `EXIT_STATUSES` has the meaning of each exit status.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """`baton up`: start a cluster, or say why it can't be started."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`baton version`."""
 
-from __future__ import annotations
-
 from baton import __version__
 from deploy.commands.terminal import Json, command, out, print_json
 

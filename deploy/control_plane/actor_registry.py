@@ -1,7 +1,5 @@
 """Start, poll and end the processes of a cluster as Ray actors, with proof of their end. No decisions here."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

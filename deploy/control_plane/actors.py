@@ -5,8 +5,6 @@ it runs the entry point of `python -m router`, `kvstore` or `worker` on a thread
 restart needs that proof.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

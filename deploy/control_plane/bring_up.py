@@ -1,7 +1,5 @@
 """`baton up`: start a cluster from a configuration, or raise a typed error and leave nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import time

@@ -4,8 +4,6 @@ It reads as routers and workers read, so that a checkpoint which passes starts. 
 files, and two tensors where embedding and output head may be one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

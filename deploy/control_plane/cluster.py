@@ -5,8 +5,6 @@ read. The session proves ownership: exactly the descendants of our process belon
 of these processes. `ray stop` is never used, since it ends every Ray on the machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

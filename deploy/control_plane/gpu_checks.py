@@ -3,8 +3,6 @@
 `read_facts` looks at the machine. `examine` decides, and is pure.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

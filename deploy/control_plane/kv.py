@@ -4,8 +4,6 @@ The desired state is kept there, so that a restarted supervisor finds it on any 
 together. A stale key can't restart a cluster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ray.experimental import internal_kv

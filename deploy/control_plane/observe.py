@@ -5,8 +5,6 @@ report a process as silent or stuck, which is enough to end it. If several route
 a missing heartbeat may be one router's fault. While no router answers, no process is judged silent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias

@@ -3,8 +3,6 @@
 Each error says how to fix it. A check that passes returns a line about what it saw, if that is worth to be shown.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import resource

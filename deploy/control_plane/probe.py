@@ -4,8 +4,6 @@ Ray's client retries for 20 s if its authentication mode differs from the cluste
 call to the cluster: it answers, asks for a token, refuses our token, or does not answer.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The supervisor's record of every process: its condition, its crashes and their reasons. Pure; time is an argument."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

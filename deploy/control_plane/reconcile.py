@@ -15,8 +15,6 @@ No process is started under a name while an earlier process of that name may sti
 it goes on writing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum

@@ -1,7 +1,5 @@
 """Reports of actors and of the supervisor. Plain data; importing it needs no Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 have been killed. `locked` ensures that one command at a time works on a cluster.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path

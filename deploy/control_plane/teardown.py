@@ -1,7 +1,5 @@
 """End a cluster without remains: the supervisor first, since it would restart the other processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -7,8 +7,6 @@ E2E    sent → end
 Goodput: finished requests a second that meet every objective given.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

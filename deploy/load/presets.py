@@ -5,8 +5,6 @@ Where the catalogue gives a mean and a standard deviation, lengths are log-norma
 agentic-trace-replay is one that has the trace's means: 49,100 prompt tokens, 659 output tokens, 92 % shared.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace

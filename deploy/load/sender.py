@@ -1,7 +1,5 @@
 """Sends requests to a router over gRPC and notes when each token comes back. One event loop, one channel."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

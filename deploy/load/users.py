@@ -1,7 +1,5 @@
 """Users that hold conversations with a cluster over gRPC, each one request at a time. One event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 

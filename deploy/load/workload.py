@@ -3,8 +3,6 @@
 Arrivals, lengths and tokens are drawn from separate streams, so that changing one leaves the others as they were.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Owns where they are. `tools/demo_model` makes them; `docs/demo-model.md` says what they can do and what not.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

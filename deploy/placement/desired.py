@@ -7,8 +7,6 @@ no two workers need share a node. The router's placement accounts for cheaper ha
 node with a worker has one store.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ a setting (`prefill.num_gpus`, `decode.num_gpus`) all workers of a node with one
 fits: a whole GPU each where there are enough, a half each where two share one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

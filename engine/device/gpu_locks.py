@@ -6,8 +6,6 @@ each would count the weights and pages of the other. So all processes of a user 
 
 # pyright: strict
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager

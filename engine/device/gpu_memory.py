@@ -4,8 +4,6 @@ A worker may use `gpu_memory_utilization` of the GPU in all, times its share of 
 largest step and the CUDA context are taken away, and a small reserve. Pages have the rest.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 CONTEXT_BYTES = 600 * 2**20

@@ -6,8 +6,6 @@ CUDA_VISIBLE_DEVICES, MIG and containers. `torch.cuda.is_available()` would say 
 only after an import of two seconds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """The mover of a CPU: a copy is one memory move on the calling thread, and has ended when it was started."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from engine.device.page_pool import PagePool

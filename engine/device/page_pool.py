@@ -1,7 +1,5 @@
 """The bytes of a device's pages, and copying them to and from host memory, one page at a time."""
 
-from __future__ import annotations
-
 import torch
 
 from kvstore.checksum import page_checksum

@@ -1,7 +1,5 @@
 """Arrays on their way to a device and back, without a wait of the host's in between."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy.typing as npt

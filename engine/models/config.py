@@ -1,7 +1,5 @@
 """From a checkpoint's directory to its ModelSpec."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

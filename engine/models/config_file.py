@@ -4,8 +4,6 @@ A value that makes no sense raises ModelError, a setting that this engine can't 
 a setting silently ignored is a model that answers wrongly.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

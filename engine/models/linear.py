@@ -6,8 +6,6 @@ those of any; on a CPU `engine.cpu.packed_linear` makes better ones.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """How much memory a worker needs, from the model's config alone: no weights are read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any
 

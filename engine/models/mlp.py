@@ -5,8 +5,6 @@ every layer. There, rows are sorted by expert, and every shape follows from the 
 back, and a step is launched whole.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Literal, TypeAlias
 

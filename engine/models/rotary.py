@@ -3,8 +3,6 @@
 All of it is float32, whatever the model's dtype: a position near 10⁵ times a frequency near one needs every bit.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

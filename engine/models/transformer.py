@@ -4,8 +4,6 @@ Norms, rotary angles, the router's probabilities and the softmax are computed in
 transformers' order, so that float32 greedy tokens agree with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -5,8 +5,6 @@ Three parties say how: the family where each tensor is, the weight format how it
 all or nothing: a tensor that is missing or misshapen raises CorruptWeights. `check` finds that without loading.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace

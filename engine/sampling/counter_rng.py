@@ -6,8 +6,6 @@ SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generato
 Stafford's variant 13). For one key, the tokens' numbers are the outputs of one such generator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

@@ -4,8 +4,6 @@ The same changes in the same order as `host_sampler.apply`, with the same roundi
 a change of a kind, not one for each row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Integers wrap and shifts are made logical, so all 64 bits are NumPy's. Two logar
 them otherwise in the last place, which moves a draw only between tokens that tie to 1e-15.
 """
 
-from __future__ import annotations
-
 import torch
 
 from engine.sampling import counter_rng

@@ -6,8 +6,6 @@ limits are therefore made here, once, and a sum counts as equal to `top_p` when 
 
 # pyright: strict
 
-from __future__ import annotations
-
 import math
 
 from engine.step.batch import TokenDraw

@@ -5,8 +5,6 @@ first of its ranked tokens, so filters only count. Nothing here has a shape that
 the device.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -8,8 +8,6 @@ is that of `counter_rng.gumbel` over the whole vocabulary.
 NumPy works on blocks that fit a core's cache: a fifth of the time of whole rows, and no threads of torch.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -12,8 +12,6 @@ NumPy does what is done to single rows. An operation of torch has its threads sp
 for all of them where another process has a core.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

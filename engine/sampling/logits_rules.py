@@ -7,8 +7,6 @@ same tokens. No torch here: schedulers hold these objects, too.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import numpy as np

@@ -2,8 +2,6 @@
 
 # pyright: strict
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

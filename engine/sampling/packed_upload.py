@@ -1,7 +1,5 @@
 """Arrays that go to a device in one copy. Each copy of its own would cost a launch, and wait if memory is pageable."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From logits to tokens: the seam between an engine and the device that its logits are on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -6,8 +6,6 @@ while the model runs (`mask_threads`), and the sampler applies it. No torch, no 
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Protocol
 

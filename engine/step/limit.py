@@ -2,8 +2,6 @@
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from engine.step.batch import Chunk

@@ -1,7 +1,5 @@
 """A step of the engine as a worker's state sees it: what it plans, and what came of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 

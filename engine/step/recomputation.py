@@ -14,8 +14,6 @@ This holds where a page's bits depend on its tokens alone. Else pages differ tha
 
 # pyright: strict
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence

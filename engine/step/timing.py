@@ -5,8 +5,6 @@ Pure: the times are given.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

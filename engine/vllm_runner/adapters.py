@@ -4,8 +4,6 @@ Only safetensors are read. An adapter is refused unless vLLM computes it exactly
 one rank, for products of attention and MLP that the checkpoint has.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ caches, warm-up.
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 from typing import Any
 
 from baton.errors import UnsupportedModel

@@ -3,8 +3,6 @@
 On a GPU without further ranks a second thread takes the orders to copy pages (`Beside`): no step waits for them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -2,8 +2,6 @@
 
 # pyright: strict
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

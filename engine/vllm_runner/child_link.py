@@ -1,7 +1,5 @@
 """The worker's end of the link to vLLM's process: orders go out, and each order's answer ends a wait."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

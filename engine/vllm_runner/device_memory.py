@@ -2,8 +2,6 @@
 
 # pyright: strict
 
-from __future__ import annotations
-
 import importlib
 import logging
 import time

@@ -7,8 +7,6 @@ lie apart, one move for each head and layer.
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ The next one that loads a model on the machine does it.
 
 # pyright: strict
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

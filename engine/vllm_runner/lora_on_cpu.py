@@ -2,8 +2,6 @@
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 
 def use_the_cpu() -> None:
     """Have vLLM keep A and B of each layer on the CPU.

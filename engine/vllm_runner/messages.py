@@ -2,8 +2,6 @@
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 

@@ -7,8 +7,6 @@ Without them they are 1. Nothing of vLLM or torch is imported here.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

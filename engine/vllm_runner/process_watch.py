@@ -1,7 +1,5 @@
 """Tells of the end of any of vLLM's processes, on a thread, as soon as the kernel knows it."""
 
-from __future__ import annotations
-
 import os
 import select
 import threading

@@ -4,8 +4,6 @@ vLLM's executor starts them: each holds some of the heads, and copies and hashes
 runs in the child itself. Several are children of the child. The kernel kills them when it ends.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -7,8 +7,6 @@ as zeros: only their number is looked at.
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -9,8 +9,6 @@ Nodes enter the order at the moment they stop being pinned. A parent stops being
 have, so it stands behind them, and the front of the order is always a leaf: no search, no heap.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, TypeVar

@@ -6,8 +6,6 @@ through the link between the sockets, all of them at once.
 
 # pyright: strict
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import platform

@@ -10,8 +10,6 @@ interrupted half-way. Then `disconnect`, forget every lease, and `connect` again
 incarnation with other memory. Views of the old arena stay valid memory as long as they are referenced.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -20,8 +20,6 @@ Pure: page numbers and keys, no tensors and no clock. The tree of keys is `kvsto
 `kvstore.arena.eviction`.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence

@@ -22,8 +22,6 @@ Pure.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 

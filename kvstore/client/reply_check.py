@@ -5,8 +5,6 @@ Knows of each lease how many pages it is for, and what the store still owes. Nev
 
 # pyright: strict
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from baton import store_protocol as protocol

@@ -14,8 +14,6 @@ Of a cached prefix, some may lie on tiers below the arena. Once the store has to
 be loaded; the worker's state decides how much is worth it (`kvstore.load_or_recompute`) and says so to `decide`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 

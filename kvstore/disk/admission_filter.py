@@ -7,8 +7,6 @@ remembered, the least recently used are forgotten, and forgetting costs no more 
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 

@@ -9,8 +9,6 @@ page checksum whenever it is read.
 
 # pyright: strict
 
-from __future__ import annotations
-
 import re
 from typing import Final, NamedTuple
 

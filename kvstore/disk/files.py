@@ -14,8 +14,6 @@ Nothing is synced. After a power loss the pages of the last seconds may be missi
 not all of its bytes, the file's size or the page's checksum shows it, and the page is computed again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

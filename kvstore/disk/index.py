@@ -18,8 +18,6 @@ Pure: calls and events in, orders and outcomes out. Time comes with `tick`.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal, NamedTuple

@@ -8,8 +8,6 @@ So taking one page's checksum overlaps with moving another one's bytes. Each ord
 The index bounds the queues, since it knows what is in flight. A disk that hangs blocks these threads only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -4,8 +4,6 @@ Files that can't be used are deleted and counted: torn ones, whose writing was c
 orphans, whose parents are not there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -13,8 +13,6 @@ names one opening of one namespace, and events of an earlier epoch are dropped.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 

@@ -7,8 +7,6 @@ and its prefix from eviction. What becomes of files and their bytes is the index
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from kvstore.arena.eviction import LeafFirstLru

@@ -2,8 +2,6 @@
 
 # pyright: strict
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -3,8 +3,6 @@
 The owners of pages (`DeviceBlockManager`, `HostPagePool`) record changes here and never know the readers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 

@@ -9,8 +9,6 @@ Each turn reads a few requests and sends a few messages (`kvstore.events.replay`
 waiters, and making snapshots takes a small share of the owner's time, however often followers ask.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ message each. A follower has at most one replay and one snapshot under way: a ne
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias

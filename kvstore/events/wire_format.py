@@ -11,8 +11,6 @@ Block hashes are our page keys. Token ids are the users' prompts: they stay empt
 and then everything here is encrypted. Stores never learn them, and leave them empty even so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 

@@ -18,8 +18,6 @@ dropped.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ be compared.
 Pure, and nothing here ever fails on what a holder says: what can't be is kept out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What the store's state hears, what it says, and what can be read off it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeAlias
 

@@ -17,8 +17,6 @@ number, leaves it out of its heartbeat, or disconnects.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from kvstore.server.leases import ClientProcess

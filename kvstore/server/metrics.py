@@ -1,7 +1,5 @@
 """A store's statistics as Prometheus reads them. Pure: what is counted, and what it means, is the state's to say."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from baton.samples import Sample

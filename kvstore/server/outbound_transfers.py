@@ -15,8 +15,6 @@ so it never expires while the slot is being read.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ each has a pin of its own, and the pages count once.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -25,8 +25,6 @@ always delivered; of a cached prefix the worker is told what lies `LowerTierHits
 Pure: events and the time in, commands out. Pages, their slots and tiers are `kvstore.server.tier_manager`'s matter.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

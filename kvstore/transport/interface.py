@@ -6,8 +6,6 @@ A slot that an order names belongs to that order until its event has come. The t
 slot's bytes, and the state never reuses the slot before.
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 from msgspec import Struct

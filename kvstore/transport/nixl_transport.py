@@ -15,8 +15,6 @@ NIXL and UCX neither encrypt nor authenticate readers: use them on networks that
 endpoint UCX is kept to loopback, too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import logging

@@ -3,8 +3,6 @@
 A new format is one file here and its name below. Norms, embedding, output head and routers are stored plain in all.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from baton.errors import UnsupportedModel

@@ -6,8 +6,6 @@ dense when it is loaded: that saves the disk and the network, and no memory.
 
 # pyright: strict
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """What a family's file says: its names, its reader, and its checkpoint's tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

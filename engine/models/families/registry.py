@@ -1,7 +1,5 @@
 """All families, and which of them a checkpoint's config belongs to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from baton.errors import ModelError, UnsupportedModel
