@@ -39,12 +39,13 @@ OUTPUT = f"<think>\nHmm, the weather.\n</think>\n\nI'll look.\n{CALL}\n{TIME}<|i
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string"}}}
 FUNCTIONS = [("get_weather", PARAMETERS), ("get_time", {"type": "object", "properties": {}})]
 TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in FUNCTIONS]
+CHANNELS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 MESSAGES: Any = [{"role": "user", "content": "How is it in Rome?"}]
 
 
 def tokenizer() -> HfTokenizer:
     result = HfTokenizer.from_str(tokenizers.byte_level().to_str())
-    result.add_special_tokens(["<tool_call>", "</tool_call>", "<|im_end|>"])
+    result.add_special_tokens(["<tool_call>", "</tool_call>", "<|im_end|>", *CHANNELS])
     result.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     return result
 
@@ -127,6 +128,30 @@ async def test_openais_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         client.say("I write <tool", TIME.removeprefix("<tool"))  # the marker is no token
         spelt = await ask()
         assert (spelt.message.content, spelt.message.tool_calls) == (f"I write {TIME}", None)
+
+
+async def test_reasoning_tokens_are_those_of_the_analysis_channel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = TEMPLATE + "{% if false %}<|channel|>analysis{% endif %}"
+    async with saying(tmp_path, monkeypatch, "", template) as client, client.openai() as door:
+        client.say("Hmm, the weather.<|end|>")
+        count = len(client.tokens)
+        begin, end = "<|start|>assistant<|channel|>", "<|end|>"
+        client.say(
+            "<|channel|>analysis<|message|>",
+            "Hmm, the weather.<|end|>",
+            f"{begin}final<|message|>Sunny.{end}",
+            "<|im_end|>",
+        )
+        whole: Any = await door.chat.completions.create(model="", messages=MESSAGES)
+        assert (whole.choices[0].message.reasoning, whole.choices[0].message.content) == ("Hmm, the weather.", "Sunny.")
+        assert whole.usage.completion_tokens_details.reasoning_tokens == count
+        options: Any = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        stream: Any = await door.chat.completions.create(model="", messages=MESSAGES, stream=True, **options)
+        counts = [chunk.usage.completion_tokens_details.reasoning_tokens async for chunk in stream]
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (0, count)
 
 
 async def test_calls_count_in_reasoning_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,8 @@ class ChatFormat:
     @property
     def reasoning_end(self) -> str | None:
         """The marker that ends reasoning, if one does."""
+        if self.reasoning_parser == "openai_gptoss":
+            return "<|end|>"
         return think.end if (think := self._think) else None
 
     def without_reasoning(self, prompt: str) -> str:
@@ -322,7 +324,7 @@ class ChatFormat:
             out.take()
         return ChatParser(
             reader, out, show_reasoning=show_reasoning, parallel_calls=parallel_calls, texts=texts, plain=plain,
-            rescues=rescues,
+            rescues=rescues, channels=self.is_harmony,
         )  # fmt: skip
 
     @property

@@ -33,6 +33,7 @@ Tools: TypeAlias = Mapping[str, Json]
 _MOST_HEADER = 500  # characters
 _DEEPEST = 8  # schemas within each other
 _ARGUMENTS = ("arguments", "parameters")
+_MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")  # gpt-oss's
 _USUAL_KEYS = {"name", "type", "id", "function", *_ARGUMENTS}
 _LITERALS = {"true": "boolean", "false": "boolean", "none": "null"}
 """What models write for some values, beside JSON, and their types."""
@@ -472,15 +473,39 @@ def _json_of(text: str, types: frozenset[str]) -> str:
     )
 
 
+class AnalysisTokens:
+    """Counts the tokens of gpt-oss's messages on the channel `analysis`, from behind their headers to their ends."""
+
+    def __init__(self) -> None:
+        self._read = self._count = self._header = 0
+        self._reasons = False
+
+    def count(self, tokens: Sequence[int], tokenizer: Tokenizer) -> int:
+        """Return how many there are in an output, which may have grown since the last call."""
+        channel, message, *ends = map(tokenizer.token_of, ("<|channel|>", "<|message|>", *_MESSAGE_ENDS))
+        for at in range(self._read, len(tokens)):
+            self._count += self._reasons
+            if tokens[at] == channel:
+                self._header = at + 1
+            elif tokens[at] == message:
+                self._reasons = tokenizer.decode(tokens[self._header : at]).lstrip().startswith("analysis")
+            elif tokens[at] in ends:
+                self._reasons = False
+        self._read = len(tokens)
+        return self._count
+
+
 class ChatParser:
     """Parses one output. `output` is everything so far."""
 
     def __init__(
         self, reader: StreamParser, out: DeltaWriter, *, show_reasoning: bool = True, parallel_calls: bool = True,
         texts: Collection[str] = (), plain: bool = False, rescues: Callable[[], bool] = lambda: True,
+        channels: bool = False,
     ) -> None:  # fmt: skip
         """Without `parallel_calls` only the first call is given. `texts` are the tools that take a text, and where the
-        output is `plain` it is such a text itself. `rescues` says whether calls in reasoning that never ended count."""
+        output is `plain` it is such a text itself. `rescues` says whether calls in reasoning that never ended count.
+        With `channels` the model reasons in messages on a channel for it."""
         self._out = out
         self._reader = reader
         self._show_reasoning = show_reasoning
@@ -491,6 +516,7 @@ class ChatParser:
         self._argument: TextArgument | None = None  # of the call that began last
         self._index = 0  # of that call
         self._reasoning_tokens: int | None = None  # once the reasoning has ended
+        self._analysis = AnalysisTokens() if channels else None
         self.output = ChatOutput()
 
     def feed(self, text: str) -> Sequence[ChatDelta]:
@@ -505,6 +531,8 @@ class ChatParser:
 
     def reasoning_tokens(self, tokens: Sequence[int], tokenizer: Tokenizer, end: str) -> int:
         """Return how many of the output's tokens are reasoning, with its markers. `end` is the text that ends it."""
+        if self._analysis is not None:
+            return self._analysis.count(tokens, tokenizer)
         if not self._reader.thought:
             return 0
         if self._reader.thinks:
