@@ -39,7 +39,7 @@ package index has it, these tests are skipped.
 - *Clusters*: up to 64 requests at once get the same tokens from a whole cluster of processes. `make test` takes the
   shapes named, `make soak` all three of each family: 1P+1D, 2P+2D and colocated.
 - *Kernels*: "native" are our own for CPUs, in float32 and bfloat16. All else is computed by torch, on a CPU or a GPU.
-  Nothing of this was run on a GPU yet.
+  On a GPU the engine's greedy tokens were compared, for every family ([what was run](benchmarks.md#on-a-gpu)).
 """
 
 VLLM = """

@@ -13,7 +13,7 @@ import pytest
 
 from baton import api_keys
 from baton.api_keys import Identity
-from baton.config import Config, load, parse
+from baton.config import Config, load
 from baton.errors import ConfigError
 from tests.router.served import served, settings_for
 from tests.support.eventually import eventually_async
@@ -161,13 +161,13 @@ async def test_the_metrics_port_on_loopback_is_for_this_machines_names(tmp_path:
 @pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "HTTPS://Chat.example", "https://a@b", ""])
 def test_an_origin_that_no_browser_sends_is_a_config_error(tmp_path: Path, origin: str) -> None:
     with pytest.raises(ConfigError, match=r"api\.allowed_origins"):
-        parse(json.dumps({"api": {"allowed_origins": [origin]}}))
+        load(None, {"api.allowed_origins": [origin]})
 
 
 @pytest.mark.parametrize("host", ["llm.example:8000", "https://llm.example", "LLM.example", ""])
 def test_a_host_that_is_none_is_a_config_error(host: str) -> None:
     with pytest.raises(ConfigError, match=r"api\.allowed_hosts"):
-        parse(json.dumps({"api": {"allowed_hosts": [host]}}))
+        load(None, {"api.allowed_hosts": [host]})
 
 
 def test_both_settings_are_read_from_a_file(tmp_path: Path) -> None:
