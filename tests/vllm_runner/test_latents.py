@@ -25,7 +25,7 @@ from tests.vllm_runner import driver
 from tests.vllm_runner.driver import agree, prompt_of, run, step, untimed
 
 Loaded = Callable[..., VllmRunner]
-WIDE = {"hidden_size": 128, "initializer_range": 0.1}
+WIDE = {"hidden_size": 128, "initializer_range": 0.1, "head_dim": 64}
 EXACT = ("deepseek-v2", "deepseek-v3")
 PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::6]
