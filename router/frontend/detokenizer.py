@@ -450,6 +450,9 @@ class TextStream:
 
     def _with_marks(self, text: str) -> str:
         """Return text that is given out, with a mark before each special token."""
+        if not self._marks:
+            self._shown_length += len(text)
+            return text
         parts, begin = list[str](), 0
         while self._marks and (at := self._marks[0] - self._shown_length) < len(text):
             parts += (text[begin:at], MARK)

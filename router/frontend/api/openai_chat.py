@@ -140,7 +140,7 @@ class ChatBuilder(ResponseBuilder):
     def whole(self) -> ChatCompletion:
         first = self.choices[0]
         return ChatCompletion(
-            **self._about(),
+            **self._about,
             choices=[self._whole_choice(choice) for choice in self.choices],
             usage=self.usage(),
             metrics=self.metrics(),

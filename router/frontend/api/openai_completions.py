@@ -96,7 +96,7 @@ class CompletionBuilder(ResponseBuilder):
 
     def whole(self) -> Completion:
         choices = [self._whole_choice(choice) for choice in self.choices]
-        return Completion(**self._about(), choices=choices, usage=self.usage(), metrics=self.metrics())
+        return Completion(**self._about, choices=choices, usage=self.usage(), metrics=self.metrics())
 
     def _whole_choice(self, choice: Choice) -> CompletionChoice:
         echo = self.options.echo or ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -127,6 +128,8 @@ class Choice:
         """Take the tokens of a stream's piece. Return those whose text has been given out, and these texts. Others wait
         for the end of a character, or because a stop string may take them back."""
         self._take_tokens(piece)
+        if not self.token_texts:
+            return [], []
         end, count = self.offset, 0
         for number, text in enumerate(self.token_texts, start=1):
             end += len(text)
@@ -245,7 +248,7 @@ class ResponseBuilder:
             yield self._chunk([]) | {"usage": self.usage(), "metrics": self.metrics()}
 
     def _chunk(self, choices: list[Any]) -> Json:
-        chunk = {"object": self.chunk_kind, "choices": choices} | self._about()
+        chunk: Json = {"object": self.chunk_kind, "choices": choices, **self._about}
         if self.options.usage_always:
             chunk["usage"] = self.usage()
         elif self.options.usage_at_end:
@@ -261,12 +264,11 @@ class ResponseBuilder:
         """The response once every choice has ended."""
         raise NotImplementedError
 
+    @cached_property
     def _about(self) -> Json:
-        """What is alike in all parts of a response."""
-        names = ("id", "created", "model")
-        return {name: getattr(self.options, name) for name in names} | {
-            "system_fingerprint": self.options.fingerprint()
-        }
+        """What is alike in all parts of a response. The first of them asks for the fingerprint."""
+        own = self.options
+        return {"id": own.id, "created": own.created, "model": own.model, "system_fingerprint": own.fingerprint()}
 
     def prompt_logprobs(self, choice: Choice) -> PromptLogprobs:
         """Log-probabilities of the prompt's tokens as vLLM has them: the token itself, then the likeliest ones."""

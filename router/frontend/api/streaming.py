@@ -209,7 +209,8 @@ class EventStream(_GeneratedResponse):
                 else:
                     # The first chunk of an echo has all of the prompt's log-probabilities.
                     size = 0 if choice.characters else _SCORED_BYTES * len(choice.prompt_scores)
-                    for body in await self._apart(size, partial(_events, builder, choice, news)):
+                    work = partial(_events, builder, choice, news)
+                    for body in await self._apart(size, work) if size else work():
                         await emit(body)
             for chunk in builder.closing():
                 await event(chunk)
