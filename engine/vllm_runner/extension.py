@@ -103,7 +103,7 @@ class BatonExtension:
     def baton_in(self, slots: Sequence[int], blocks: Sequence[int], check: bool) -> list[list[int]]:
         """Copy this rank's part of slots into blocks. Return the checksums of each slot's heads there; none without
         `check`."""
-        check = check and not (self._baton_latent and self.rank)  # the first rank's word is enough: they read one slot
+        check = check and not (self._baton_latent and self.rank)  # all ranks read one slot
         if self._baton_mover is not None:
             pairs = enumerate(zip(slots, blocks, strict=True))
             copies = [CopyIn(0, index, slot, block, 0) for index, (slot, block) in pairs]

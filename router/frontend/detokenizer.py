@@ -493,17 +493,17 @@ class TokenCache:
     def encode(self, text: str, owner: TextOwner) -> array[int]:
         """Return the tokens of a text, without special tokens that the post-processor adds."""
         border = max(self._borders, key=text.count, default="")
-        parts = _cut(text, border)
+        pieces = _cut(text, border)
         begun = sha256(f"{owner.salt}\0".encode())
         digests: list[bytes] = []
-        for part in parts:
+        for part in pieces:
             digest = begun.copy()
             digest.update(part.encode())
             digests.append(digest.digest())
         known = self._known(owner.tenant, digests)
         tokens, hits = array("I"), 0
         new: dict[bytes, array[int]] = {}
-        for is_known, run in groupby(range(len(parts)), key=lambda number: digests[number] in known):
+        for is_known, run in groupby(range(len(pieces)), key=lambda number: digests[number] in known):
             numbers = [*run]
             if is_known:
                 before = len(tokens)
@@ -511,7 +511,7 @@ class TokenCache:
                     tokens += known[digests[number]]
                 hits += len(tokens) - before
             else:
-                joined = "".join(parts[numbers[0] : numbers[-1] + 1])
+                joined = "".join(pieces[numbers[0] : numbers[-1] + 1])
                 ids = array("I", self._tokenizer.encode(joined, special_tokens=False))
                 tokens += ids
                 split = _split(ids, joined, border, self._borders.get(border), len(numbers))
@@ -521,20 +521,20 @@ class TokenCache:
 
     def _known(self, tenant: str, digests: Collection[bytes]) -> Mapping[bytes, array[int]]:
         with self._lock:
-            mine = self._parts.get(tenant, OrderedDict())
-            known = {digest: mine[digest] for digest in digests if digest in mine}
+            parts = self._parts.get(tenant, OrderedDict())
+            known = {digest: parts[digest] for digest in digests if digest in parts}
             for digest in known:
-                mine.move_to_end(digest)
+                parts.move_to_end(digest)
         return known
 
     def _keep(self, tenant: str, new: Mapping[bytes, array[int]], queries: int, hits: int) -> None:
         with self._lock:
             self.queries += queries
             self.hits += hits
-            mine = self._parts.setdefault(tenant, OrderedDict())
+            parts = self._parts.setdefault(tenant, OrderedDict())
             for digest, tokens in new.items():
-                if digest not in mine:  # another thread may have been faster
-                    mine[digest] = tokens
+                if digest not in parts:  # another thread may have been faster
+                    parts[digest] = tokens
                     self._bytes[tenant] += _bytes_of(tokens)
             while self._bytes.total() > self._most_bytes:
                 ((largest, _),) = self._bytes.most_common(1)

@@ -267,11 +267,11 @@ class BodyReader:
         """Raises PayloadTooLarge."""
         if size > self._max_body:
             raise PayloadTooLarge(f"the request's body has more than {self._max_body} bytes; send less")
-        who = caller.get()
-        if who.max_body_bytes is not None and size > who.max_body_bytes:
+        identity = caller.get()
+        if identity.max_body_bytes is not None and size > identity.max_body_bytes:
             raise PayloadTooLarge(
-                f"the request's body has more than the {who.max_body_bytes} bytes that the API key {who.name!r} "
-                "may send; send less"
+                f"the request's body has more than the {identity.max_body_bytes} bytes that the API key "
+                f"{identity.name!r} may send; send less"
             )
 
     @contextlib.contextmanager
