@@ -7,8 +7,10 @@ they hold is of keys of their own. At the end of a case the router must still fo
 
 import random
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,14 @@ class PageHolders:
         self._endpoint, self._keys = endpoint, ClusterKeys.read(Path(keys))
         self._card = msgspec.structs.replace(msgspec.json.decode(card, type=msg.ModelCard), pool_pages=0)
         self._client = Client(operator=operator)
+        self._looks = ThreadPoolExecutor(self.threads)
         drawn = random.Random(2)
         self._chain = b"".join(drawn.randbytes(msg.KEY_BYTES) for _ in range(200))
 
     def run(self, case: Case) -> str:
         rng = case.rng
-        name = f"holder-{case.number % 2}-{rng.randrange(_HOLDERS)}"  # of one thread at a time
+        # Of this thread alone: two holders of one name would replace each other without end.
+        name = f"{threading.current_thread().name}-{rng.randrange(_HOLDERS)}"
         me = f"{name}.{secrets.token_hex(8)}"
         events, events_at = links.listening(zmq.PUB, self._keys)
         replay, replay_at = links.listening(zmq.ROUTER, self._keys)
@@ -168,7 +172,8 @@ class PageHolders:
         keys = case.rng.randbytes(3 * msg.KEY_BYTES)
         digest = packed_digest(keys, "CPU")
         raw = msgspec.msgpack.encode(msg.Snapshot(2**40, (msg.PageSegment(b"", keys, "CPU"),)))
-        look_at, answers, known = 0.0, 0, -1
+        answers, known = 0, -1
+        look = self._looks.submit(self._pages_known, link.me)  # on a slow machine longer than a holder may be silent
         while time.monotonic() < until:
             self._beat(link, 2**40, digest)
             with suppress(zmq.ZMQError):
@@ -177,15 +182,20 @@ class PageHolders:
                     replay.send_multipart([identity, b"", f"kv@{link.me}@m".encode(), raw], zmq.NOBLOCK)
                     answers += 1
             list(link.receive(0.0))
-            if time.monotonic() >= look_at:
-                look_at = time.monotonic() + 0.3
-                status = self._client.status(timeout=links.PATIENCE)
-                known = next((each.pages_known for each in status.processes if each.incarnation == link.me), -1)
+            if look.done():
+                known = look.result()
                 if known in (3, -1):
                     return known == 3
+                look = self._looks.submit(self._pages_known, link.me)
         raise AssertionError(
             f"the router does not follow {link.me} in time: it knows {known} pages, after {answers} snapshots"
         )
+
+    def _pages_known(self, incarnation: str) -> int:
+        """Of this holder; -1: the router knows no such process."""
+        time.sleep(0.2)  # between two looks
+        status = self._client.status(timeout=links.PATIENCE)
+        return next((each.pages_known for each in status.processes if each.incarnation == incarnation), -1)
 
 
 def _packed(tree: Any) -> bytes:
