@@ -1,5 +1,6 @@
 """What a step holds: decoding sequences, short and long tails, in which order and how much of each."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -59,6 +60,7 @@ def sizes(plan: ScheduledBatch) -> dict[str, int]:
     return {name.request: len(chunk.tokens) for name, chunk in plan.items()}
 
 
+@pytest.mark.technique("Continuous batching")
 def test_decoding_never_waits_for_a_prompt() -> None:
     plan = planned([sequence("long", 4_000, 0), decoding("a"), decoding("b")], budget(prompts=48))
     assert sizes(plan) == {"a": 1, "b": 1, "long": 48}
@@ -69,6 +71,7 @@ def test_a_short_tail_goes_before_a_long_one_that_came_earlier() -> None:
     assert sizes(planned(tails, budget(prompts=48))) == {"short": 8, "long": 32}
 
 
+@pytest.mark.technique("Chunked prefill")
 def test_short_tails_leave_half_to_a_long_one() -> None:
     tails = [sequence(f"s{i}", 47, 32, i) for i in range(20)] + [sequence("long", 4_000, 0, 20)]
     plan = sizes(planned(tails, budget(prompts=128)))

@@ -92,6 +92,7 @@ def test_the_first_page_is_the_first_that_a_token_attends_to(tokens: int, page: 
         (SEEN + 1, 10, 150),  # the least that can be
     ],
 )
+@pytest.mark.technique("Sliding windows")
 def test_a_context_may_be_larger_than_the_pool(pages: int, prompt: int, count: int) -> None:
     rows = Rows(pages)
     rows.order("r", prompt_of(prompt), count)

@@ -126,6 +126,7 @@ def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random) -> Computed
     return mine.computed()
 
 
+@pytest.mark.technique("The same bits by every path")
 @pytest.mark.parametrize("name", RECIPES)
 @both
 @examples(24)
@@ -173,6 +174,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {  # in which file, what, and 
 }
 
 
+@pytest.mark.technique("The same bits by every path")
 @pytest.mark.parametrize("mistake", cases(list(MISTAKES), ["keys in another order, for few queries"]))
 def test_a_mistake_in_the_kernels_is_found(
     mistake: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

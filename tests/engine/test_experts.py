@@ -146,6 +146,7 @@ def test_only_the_kernel_that_takes_its_groups_from_the_device_is_used(monkeypat
     assert not mlp._multiplies_groups(here.experts)
 
 
+@pytest.mark.technique("Mixture of experts")
 @ways
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_greedy_tokens_are_those_of_transformers(

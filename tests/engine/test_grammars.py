@@ -113,6 +113,7 @@ def generated(
     return tokens
 
 
+@pytest.mark.technique("Structured output")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_ends_matches(
     compiler: GrammarCompiler, text_of: Callable[[Sequence[int]], str], temperature: float
@@ -123,6 +124,7 @@ def test_what_ends_matches(
         assert_matches(json_grammar(SCHEMA), text_of(tokens))
 
 
+@pytest.mark.technique("Structured output")
 @examples(60)
 @given(number=st.integers(0, 500), seed=st.integers(0, 99), cut=st.integers(0, 60))
 def test_a_fail_over_changes_nothing(compiler: GrammarCompiler, number: int, seed: int, cut: int) -> None:
@@ -150,6 +152,7 @@ def test_the_same_tokens_have_the_same_mask_and_it_is_computed_once(compiler: Gr
     assert grammar.mask([*PROMPT, allowed(grammar, [])[0]]) is not mask
 
 
+@pytest.mark.technique("Forced tokens without a step")
 def test_what_must_come_is_told_in_tokens(compiler: GrammarCompiler, text_of: Callable[[Sequence[int]], str]) -> None:
     schema = {"type": "object", "properties": {"temperature": {"enum": [1, 2]}}, "required": ["temperature"]}
     grammar = json_grammar(schema | {"additionalProperties": False})

@@ -1,4 +1,4 @@
-"""docs/models.md is what the code and the tests say."""
+"""docs/models.md and docs/features.md are what the code and the tests say."""
 
 import runpy
 import subprocess
@@ -11,6 +11,11 @@ PAGE = runpy.run_path(str(ROOT / ".ci" / "models_page.py"))
 
 def test_the_page_is_current():
     assert (ROOT / "docs" / "models.md").read_text() == PAGE["page"](), "run python .ci/models_page.py docs/models.md"
+
+
+def test_the_page_of_features_is_current():
+    page = runpy.run_path(str(ROOT / ".ci" / "features_page.py"))["page"]()
+    assert (ROOT / "docs" / "features.md").read_text() == page, "run python .ci/features_page.py docs/features.md"
 
 
 def test_cells_of_vllm_name_tests_that_exist():

@@ -58,6 +58,7 @@ def test_sound_pages_are_recomputed_once_and_stay(role: str) -> None:
     assert one.state.blocks.available == one.num_pages
 
 
+@pytest.mark.technique("Pages checked by recomputation")
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_a_page_that_differs_is_dropped_with_its_chain_here_and_in_the_store(role: str, number: int) -> None:

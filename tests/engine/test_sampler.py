@@ -109,6 +109,7 @@ def test_company_does_not_matter(order: list[int], others: list[TokenDraw]):
     assert together == [alone[row] for row in order]
 
 
+@pytest.mark.technique("Draws as a function of seed and position")
 def test_every_part_of_the_key_counts():
     logits = torch.zeros(1, 1000)
     draw = TokenDraw(seed=5)
@@ -133,6 +134,7 @@ def test_every_part_of_the_key_counts():
     ],
     ids=str,
 )
+@pytest.mark.technique("Draws as a function of seed and position")
 def test_frequencies_are_those_of_the_distribution(draw: TokenDraw):
     """Pearson's chi-square over 20,000 draws, its 99.9th percentile for 11 degrees of freedom being 31.3."""
     count = 20_000

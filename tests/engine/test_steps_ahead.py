@@ -67,6 +67,7 @@ def expected(engine: Engine, prompt: Sequence[int], draw: TokenDraw, count: int)
     return draws
 
 
+@pytest.mark.technique("Steps launched ahead")
 def test_each_step_is_launched_before_the_one_before_is_collected(
     engine: Engine, launch: Callable[..., LaunchedStep]
 ) -> None:

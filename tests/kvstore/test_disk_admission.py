@@ -1,9 +1,12 @@
 """Which pages are worth writing."""
 
+import pytest
+
 from kvstore.disk.admission_filter import AdmissionFilter
 from tests.kvstore.chains import key
 
 
+@pytest.mark.technique("Admission to the disk by frequency")
 def test_a_page_is_admitted_when_it_has_been_used_often_enough() -> None:
     admission = AdmissionFilter(admit_after=3, remember=10)
     assert [admission.used(key("a")) for _ in range(5)] == [False, False, True, True, True]

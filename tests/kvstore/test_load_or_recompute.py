@@ -36,6 +36,7 @@ LATE = TierSpeed("remote", 0.0451, 1e9, measured=True)
         ([TierPages(QUICK, 10)], 20, 0),
     ],
 )
+@pytest.mark.technique("Load or recompute, whichever is sooner")
 def test_loads_stop_where_computing_is_as_quick(runs: list[TierPages], on_device: int, pages: int) -> None:
     choice = choose_load_length(runs, PAGE_BYTES, PAGE_SIZE, RATE, on_device)
     assert choice.pages == pages

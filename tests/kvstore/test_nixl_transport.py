@@ -44,6 +44,7 @@ def test_without_the_package_it_says_so() -> None:
         NixlTransport(Peer("store", "a", "a", "a", 1))
 
 
+@pytest.mark.technique("Pages by RDMA")
 @needs_nixl
 @pytest.mark.parametrize("page", [1_024, PAGE, 2**21])
 def test_pages_arrive_exact_where_they_are_expected(stores: Callable[..., Store], page: int) -> None:

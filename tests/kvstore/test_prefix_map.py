@@ -188,6 +188,7 @@ def test_a_mistake_would_be_found(
 # --- by example -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.technique("Prefix reuse by a radix tree")
 def test_a_prefix_counts_only_without_a_gap_and_by_the_fastest_tier() -> None:
     prefixes = PrefixMap()
     prefixes.stored("worker", b"", keys("abcd"), "GPU")
@@ -257,6 +258,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.technique("Prefix reuse by a radix tree")
 def test_a_page_costs_no_more_in_a_long_chain(touched: list[int]) -> None:
     """Whatever is said about one page touches the keys of a few runs at most, not those of its chain."""
     prefixes = PrefixMap()

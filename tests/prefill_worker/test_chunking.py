@@ -76,6 +76,7 @@ def known_pace(fixed: float = 0.002) -> StepCostModel:
 PROMPTS = st.builds(prompt, st.integers(1, 40), st.integers(-3, 9))
 
 
+@pytest.mark.technique("Chunked prefill")
 @given(st.lists(PROMPTS, max_size=12), st.integers(1, 30), st.data())
 def test_a_step_is_whole_pages_in_order_within_its_budget(
     jobs: list[PrefillRequest], pages: int, data: st.DataObject
@@ -145,6 +146,7 @@ def test_equals_share_and_what_a_short_one_leaves_goes_to_the_longer_ones() -> N
     assert shares == {short.name.request: 2, long.name.request: 5, longer.name.request: 5}
 
 
+@pytest.mark.technique("Several prompts in one prefill step")
 def test_several_short_prompts_fit_into_one_step() -> None:
     jobs = [prompt(2) for _ in range(6)]
     assert list(planned(jobs, 12).values()) == [2] * 6

@@ -49,6 +49,7 @@ def prompts_of(family: str) -> list[list[int]]:
     return PROMPTS if family == "llama" or thorough() else PROMPTS[::3]
 
 
+@pytest.mark.technique("Continuous batching")
 @pytest.mark.parametrize(("family", "shape"), RUNS)
 def test_64_requests_at_once_get_the_reference_tokens(
     family: str,
@@ -75,6 +76,7 @@ def test_64_requests_at_once_get_the_reference_tokens(
             assert answer.usage.cached_tokens < len(prompt)
 
 
+@pytest.mark.technique("Paged KV cache")
 @pytest.mark.parametrize("shape", ["1P+1D", "colocated"])
 def test_pages_of_which_a_step_computes_a_part(
     shape: str,
@@ -93,6 +95,7 @@ def test_pages_of_which_a_step_computes_a_part(
         assert any(answer.usage.cached_tokens >= 512 for answer in answers)
 
 
+@pytest.mark.technique("Sliding windows")
 @pytest.mark.skipif(ENGINE.name == "vllm", reason="its runner gives no page back before a sequence ends")
 @pytest.mark.parametrize("shape", cases(list(SHAPES), ["1P+1D", "colocated"]))
 def test_a_window_lets_contexts_exceed_the_pool(shape: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -116,6 +119,7 @@ def test_a_window_lets_contexts_exceed_the_pool(shape: str, checkpoint: Callable
         workload.compare(path, [short], answers, workload.references(path, [short], count))
 
 
+@pytest.mark.technique("Prefill and decode apart")
 def test_prefill_on_one_node_and_decode_on_another(
     checkpoint: Callable[[str], Path],
     expected: Callable[[str], dict[tuple[int, ...], list[int]]],
@@ -136,6 +140,7 @@ def test_prefill_on_one_node_and_decode_on_another(
         eventually(lambda: all(nothing_held(cluster, store) for store in stores), what="nothing held in any store")
 
 
+@pytest.mark.technique("Paged KV cache")
 @pytest.mark.native
 def test_a_lost_page_is_seen(checkpoint: Callable[[str], Path]) -> None:
     """The comparison can fail: zeroing any one page of the prompt changes at least 95 % of the outputs."""

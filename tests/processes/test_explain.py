@@ -40,6 +40,7 @@ def holders(finished: Generated) -> list[str]:
     return ["store-0", finished.work.decode_workers[0]]
 
 
+@pytest.mark.technique("Requests explained")
 def test_what_is_told_of_a_request_is_what_happened(cluster: LocalCluster) -> None:
     first = workload.ask(cluster.address, PROMPT, request_id="first")
     eventually(lambda: all((status := process(cluster, name)) and status.pages_known >= 12 for name in holders(first)))

@@ -54,6 +54,7 @@ def test_a_prefill_worker_killed_while_it_computes(start: Callable[..., LocalClu
     eventually(lambda: at_rest(cluster), what="everything freed")
 
 
+@pytest.mark.technique("Fail-over with the same tokens")
 def test_a_decode_worker_killed_while_it_streams(start: Callable[..., LocalCluster], path: Path) -> None:
     cluster = start(1, 2)
     streams = Streams(cluster)
@@ -94,6 +95,7 @@ def test_a_death_is_told_by_the_store_and_not_only_by_silence(
         cluster.wait_live(["prefill-0"], 0.5)
 
 
+@pytest.mark.technique("Fail-over with the same tokens")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_store_killed_at_any_time(start: Callable[..., LocalCluster], path: Path, seed: int) -> None:
     rng = random.Random(seed)

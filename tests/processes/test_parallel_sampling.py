@@ -54,6 +54,7 @@ def singles(cluster: LocalCluster, prompt: Sequence[int], n: int, count: int, **
     return [Outputs(cluster).run(prompt, count, **(fields | {"seed": fields["seed"] + number})) for number in range(n)]
 
 
+@pytest.mark.technique("Several outputs of one prompt")
 def test_each_sample_has_the_tokens_of_its_seed_and_the_prompt_is_computed_once(cluster: LocalCluster) -> None:
     prompt = [*PROMPT, 3]
     many = Outputs(cluster).run(prompt, 20, n=4, **DRAWN)

@@ -45,6 +45,7 @@ def cached(cluster: LocalCluster, prefix: list[int]) -> int:
     return workload.ask(cluster.address, [*prefix, 5, 6, 7], count=4).usage.cached_tokens // PAGE
 
 
+@pytest.mark.technique("Pinned prefixes")
 def test_a_pinned_prefix_outlasts_a_flood(path: Path, cluster: LocalCluster) -> None:
     prefix, other = some(PREFIX * PAGE, 1), some(PREFIX * PAGE, 2)
     with Client(cluster.address, cluster.operator) as client:

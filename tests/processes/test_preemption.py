@@ -23,6 +23,7 @@ def some(count: int, lengths: range, seed: int) -> list[list[int]]:
     return [[rng.randrange(3, checkpoints.VOCAB) for _ in range(rng.choice(lengths))] for _ in range(count)]
 
 
+@pytest.mark.technique("Preemption by recompute")
 @pytest.mark.parametrize("prefill", cases([0, 1], [1]))
 def test_every_token_is_right_however_often_sequences_are_preempted(
     prefill: int, checkpoint: Callable[[str], Path], tmp_path: Path

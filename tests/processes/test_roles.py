@@ -46,6 +46,7 @@ def change(cluster: LocalCluster, name: str, role: str, *more: str) -> None:
     assert result.stdout.strip() == f"{name} is a {role} worker now"
 
 
+@pytest.mark.technique("Roles that change under load")
 def test_workers_change_their_roles_under_load(cluster: LocalCluster) -> None:
     pids, streams = cluster.pids, Streams(cluster)
     right = [workload.ask(cluster.address, prompt, OUTPUT).token_ids for prompt in (PROMPT, OTHER)]

@@ -24,6 +24,7 @@ def a_seed() -> int:
     return seed
 
 
+@pytest.mark.technique("Tiers: device, shared memory, disk, other nodes")
 @pytest.mark.parametrize("nodes", [["a"], ["a", "b"]], ids=["one node", "two nodes"])
 def test_a_store_killed_three_times_under_load(nodes: list[str], path: Path, tmp_path: Path) -> None:
     print(store_deaths(3, a_seed(), tmp_path, path, nodes))
@@ -102,6 +103,7 @@ def site(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]
 LIMIT = 192 * PAGE_BYTES  # twice the arena: a disk no larger than that holds hardly anything else, and is seldom read
 
 
+@pytest.mark.technique("Tiers: device, shared memory, disk, other nodes")
 def test_a_disk_with_room_for_some_pages_keeps_to_it_and_still_helps(site: Site) -> None:
     site.serve(lambda: site.loads() and site.figure("page_evictions_total", tier="disk"))
     assert site.figure("disk_up") == 1

@@ -4,6 +4,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import given, settings
 
 from baton import config as settings_
@@ -135,6 +136,7 @@ class OneByOne(LowestTtft):
         return super().place(ask, view)
 
 
+@pytest.mark.technique("Admission by objectives")
 def test_too_long_a_wait_is_refused_at_once() -> None:
     """A prompt of 40 tokens leaves the queue every third of a second, and 12 others wait for the one that comes."""
     placer = OneByOne()

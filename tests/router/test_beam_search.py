@@ -24,6 +24,7 @@ def report(model: Any, tokens: list[int], count: int) -> list[tuple[int, float]]
     return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
+@pytest.mark.technique("Beam search")
 @pytest.mark.slow
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0, -0.5])
 @pytest.mark.parametrize(("width", "ends"), [(1, 1), (2, 1), (4, 1), (3, 12), (4, 60)])

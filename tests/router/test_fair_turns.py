@@ -16,6 +16,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.technique("Fair queueing of tenants")
 async def test_a_backlog_delays_another_tenant_by_one_job() -> None:
     turns, order = FairTurns("x", 1, 100, 1_000), list[str]()
 

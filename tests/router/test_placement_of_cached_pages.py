@@ -66,6 +66,7 @@ from tests.router.placing import (
         ),
     ],
 )
+@pytest.mark.technique("KV-aware placement by predicted time to first token")
 def test_loads_are_taken_where_they_pay(
     here: dict[str, Any], others: list[dict[str, Any]], expected: tuple[int, list[TierPages], list[PageSource]]
 ) -> None:

@@ -52,6 +52,7 @@ def test_least_loaded_has_fewest_requests() -> None:
     assert min(counts.values()) > 150, "equal ones share"
 
 
+@pytest.mark.technique("Placement rules of other systems")
 def test_power_of_two_never_takes_the_worst() -> None:
     """With loads 1, 2, 3 the pairs 12, 13, 23 are drawn alike: two thirds go to the first, one third to the second."""
     counts = _often(PowerOfTwo(_SEED), _workers(a={"requests": 1}, b={"requests": 2}, c={"requests": 3}), times=3_000)
@@ -66,6 +67,7 @@ def test_power_of_two_with_one_worker() -> None:
 # --- SGLang --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.technique("Placement rules of other systems")
 def test_cache_aware_follows_what_it_sent() -> None:
     rule, workers = CacheAware(_SEED), _workers(a={}, b={})
     assert rule.choose("both", _prompt(*"pqrs"), workers).name == "a"

@@ -17,6 +17,7 @@ from tests.router.placing import CONFIG, HANDED, PAGE, PREFIX, RATE, REST, STEP,
 # --- one node ---
 
 
+@pytest.mark.technique("KV-aware placement by predicted time to first token")
 def test_missing_pages_are_prefilled_elsewhere() -> None:
     plan = one_node(host=3).plan()
     assert plan == Placement("d0", "p0", fetch_pages=HANDED, cached_pages=3, store="s-a")

@@ -72,6 +72,7 @@ def test_a_main_loop_that_hangs_between_steps_is_a_delay() -> None:
     assert slowness.delay("a", 11 * PERIOD) == 0.0
 
 
+@pytest.mark.technique("Grey failure: slow workers are left")
 def test_a_worker_whose_tokens_come_later_than_its_steps_take_is_slow() -> None:
     slowness = workers("a", "b", "c")
     decodes(slowness, "a", 0.012, 0.0, 200)

@@ -108,6 +108,7 @@ def counted(most_bytes: int = 2**20) -> tuple[Counting, TokenCache]:
     return tokenizer, known
 
 
+@pytest.mark.technique("Known tokens of a chat are not tokenized again")
 def test_of_a_further_turn_only_what_is_new_is_tokenized() -> None:
     tokenizer, known = counted()
     known.encode(conversation(50, "first"), OWNER)

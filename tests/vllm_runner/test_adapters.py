@@ -71,6 +71,7 @@ def runner(model: Path, modules: dict[str, str]) -> Iterator[Callable[[int], Vll
         one.close()
 
 
+@pytest.mark.technique("Many adapters in one batch")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_of_one_batch_have_their_own_adapters(
     ranks: int, model: Path, modules: dict[str, str], runner: Callable[[int], VllmRunner]

@@ -36,6 +36,7 @@ def compare(reference: checkpoints.Reference, sequences: Sequence[Generation]) -
     assert likeliest >= LIKELIEST * COUNT * len(sequences)
 
 
+@pytest.mark.technique("Quantized weights")
 @pytest.mark.parametrize("name", DTYPES)
 def test_tokens_are_the_likeliest_of_the_numbers_that_are_meant(name: str, tmp_path: Path):
     path = quantized_checkpoints.make(name, tmp_path, **SIZES)

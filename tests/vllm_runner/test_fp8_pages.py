@@ -103,6 +103,7 @@ def texts(sequences: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
     return [(one.tokens[: -len(tokens)], tokens) for one, tokens in zip(sequences, drawn, strict=True)]
 
 
+@pytest.mark.technique("Pages in FP8")
 @pytest.mark.parametrize(("name", "held"), [*((name, "fp8") for name in EXACT), ("llama", "fp8_e5m2")])
 def test_tokens_are_those_of_what_fp8_pages_mean(
     name: str, held: str, paths: Callable[[str], Path], runner: Loaded

@@ -67,6 +67,7 @@ def generate(model: VllmRunner, path: Path) -> None:
         agree(one, *checkpoints.reference(path).generate(prompt_of(length, length), 20))
 
 
+@pytest.mark.technique("Latent attention")
 @pytest.mark.parametrize(("name", "eager"), [*((name, True) for name in EXACT), (EXACT[-1], False)])
 def test_greedy_tokens_are_those_of_transformers(name: str, eager: bool, paths: Callable[[str], Path]) -> None:
     model = load(paths(name), eager=eager)

@@ -70,6 +70,7 @@ def arena(runner: Loaded) -> Iterator[Arena]:
     memory.close()
 
 
+@pytest.mark.technique("Tensor parallelism")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tokens_are_those_of_transformers_and_of_one_rank(ranks: int, path: Path, runner: Loaded) -> None:
     prompts = [prompt_of(length, length) for length in (70, 33, 5)]
@@ -101,6 +102,7 @@ def test_two_ranks_have_the_tokens_of_transformers(name: str, tmp_path: Path) ->
         agree(one, *reference.generate(prompt, 20))
 
 
+@pytest.mark.technique("Tensor parallelism")
 @pytest.mark.parametrize(("makers", "takers"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 4)])
 def test_a_prompt_is_handed_over_between_degrees(
     makers: int, takers: int, path: Path, runner: Loaded, arena: Arena
