@@ -192,8 +192,7 @@ class RequestManager:
         work, seconds = request.prompt, 0.0
         if (card := self._members.card) is not None:
             request.derive_keys(card)
-            held = self._held_prefix(request).values()
-            work -= max((match.pages for match in held), default=0) * self._config.pages.page_size
+            work = self._uncached(request, self._held_prefix(request))
             rates = [m.load.prefill_rate for m in self._view.prefill_workers or self._view.decode_workers]
             seconds = work / rate if (rate := max(rates, default=0.0)) else 0.0
         if (error := self._admission.check_wait(request, work, seconds, now)) is not None:
@@ -253,6 +252,7 @@ class RequestManager:
                 self.end(request, Failed(error), now)
                 return True
         ask = self._placement_request(request, card, now)
+        self._queue.set_work(request, self._uncached(request, ask.held))
         decision = self._policy.place(ask, self._view)
         choice, considered = decision.choice, _considered(decision.considered)
         if decision.reservation is not None:
@@ -303,6 +303,10 @@ class RequestManager:
         if worker := self._shares_with(request):
             held[worker] = PrefixMatch(len(request.keys), {"GPU": len(request.keys)})
         return held
+
+    def _uncached(self, request: Request, held: Mapping[str, PrefixMatch]) -> int:
+        """Return how many of its tokens no holder has."""
+        return request.known - max((match.pages for match in held.values()), default=0) * self._config.pages.page_size
 
     def _shares_with(self, request: Request) -> str:
         """The live worker that has just computed its prompt; empty: none, or it has refused or failed the request."""

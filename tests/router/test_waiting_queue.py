@@ -11,6 +11,7 @@ from tests.router.model import submit
 from tests.support.thorough import automaton
 
 AGEING = 10.0
+WARM = 0.2 * AGEING  # seconds by which one with a cached prompt may come later, and go first
 WEIGHTS = {"a": 1.0, "b": 1.0, "heavy": 4.0}
 
 
@@ -138,6 +139,20 @@ def test_a_begun_request_is_never_turned_away(line: Line) -> None:
     assert line.queue.last(line.now) is None
 
 
+def test_what_is_warm_goes_first_within_the_bound(line: Line) -> None:
+    cold, half = line.comes("cold"), line.comes("half")
+    line.queue.set_work(half, 50)
+    line.now = 0.9 * WARM
+    line.queue.set_work(line.comes("warm"), 0)
+    line.now = 1.1 * WARM
+    line.queue.set_work(line.comes("too late"), 0)
+    assert line.order() == ["half", "warm", "cold", "too late"]
+    line.queue.set_work(cold, 0)  # another request has brought its pages
+    assert line.order() == ["cold", "half", "warm", "too late"]
+    line.comes("other", "b", priority=-1)
+    assert line.order()[0] == "other", "urgency and fairness come before"
+
+
 def drained(line: Line, tokens: float) -> None:
     """The queue has been draining for a while at `tokens` a second."""
     line.comes("always", prompt=1, priority=8)
@@ -218,16 +233,30 @@ class Queues(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.line = Line()
+        self.cold: dict[str, float] = {}  # share of the prompt that is not cached, by request
 
     @rule(
         tenant=st.sampled_from(["a", "b", "heavy"]),
         priority=st.integers(-10, 10),
         prompt=st.integers(1, 50),
         begun=st.booleans(),
+        cached=st.integers(0, 50),
     )
-    def comes(self, tenant: str, priority: int, prompt: int, begun: bool) -> None:
+    def comes(self, tenant: str, priority: int, prompt: int, begun: bool, cached: int) -> None:
         request = self.line.comes(f"r{len(self.line.requests)}", tenant, priority, prompt, begun and prompt % 5 == 0)
-        self.line.queue.set_work(request, prompt // 2)
+        self.cold[request.name] = 1.0
+        self.is_cached(request, cached)
+
+    @rule(index=st.integers(0, 100), cached=st.integers(0, 50))
+    def becomes_warm_or_cold(self, index: int, cached: int) -> None:
+        requests = [r for r in self.line.requests.values() if r in self.line.queue]
+        if requests:
+            self.is_cached(requests[index % len(requests)], cached)
+
+    def is_cached(self, request: Request, cached: int) -> None:
+        work = max(0, request.prompt - cached)
+        self.line.queue.set_work(request, work)
+        self.cold[request.name] = work / request.prompt
 
     @rule(index=st.integers(0, 100))
     def leaves(self, index: int) -> None:
@@ -242,6 +271,7 @@ class Queues(RuleBasedStateMachine):
             request = requests[index % len(requests)]
             request.history.ever_accepted = True
             self.line.queue.add(request, self.line.now)
+            self.cold[request.name] = 1.0
 
     @rule()
     def is_served(self) -> None:
@@ -273,10 +303,16 @@ class Queues(RuleBasedStateMachine):
                 r.arrival,
             )
 
+        def due(r: Request) -> tuple[float, int]:
+            return r.submitted + (0 if r.history.ever_accepted else WARM * self.cold[r.name]), r.arrival
+
+        firsts: dict[object, Request] = {}
+        for request in sorted(waiting, key=due):
+            firsts.setdefault((request.spec.tenant, request.level, request.history.ever_accepted), request)
         order = line.order()
         assert len(order) == len(line.queue) == sum(line.queue.levels().values())
         if waiting:
-            assert order[0] == min(waiting, key=rank).name
+            assert order[0] == min(firsts.values(), key=rank).name
         if (last := line.queue.last(line.now)) is not None:
             assert not last.history.ever_accepted
             assert line.queue.wait(last, line.now) >= 0
