@@ -4,7 +4,8 @@ Requests wait in lines, one for each level of urgency and tenant. The oldest is 
 cached goes before one without cached pages that came up to `_WARM_FIRST * ageing` seconds earlier: what is warm now may
 be evicted while it waits. The next is found in three steps:
 
-1. Requests that a worker had accepted before: a client may be in the middle of their output. Last of all come tenants
+1. Requests that a worker had accepted before: a client may be in the middle of their output. One that gave its place
+   to others (`quantum_tokens` of its class) counts as a newcomer that came at that moment. Last of all come tenants
    that have had more than their share by some seconds of service, which bounds the advantage of urgency.
 2. The most urgent level. Waiting raises a request one level for each `ageing` seconds, up to the most urgent level in
    the queue and no higher. Otherwise old requests would stand above all new ones, and the tenant that sends most would
@@ -47,13 +48,18 @@ nothing would be learned any more."""
 _Rank = tuple[bool, bool, int, float, float, int]
 
 
+def _since(request: Request) -> float:
+    """When it began to wait for its turn, seconds."""
+    return request.submitted if request.queueing.yielded_at is None else request.queueing.yielded_at
+
+
 @dataclass
 class _TenantQueue:
     """Requests of one tenant and level, in order."""
 
     tenant: str
     level: int
-    newcomers: bool  # no worker has accepted any of them
+    newcomers: bool  # no worker has accepted any of them, or they gave their place to others
     requests: list[Request] = field(default_factory=list[Request])
     work: int = 0  # tokens to compute, for all of them
     past: DrainHistory = field(default_factory=lambda: DrainHistory())
@@ -94,7 +100,8 @@ class WaitingQueue:
 
     def add(self, request: Request, now: float) -> None:
         self._until(now, waiting=bool(self))
-        key = (request.spec.tenant, request.level, not request.history.ever_accepted)
+        newcomer = not request.history.ever_accepted or request.queueing.yielded_at is not None
+        key = (request.spec.tenant, request.level, newcomer)
         if (line := self._tenant_queues.get(key)) is None:
             line = self._tenant_queues[key] = _TenantQueue(*key)
             if line.newcomers:
@@ -158,7 +165,9 @@ class WaitingQueue:
         """The order within its line."""
         line, work, _ = self._places[request.name]
         cold = work / max(1, request.known) if line.newcomers else 0.0
-        return request.submitted + _WARM_FIRST * self._ageing * cold, request.arrival
+        if request.queueing.yielded_at is not None:
+            cold = 1.0  # its own pages are cached, and yet it stands behind those it gave its place to
+        return _since(request) + _WARM_FIRST * self._ageing * cold, request.arrival
 
     def _index(self, line: _TenantQueue, request: Request) -> int:
         return bisect_left(line.requests, self._order(request), key=self._order)
@@ -199,9 +208,10 @@ class WaitingQueue:
         backlog: Counter[str] = Counter()
         for line in self._tenant_queues.values():
             backlog[line.tenant] += line.work
-        lines = [line for line in self._tenant_queues.values() if line.newcomers]
+        lines = (reversed(line.requests) for line in self._tenant_queues.values() if line.newcomers)
+        newest = (next((request for request in line if not request.history.ever_accepted), None) for line in lines)
         return max(
-            (line.requests[-1] for line in lines),
+            (request for request in newest if request is not None),
             key=lambda request: (
                 request.spec.tenant in leaders,
                 self._level(request, top, now),
@@ -221,10 +231,10 @@ class WaitingQueue:
         return self._fairness.over_served(_LEAD * rate) if rate else frozenset()
 
     def _level(self, request: Request, top: int, now: float) -> int:
-        return max(top, request.level - int((now - request.submitted) / self._ageing))
+        return max(top, request.level - int((now - _since(request)) / self._ageing))
 
     def _due(self, request: Request) -> float:
-        return request.submitted + request.level * self._ageing
+        return _since(request) + request.level * self._ageing
 
     def _rank(self, line: _TenantQueue, index: int, top: int, leaders: frozenset[str], now: float) -> _Rank:
         request = line.requests[index]

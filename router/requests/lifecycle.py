@@ -527,6 +527,19 @@ class RequestManager:
             return
         self._try_again(request, why, now)
 
+    def yield_place(self, request: Request, now: float) -> None:
+        """End the attempt of a request that has had its class's quantum, if another waits for room on its worker. It
+        waits as if it came now, and when that takes too long before all newcomers."""
+        attempt, quantum = request.attempt, self._admission.quantum(request)
+        assert attempt is not None, request.name
+        tokens = request.known - attempt.start
+        if not quantum or tokens < quantum or self._members.require_live(attempt.decode).takes_sequences:
+            return
+        if (first := self._queue.first(now)) is None or first.level > request.level:
+            return
+        request.queueing.yielded_at = now
+        self.retry(request, f"it has had {tokens} tokens, and {first.name} waits", now, free=True)
+
     def release_prefill(self, request: Request, attempt: Attempt) -> None:
         """The prefill worker forgets this attempt, done or not."""
         prefill, attempt.prefill = attempt.prefill, None
@@ -618,6 +631,11 @@ class RequestManager:
                 message = f"the deadline passed after {request.generated} of {request.max_tokens} tokens"
                 self.end(request, Failed(DeadlineExpired(message)), now)
             elif request.queueing.deadline is not None and now >= request.queueing.deadline:
+                if request.queueing.yielded_at is not None:
+                    self._queue.remove(request, now)
+                    request.queueing.yielded_at = request.queueing.deadline = None
+                    self.requeue(request, now)
+                    continue
                 self.end(request, Failed(self._no_place(request, now)), now)
             else:
                 self.retry(request, f"no progress for {self._config.router.attempt_timeout_ms} ms", now, blame=True)

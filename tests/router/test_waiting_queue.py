@@ -227,6 +227,15 @@ def test_the_margin_follows_how_wrong_forecasts_were(line: Line) -> None:
     assert line.queue.safety_margin(other, 4.0, 10.0) == 0.0, "each line has its own"
 
 
+def new(request: Request) -> bool:
+    """Whether it counts as a newcomer."""
+    return not request.history.ever_accepted or request.queueing.yielded_at is not None
+
+
+def since(request: Request) -> float:
+    return request.submitted if request.queueing.yielded_at is None else request.queueing.yielded_at
+
+
 class Queues(RuleBasedStateMachine):
     """Whatever comes and goes: sums add up, and the order is what the rule says, worked out by sorting."""
 
@@ -264,12 +273,13 @@ class Queues(RuleBasedStateMachine):
         if requests:
             self.line.queue.remove(requests[index % len(requests)], self.line.now)
 
-    @rule(index=st.integers(0, 100))
-    def comes_back(self, index: int) -> None:
+    @rule(index=st.integers(0, 100), yielded=st.booleans())
+    def comes_back(self, index: int, yielded: bool) -> None:
         requests = [r for r in self.line.requests.values() if r not in self.line.queue]
         if requests:
             request = requests[index % len(requests)]
             request.history.ever_accepted = True
+            request.queueing.yielded_at = self.line.now if yielded else None
             self.line.queue.add(request, self.line.now)
             self.cold[request.name] = 1.0
 
@@ -288,27 +298,22 @@ class Queues(RuleBasedStateMachine):
         line.queue.validate()
         line.fairness.validate()
         waiting = [request for request in line.requests.values() if request in line.queue]
-        top = min((r.level for r in waiting if not r.history.ever_accepted), default=0)
+        top = min((r.level for r in waiting if new(r)), default=0)
         leaders = line.queue._over_served_tenants()
 
         def rank(r: Request) -> tuple[object, ...]:
-            level = 0 if r.history.ever_accepted else max(top, r.level - int((line.now - r.submitted) / AGEING))
-            leads = not r.history.ever_accepted and r.spec.tenant in leaders
-            return (
-                not r.history.ever_accepted,
-                leads,
-                level,
-                line.fairness.counter(r.spec.tenant),
-                r.submitted + r.level * AGEING,
-                r.arrival,
-            )
+            level = max(top, r.level - int((line.now - since(r)) / AGEING)) if new(r) else 0
+            leads = new(r) and r.spec.tenant in leaders
+            served = line.fairness.counter(r.spec.tenant)
+            return new(r), leads, level, served, since(r) + r.level * AGEING, r.arrival
 
         def due(r: Request) -> tuple[float, int]:
-            return r.submitted + (0 if r.history.ever_accepted else WARM * self.cold[r.name]), r.arrival
+            cold = self.cold[r.name] if r.queueing.yielded_at is None else 1.0
+            return since(r) + (WARM * cold if new(r) else 0), r.arrival
 
         firsts: dict[object, Request] = {}
         for request in sorted(waiting, key=due):
-            firsts.setdefault((request.spec.tenant, request.level, request.history.ever_accepted), request)
+            firsts.setdefault((request.spec.tenant, request.level, new(request)), request)
         order = line.order()
         assert len(order) == len(line.queue) == sum(line.queue.levels().values())
         if waiting:
