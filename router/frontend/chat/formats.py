@@ -2,7 +2,7 @@
 
 A chat template tells which of them its model has. A `response_template` of the tokenizer's settings, by which
 transformers describes a model's answers, is read as one more. It has fields with a beginning and an end each: the
-reasoning, the content and the calls. Calls may be JSON, or parameters in tags.
+reasoning, the content and the calls. Calls may be JSON, a dialect of it as Gemma's, or parameters in tags or lines.
 """
 
 # pyright: strict
@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct, field
 
 from router.frontend.chat.deltas import MakeId
 from router.frontend.chat.parser import (
@@ -50,6 +50,7 @@ _OBJECTS = {
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SERVED = (*_REASONING, "content", "tool_calls")
 _VALUE = "(?P<value>.*?)"
+_Marker: TypeAlias = Annotated[str, Meta(min_length=1)]
 _LEADING_SPACE = re.compile(r"^(?:\\s[*+])+")
 _OF_CALLS = {"object", "arguments", "parameters", "draft"}
 _WHOLE_CALL = {"type": "function", "function": "{content}"}
@@ -411,13 +412,22 @@ def _reasoning_parser(template: str) -> str | None:
     return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
 
 
+class _Args(Struct, forbid_unknown_fields=True):
+    strip: bool = True
+    unquoted_keys: bool = False
+    string_delims: list[tuple[_Marker, _Marker]] = []
+    tag_pattern: str = ""
+    line_sep: _Marker = "\n"
+    kv_sep: _Marker = ":"
+
+
 class _Field(Struct):
     open: str | list[str] = []
     open_pattern: str = ""
     close: str | list[str] = []
     close_pattern: str = ""
     content: str = "text"
-    content_args: dict[str, Any] = {}
+    content_args: _Args = field(default_factory=_Args)
     transform: Any = None
     transform_each: bool = False
 
@@ -495,23 +505,54 @@ def _states_of_calls(field: _Field, home: str) -> tuple[dict[str, State], Termin
     """Return the states of calls, and the terminals that lead to them."""
     closes = tuple((rf"\s*{one}", home) for one in field.closes)
     after = State(Sink.NOTHING, closes, otherwise=home)
-    shape = (field.content, field.transform, field.transform_each)
-    if shape in (("json", _WHOLE_CALL, False), ("json", None, False)) and not field.content_args:
+    shape, args = (field.content, field.transform, field.transform_each), field.content_args
+    if shape in (("json", _WHOLE_CALL, False), ("json", None, False)) and args == _Args():
         return {**_OBJECTS, "next": after}, tuple((rf"{one}\s*(?=\{{)", "object") for one in field.opens)
-    if shape == ("json", _LISTED_CALL, True) and not field.content_args:
+    if shape == ("json", _LISTED_CALL, True) and args == _Args():
         among = State(Sink.NOTHING, ((r"[\s,]*(?=\{)", "object"), (r"[\s,]*\]", "after")), otherwise=home)
         states = {**_OBJECTS, "next": among, "after": after}
         return states, tuple((rf"{one}\s*\[\s*(?=\{{)", "object") for one in field.opens)
-    if shape == ("json", _NAMED_CALL, False) and not field.content_args:
+    if shape == ("json", _NAMED_CALL, False) and args == _Args():
         states = {"arguments": State(Sink.JSON, then="next"), "next": after}
         return states, tuple((rf"{one}\s*", "arguments") for one in field.opens)
-    if shape == ("xml-inline", _NAMED_CALL, False) and field.content_args.keys() == {"tag_pattern"}:
-        key, value, end = str(field.content_args["tag_pattern"]).partition(_VALUE)
+    if shape == ("json", _NAMED_CALL, False):
+        return _dialect(args, closes), tuple((rf"{one}\s*", "arguments") for one in field.opens)
+    if shape == ("kv-lines", _NAMED_CALL, False) and args.strip:
+        return _lines(args, closes), tuple((one, "parameters") for one in field.opens)
+    if shape == ("xml-inline", _NAMED_CALL, False):
+        key, value, end = args.tag_pattern.partition(_VALUE)
         if value:
             parameters = State(Sink.NOTHING, ((rf"\s*{key}", "value"), *closes), otherwise=home)
             states = {"parameters": parameters, "value": State(Sink.VALUE, ((end, "parameters"),))}
             return states, tuple((one, "parameters") for one in field.opens)
     raise ValueError(f"tool_calls of content {field.content!r} with that transform and content_args are not served")
+
+
+def _dialect(args: _Args, closes: Terminals) -> States:
+    """Return the states of arguments in a dialect of JSON: texts between delimiters, and keys without quotes."""
+    terminals = [*closes, ('"', "string")]
+    terminals += ((re.escape(begin), f"text {number}") for number, (begin, _) in enumerate(args.string_delims))
+    if args.unquoted_keys:
+        terminals.append((r"(?P<member>\w+)(?=\s*:)", "arguments"))
+    return {
+        "arguments": State(Sink.ARGUMENTS, tuple(terminals)),
+        "string": State(Sink.ARGUMENTS, ((r'\\\\|\\"', "string"), ('"', "arguments"))),
+        **{
+            f"text {number}": State(Sink.VALUE, ((re.escape(end), "arguments"),))
+            for number, (_, end) in enumerate(args.string_delims)
+        },
+    }
+
+
+def _lines(args: _Args, closes: Terminals) -> States:
+    """Return the states of parameters in lines of a key, a separator and a value. Other lines are left out."""
+    line, between = (re.sub(r"([\\\]^-])", r"\\\1", one[0]) for one in (args.line_sep, args.kv_sep))
+    blank = rf"[^\S{line}]*"
+    key = rf"(?P<key>[^{line}{between}]+){re.escape(args.kv_sep)}{blank}"
+    return {
+        "parameters": State(Sink.NOWHERE, (*closes, (key, "value"))),
+        "value": State(Sink.VALUE, (*closes, (rf"{blank}{re.escape(args.line_sep)}", "parameters"))),
+    }
 
 
 def _patterns(texts: str | list[str], pattern: str) -> list[str]:

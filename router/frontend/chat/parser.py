@@ -68,7 +68,8 @@ class Sink(Enum):
 @dataclass(frozen=True)
 class State:
     """A state of a format. A terminal is a pattern and the state that follows it. Its named groups are the `name` and
-    the `id` of a call that begins there, and the `key` of a parameter. An `id` has the name in it."""
+    the `id` of a call that begins there, and the `key` of a parameter. An `id` has the name in it. A terminal between
+    two states of arguments is a part of these, and its `member` gets quotation marks."""
 
     sink: Sink
     terminals: Terminals = ()
@@ -79,7 +80,7 @@ class State:
 
     @property
     def in_call(self) -> bool:
-        keys = self.sink is Sink.NOTHING and any("(?P<key>" in pattern for pattern, _ in self.terminals)
+        keys = self.sink in (Sink.NOTHING, Sink.NOWHERE) and any("(?P<key>" in pattern for pattern, _ in self.terminals)
         return keys or self.sink in (Sink.ARGUMENTS, Sink.JSON, Sink.VALUE)
 
     @property
@@ -174,10 +175,14 @@ class DeltaWriter:
 
     def begin_value(self, key: str, types: frozenset[str]) -> None:
         """Begin a parameter of some JSON types. Only a text is given out as it comes."""
-        self._types, self._value = types, []
-        text = '"' if types == _TEXT else ""
-        self.arguments(f"{', ' if self._parameters else '{'}{json.dumps(key, ensure_ascii=False)}: {text}")
+        self.arguments(f"{', ' if self._parameters else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         self._parameters += 1
+        self.begin_text(types)
+
+    def begin_text(self, types: frozenset[str] = _TEXT) -> None:
+        """Begin a text among the arguments, or a value of some JSON types."""
+        self._types, self._value = types, []
+        self.arguments('"' if types == _TEXT else "")
 
     def value(self, text: str) -> None:
         """Add to a parameter."""
@@ -316,7 +321,7 @@ class StreamParser:
         state, groups = self._state, hit.groups
         id_ = groups.get("id", "")
         name = groups.get("name", id_.removeprefix("functions.").rpartition(":")[0] or id_).strip()
-        key = groups.get("key", "").strip()
+        key = groups.get("key")
         if state.sink is Sink.HEADER:
             to, name = self._after_header()
         elif name and not self._accepts(name):
@@ -329,14 +334,18 @@ class StreamParser:
             self._out.reasoning("".join(self._held).replace(MARK, ""))
         new, _ = self._machine.states[to]
         if new.sink is Sink.DRAFT:
-            name = key = ""
+            name, key = "", None
         self._leave(new, another=bool(name))
         self._raw = [*self._raw, matched] if new.is_tentative else []
         if name:
             self._out.begin_call(name, id_)
             self._called = name
-        if key:
-            self._out.begin_value(key, self._types_of(key))
+        if key is not None:
+            self._out.begin_value(key.strip(), self._types_of(key.strip()))
+        elif new.sink is Sink.VALUE:
+            self._out.begin_text()
+        elif state.sink is new.sink is Sink.ARGUMENTS:
+            self._out.arguments(json.dumps(groups["member"]) if "member" in groups else matched)
         self._go(to)
         if new.sink is Sink.DRAFT:
             self._held.append(matched)

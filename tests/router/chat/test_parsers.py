@@ -53,6 +53,12 @@ FAMILIES = {
     ),
     "required": Family(ChatFormat("hermes", "qwen3"), Calls.REQUIRED, transcripts.REQUIRED),
     "named": Family(ChatFormat("mistral"), Calls.NAMED, transcripts.NAMED),
+    "hf gemma": Family(
+        chosen(None, "hf", "hf", (), read_template(transcripts.GEMMA_TEMPLATE)), Calls.AUTO, transcripts.GEMMA
+    ),
+    "hf lines": Family(
+        chosen(None, "hf", "none", (), read_template(transcripts.LINES_TEMPLATE)), Calls.AUTO, transcripts.LINES
+    ),
 }
 CASES = [(name, number) for name, family in FAMILIES.items() for number in range(len(family.transcripts))]
 MARKERS = [
@@ -65,6 +71,7 @@ MARKERS = [
     '<invoke name="add">', '<parameter name="a">', "</invoke>",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>get_time",
     "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "\n```json\n", "<tool_call>get_time", transcripts.CALL, "assistant",
+    "<|tool_call>call:get_time", '<|"|>', "<tool_call|>", "a", "<call>get_time", "</call>",
 ]  # fmt: skip
 
 
@@ -195,6 +202,16 @@ CUTS = {
         "<|im_start|>assistant\n<think>\n",
     ),
     "hf json": (OBJECTS, f"<think>Hm.</think>Look: {transcripts.CALL}\n{transcripts.CALL}", "<|im_start|>assistant\n"),
+    "hf gemma": (
+        transcripts.GEMMA_TEMPLATE,
+        f"Look:{transcripts.gemma(transcripts.ADD)}{transcripts.gemma(transcripts.WEATHER)}",
+        "<|turn>model\n<|channel>thought\n<channel|>",
+    ),
+    "hf lines": (
+        transcripts.LINES_TEMPLATE,
+        f"Look:{transcripts.lines(transcripts.WEATHER)}{transcripts.lines(('add', {'a': 3.5, 'ok': True}))}",
+        "model\n",
+    ),
     "hf list": (LIST, f"x<answer>Look.</answer>\n<calls>[{transcripts.named(transcripts.ADD)}]</calls>y", ""),
 }
 
@@ -219,7 +236,7 @@ def test_a_response_template_parses_as_with_transformers(name: str) -> None:
     without = summed(parsed(form.parser(prompt=prompt), [text]))
     assert without[1:] == (right.get("reasoning_content", right.get("thinking", "")), [])
     if form.reasoning_parser:
-        assert form.reasoning_end == "</think>"
+        assert form.reasoning_end == ("<channel|>" if name == "hf gemma" else "</think>")
 
 
 def test_reasoning_of_a_response_template_goes_with_calls_of_another_format() -> None:
@@ -237,6 +254,8 @@ def test_a_response_template_that_is_not_served_is_refused_with_what_it_has() ->
         ({"fields": {"content": {}}, "version": 2}, "version 2"),
         ({"fields": {"images": {}}}, "'images'"),
         ({"fields": {"tool_calls": call | {"content": "kv-lines"}}}, "kv-lines"),
+        ({"fields": {"tool_calls": call | {"content_args": {"allow_non_json": True}}}}, "allow_non_json"),
+        ({"fields": {"tool_calls": call | {"content_args": {"kv_sep": ""}}}}, "kv_sep"),
         ({"fields": {"tool_calls": call | {"open_pattern": "(a)+"}}}, r"\(a\)\+"),
         ({"fields": {"content": {"open": 5}}}, "open"),
         ({"fields": {"content": {}}, "start_anchor_pattern": "("}, "subpattern"),
@@ -256,7 +275,7 @@ REPEATED = [
     "<|start|>x", "a b ", "'", "<tool_call><function=f>", "<function=f>\n<parameter=a>", "</parameter>", "<arg_key>a",
     "<tool_call>f<arg_key>a</arg_key><arg_value>", "<minimax:tool_call>", '<parameter name="', "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
-    transcripts.MARK, "assistant",
+    transcripts.MARK, "assistant", "<|tool_call>call:add{", "a:", '<|"|>', "<call>f", "a=b", "a\n",
 ]  # fmt: skip
 
 

@@ -337,6 +337,7 @@ GLM = [
     Transcript(f"I'll look.\n{glm(WEATHER)}\n{glm(ADD)}", content="I'll look.", calls=[WEATHER, ADD]),
     Transcript(glm(WEATHER, ""), calls=[WEATHER]),
     Transcript(glm(TIME, ""), calls=[TIME]),
+    Transcript(glm(("get_time", {" ": "x"})), calls=[("get_time", {"": "x"})]),
     Transcript(glm(("fs.read_file", {"path": f"\n{CODE}\n"})), calls=[("fs.read_file", {"path": f"\n{CODE}\n"})]),
     Transcript("<tool_call>get_weather<arg_key>city</arg_key><arg_value>Ro", calls=[("get_weather", '{"city": "Ro')]),
     Transcript(f"Hm.</think>{glm(TIME)}", reasoning="Hm.", calls=[TIME], prompt="<|assistant|><think>"),
@@ -446,4 +447,75 @@ UNCLOSED = [
                prompt="<think>"),
     Transcript(f"So: {CALL}</think>{CALL}", reasoning=f"So: {CALL}", calls=[WEATHER], prompt="<think>"),
     Transcript('A <tool_call>{"name" and so on', reasoning='A <tool_call>{"name" and so on', prompt="<think>"),
+]  # fmt: skip
+
+# --- a tokenizer's response_template: Gemma's dialect of JSON, and lines ----------------------------------------------
+
+_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+GEMMA_TEMPLATE = {
+    "start_anchor": ["<|turn>model\n", "<tool_response|>"],
+    "fields": {
+        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"},
+        "tool_calls": {
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "close": "<tool_call|>", "repeats": True,
+            "content": "json", "transform": _NAMED,
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+        },
+        "content": {"close": ["<turn|>", "<|tool_response>", "<eos>"]},
+    },
+}  # fmt: skip
+LINES_TEMPLATE = {
+    "start_anchor": "model\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<call>(?P<name>\w+)", "close": "</call>", "repeats": True, "content": "kv-lines",
+            "content_args": {"kv_sep": "="}, "transform": _NAMED,
+        },
+        "content": {},
+    },
+}  # fmt: skip
+
+
+def gemma(call: tuple[str, dict[str, Any]]) -> str:
+    return f"<|tool_call>call:{call[0]}{_lax(call[1])}<tool_call|>"
+
+
+def _lax(value: Any) -> str:
+    match value:
+        case dict():
+            return f"{{{','.join(f'{key}:{_lax(one)}' for key, one in value.items())}}}"
+        case list():
+            return f"[{','.join(map(_lax, value))}]"
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case _:
+            return json.dumps(value)
+
+
+_DEEP = ("add", {"a": -1.5e-7, "b": [1, {"c": None, "d": [CODE]}], "ok": True, "text": "a:1,{b: <tool_call|>"})
+GEMMA = [
+    plain("call:f{} or <|tool_call> <|\"|>"),
+    Transcript(f"I'll look.{gemma(WEATHER)}{gemma(_DEEP)}", content="I'll look.", calls=[WEATHER, _DEEP]),
+    Transcript(f"<|channel>thought\nHm.<channel|>{gemma(TIME)}<|tool_response>", reasoning="Hm.", calls=[TIME]),
+    Transcript("<|tool_call>call:get_time<tool_call|>Done.", content="Done.", calls=[TIME]),
+    # Members and texts as JSON has them.
+    Transcript(r'<|tool_call>call:add{"a" : 1, text : "b:\"\\", ok:null}<tool_call|>',
+               calls=[("add", {"a": 1, "text": 'b:"\\', "ok": None})]),
+    Transcript('<|tool_call>call:get_weather{city:<|"|>Ro', calls=[("get_weather", '{"city":"Ro')]),
+    Transcript("<|tool_call>call:add{a:1", calls=[("add", '{"a":1')]),
+]  # fmt: skip
+
+
+def lines(call: tuple[str, dict[str, Any]]) -> str:
+    pairs = [f"{key} = {shown(value)}\n" for key, value in call[1].items()]
+    return f"<call>{call[0]}\n{''.join(pairs)}</call>"
+
+
+LINES = [
+    plain("<call> or a = b"),
+    Transcript(f"I'll look.\n{lines(WEATHER)}{lines(ADD)}", content="I'll look.\n", calls=[WEATHER, ADD]),
+    Transcript(lines(TIME) + "Done.", content="Done.", calls=[TIME]),
+    Transcript("<call>get_weather city=a = b \n\n?\nunit=</call>",
+               calls=[("get_weather", {"city": "a = b", "unit": ""})]),
+    Transcript("<call>get_weather\ncity = Ro", calls=[("get_weather", '{"city": "Ro')]),
 ]  # fmt: skip
