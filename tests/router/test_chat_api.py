@@ -240,6 +240,14 @@ async def test_calls_that_the_request_insists_on(tmp_path: Path, monkeypatch: py
         assert one.finish_reason == "tool_calls"
         (call,) = one.message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", WEATHER)
+        for choice, output in (
+            ({"type": "function", "function": {"name": "get_weather"}}, json.dumps(WEATHER)),
+            ("required", json.dumps([{"name": "get_weather", "parameters": WEATHER}])),
+        ):
+            client.say(f"<think>\nHmm.\n</think>\n\n{output}<|im_end|>")
+            answer = (await ask(choice)).message
+            assert (answer.reasoning, answer.content, len(answer.tool_calls)) == ("Hmm.", None, 1)
+            assert json.loads(answer.tool_calls[0].function.arguments) == WEATHER
         forced: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
         wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "no such"}}}]
         with pytest.raises(openai.BadRequestError) as error:

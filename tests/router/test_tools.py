@@ -20,10 +20,12 @@ from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.openai_responses import ResponsesRequest, chat_of_response
 from router.frontend.api.protocol import refuse_unserved
 from router.frontend.api.tools import Frames, planned
-from router.frontend.chat.formats import CALLS, REASONING, Calls, ChatFormat, chosen
+from router.frontend.chat.deltas import Content
+from router.frontend.chat.formats import CALLS, REASONING, Calls, ChatFormat, chosen, read_template
 from router.frontend.chat.repairs import Repairs
 from router.frontend.detokenizer import Tokenizer
 from tests.router import test_chat_api
+from tests.router.chat import transcripts
 from tests.router.test_chat_api import saying
 from tests.router.test_repairs import grammars as grammars
 
@@ -118,15 +120,14 @@ def test_the_model_sees_the_tools_that_it_may_call() -> None:
     assert seen(tool_choice=only_g) == ["g"]
 
 
-def test_forced_calls_are_a_schema_and_no_reasoning() -> None:
+def test_forced_calls_are_a_schema() -> None:
     parameters = {
         "type": "object",
         "properties": {"x": {"$ref": "#/$defs/X"}, "self": {"$ref": "#"}},
         "$defs": {"X": {}},
     }
     request, plan = planned(chat(tools=[tool("f", parameters), tool("g")], tool_choice="required"), HERMES)
-    assert plan.constrained
-    assert request.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
+    assert (plan.framed, plan.constrained, request.chat_template_kwargs) == (True, False, None)
     schema = request.structured_outputs["json"]
     first, second = schema["items"]["anyOf"]
     assert first["properties"] == {"name": {"const": "f"}, "parameters": {"$ref": "#/$defs/t0"}}
@@ -139,7 +140,9 @@ def test_forced_calls_are_a_schema_and_no_reasoning() -> None:
     named = {"type": "function", "function": {"name": "f"}}
     request, plan = planned(chat(tools=TWO, tool_choice=named, chat_template_kwargs={"enable_thinking": True}), NONE)
     assert (request.structured_outputs["json"], plan.names) == ({"type": "object"}, ("f",))
-    assert request.chat_template_kwargs == {"enable_thinking": True}
+    assert (plan.framed, plan.constrained) == (False, True)
+    off, _ = planned(chat(tools=TWO, tool_choice=named, reasoning_effort="none"), HERMES)
+    assert off.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
 
 
 INTEGER = {"type": "integer"}
@@ -173,13 +176,6 @@ def test_references_within_a_tool_mean_the_same_in_the_grammar_of_all_tools(name
     assert not allows('[{"name":"f","parameters":{"x":"1"}}]')
     assert allows('[{"name":"g","parameters":{"x":"1"}}]')
     assert not allows('[{"name":"g","parameters":{"x":1}}]')
-
-
-def test_a_prompt_that_begins_reasoning_ends_it_for_a_constrained_output() -> None:
-    assert HERMES.without_reasoning("assistant\n<think>\n") == "assistant\n<think>\n\n</think>\n\n"
-    for prompt in ("assistant\n", "assistant\n<think>\n\n</think>\n\n"):
-        assert HERMES.without_reasoning(prompt) == prompt
-    assert NONE.without_reasoning("<think>") == "<think>"
 
 
 def test_a_turn_with_calls_of_anthropics() -> None:
@@ -388,6 +384,70 @@ def test_an_output_is_reasoning_and_then_calls_or_the_answer(
     assert [text for text in others if allows(text)] == []
     several = [text for text in texts if text.count('"name"') == 2]
     assert not any(allows(text, parallel_tool_calls=False) for text in several)
+
+
+CALL_F, CALL_G = '{"name":"f","parameters":{"x":1}}', '{"name":"get-é","parameters":{}}'
+ON_CHANNEL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+GEMMA = chosen(None, "hf", "hf", (), read_template(transcripts.GEMMA_TEMPLATE))
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "choice", "texts", "others"),
+    [
+        (
+            HERMES, "<think>\n", "required",
+            [f"Hm [\n</think>\n\n[{CALL_F},{CALL_G}]", f"</think>[{CALL_F}]"],
+            [f"[{CALL_F}]", "Hm", "</think>[]", 'Hm</think>[{"name":"f","parameters":{}}]', f"</think>{CALL_F}"],
+        ),
+        (
+            HERMES, "assistant\n", "f",
+            ['{"x":1}', '<think>Hm</think>\n\n{"x":1}'],
+            ["{}", "<think>Hm</think>", "<think>Hm</think>{}", 'Hm</think>{"x":1}'],
+        ),
+        (HERMES, "<think>\n\n</think>\n\n", "f", ['{"x":1}'], ['<think>Hm</think>{"x":1}']),
+        (
+            GEMMA, "model\n", "f", ['{"x":1}', '<|channel>thought\nHm<channel|>{"x":1}'],
+            ["{}", '<|channel>thought\nHm<channel|>{"x":"1"}'],
+        ),
+        (GEMMA, "model\n<|channel>thought\n", "f", ['Hm<channel|>{"x":1}'], ['{"x":1}']),
+        (
+            HARMONY, "<|start|>assistant", "required",
+            [f'{THOUGHT}{ON_CHANNEL}{{"x": 1}}', f'{ON_CHANNEL}{{"x": 1}}',
+             f"{THOUGHT} to=functions.get-é<|channel|>commentary json<|message|>{{}}"],
+            [f"[{CALL_F}]", f"{THOUGHT}<|channel|>final<|message|>[{CALL_F}]", f"{THOUGHT}{ON_CHANNEL}{{}}", THOUGHT],
+        ),
+        (
+            HARMONY, "<|start|>assistant", "f",
+            [f'{THOUGHT}{ON_CHANNEL}{{"x":1}}', f'{ON_CHANNEL}{{"x":1}}'],
+            [f"{THOUGHT} to=functions.get-é<|channel|>commentary json<|message|>{{}}", '{"x":1}'],
+        ),
+    ],
+)  # fmt: skip
+def test_a_forced_call_comes_at_once_or_behind_reasoning(
+    tokenizer: HfTokenizer, form: ChatFormat, prompt: str, choice: str, texts: list[str], others: list[str]
+) -> None:
+    end = tokenizer.token_to_id("<|im_end|>") or 1
+    named = {"type": "function", "function": {"name": choice}}
+    request, plan = planned(chat(tools=TOOLS, tool_choice="required" if choice == "required" else named), form)
+    frame = Frames(form, Tokenizer(tokenizer), 4).frame(plan, plan.schemas, prompt, None)
+    grammar = Grammar("json_schema", json.dumps(request.structured_outputs["json"]), end, frame=frame)
+
+    def calls(text: str) -> list[tuple[str, Any]] | None:
+        matcher = matcher_of(LLTokenizer(tokenizer.to_str(), eos_token=end), grammar)
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        if matcher.try_consume_tokens(tokens) < len(tokens) or not matcher.is_accepting():
+            return None
+        for at in range(len(text)):
+            parser = form.parser(plan.calls, plan.schemas, prompt=prompt)
+            deltas = [*parser.feed(text[:at]), *parser.feed(text[at:]), *parser.finish()]
+            assert not any(isinstance(delta, Content) for delta in deltas)
+            assert ("Hm" in text) == ("Hm" in parser.output.reasoning)
+        return [(call.name, json.loads(call.arguments)) for call in parser.output.calls]
+
+    for text in texts:
+        answer = calls(text)
+        assert answer == [(name, {"x": 1} if name == "f" else {}) for name, _ in answer or ()] != []
+    assert [text for text in others if calls(text) is not None] == []
 
 
 def test_every_format_of_calls_has_a_frame(tokenizer: HfTokenizer) -> None:

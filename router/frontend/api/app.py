@@ -212,7 +212,7 @@ class HttpApi:
         if fields.top_logprobs and not fields.logprobs:
             raise InvalidRequest("top_logprobs is set and logprobs is not true; set both")
         _check_prompt_logprobs(fields)
-        return body, PlannedChat(fields, plan, self._prompts.chat_order(fields, repairs, constrained=plan.constrained))
+        return body, PlannedChat(fields, plan, self._prompts.chat_order(fields, repairs))
 
     async def _chat(
         self, kind: type[T], converted: Callable[[T, Repairs], ChatCompletionRequest], builder: type[ResponseBuilder],

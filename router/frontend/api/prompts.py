@@ -21,7 +21,6 @@ from baton.logs import RateLimitedLog
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionRequest
 from router.frontend.api.protocol import TokenizeRequest, samples, token_ids
-from router.frontend.chat.formats import ChatFormat
 from router.frontend.chat.repairs import Repairs, arguments_of, content_of, refused, source_of, without_telemetry
 from router.frontend.chat.scanning import TEXT_ARGUMENT
 from router.frontend.detokenizer import TextOwner
@@ -60,7 +59,6 @@ class ChatOrder:
 
     rendering: bytes  # for the template's process
     continued: str | None
-    closes: ChatFormat | None  # the prompt leaves no reasoning in this format open
     special_tokens: bool  # are added
     keep: int | None  # the prompt's last tokens; none: all
     template: str  # digest of the template and of what it is told besides the chat
@@ -106,9 +104,7 @@ class PromptBuilder:
         ends: list[list[Any]] = prompts if keep is None else [prompt[-keep:] for prompt in prompts]
         return [token_ids(prompt, vocabulary, context) for prompt in ends]
 
-    def chat_order(
-        self, fields: ChatCompletionRequest | TokenizeRequest, repairs: Repairs, *, constrained: bool = False
-    ) -> ChatOrder:
+    def chat_order(self, fields: ChatCompletionRequest | TokenizeRequest, repairs: Repairs) -> ChatOrder:
         """Check a chat that the checkpoint's template or the request's own is to render. Raises InvalidRequest."""
         model = self._model
         template = model.chat_template
@@ -146,11 +142,10 @@ class PromptBuilder:
         if isinstance(fields, ChatCompletionRequest):
             keep = kept_tokens(fields.truncate_prompt_tokens, fields.max_tokens, model.limits.max_context)
         order = rendering(source, variables, repairs.allowed)
-        closes = model.format_of(tools=fields.tools) if constrained else None
         others = {name: value for name, value in variables.items() if name not in _OF_THE_CHAT}
         template = sha256(source.encode() + repr(sorted(others.items())).encode()).hexdigest()[:16]
         salt = getattr(fields, "cache_salt", None) or ""
-        return ChatOrder(order, continued, closes, bool(fields.add_special_tokens), keep, template, salt)
+        return ChatOrder(order, continued, bool(fields.add_special_tokens), keep, template, salt)
 
     async def of_chat(self, order: ChatOrder, repairs: Repairs) -> ChatPrompt:
         """The prompt of a chat of this task's caller. Raises InvalidRequest and Overloaded."""
@@ -161,8 +156,6 @@ class PromptBuilder:
     def _chat_prompt(self, order: ChatOrder, text: str, owner: TextOwner) -> ChatPrompt:
         if order.continued is not None:
             text = cut_at_mark(text)
-        elif order.closes is not None:
-            text = order.closes.without_reasoning(text)
         (tokens,) = tokenized([text], self._model, special_tokens=order.special_tokens, keep=order.keep, owner=owner)
         return ChatPrompt(tokens, text[-_END:], order.continued)
 

@@ -1,7 +1,6 @@
 """The tools of a chat: checked, shown to the model, which calls its output may have, and the grammar that binds them.
 
-With `tool_choice` "required" or a named function, the output is constrained to JSON from its first token, so it has no
-reasoning. Templates that can switch reasoning off are told so; where one begins it nevertheless, the prompt ends it.
+With `tool_choice` "required" or a named function, the output is constrained to JSON. gpt-oss calls on its channels.
 
 Agents send tools whose schemas say more than a grammar can: `propertyNames`, `not`, look-ahead. One of them would
 refuse each turn. So such a keyword is left out of what binds the call, unless the tool is `strict`. The model sees all
@@ -33,7 +32,7 @@ from baton.messages import MAX_GRAMMAR, Grammar
 from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.prompts import ChatPrompt
 from router.frontend.api.protocol import structured_output, unsupported
-from router.frontend.chat.formats import REASONING, Calls, ChatFormat
+from router.frontend.chat.formats import Calls, ChatFormat
 from router.frontend.chat.repairs import Repairs
 from router.frontend.chat.scanning import TEXT_ARGUMENT
 from router.frontend.detokenizer import Tokenizer
@@ -100,7 +99,8 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
     calls, names = _choice(fields.tool_choice, tuple(tools))
     parallel = fields.parallel_tool_calls is not False
     texts = {one["custom"]["name"]: one["custom"].get("format") for one in fields.tools or () if _takes_text(one)}
-    constrained, frames = _is_constrained(fields), calls is Calls.AUTO or form.reasoning_parser is not None
+    constrained = _is_constrained(fields) or calls in (Calls.REQUIRED, Calls.NAMED)
+    frames = calls is Calls.AUTO or form.reasons
     plan = ToolPlan(
         calls, names, parallel, constrained=constrained and not frames, framed=constrained and frames,
         texts=frozenset(texts),
@@ -117,7 +117,7 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
         if fields.structured_outputs:
             raise wrong("tool_choice", "it insists on a call beside structured_outputs; choose one")
         grammar = _lark_of(texts.get(names[0])) if calls is Calls.NAMED else None
-        plan = dataclasses.replace(plan, constrained=True, framed=False, plain=grammar is not None)
+        plan = dataclasses.replace(plan, plain=grammar is not None)
         # A response_format is for texts, and no text comes.
         fields = replace(fields, structured_outputs=grammar or constraint(plan, plan.schemas), response_format=None)
     if (plan.constrained and form.reasoning_parser) or fields.reasoning_effort == "none":
@@ -337,7 +337,7 @@ class Frames:
             return ""
         auto = plan.calls is Calls.AUTO
         if self.form.is_harmony:
-            rules = list(self._harmony(plan, schemas if auto else {}))
+            rules = list(self._harmony(plan, {} if plan.calls is Calls.NONE else schemas))
         else:
             rules = [f"answer: {'calls | ' if auto else ''}@output"]
             rules += self._calls(plan, schemas) if auto else ()
@@ -348,7 +348,7 @@ class Frames:
         return frame
 
     def _reasoning(self, prompt: str, continued: str | None) -> Iterator[str]:
-        think = REASONING[self.form.reasoning_parser] if self.form.reasoning_parser else None
+        think = self.form.think
         if think is None or (continued is None and prompt.rstrip().endswith(think.end)):
             yield "start: answer"
             return
@@ -398,7 +398,7 @@ class Frames:
         """gpt-oss: messages on its channels. The prompt ends within the first header."""
         start, channel, message = map(self._text, ("<|start|>", "<|channel|>", "<|message|>"))
         json_type = f'(GAP {self._text("<|constrain|>")}? "json")?'
-        yield f"start: thought* (final{' | calls' if schemas else ''})"
+        yield f"start: thought* ({'calls' if plan.forced else 'final | calls' if schemas else 'final'})"
         yield f'thought: {channel} ("analysis" | "commentary") {message} text {start} "assistant"'
         yield from self._until("text", "<|end|>")
         yield f'final: {channel} "final" {json_type} {message} @output'
@@ -408,7 +408,7 @@ class Frames:
                 to = _quoted(f" to=functions.{tool}")
                 yield (
                     f'call_{number}: ({to} {channel} "commentary" | {channel} "commentary" {to}) {json_type} {message} '
-                    f"schema_{number}"
+                    f"{'@output' if plan.calls is Calls.NAMED else f'schema_{number}'}"
                 )
             yield from self._schemas(schemas)
 
@@ -445,17 +445,15 @@ async def fitted(
     model = service.model
 
     def built(schemas: Mapping[str, Json]) -> tuple[ChatCompletionRequest, str]:
-        if plan.forced:
-            return replace(fields, structured_outputs=constraint(plan, schemas)), ""
+        lists = plan.forced and not plan.plain
+        bound = replace(fields, structured_outputs=constraint(plan, schemas)) if lists else fields
         if not plan.framed or model.tokenizer is None:
-            return fields, ""
+            return bound, ""
         frames = Frames(model.format_of(tools=fields.tools), model.tokenizer, model.json_whitespace)
-        return fields, frames.frame(plan, schemas, prompt.end, prompt.continued)
+        return bound, frames.frame(plan, schemas, prompt.end, prompt.continued)
 
-    if plan.plain:
-        return fields, ""
     chat, frame = built(plan.schemas)
-    if not plan.forced and not (plan.framed and plan.calls is Calls.AUTO):
+    if plan.plain or not (plan.forced or (plan.framed and plan.calls is Calls.AUTO)):
         return chat, frame
     output = structured_output(chat)
     grammar = grammar_of(output and output | {"frame": frame}, model, ignore_eos=bool(fields.ignore_eos))

@@ -221,7 +221,7 @@ class ThinkMarkers:
         if continued is not None:
             return continued.rfind(self.begin) > continued.rfind(self.end)
         prompt = prompt.rstrip()
-        if prompt.endswith(self.begin):
+        if prompt.endswith(self.begin.rstrip()):
             return True
         return self.begins_inside and not prompt.endswith(self.end)
 
@@ -246,9 +246,7 @@ REASONING: dict[str, ThinkMarkers | None] = {
     "hf": None,  # the tokenizer's response_template
 } | dict.fromkeys(("deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "qwen3"), _THINK)
 
-_REQUIRED = Machine(
-    _objects((), (r"[\s,]*(?=\{)", "object"), (r"[\s,]*\]", "content"), start=((r"\s*\[\s*(?=\{)", "object"),))
-)
+_REQUIRED = _objects((), (r"[\s,]*(?=\{)", "object"), (r"[\s,]*\]", "content"), start=((r"\s*\[\s*(?=\{)", "object"),))
 
 
 class Calls(Enum):
@@ -271,7 +269,7 @@ class ChatFormat:
 
     def markers(self, calls: Calls, *, constrained: bool = False) -> frozenset[str]:
         """The special tokens that a parser must see."""
-        return frozenset[str]() if constrained else self._machines[calls is Calls.AUTO].special
+        return frozenset[str]() if constrained else self._machines[calls is not Calls.NONE].special
 
     @property
     def is_harmony(self) -> bool:
@@ -283,12 +281,12 @@ class ChatFormat:
         """The marker that ends reasoning, if one does."""
         if self.reasoning_parser == "openai_gptoss":
             return "<|end|>"
-        return think.end if (think := self._think) else None
+        return think.end if (think := self.think) else None
 
-    def without_reasoning(self, prompt: str) -> str:
-        """The prompt of an output that can't reason: reasoning that it begins at its end is closed."""
-        think = self._think
-        return f"{prompt}\n{think.end}\n\n" if think and prompt.rstrip().endswith(think.begin) else prompt
+    @property
+    def reasons(self) -> bool:
+        """Whether reasoning may stand before a grammar."""
+        return self.reasoning_parser == "openai_gptoss" or self.think is not None
 
     def parser(
         self,
@@ -305,21 +303,26 @@ class ChatFormat:
         rescues: Callable[[], bool] = lambda: True,
     ) -> ChatParser:
         """A parser for one output. `prompt` is the end of the prompt. A constrained output has no format but that of
-        forced calls. A `plain` one is the text that a named tool takes."""
-        machine, start = self._machines[calls is Calls.AUTO], "outside" if self._think or self._template else "start"
+        forced calls. A `plain` one is the text that a named tool takes. Harmony's forced calls are in its own format.
+        """
+        think, forced = self.think, _PLAIN
         if calls is Calls.REQUIRED:
-            machine, start = _REQUIRED, "start"
+            forced = _REQUIRED
         elif calls is Calls.NAMED:
             (name,) = tools or ("",)
             before = State(Sink.NOTHING, otherwise="call") if plain else _blank("start", "call")
-            call = State(Sink.ARGUMENTS if plain else Sink.JSON, call=name)
-            machine, start = Machine(_PLAIN | {"start": before, "call": call}), "start"
-        elif constrained:
-            machine, start = Machine(_PLAIN), "content"
-        elif not self._template and self._think and self._think.inside(prompt, continued):
+            forced = _PLAIN | {"start": before, "call": State(Sink.ARGUMENTS if plain else Sink.JSON, call=name)}
+        if constrained or (forced is not _PLAIN and not self.reasons):
+            machine = Machine(forced)
+        elif forced is not _PLAIN and think:
+            machine = self._behind(think, forced, "start")
+        else:
+            machine = self._machines[calls is not Calls.NONE]
+        start = next(name for name in ("outside", "start", "content") if name in machine.states)
+        if think and "inside" in machine.states and think.inside(prompt, continued):
             start = "inside"
         out = DeltaWriter(self._calls.make_id)
-        reader = StreamParser(machine, start if start in machine.states else "content", out, tools or {})
+        reader = StreamParser(machine, start, out, tools or {})
         if self._template and machine in self._machines:
             reader.feed(self._template.begun(prompt))
             out.take()
@@ -333,7 +336,8 @@ class ChatFormat:
         return self.response if (self.tool_parser or self.reasoning_parser) == "hf" else None
 
     @property
-    def _think(self) -> ThinkMarkers | None:
+    def think(self) -> ThinkMarkers | None:
+        """The markers of reasoning, if it has some."""
         if self.reasoning_parser == "hf":
             return ThinkMarkers(*self.response.reasoning) if self.response and self.response.reasoning else None
         return REASONING[self.reasoning_parser] if self.reasoning_parser else None
@@ -353,13 +357,17 @@ class ChatFormat:
             return Machine(states, self.special, spelt=template.reasoning or ())
         form = self._calls if calls else _NO_CALLS
         if self.is_harmony:
-            routes = {"arguments": form is CALLS["openai"], "reasoning": self.reasoning_parser == "openai_gptoss"}
+            routes = {"arguments": calls, "reasoning": self.reasoning_parser == "openai_gptoss"}
             headers = tuple(one for one in _HEADERS if routes[one[1]])
             return Machine(HARMONY | {"header": replace(HARMONY["header"], headers=headers)}, self.special)
-        if think := self._think:
-            states = think.before(dict(form.states), form.start)
-            return Machine(states, self.special, spelt=(think.begin, think.end), known_only=form.known_only)
+        if think := self.think:
+            return self._behind(think, dict(form.states), form.start, known_only=form.known_only)
         return Machine(form.states, self.special, known_only=form.known_only)
+
+    def _behind(self, think: ThinkMarkers, states: States, start: str, *, known_only: bool = False) -> Machine:
+        """A machine for reasoning and what stands behind it."""
+        spelt = (think.begin, think.end)
+        return Machine(think.before(states, start), self.special, spelt=spelt, known_only=known_only)
 
 
 NO_FORMAT = ChatFormat()
