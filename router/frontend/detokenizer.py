@@ -34,6 +34,7 @@ from tokenizers import models
 from baton.errors import ModelError
 from baton.messages import TOKEN_BYTES
 from kvstore.keys import unpack_tokens
+from router.frontend.fast_encoder import fast_encoder
 from router.generation_request import DEFAULT_TEXT, GenerationRequest, TextOptions
 
 LOST = "\N{REPLACEMENT CHARACTER}"
@@ -64,11 +65,13 @@ _MOST_PARTS = 4_096  # of a prompt; the last one is the rest of it
 class Tokenizer:
     """A checkpoint's `tokenizer.json`."""
 
-    def __init__(self, tokenizer: _Tokenizer) -> None:
+    def __init__(self, tokenizer: _Tokenizer, *, fast: bool = False) -> None:
+        """`fast`: a faster library is used if it is installed and makes the same tokens."""
         self._tokenizer = tokenizer
         # A tokenizer.json may carry training-time truncation and padding; a prompt is served as it was sent.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._fast = fast_encoder(tokenizer) if fast else None
         self._byte_level = any(
             part["type"] == "ByteLevel" for part in (*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer))
         )
@@ -85,7 +88,7 @@ class Tokenizer:
     def load(cls, file: Path) -> Tokenizer:
         """Raises ModelError for a file that is no tokenizer."""
         try:
-            return cls(_Tokenizer.from_file(str(file)))
+            return cls(_Tokenizer.from_file(str(file)), fast=True)
         except Exception as error:  # noqa: BLE001 the library raises plain Exception
             raise ModelError(f"{file} is no tokenizer that can be read: {error}") from None
 
@@ -96,6 +99,8 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
         """Do the same for several texts."""
+        if self._fast and (tokens := self._fast.encode_all(texts, special_tokens=special_tokens)) is not None:
+            return tokens
         # Unlike `encode`, this one releases the GIL; and it makes no offsets, which takes half the time.
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]

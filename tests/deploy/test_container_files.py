@@ -51,7 +51,7 @@ def test_the_image_runs_as_no_root_and_holds_no_secret() -> None:
 def test_the_image_for_gpus_brings_vllm() -> None:
     """Without it `model.engine: auto` would take our own engine, which is several times as slow on a GPU."""
     (line,) = [line for line in (DOCKER / "Dockerfile").read_text().splitlines() if "extras=" in line]
-    assert 'if [ "$DEVICE" = cuda ]; then extras=otel,gpu,vllm; fi' in line
+    assert 'if [ "$DEVICE" = cuda ]; then extras=otel,fastokens,gpu,vllm; fi' in line
 
 
 def test_what_the_image_copies_is_sent_to_the_builder() -> None:
