@@ -75,8 +75,8 @@ TABLE: Mapping[str, MetricSpec] = {
     "prefix_cache_ceiling": _gauge(
         "Share of prompt tokens that a cache without bounds would have had, over a time.", ("window",)
     ),
-    "tokenizer_cache_queries": _counter("Prompt tokens of chats."),
-    "tokenizer_cache_hits": _counter("Prompt tokens of chats that were known without tokenizing."),
+    "tokenizer_cache_queries": _counter("Prompt tokens of texts."),
+    "tokenizer_cache_hits": _counter("Prompt tokens of texts that were known without tokenizing."),
     "prompt_tokens_not_cached": _counter(
         "Prompt tokens of finished requests that were computed, by why they were not cached.", ("reason",)
     ),

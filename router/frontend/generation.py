@@ -35,6 +35,7 @@ from router.frontend.identity import caller
 from router.frontend.off_loop import TokenizerThreads
 from router.frontend.output_stream import OutputStream, ReadableStream, ResultSet, best_of
 from router.frontend.served_model import ServedModel, kept_tokens, tokenized
+from router.frontend.token_cache import TextOwner
 from router.generation_request import GenerationRequest, TextOptions, check_bounds
 from router.tracing.origin import origin
 from router.tracing.request_spans import RequestSpans, SpanSink
@@ -141,9 +142,8 @@ class GenerationService:
 
     async def _checked(self, name: str, size: int, read: Callable[[], Fields]) -> GenerationRequest:
         """Return the checked request of this task's caller. Raises BatonError."""
-        model, draw_seed = self.model, self.driver.draw_seed
-        request = await self.apart(size, lambda: generation_request(read(), name, model, draw_seed))
-        identity = caller.get()
+        model, draw_seed, identity = self.model, self.driver.draw_seed, caller.get()
+        request = await self.apart(size, lambda: generation_request(read(), name, model, draw_seed, identity.tenant))
         if identity.max_prompt_tokens is not None and request.prompt > identity.max_prompt_tokens:
             raise ContextTooLong(
                 f"The maximum context length is {identity.max_prompt_tokens} tokens for the API key {identity.name!r}. "
@@ -242,9 +242,9 @@ def message_fields(message: Message) -> Fields:
 
 
 def generation_request(
-    fields: Fields, name: str, model: ServedModel, draw_seed: Callable[[], int]
+    fields: Fields, name: str, model: ServedModel, draw_seed: Callable[[], int], tenant: str = ""
 ) -> GenerationRequest:
-    """Check a request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
+    """Check a tenant's request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
     model.check(fields.get("model"))
     check_bounds(fields)
     # Floats have 32 bits at every door, so that one request draws the same tokens at each.
@@ -255,7 +255,7 @@ def generation_request(
     for token in stop_ids:
         _check_token("stop_token_ids", token, model)
     sampling, stops = _sampling(values, model, draw_seed), _stops(values, model)
-    prompt = _prompt(values, model)  # the only check that may take long comes last
+    prompt = _prompt(values, model, tenant)  # the only check that may take long comes last
     _check_prompt_logprobs(sampling, len(prompt))
     n = values.get("n", 1)
     if (best_of := values.get("best_of", n)) < n:
@@ -319,13 +319,13 @@ def checked_salt(salt: str) -> str:
     return salt
 
 
-def _prompt(fields: Fields, model: ServedModel) -> Sequence[int]:
+def _prompt(fields: Fields, model: ServedModel, tenant: str) -> Sequence[int]:
     """Return the prompt's tokens, or the last that are to be kept. Raises InvalidRequest. Raises ContextTooLong before
     any work per token, which would keep the router from other requests for seconds."""
     most = model.limits.max_context
     keep = kept_tokens(fields.get("truncate_prompt_tokens"), fields.get("max_tokens"), most)
     if (text := fields.get("text")) is not None:
-        tokens = tokenized([text], model, keep=keep)[0]
+        tokens = tokenized([text], model, keep=keep, owner=TextOwner(tenant, fields.get("cache_salt", "")))[0]
     elif (token_ids := fields.get("token_ids")) is not None:
         ids = token_ids.get("ids", ())
         tokens = ids if keep is None else ids[-keep:]

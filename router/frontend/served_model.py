@@ -25,7 +25,8 @@ from baton.errors import ContextTooLong, InvalidRequest, ModelError, ModelMismat
 from baton.messages import DrawParams, SamplingParams
 from baton.tokenizer_files import tokenizer_folder
 from router.frontend.chat.formats import NO_FORMAT, ChatFormat, ResponseTemplate, chosen, read_template
-from router.frontend.detokenizer import TextOwner, TokenCache, Tokenizer
+from router.frontend.detokenizer import Tokenizer
+from router.frontend.token_cache import TextOwner, TokenCache
 from router.generation_request import check_bounds
 from router.queueing.admission import ModelLimits
 
@@ -89,7 +90,7 @@ class ServedModel:
     tool_format: ChatFormat = NO_FORMAT  # the same, and tool calls, where its prompt shows tools
     json_whitespace: int = ApiConfig().json_whitespace  # most characters in one place of JSON by a schema
     notes: tuple[str, ...] = ()  # what is odd in its files and does no harm
-    token_cache: TokenCache | None = None  # of its chats
+    token_cache: TokenCache | None = None
 
     @cached_property
     def reasoning_end(self) -> str | None:
@@ -277,7 +278,7 @@ def tokenized(
     owner: TextOwner | None = None,
 ) -> list[Sequence[int]]:  # fmt: skip
     """Return the tokens of each text, the last `keep` of them if that is set. Special tokens that the tokenizer adds
-    are among these and stay, as with vLLM. `owner`: the texts are chats, whose tokens are cached for later ones.
+    are among these and stay, as with vLLM. The tokens of an `owner` are cached for its later texts.
 
     Raises InvalidRequest without a tokenizer, and without `keep` ContextTooLong before it tokenizes a text that can't
     fit."""
@@ -289,8 +290,8 @@ def tokenized(
         return [model.tokenizer.encode_end(text, keep, special_tokens=special_tokens) for text in texts]
     for text in texts:
         _check_size(text, model.tokenizer, model.limits.max_context)
-    if owner is not None and model.token_cache is not None and not special_tokens:
-        return [model.token_cache.encode(text, owner) for text in texts]
+    if owner is not None and (cache := model.token_cache) is not None:
+        return [cache.encode(text, owner, special_tokens=special_tokens) for text in texts]
     return [*model.tokenizer.encode_all(texts, special_tokens=special_tokens)]
 
 

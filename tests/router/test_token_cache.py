@@ -11,8 +11,10 @@ from hypothesis import given
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 
-from router.frontend import detokenizer
-from router.frontend.detokenizer import TextOwner, TokenCache, Tokenizer
+from baton.client import AsyncClient
+from router.frontend import token_cache
+from router.frontend.detokenizer import Tokenizer
+from router.frontend.token_cache import TextOwner, TokenCache
 from tests.router import tokenizers
 from tests.router.test_api import door
 from tests.router.test_tokenizer_threads import KINDS, PROSE, Counting, copy
@@ -71,7 +73,9 @@ UNSAFE = {
 def with_tokens(kind: str, added: str) -> Tokenizer:
     raw = copy(RAW[kind])
     raw.add_tokens((SAFE | UNSAFE)[added])
-    raw.post_processor = processors.Sequence([processors.ByteLevel()])
+    ends = [("x", 7), ("y", 8)]
+    around = processors.TemplateProcessing("x y $A y" if added in SAFE else "$A", special_tokens=ends)
+    raw.post_processor = processors.Sequence([processors.ByteLevel(), around])
     return Tokenizer(raw)
 
 
@@ -84,7 +88,10 @@ def test_the_tokens_are_those_of_the_whole_text(added: str, kind: str, texts: li
     tokenizer = with_tokens(kind, added)
     known = TokenCache(tokenizer, tokenizer.borders(PIECES))
     for text in [*texts, *texts, "".join(texts)]:
-        assert list(known.encode(text, OWNER)) == tokenizer.encode(text, special_tokens=False)
+        for special in (False, True):
+            assert list(known.encode(text, OWNER, special_tokens=special)) == tokenizer.encode(
+                text, special_tokens=special
+            )
 
 
 @pytest.mark.parametrize("kind", RAW)
@@ -146,7 +153,7 @@ def test_a_tenant_with_many_texts_takes_no_room_from_others() -> None:
 
 
 def test_a_prompt_of_borders_alone_is_cut_into_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detokenizer, "_MOST_PARTS", 10)
+    monkeypatch.setattr(token_cache, "_MOST_PARTS", 10)
     tokenizer, known = counted()
     for text in (END * 1_000, f"head{END * 1_000}", f"head{END}the{END * 998}"):
         assert list(known.encode(text, OWNER)) == tokenizer.encode(text, special_tokens=False)
@@ -177,4 +184,15 @@ async def test_a_second_turn_is_counted(tmp_path: Path) -> None:
 
         first = await ask("hello", "yes")
         await counted(first, 0)
-        await counted(first + await ask("hello", "yes", "stop"), first)
+        second = first + await ask("hello", "yes", "stop")
+        await counted(second, first)
+        fields = {"prompt": ["the</s>quick", "the</s>quick"], "max_tokens": 2}
+        status, answer, _ = await client.post("/v1/completions", fields)
+        assert status == 200, answer
+        bare = answer["usage"]["prompt_tokens"] // 2 - 1  # <s> is added
+        await counted(second + 2 * bare, first + bare)
+        await client.post("/v1/completions", fields | {"cache_salt": "other"})
+        await counted(second + 4 * bare, first + 2 * bare)
+        async with AsyncClient(client.router.addresses.grpc) as by_grpc:
+            await by_grpc.generate("the</s>quick", max_tokens=2).result()
+        await counted(second + 5 * bare, first + 3 * bare)

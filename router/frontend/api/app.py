@@ -75,7 +75,7 @@ from router.frontend.api.token_logprobs import TokenNames
 from router.frontend.api.tools import ToolPlan, checked, fitted, planned
 from router.frontend.chat.repairs import HEADER, Repairs
 from router.frontend.generation import Generation, GenerationService
-from router.frontend.identity import Gatekeeper
+from router.frontend.identity import Gatekeeper, caller
 from router.frontend.served_model import tokenized
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,8 @@ class HttpApi:
 
     async def _completions(self, request: Request) -> Response:
         received = self._service.clock.now()
-        fields, most, prompts, echo = await self._bodies.read(request, CompletionRequest, self._completion_of)
+        work = partial(self._completion_of, caller.get().tenant)
+        fields, most, prompts, echo = await self._bodies.read(request, CompletionRequest, work)
         scored = fields.prompt_logprobs
         if fields.echo and scored is None:
             scored = fields.logprobs
@@ -174,7 +175,7 @@ class HttpApi:
         return await self._answered(request, order, received, builder)
 
     def _completion_of(
-        self, fields: CompletionRequest
+        self, tenant: str, fields: CompletionRequest
     ) -> tuple[CompletionRequest, int, list[Sequence[int]], str | None]:
         """Check a completion. Return it with its max_tokens, the tokens of its prompts and the text to echo."""
         refuse_unserved(fields)
@@ -182,7 +183,7 @@ class HttpApi:
         if fields.prompt is None:
             raise InvalidRequest("the request has no prompt; send a text, token ids, or a list of either")
         most = fields.max_tokens if fields.max_tokens is not None else _DEFAULT_COMPLETION
-        prompts = self._prompts.of_completion(fields, most)
+        prompts = self._prompts.of_completion(fields, most, tenant)
         echo = None
         if fields.echo:
             if len(prompts) > 1:

@@ -23,11 +23,11 @@ from router.frontend.api.openai_completions import CompletionRequest
 from router.frontend.api.protocol import TokenizeRequest, samples, token_ids
 from router.frontend.chat.repairs import Repairs, arguments_of, content_of, refused, source_of, without_telemetry
 from router.frontend.chat.scanning import TEXT_ARGUMENT
-from router.frontend.detokenizer import TextOwner
 from router.frontend.generation import GenerationService
 from router.frontend.identity import caller
 from router.frontend.off_loop import HelperDied, HelperLate, HelperProcess
 from router.frontend.served_model import kept_tokens, tokenized
+from router.frontend.token_cache import TextOwner
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
@@ -81,7 +81,7 @@ class PromptBuilder:
         """End the process that renders templates."""
         await self._templates.close()
 
-    def of_completion(self, fields: CompletionRequest, max_tokens: int) -> list[Sequence[int]]:
+    def of_completion(self, fields: CompletionRequest, max_tokens: int, tenant: str) -> list[Sequence[int]]:
         """The tokens of each prompt, of which `max_tokens` are to be generated. Raises InvalidRequest."""
         value: Any = fields.prompt
         vocabulary = self._model.limits.vocab_size
@@ -98,7 +98,8 @@ class PromptBuilder:
         keep = kept_tokens(fields.truncate_prompt_tokens, max_tokens, context)
         if all(isinstance(prompt, str) for prompt in prompts):
             special = fields.add_special_tokens is not False
-            return tokenized(prompts, self._model, special_tokens=special, keep=keep)
+            owner = TextOwner(tenant, fields.cache_salt or "")
+            return tokenized(prompts, self._model, special_tokens=special, keep=keep, owner=owner)
         if not all(isinstance(prompt, list) for prompt in prompts):
             raise InvalidRequest("the prompt mixes texts and token ids; send a list of one kind")
         ends: list[list[Any]] = prompts if keep is None else [prompt[-keep:] for prompt in prompts]
