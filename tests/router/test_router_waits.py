@@ -43,7 +43,7 @@ def test_a_runaway_gives_its_place_to_one_that_waits_and_goes_on_with_its_next_t
     lab.tokens(decode, "long", 1, 10, 21, 22)
     lab.submit("waits", priority=priority)
     lab.say(decode, Refused("waits", 1, "busy"))
-    lab.now += 0.1
+    lab.advance(0.1)
     lab.tokens(decode, "long", 1, 12, 23)
     assert bool(lab.sent(Cancel, decode)) == yields
     if not yields:
@@ -69,7 +69,7 @@ def test_a_runaway_that_waits_for_too_long_stands_before_all_newcomers() -> None
     lab.say(decode, Accepted("long", 1, 0))
     lab.submit("waits")
     lab.say(decode, Refused("waits", 1, "busy"))
-    lab.now += 0.1
+    lab.advance(0.1)
     lab.tokens(decode, "long", 1, 10, 21)
     seen = 2
     first = list[str]()
