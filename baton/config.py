@@ -211,13 +211,11 @@ class PagesConfig(_Section, frozen=True):
 
 
 class ObjectivesConfig(_Section, frozen=True):
-    """What a class of requests is promised, unless a request brings its own, and what it may take. Without `enforce`
-    the promise is only measured."""
+    """What a class of requests is promised, unless a request brings its own. Without `enforce` it is only measured."""
 
     ttft_ms: Natural = 0  # to the first token; 0: no promise
     tpot_ms: Natural = 0  # between two tokens, on average; 0: no promise
     enforce: bool = True  # placement keeps to it, and a request that can't have it is refused
-    quantum_tokens: Natural = 0  # of output, after which it gives its place to a request that waits; 0: never
 
 
 class TenantConfig(_Section, frozen=True):

@@ -83,7 +83,6 @@ class QueueState:
     min_prefill_seconds: float | None = None  # that computing its prompt takes; none: it never had to wait
     quota_tokens: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
     charged: float = 0.0  # to its tenant for its prompt
-    yielded_at: float | None = None  # when it gave its place to others, seconds; none: it has not, or has one again
 
 
 @dataclass

@@ -99,11 +99,6 @@ class AdmissionControl:
         if request.tpot is None and promised.tpot_ms:
             request.tpot = promised.tpot_ms / 1_000
 
-    def quantum(self, request: Request) -> int:
-        """Return the tokens after which a request of its class gives its place to another; 0: never."""
-        promised = self._config.slo_classes.get(request.spec.priority)
-        return promised.quantum_tokens if promised else 0
-
     def charge_quota(self, request: Request, output: float, now: float) -> None:
         """A request that may come in as far as its quota goes; it is expected to generate `output` tokens. Raises
         RateLimited."""

@@ -1,11 +1,8 @@
 """The queue of requests that wait for a worker: their order, and the one that a full queue sheds.
 
-Requests wait in lines, one for each level of urgency and tenant. The oldest is first, but a newcomer whose prompt is
-cached goes before one without cached pages that came up to `_WARM_FIRST * ageing` seconds earlier: what is warm now may
-be evicted while it waits. The next is found in three steps:
+Requests wait in lines, one for each level of urgency and tenant, oldest first. The next is found in three steps:
 
-1. Requests that a worker had accepted before: a client may be in the middle of their output. One that gave its place
-   to others (`quantum_tokens` of its class) counts as a newcomer that came at that moment. Last of all come tenants
+1. Requests that a worker had accepted before: a client may be in the middle of their output. Last of all come tenants
    that have had more than their share by some seconds of service, which bounds the advantage of urgency.
 2. The most urgent level. Waiting raises a request one level for each `ageing` seconds, up to the most urgent level in
    the queue and no higher. Otherwise old requests would stand above all new ones, and the tenant that sends most would
@@ -37,7 +34,6 @@ _TRUST = 2.0  # seconds of draining that outweigh what was expected of a line
 _ENOUGH = 1.0  # seconds of draining that must have been seen before they say anything
 _FURTHEST = 10.0  # times the draining that was seen: so far ahead anything is said
 
-_WARM_FIRST = 0.2  # of the ageing: so much later may a request come whose prompt is cached, and overtake one with none
 _LEAD = 5.0  # seconds of service, of all tenants together, that urgency may put a tenant ahead of its share
 _SAVINGS = 10.0  # seconds of its share that a tenant has left over at most, from when it asked for nothing
 _ROUGHLY = 2.0  # seconds: errors of forecasts are in proportion to these and the forecast
@@ -48,18 +44,17 @@ nothing would be learned any more."""
 _Rank = tuple[bool, bool, int, float, float, int]
 
 
-def _since(request: Request) -> float:
-    """When it began to wait for its turn, seconds."""
-    return request.submitted if request.queueing.yielded_at is None else request.queueing.yielded_at
+def _arrival(request: Request) -> int:
+    return request.arrival
 
 
 @dataclass
 class _TenantQueue:
-    """Requests of one tenant and level, in order."""
+    """Requests of one tenant and level. The oldest is first."""
 
     tenant: str
     level: int
-    newcomers: bool  # no worker has accepted any of them, or they gave their place to others
+    newcomers: bool  # no worker has accepted any of them
     requests: list[Request] = field(default_factory=list[Request])
     work: int = 0  # tokens to compute, for all of them
     past: DrainHistory = field(default_factory=lambda: DrainHistory())
@@ -100,44 +95,38 @@ class WaitingQueue:
 
     def add(self, request: Request, now: float) -> None:
         self._until(now, waiting=bool(self))
-        newcomer = not request.history.ever_accepted or request.queueing.yielded_at is not None
-        key = (request.spec.tenant, request.level, newcomer)
+        key = (request.spec.tenant, request.level, not request.history.ever_accepted)
         if (line := self._tenant_queues.get(key)) is None:
             line = self._tenant_queues[key] = _TenantQueue(*key)
             if line.newcomers:
                 line.past = self._remembered(request.spec.tenant, request.level, now)
         line.past.drain_rate.until(now, waiting=bool(line.requests))
-        self._places[request.name] = (line, request.known, now)
-        line.work += request.known
-        insort(line.requests, request, key=self._order)
+        insort(line.requests, request, key=_arrival)
+        self._places[request.name] = (line, 0, now)
         self.tokens += request.known
         self._waits(request.spec.tenant)
         for tenant in [tenant for tenant, at in self._refused.items() if now - at > _HORIZON]:
             del self._refused[tenant]
             self._fairness.stop_waiting(tenant)
+        self.set_work(request, request.known)
 
     def set_work(self, request: Request, work: int) -> None:
         """Set how many tokens must be computed for a request: those that are cached nowhere."""
         line, before, since = self._places[request.name]
-        if work == before:
-            return
-        del line.requests[self._index(line, request)]
         self._places[request.name] = (line, work, since)
         line.work += work - before
-        insort(line.requests, request, key=self._order)
 
     def remove(self, request: Request, now: float, *, placed: bool = False) -> None:
         """It waits no longer, having been placed or not; nothing happens if it did not wait."""
-        if (place := self._places.get(request.name)) is None:
+        if (place := self._places.pop(request.name, None)) is None:
             return
         self._until(now, waiting=True)
         line, work, since = place
-        del line.requests[self._index(line, request)]
-        del self._places[request.name]
         line.past.drain_rate.until(now, waiting=True)
         if placed and (self._places or now > since):
             self.drain_rate.took(work)
             line.past.drain_rate.took(work)
+        del line.requests[bisect_left(line.requests, request.arrival, key=_arrival)]
         line.work -= work
         if not line.requests:
             del self._tenant_queues[line.tenant, line.level, line.newcomers]
@@ -161,20 +150,8 @@ class WaitingQueue:
 
     # --- order -------------------------------------------------------------------------------------------------------
 
-    def _order(self, request: Request) -> tuple[float, int]:
-        """The order within its line."""
-        line, work, _ = self._places[request.name]
-        cold = work / max(1, request.known) if line.newcomers else 0.0
-        if request.queueing.yielded_at is not None:
-            cold = 1.0  # its own pages are cached, and yet it stands behind those it gave its place to
-        return _since(request) + _WARM_FIRST * self._ageing * cold, request.arrival
-
-    def _index(self, line: _TenantQueue, request: Request) -> int:
-        return bisect_left(line.requests, self._order(request), key=self._order)
-
     def in_order(self, now: float) -> Iterator[Request]:
-        """In order of service. Requests may be discarded meanwhile, tenants charged, and work set: that counts at once,
-        and a request whose work was set may come twice."""
+        """In order of service. Requests may be discarded meanwhile, and tenants charged: that counts at once."""
         if not self._tenant_queues:
             return  # most often: the order is asked for after every event
         top, leaders = self._top(), self._over_served_tenants()
@@ -208,10 +185,9 @@ class WaitingQueue:
         backlog: Counter[str] = Counter()
         for line in self._tenant_queues.values():
             backlog[line.tenant] += line.work
-        lines = (reversed(line.requests) for line in self._tenant_queues.values() if line.newcomers)
-        newest = (next((request for request in line if not request.history.ever_accepted), None) for line in lines)
+        lines = [line for line in self._tenant_queues.values() if line.newcomers]
         return max(
-            (request for request in newest if request is not None),
+            (line.requests[-1] for line in lines),
             key=lambda request: (
                 request.spec.tenant in leaders,
                 self._level(request, top, now),
@@ -231,10 +207,10 @@ class WaitingQueue:
         return self._fairness.over_served(_LEAD * rate) if rate else frozenset()
 
     def _level(self, request: Request, top: int, now: float) -> int:
-        return max(top, request.level - int((now - _since(request)) / self._ageing))
+        return max(top, request.level - int((now - request.submitted) / self._ageing))
 
     def _due(self, request: Request) -> float:
-        return _since(request) + request.level * self._ageing
+        return request.submitted + request.level * self._ageing
 
     def _rank(self, line: _TenantQueue, index: int, top: int, leaders: frozenset[str], now: float) -> _Rank:
         request = line.requests[index]
@@ -326,7 +302,7 @@ class WaitingQueue:
         for key, line in self._tenant_queues.items():
             assert line.requests, f"line {key} is empty"
             assert line.work == sum(self._places[request.name][1] for request in line.requests)
-            assert line.requests == sorted(line.requests, key=self._order)
+            assert line.requests == sorted(line.requests, key=_arrival)
 
 
 class DrainHistory:

@@ -192,7 +192,8 @@ class RequestManager:
         work, seconds = request.prompt, 0.0
         if (card := self._members.card) is not None:
             request.derive_keys(card)
-            work = self._uncached(request, self._held_prefix(request))
+            held = self._held_prefix(request).values()
+            work -= max((match.pages for match in held), default=0) * self._config.pages.page_size
             rates = [m.load.prefill_rate for m in self._view.prefill_workers or self._view.decode_workers]
             seconds = work / rate if (rate := max(rates, default=0.0)) else 0.0
         if (error := self._admission.check_wait(request, work, seconds, now)) is not None:
@@ -252,7 +253,6 @@ class RequestManager:
                 self.end(request, Failed(error), now)
                 return True
         ask = self._placement_request(request, card, now)
-        self._queue.set_work(request, self._uncached(request, ask.held))
         decision = self._policy.place(ask, self._view)
         choice, considered = decision.choice, _considered(decision.considered)
         if decision.reservation is not None:
@@ -303,10 +303,6 @@ class RequestManager:
         if worker := self._shares_with(request):
             held[worker] = PrefixMatch(len(request.keys), {"GPU": len(request.keys)})
         return held
-
-    def _uncached(self, request: Request, held: Mapping[str, PrefixMatch]) -> int:
-        """Return how many of its tokens no holder has."""
-        return request.known - max((match.pages for match in held.values()), default=0) * self._config.pages.page_size
 
     def _shares_with(self, request: Request) -> str:
         """The live worker that has just computed its prompt; empty: none, or it has refused or failed the request."""
@@ -527,19 +523,6 @@ class RequestManager:
             return
         self._try_again(request, why, now)
 
-    def yield_place(self, request: Request, now: float) -> None:
-        """End the attempt of a request that has had its class's quantum, if another waits for room on its worker. It
-        waits as if it came now, and when that takes too long before all newcomers."""
-        attempt, quantum = request.attempt, self._admission.quantum(request)
-        assert attempt is not None, request.name
-        tokens = request.known - attempt.start
-        if not quantum or tokens < quantum or self._members.require_live(attempt.decode).takes_sequences:
-            return
-        if (first := self._queue.first(now)) is None or first.level > request.level:
-            return
-        request.queueing.yielded_at = now
-        self.retry(request, f"it has had {tokens} tokens, and {first.name} waits", now, free=True)
-
     def release_prefill(self, request: Request, attempt: Attempt) -> None:
         """The prefill worker forgets this attempt, done or not."""
         prefill, attempt.prefill = attempt.prefill, None
@@ -631,11 +614,6 @@ class RequestManager:
                 message = f"the deadline passed after {request.generated} of {request.max_tokens} tokens"
                 self.end(request, Failed(DeadlineExpired(message)), now)
             elif request.queueing.deadline is not None and now >= request.queueing.deadline:
-                if request.queueing.yielded_at is not None:
-                    self._queue.remove(request, now)
-                    request.queueing.yielded_at = request.queueing.deadline = None
-                    self.requeue(request, now)
-                    continue
                 self.end(request, Failed(self._no_place(request, now)), now)
             else:
                 self.retry(request, f"no progress for {self._config.router.attempt_timeout_ms} ms", now, blame=True)

@@ -76,7 +76,6 @@ class WorkerMessageHandler:
             attempt.phase, attempt.progressed_at = RequestPhase.PREPARING, now
             request.timeline.accepted = now
             request.queueing.deadline, request.history.ever_accepted = None, True
-            request.queueing.yielded_at = None
 
     def refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
         """The decode worker has no room. Nothing was done, so the budget of attempts is not touched."""
@@ -188,8 +187,6 @@ class WorkerMessageHandler:
             if began is not None and rest and request.history.attempts == 1:
                 self._scores.add("tpot", attempt.placement.tpot, (now - began) / rest)
             self._manager.end(request, Finished(delta.finish), now)
-        elif new:
-            self._manager.yield_place(request, now)
 
     def prompt_scored(self, request: Request, attempt: Attempt, event: messages.PromptLogprobs, now: float) -> None:
         """Emit what is new of the prompt's log-probabilities, once and in order."""

@@ -11,7 +11,6 @@ from tests.router.model import submit
 from tests.support.thorough import automaton
 
 AGEING = 10.0
-WARM = 0.2 * AGEING  # seconds by which one with a cached prompt may come later, and go first
 WEIGHTS = {"a": 1.0, "b": 1.0, "heavy": 4.0}
 
 
@@ -139,20 +138,6 @@ def test_a_begun_request_is_never_turned_away(line: Line) -> None:
     assert line.queue.last(line.now) is None
 
 
-def test_what_is_warm_goes_first_within_the_bound(line: Line) -> None:
-    cold, half = line.comes("cold"), line.comes("half")
-    line.queue.set_work(half, 50)
-    line.now = 0.9 * WARM
-    line.queue.set_work(line.comes("warm"), 0)
-    line.now = 1.1 * WARM
-    line.queue.set_work(line.comes("too late"), 0)
-    assert line.order() == ["half", "warm", "cold", "too late"]
-    line.queue.set_work(cold, 0)  # another request has brought its pages
-    assert line.order() == ["cold", "half", "warm", "too late"]
-    line.comes("other", "b", priority=-1)
-    assert line.order()[0] == "other", "urgency and fairness come before"
-
-
 def drained(line: Line, tokens: float) -> None:
     """The queue has been draining for a while at `tokens` a second."""
     line.comes("always", prompt=1, priority=8)
@@ -227,45 +212,22 @@ def test_the_margin_follows_how_wrong_forecasts_were(line: Line) -> None:
     assert line.queue.safety_margin(other, 4.0, 10.0) == 0.0, "each line has its own"
 
 
-def new(request: Request) -> bool:
-    """Whether it counts as a newcomer."""
-    return not request.history.ever_accepted or request.queueing.yielded_at is not None
-
-
-def since(request: Request) -> float:
-    return request.submitted if request.queueing.yielded_at is None else request.queueing.yielded_at
-
-
 class Queues(RuleBasedStateMachine):
     """Whatever comes and goes: sums add up, and the order is what the rule says, worked out by sorting."""
 
     def __init__(self) -> None:
         super().__init__()
         self.line = Line()
-        self.cold: dict[str, float] = {}  # share of the prompt that is not cached, by request
 
     @rule(
         tenant=st.sampled_from(["a", "b", "heavy"]),
         priority=st.integers(-10, 10),
         prompt=st.integers(1, 50),
         begun=st.booleans(),
-        cached=st.integers(0, 50),
     )
-    def comes(self, tenant: str, priority: int, prompt: int, begun: bool, cached: int) -> None:
+    def comes(self, tenant: str, priority: int, prompt: int, begun: bool) -> None:
         request = self.line.comes(f"r{len(self.line.requests)}", tenant, priority, prompt, begun and prompt % 5 == 0)
-        self.cold[request.name] = 1.0
-        self.is_cached(request, cached)
-
-    @rule(index=st.integers(0, 100), cached=st.integers(0, 50))
-    def becomes_warm_or_cold(self, index: int, cached: int) -> None:
-        requests = [r for r in self.line.requests.values() if r in self.line.queue]
-        if requests:
-            self.is_cached(requests[index % len(requests)], cached)
-
-    def is_cached(self, request: Request, cached: int) -> None:
-        work = max(0, request.prompt - cached)
-        self.line.queue.set_work(request, work)
-        self.cold[request.name] = work / request.prompt
+        self.line.queue.set_work(request, prompt // 2)
 
     @rule(index=st.integers(0, 100))
     def leaves(self, index: int) -> None:
@@ -273,15 +235,13 @@ class Queues(RuleBasedStateMachine):
         if requests:
             self.line.queue.remove(requests[index % len(requests)], self.line.now)
 
-    @rule(index=st.integers(0, 100), yielded=st.booleans())
-    def comes_back(self, index: int, yielded: bool) -> None:
+    @rule(index=st.integers(0, 100))
+    def comes_back(self, index: int) -> None:
         requests = [r for r in self.line.requests.values() if r not in self.line.queue]
         if requests:
             request = requests[index % len(requests)]
             request.history.ever_accepted = True
-            request.queueing.yielded_at = self.line.now if yielded else None
             self.line.queue.add(request, self.line.now)
-            self.cold[request.name] = 1.0
 
     @rule()
     def is_served(self) -> None:
@@ -298,26 +258,25 @@ class Queues(RuleBasedStateMachine):
         line.queue.validate()
         line.fairness.validate()
         waiting = [request for request in line.requests.values() if request in line.queue]
-        top = min((r.level for r in waiting if new(r)), default=0)
+        top = min((r.level for r in waiting if not r.history.ever_accepted), default=0)
         leaders = line.queue._over_served_tenants()
 
         def rank(r: Request) -> tuple[object, ...]:
-            level = max(top, r.level - int((line.now - since(r)) / AGEING)) if new(r) else 0
-            leads = new(r) and r.spec.tenant in leaders
-            served = line.fairness.counter(r.spec.tenant)
-            return new(r), leads, level, served, since(r) + r.level * AGEING, r.arrival
+            level = 0 if r.history.ever_accepted else max(top, r.level - int((line.now - r.submitted) / AGEING))
+            leads = not r.history.ever_accepted and r.spec.tenant in leaders
+            return (
+                not r.history.ever_accepted,
+                leads,
+                level,
+                line.fairness.counter(r.spec.tenant),
+                r.submitted + r.level * AGEING,
+                r.arrival,
+            )
 
-        def due(r: Request) -> tuple[float, int]:
-            cold = self.cold[r.name] if r.queueing.yielded_at is None else 1.0
-            return since(r) + (WARM * cold if new(r) else 0), r.arrival
-
-        firsts: dict[object, Request] = {}
-        for request in sorted(waiting, key=due):
-            firsts.setdefault((request.spec.tenant, request.level, new(request)), request)
         order = line.order()
         assert len(order) == len(line.queue) == sum(line.queue.levels().values())
         if waiting:
-            assert order[0] == min(firsts.values(), key=rank).name
+            assert order[0] == min(waiting, key=rank).name
         if (last := line.queue.last(line.now)) is not None:
             assert not last.history.ever_accepted
             assert line.queue.wait(last, line.now) >= 0
