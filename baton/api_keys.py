@@ -160,6 +160,10 @@ class KeyRing:
         digest = hash_of(credential)
         return self._identities.get(digest) or self._own.get(digest)
 
+    def named(self, name: str) -> Identity | None:
+        """Return the client whose key has this name."""
+        return next((one for one in (*self._identities.values(), *self._own.values()) if one.name == name), None)
+
     def refresh(self) -> None:
         """Read the file again if it has changed. A file that can't be read changes nothing."""
         if self._path is None or (seen := file_mark(self._path)) == self._seen:

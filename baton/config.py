@@ -292,6 +292,8 @@ class ApiConfig(_Section, frozen=True):
     repairs: bool | list[Repair] = True  # of requests that a model can't take as they came: all, none, or these kinds
     clamp_max_tokens: bool = False  # of completions and chats to what fits the context, as Messages and Responses are
     json_whitespace: Annotated[int, Meta(ge=0, le=1_000)] = 32  # most characters in one place of JSON by a schema
+    batch_dir: str = ""  # of clients' files and batches; default: batches in ~/.local/state/baton/<cluster>
+    batch_bytes: Bytes = Bytes(2**30)  # of the files of a tenant at most
 
 
 class TlsConfig(_Section, frozen=True):
@@ -392,6 +394,15 @@ class Config(_Section, frozen=True):
     def device_of(self, role: WorkerRole) -> str:
         """The torch device of that role's workers; it may be "auto"."""
         return self.worker(role).device or self.model.device
+
+    @property
+    def batch_folder(self) -> Path | None:
+        """The folder of clients' files and batches; None if none is named and this user has no home."""
+        if self.api.batch_dir:
+            return Path(self.api.batch_dir).expanduser()
+        with contextlib.suppress(ConfigError):
+            return self.cluster.state_dir / "batches"
+        return None
 
     @property
     def api_keys_path(self) -> Path | None:

@@ -15,6 +15,8 @@ BatonError                        INTERNAL
 ├── PinNotFound                   NOT_FOUND            the client named a pin that there is not
 ├── ProcessNotFound               NOT_FOUND            the client named a worker or store that is not live
 ├── RequestNotFound               NOT_FOUND            the client named a request that nobody remembers
+├── BatchNotFound                 NOT_FOUND            the client named a file or batch that its tenant does not have
+├── BatchConflict                 FAILED_PRECONDITION  a batch has ended, or another process writes its results
 ├── TraceConflict                 FAILED_PRECONDITION  a trace runs already, or none runs that could be stopped
 ├── Overloaded                    RESOURCE_EXHAUSTED   no room now; carries when to try again
 │   ├── ObjectiveUnreachable      RESOURCE_EXHAUSTED   the first token can't come in the time that was asked for
@@ -134,6 +136,14 @@ class ProcessNotFound(BatonError, status="NOT_FOUND", reason="process_not_found"
 
 class RequestNotFound(BatonError, status="NOT_FOUND", reason="request_not_found"):
     """The client named a request that this router never served, or has forgotten."""
+
+
+class BatchNotFound(BatonError, status="NOT_FOUND", reason="batch_not_found"):
+    """The client named a file or a batch that its tenant does not have."""
+
+
+class BatchConflict(BatonError, status="FAILED_PRECONDITION", reason="batch_conflict"):
+    """A batch has ended, so it can't be cancelled; or another process writes its results."""
 
 
 class TraceConflict(BatonError, status="FAILED_PRECONDITION", reason="trace_conflict"):

@@ -23,6 +23,8 @@ from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 from msgspec import Meta, MsgspecError, Struct
 from msgspec.structs import replace
 
+LOWEST_CLASS = 8
+"""The priority of requests that fill gaps. No other is less urgent, and none more than its opposite."""
 MAX_NAME = 128  # characters
 MAX_TRACE_STEPS = 10_000
 PROTOCOL_VERSION = 13

@@ -6,14 +6,12 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from baton.errors import InvalidGrammar, MalformedMessage, ModelMismatch
-from baton.messages import AttemptName, Decode
+from baton.messages import LOWEST_CLASS, AttemptName, Decode
 from decode_worker.sequence import Sequence
 from decode_worker.sliding_window import SlidingWindow
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
 from kvstore.keys import unpack_tokens
-
-_LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class RequestReader:
             raise InvalidGrammar("this worker follows no grammars")
         # A tokenizer may have more tokens than the model, which never draws them.
         stops = [each for each in order.stop_token_ids if self.vocab_size is None or 0 <= each < self.vocab_size]
-        priority = max(-_LEVELS, min(order.priority, _LEVELS))
+        priority = max(-LOWEST_CLASS, min(order.priority, LOWEST_CLASS))
         sequence = Sequence(
             name=AttemptName(order.request, order.attempt),
             owner=router,

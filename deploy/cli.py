@@ -14,8 +14,8 @@ from deploy.commands.terminal import EXIT_STATUSES, as_epilog, new_app, out
 from deploy.interrupts import quiet_at_the_edges
 
 _COMMANDS = (
-    "up", "status", "top", "chat", "generate", "bench", "logs", "explain", "scale", "drain", "role", "down", "pin",
-    "profile", "advise", "size", "config", "keys", "doctor", "collect-env", "version",
+    "up", "status", "top", "chat", "generate", "run-batch", "bench", "logs", "explain", "scale", "drain", "role",
+    "down", "pin", "profile", "advise", "size", "config", "keys", "doctor", "collect-env", "version",
 )  # fmt: skip
 
 

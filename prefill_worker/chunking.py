@@ -2,7 +2,8 @@
 
 **Length.** A newcomer, a cancellation and pages on their way to a decode worker all wait for the end of a step, so a
 step lasts about `step` seconds while several prompts are at hand. For one alone it lasts four times that, as fewer
-steps are faster, and its pages still travel while the next ones are computed. How much that is, `baton.step_cost_model`
+steps are faster, and its pages still travel while the next ones are computed. A prompt of the lowest class fills a gap,
+and has short steps. How much that is, `baton.step_cost_model`
 learns from the steps themselves; it knows that the end of a long prompt is slower than its beginning. The steps of one
 alone are made equal, since a small rest would be computed slowly. Where a step costs much however little it computes,
 it lasts longer, so that at most a quarter is lost. Where copies are made beside steps, a small last chunk may shorten
@@ -30,6 +31,7 @@ from itertools import accumulate, groupby
 from math import inf
 from typing import TypeAlias
 
+from baton.messages import LOWEST_CLASS
 from baton.step_cost_model import StepCostModel, pairs
 from engine.step.batch import Chunk
 from engine.step.outcome import ScheduledBatch
@@ -64,6 +66,7 @@ def build_batch(
         return {}
     most = max(1, min(most, max(_UNMEASURED, _GROWTH * model.largest)) // ready[0].page_size)
     alone = sum(job.phase not in (PrefillPhase.COMMITTING, PrefillPhase.DONE) for job in jobs) == 1
+    alone = alone and ready[0].priority < LOWEST_CLASS
     fixed = model.cost.fixed
     seconds = max(_ALONE * step if alone else step, _FIXED * fixed) - fixed
     if alone:

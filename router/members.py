@@ -53,6 +53,7 @@ class PendingPrefill:
     new: int
     context: int = 0  # tokens before them, that need no computing
     seconds: float = 0.0  # that the rest of it takes, as last predicted
+    fills_gap: bool = False  # of the lowest class: it gives way to the next one of another class
 
 
 @dataclass
@@ -198,7 +199,8 @@ class MemberRecord:
         (`baton.router_fairness`)."""
         if self.unresponsive or self.busy_since is not None:
             return 0
-        return max(most - len(self.pending_prefills) - self.other_routers_requests, 0 if self.pending_prefills else 1)
+        own = sum(not prompt.fills_gap for prompt in self.pending_prefills.values())
+        return max(most - own - self.other_routers_requests, 0 if own else 1)
 
     def traces(self, mark: str, sequence: int) -> None:
         """That message asks it for a trace."""

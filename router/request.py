@@ -19,15 +19,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
-from baton.messages import TOKEN_BYTES, AttemptName, ModelCard
+from baton.messages import LOWEST_CLASS, TOKEN_BYTES, AttemptName, ModelCard
 from baton.timeline import Timeline
 from kvstore.keys import cacheable_pages, namespace_root, pack_tokens, page_keys, split_keys
 from router.events import ServingAccount, Summary, Usage
 from router.generation_request import GenerationRequest
 from router.not_cached import NotCached
 from router.placement.types import Placement
-
-_LEVELS = 8  # of priority, to either side of 0
 
 
 class RequestPhase(Enum):
@@ -81,6 +79,7 @@ class QueueState:
     deadline: float | None = None  # when its wait ends, seconds; none while a worker has accepted it
     predicted_dequeue_at: float | None = None  # when its wait should end, seconds; none: it was not asked, or is over
     min_prefill_seconds: float | None = None  # that computing its prompt takes; none: it never had to wait
+    yielded: float | None = None  # when it gave its place to others; none: it has not, or has gone on since
     quota_tokens: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
     charged: float = 0.0  # to its tenant for its prompt
 
@@ -206,7 +205,23 @@ class Request:
     @property
     def level(self) -> int:
         """Its priority within what is told apart."""
-        return max(-_LEVELS, min(_LEVELS, self.spec.priority))
+        return max(-LOWEST_CLASS, min(LOWEST_CLASS, self.spec.priority))
+
+    @property
+    def lowest(self) -> bool:
+        """Whether it fills gaps: its class is the lowest."""
+        return self.level == LOWEST_CLASS
+
+    @property
+    def goes_first(self) -> bool:
+        """Whether it waits before all new requests. A worker had accepted it, so a client may be in the middle of its
+        output. A request that has yielded waits for its turn, and so does one of the lowest class."""
+        return self.history.ever_accepted and self.queueing.yielded is None and not self.lowest
+
+    @property
+    def waits_since(self) -> float:
+        """From when its turn counts."""
+        return self.submitted if self.queueing.yielded is None else self.queueing.yielded
 
     def next_timeout(self, progress: float) -> float:
         """When its present state ends at the latest, whatever anybody else does: no state waits without a limit.

@@ -39,6 +39,7 @@ from baton.wire import Listener, ReplayClient, Subscriber, operator_key, refused
 from kvstore.events.wire_format import decode, publisher_of
 from router.events import KvEvents, KvSnapshot, MessageReceived
 from router.frontend.api.app import HttpApi
+from router.frontend.api.batch_store import BatchStore
 from router.frontend.api.dashboard import DashboardFeed
 from router.frontend.api.operator_server import OperatorCalls, OperatorServer, OtherRouters
 from router.frontend.api.server import ApiServer
@@ -113,7 +114,8 @@ async def serve(
         door = await ports.api.listener()
         cleanup.callback(door.close)
         api_address = f"{hosts.bracketed(config.api.host)}:{door.getsockname()[1]}"
-        routes = HttpApi(service, http.page, gate, calls, config.api)
+        batches = BatchStore(folder, config.api.batch_bytes) if (folder := config.batch_folder) else None
+        routes = HttpApi(service, http.page, gate, calls, config.api, batches=batches)
         cleanup.push_async_callback(routes.close)
         api = ApiServer(routes.app, router.max_concurrent_rpcs, tls)
         cleanup.push_async_callback(api.stop)
@@ -136,6 +138,7 @@ async def serve(
             _follow(driver, sockets),
             _follow_files(keys, tls),
             feed.run(),
+            routes.run(),
             _watch(driver, client_server, listener, clock),
         )
         await _until_stopped(_drained(driver, stop, api, client_server), *loops)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from baton.messages import LOWEST_CLASS
 from engine.step.batch import Sampled
 from router.events import Cancelled, Failed, Finished, RequestEnded
 from simulator.clock import Agenda
@@ -36,6 +37,7 @@ _COLUMNS = (
     "finished",
     "possible",
     "gap",
+    "priority",
 )
 
 
@@ -122,7 +124,7 @@ class Measures:
         figures = (
             live.received, ttft, tpot, longest_tenth(live.gaps), self._agenda.now - live.received, live.arrival.prompt,
             live.tokens, usage.cached, end.summary.served.attempts, isinstance(end.outcome, Finished),
-            live.arrival.possible, live.arrival.gap,
+            live.arrival.possible, live.arrival.gap, live.arrival.priority,
         )  # fmt: skip
         for name, figure in zip(_COLUMNS, figures, strict=True):
             self._columns[name].append(figure)
@@ -145,7 +147,8 @@ class Measures:
 
     def report(self) -> dict[str, Any]:
         table = self.table()
-        good = table["finished"] > 0
+        good, fills = table["finished"] > 0, table["priority"] >= LOWEST_CLASS
+        timed = good & ~fills if bool((good & ~fills).any()) else good  # gaps are filled whenever there are some
         seconds = float(self.last_end - table["arrived"].min()) if len(good) else 0.0
         prompts = float(table["prompt"][good].sum())
         return {
@@ -156,7 +159,8 @@ class Measures:
             "prompt_tokens": prompts,
             "output_tokens": float(table["output"].sum()),
             "attempts": float(table["attempts"].sum()),
-            **{name: _spread(table[name][good]) for name in ("ttft", "tpot", "tbt")},
+            "in_gaps": float((table["output"] * (good & fills)).sum()),
+            **{name: _spread(table[name][timed]) for name in ("ttft", "tpot", "tbt")},
             "refused_after": _spread(table["seconds"][~good]),
         }
 

@@ -1,16 +1,30 @@
 """The client for asyncio programs, and the one that the blocking client runs."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, TypeVar, Unpack
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from baton import operator_api as api
 from baton.client.connection import ClientConnection, TlsArgument
-from baton.client.options import ChatOptions, PinOptions, SamplingOptions, generate_request, pin_call
+from baton.client.options import (
+    ChatOptions,
+    Params,
+    PinOptions,
+    Prompt,
+    SamplingOptions,
+    generate_request,
+    is_many,
+    options_of,
+    pin_call,
+)
+from baton.client.results import Generated
 from baton.client.streams import AsyncChatStream, AsyncGenerationStream
 from baton.errors import BatonError
 from baton.messages import WorkerRole
 
 A = TypeVar("A")
+
+_AT_ONCE = 64  # prompts of a call that are under way
 
 
 class AsyncClient:
@@ -52,11 +66,46 @@ class AsyncClient:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
+    @overload
+    def generate(  # pyright: ignore[reportOverlappingOverload] - of an empty list
+        self, prompts: Prompt, params: SamplingOptions | None = None, *, timeout: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncGenerationStream: ...  # fmt: skip
+
+    @overload
     def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[SamplingOptions]
-    ) -> AsyncGenerationStream:
-        """Start a request from a text or token ids. Call it within a running event loop. Raises BatonError."""
-        return AsyncGenerationStream(self._connection, generate_request(prompt, options), timeout)
+        self, prompts: Sequence[Prompt], params: Params = None, *, timeout: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Coroutine[Any, Any, list[tuple[Generated, ...]]]: ...  # fmt: skip
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, timeout: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncGenerationStream | Coroutine[Any, Any, list[tuple[Generated, ...]]]:  # fmt: skip
+        """Start a request from a text or token ids. Call it within a running event loop. Raises BatonError.
+
+        Several prompts: return a coroutine with the results of each, in their order. `params` are options of all of
+        them, or for each one its own. They come before `options`, which all have. The first error ends the others."""
+        if is_many(prompts):
+            requests = map(generate_request, prompts, options_of(len(prompts), params, options))
+            return self._generate_all(list(requests), timeout)
+        one: Any = prompts
+        (chosen,) = options_of(1, params, options)
+        return AsyncGenerationStream(self._connection, generate_request(one, chosen), timeout)
+
+    async def _generate_all(self, requests: Sequence[Any], timeout: float | None) -> list[tuple[Generated, ...]]:
+        turns = asyncio.Semaphore(_AT_ONCE)
+
+        async def results(request: Any) -> tuple[Generated, ...]:
+            async with turns, AsyncGenerationStream(self._connection, request, timeout) as stream:
+                return await stream.results()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(results(request)) for request in requests]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     def chat(
         self,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 from baton.client.async_client import AsyncClient
 from baton.client.chat_results import ChatAnswer, ChatDelta
 from baton.client.connection import TlsArgument
 from baton.client.loop_thread import LoopThread
-from baton.client.options import ChatOptions, SamplingOptions
+from baton.client.options import ChatOptions, Params, Prompt, SamplingOptions, is_many
 from baton.client.results import Generated, OutputDelta
 from baton.client.streams import AsyncStream
 from baton.errors import ConfigError
@@ -112,11 +112,28 @@ class Client:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
+    @overload
+    def generate(  # pyright: ignore[reportOverlappingOverload] - of an empty list
+        self, prompts: Prompt, params: SamplingOptions | None = None, *, timeout: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> GenerationStream: ...  # fmt: skip
+
+    @overload
     def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[SamplingOptions]
-    ) -> GenerationStream:
-        """Start a request from a text or token ids. Raises BatonError."""
-        return self._start(GenerationStream, lambda: self._client.generate(prompt, timeout=timeout, **options))
+        self, prompts: Sequence[Prompt], params: Params = None, *, timeout: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> list[tuple[Generated, ...]]: ...  # fmt: skip
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Any = None, *, timeout: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> GenerationStream | list[tuple[Generated, ...]]:  # fmt: skip
+        """Start a request from a text or token ids, or serve several prompts, as `AsyncClient` has it. Raises
+        BatonError."""
+        if is_many(prompts):
+            return self._run(self._client.generate(prompts, params, timeout=timeout, **options))
+        one: Any = prompts
+        return self._start(GenerationStream, lambda: self._client.generate(one, params, timeout=timeout, **options))
 
     def chat(
         self,

@@ -7,7 +7,7 @@ the served model's default.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard
 
 import msgspec
 
@@ -100,7 +100,12 @@ class PinOptions(TypedDict, total=False):
     cache_salt: str
 
 
-def generate_request(prompt: str | Sequence[int], options: SamplingOptions) -> generation_pb2.GenerateRequest:
+Prompt: TypeAlias = str | Sequence[int]
+Params: TypeAlias = SamplingOptions | Sequence[SamplingOptions] | None
+"""Options of all prompts, or one for each."""
+
+
+def generate_request(prompt: Prompt, options: SamplingOptions) -> generation_pb2.GenerateRequest:
     """Build the request of a text or of token ids. Raises InvalidRequest for an unknown field, or for a value that the
     field can't hold."""
     from baton.v1 import generation_pb2 as pb
@@ -114,6 +119,21 @@ def generate_request(prompt: str | Sequence[int], options: SamplingOptions) -> g
         return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), **fields)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"the request can't be sent: {error}") from None
+
+
+def is_many(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Sequence[Prompt]]:
+    """Whether these are several prompts, and not one as a text or token ids."""
+    return not isinstance(prompts, str) and len(prompts) > 0 and isinstance(prompts[0], str | Sequence)
+
+
+def options_of(prompts: int, params: Params, common: SamplingOptions) -> list[SamplingOptions]:
+    """Return the options of each of so many prompts. Raises InvalidRequest if there are not as many parameters."""
+    each: Sequence[SamplingOptions] = (
+        [params or {}] * prompts if params is None or isinstance(params, Mapping) else params
+    )
+    if len(each) != prompts:
+        raise InvalidRequest(f"there are {prompts} prompts and {len(each)} params; give one for each, or one for all")
+    return [{**common, **one} for one in each]
 
 
 def pin_call(prompt: str | Sequence[int], options: PinOptions, timeout: float | None) -> PinPrefix:

@@ -3,6 +3,7 @@
     python -m bench.router.simulate --cluster 8P+8D --model a800_70b --trace conversation.jsonl --speed 2 --policy baton
     python -m bench.router.simulate --cluster 16D --poisson 4 --prompt lognormal:4000:1 --output lognormal:300:0.7
     python -m bench.router.simulate --cluster 32P+32D --poisson 20 --deaths 10 --seed 7
+    python -m bench.router.simulate --cluster 2P+2D --poisson 0.5 --batch 32    # times are those of the other requests
 
 Traces are JSON lines in Mooncake's format, such as the public FAST'25 traces. The same arguments give the same result,
 to the byte.
@@ -18,6 +19,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from rich.console import Console
 
 from baton.config import parse_override
 from baton.errors import BatonError
+from baton.messages import LOWEST_CLASS
 from baton.operator_api import Explanation
 from deploy.commands import explain
 from router import policies
@@ -34,7 +37,36 @@ from simulator import faults, mooncake, timing
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.lengths import Lengths
 from simulator.measure import Measures
-from simulator.workloads import Arrival, Bursts, Random, Wishes, trace
+from simulator.workloads import FIRST_OWN, Arrival, Bursts, Random, Wishes, trace
+
+
+class Batch:
+    """Requests of the lowest class, so many under way from the first request of a load to its last one."""
+
+    name = "batch"
+
+    def __init__(self, size: int, prompt: Lengths, output: Lengths) -> None:
+        self._requests = Random(1.0, prompt, output).arrivals(None, Wishes(priorities=((LOWEST_CLASS, 1.0),)), seed=0)
+        self._size, self._over = size, False
+
+    def beside(self, load: Iterator[Arrival]) -> Iterator[Arrival]:
+        """Yield a load, and the first requests of the batch before it."""
+        for _ in range(self._size):
+            yield self._following(0.0)
+        yield from load
+        self._over = True
+
+    def next(self, arrival: Arrival, answer: bytes, now: float) -> Arrival | None:
+        """Return the next request. One that was refused is sent again after a second."""
+        if not answer:
+            return replace(arrival, at=1.0)
+        return None if self._over else self._following(0.0)
+
+    def _following(self, at: float) -> Arrival:
+        # Prompts of another range of blocks than the load's.
+        arrival = next(self._requests)
+        blocks = [block + FIRST_OWN // 2 for block in arrival.blocks]
+        return replace(arrival, at=at, blocks=blocks, play=self)
 
 
 class Slowest:
@@ -88,7 +120,10 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[Explanation
     ).inject(cluster, args.seed)
     slowest = Slowest(cluster, args.explain_slowest) if args.explain_slowest else None
     began = time.perf_counter()
-    measures = cluster.run(_load(args), args.limit)
+    load = _load(args)
+    if args.batch:
+        load = Batch(args.batch, Lengths.parse(args.prompt), Lengths.parse(args.output)).beside(load)
+    measures = cluster.run(load, args.limit)
     took = time.perf_counter() - began
     explanations = slowest.explained if slowest else []
     result = {
@@ -145,6 +180,8 @@ def table(result: Mapping[str, Any]) -> str:
     if len(result["tenants"]) > 1:
         tokens = ", ".join(f"{name or 'nobody'} {count:.0f}" for name, count in result["tenants"].items())
         lines.append(f"tokens by tenant: {tokens}")
+    if result["arguments"]["batch"]:
+        lines.append(f"{result['in_gaps'] / result['seconds']:.0f} tokens/s in gaps; the times are of other requests")
     if refused := result["refused_after"]:
         lines.append(
             f"refused after {refused['p50'] * 1_000:.1f} ms in the median, {refused['p99'] * 1_000:.1f} at p99"
@@ -234,6 +271,7 @@ def _arguments() -> argparse.Namespace:
     add("--tpot", type=_above_0, help="the same for tokens after the first")
     add("--tenants", type=_weighted, nargs="+", default=[("", 1.0)], metavar="NAME:WEIGHT", help="who sends how many")
     add("--priorities", type=_priority, nargs="+", default=[(0, 1.0)], metavar="PRIORITY:WEIGHT")
+    add("--batch", type=int, default=0, metavar="N", help="requests of the lowest class under way beside the load")
     add("--goodput", type=_objectives, nargs="*", default=[(30.0, 0.1), (30.0, 0.2), (30.0, 0.3)], metavar="TTFT/TBT")
     add("--deaths", type=_at_least_0, default=0.0, metavar="RATE", help="workers that die in a minute")
     add("--store-deaths", type=_at_least_0, default=0.0, metavar="RATE", help="stores that die in a minute")

@@ -44,7 +44,7 @@ def chat(
     Without a terminal, each line of stdin is a message."""
     if as_json and message is None:
         raise InvalidRequest("--json needs a message")
-    address, encrypted = (url, bool(ca_file)) if url else _address(name)
+    address, encrypted = http_address(url, ca_file, name)
     options = {"max_completion_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     with Client(http=address, tls=ClientTls(ca_file) if encrypted else False) as client:
         talk = Conversation(client, system, options, timing)
@@ -155,8 +155,10 @@ def _typed() -> Iterable[str]:
             return
 
 
-def _address(name: str) -> tuple[str, bool]:
-    """Return the HTTP API of a running cluster, and whether it speaks TLS. Raises StartupError."""
+def http_address(url: str, ca_file: str, name: str) -> tuple[str, bool]:
+    """Return the HTTP API at a URL, or else of a running cluster, and whether it speaks TLS. Raises StartupError."""
+    if url:
+        return url, bool(ca_file)
     state = find(state_folder(name))
     return f"{'https' if state.tls else 'http'}://{state.first.api}", state.tls
 

@@ -229,11 +229,11 @@ class WorkerTable:
 
     def _prompts(self, member: MemberRecord, cost: PrefillCost, chunk: int) -> float:
         """Seconds until it has computed the prompts that it has, other routers' among them, from when it last told how
-        far it is."""
+        far it is. Those that fill gaps give way."""
         for name, prompt in member.pending_prefills.items():
             done = min(prompt.new, max(0, member.positions.get(name, 0) - prompt.context))
             prompt.seconds = cost.seconds(prompt.new - done, prompt.context + done, chunk)
-        ours = sum(prompt.seconds for prompt in member.pending_prefills.values())
+        ours = sum(prompt.seconds for prompt in member.pending_prefills.values() if not prompt.fills_gap)
         return ours + (cost.seconds(member.other_routers_tokens, 0, chunk) if member.other_routers_tokens else 0.0)
 
 

@@ -22,6 +22,7 @@ from router.request import Request
 _LATE_IN_TIME = 0.9
 """Of requests that leave the queue, so many have their first token no later than computing it and what is expected on
 top: they share their workers with others."""
+_TURN = 86_400.0  # seconds within which a request that has yielded goes on
 _AHEAD = 0.5  # seconds of prompts that are enough for a worker to go on with
 REJECTIONS = ("rate_limited", "no_worker", "objective", "objective_while_waiting", "queue_full")
 """Why a request is turned away; the keys of `AdmissionControl.rejected`."""
@@ -114,7 +115,8 @@ class AdmissionControl:
     def enqueue(self, request: Request, now: float) -> None:
         """Queue a request, with a limit. One that comes back unaccepted keeps the limit it had."""
         if request.queueing.deadline is None:
-            request.queueing.deadline = now + self._config.queue_timeout_ms / 1_000
+            waits_for_its_turn = request.history.ever_accepted and not request.goes_first
+            request.queueing.deadline = now + (_TURN if waits_for_its_turn else self._config.queue_timeout_ms / 1_000)
         self.queue.add(request, now)
 
     def check_wait(self, request: Request, work: int, seconds: float, now: float) -> Overloaded | None:

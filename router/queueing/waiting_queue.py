@@ -7,8 +7,11 @@ Requests wait in lines, one for each level of urgency and tenant, oldest first. 
 2. The most urgent level. Waiting raises a request one level for each `ageing` seconds, up to the most urgent level in
    the queue and no higher. Otherwise old requests would stand above all new ones, and the tenant that sends most would
    be served most.
+   The lowest class comes after all others, whichever tenant's they are, and never rises.
 3. Of those, the tenant that has been served least (`router.queueing.fairness`), and of its lines the one whose first
    request is the oldest, a level being worth `ageing` seconds.
+
+A request that has yielded its place waits like a new one from then on, but is never refused.
 
 Pure.
 """
@@ -24,6 +27,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from math import exp, inf
 
+from baton.messages import LOWEST_CLASS
 from router.queueing.fairness import TenantFairness
 from router.queueing.quantile import Spread
 from router.request import Request
@@ -54,7 +58,7 @@ class _TenantQueue:
 
     tenant: str
     level: int
-    newcomers: bool  # no worker has accepted any of them
+    newcomers: bool  # none goes before new requests
     requests: list[Request] = field(default_factory=list[Request])
     work: int = 0  # tokens to compute, for all of them
     past: DrainHistory = field(default_factory=lambda: DrainHistory())
@@ -83,7 +87,7 @@ class WaitingQueue:
 
     @property
     def begun(self) -> bool:
-        """Whether a request waits that a worker had accepted before."""
+        """Whether a request waits that goes before new ones."""
         return any(not line.newcomers for line in self._tenant_queues.values())
 
     def levels(self) -> Mapping[int, int]:
@@ -93,9 +97,14 @@ class WaitingQueue:
             levels[line.level] += len(line.requests)
         return levels
 
+    @property
+    def only_lowest(self) -> bool:
+        """Whether no request waits but those of the lowest class."""
+        return all(line.level == LOWEST_CLASS for line in self._tenant_queues.values())
+
     def add(self, request: Request, now: float) -> None:
         self._until(now, waiting=bool(self))
-        key = (request.spec.tenant, request.level, not request.history.ever_accepted)
+        key = (request.spec.tenant, request.level, not request.goes_first)
         if (line := self._tenant_queues.get(key)) is None:
             line = self._tenant_queues[key] = _TenantQueue(*key)
             if line.newcomers:
@@ -185,11 +194,15 @@ class WaitingQueue:
         backlog: Counter[str] = Counter()
         for line in self._tenant_queues.values():
             backlog[line.tenant] += line.work
-        lines = [line for line in self._tenant_queues.values() if line.newcomers]
+        newest = (
+            next((request for request in reversed(line.requests) if not request.history.ever_accepted), None)
+            for line in self._tenant_queues.values()
+            if line.newcomers
+        )
         return max(
-            (line.requests[-1] for line in lines),
+            (request for request in newest if request is not None),
             key=lambda request: (
-                request.spec.tenant in leaders,
+                request.lowest or request.spec.tenant in leaders,
                 self._level(request, top, now),
                 self._fairness.counter(request.spec.tenant)
                 + backlog[request.spec.tenant] / self._weight(request.spec.tenant),
@@ -207,16 +220,18 @@ class WaitingQueue:
         return self._fairness.over_served(_LEAD * rate) if rate else frozenset()
 
     def _level(self, request: Request, top: int, now: float) -> int:
-        return max(top, request.level - int((now - request.submitted) / self._ageing))
+        if request.lowest:
+            return request.level
+        return max(top, request.level - int((now - request.waits_since) / self._ageing))
 
     def _due(self, request: Request) -> float:
-        return request.submitted + request.level * self._ageing
+        return request.waits_since + request.level * self._ageing
 
     def _rank(self, line: _TenantQueue, index: int, top: int, leaders: frozenset[str], now: float) -> _Rank:
         request = line.requests[index]
         leads, level = False, 0
         if line.newcomers:
-            leads, level = line.tenant in leaders, self._level(request, top, now)
+            leads, level = request.lowest or line.tenant in leaders, self._level(request, top, now)
         return (line.newcomers, leads, level, self._fairness.counter(line.tenant), self._due(request), request.arrival)
 
     def _weight(self, tenant: str) -> float:

@@ -40,6 +40,8 @@ from router.request import Attempt, Request, RequestPhase
 from router.requests.explain import ConsideredPlacements, Explanations
 from router.requests.slo_attainment import SloAttainment
 
+_SLOWER = 0.03  # of a step's time that requests of the lowest class may add for more urgent ones
+_STEPS_BETWEEN = 200  # beside more urgent ones, from one of them that joins to the next: its pages make a step longer
 _MIXED = "model.numerics is mixed: on other workers, or with other pages in caches, its tokens may differ"
 
 
@@ -78,6 +80,7 @@ class RequestCounts:
     split: int = 0
     local: int = 0
     resends: int = 0
+    yielded: int = 0  # attempts that gave their place to others
     moved: int = 0  # attempts that were taken from a slow worker
     prompt_tokens: int = 0  # of requests that finished
     cached_tokens: int = 0  # of requests that finished
@@ -139,6 +142,8 @@ class RequestManager:
         self._scan = QueueScan(admission.queue, members.changes)
         self._held = False  # a request is held here that could as well wait at a worker
         self._paused = False  # a request waits for the end of its pause
+        self._gap_fillers: dict[str, Request] = {}  # of the lowest class, with an attempt
+        self._gap_filled: dict[str, float] = {}  # when one was last given to a decode worker, by incarnation
         self._next_expiry = -inf  # until then no request has waited for too long
         self._explanations, self._utilization, self._counts = explanations, utilization, counts
         self._attainment, self._reuse_ceiling, self._prompts = attainment, reuse_ceiling, prompts
@@ -183,6 +188,9 @@ class RequestManager:
         elif self._can_place() and (not self._held or self._queue.first(now) is request):
             self._view.now = now
             self._place(request, now)
+        self._clear_gaps(now)
+        if request in self._queue and self._members.changes.room:
+            self.place_waiting(now)
         if request in self._queue:
             self._check_wait(request, now)
         self._expires_with(request)
@@ -233,6 +241,7 @@ class RequestManager:
                 continue
             if not self._place(request, now):
                 self._scan.mark_unplaceable(request)
+        self._clear_gaps(now)
 
     def _can_place(self) -> bool:
         """Whether anything can be placed at all."""
@@ -252,6 +261,9 @@ class RequestManager:
             except BatonError as error:
                 self.end(request, Failed(error), now)
                 return True
+        if request.lowest and not self._queue.only_lowest:
+            self._explanations.kept_waiting(request, "more urgent requests wait", None)
+            return False
         ask = self._placement_request(request, card, now)
         decision = self._policy.place(ask, self._view)
         choice, considered = decision.choice, _considered(decision.considered)
@@ -261,7 +273,12 @@ class RequestManager:
             self._view.mark_used(choice)
             if self._should_hold(request, choice, considered):
                 return False
+            if request.lowest and not self._fits_gap(request, choice, now):
+                self._held = True
+                self._explanations.kept_waiting(request, "it would slow more urgent requests", considered)
+                return False
             self._begin(request, ask, choice, considered, now)
+            self._make_way(request, choice, now)
             return True
         self._explanations.kept_waiting(request, choice.why, considered)
         if isinstance(choice, Reject) and not request.history.ever_accepted:
@@ -322,7 +339,7 @@ class RequestManager:
     def _should_hold(self, request: Request, plan: Placement, considered: ConsideredPlacements | None) -> bool:
         """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""
         worker = self._members.require_live(plan.prefill or plan.decode)
-        prompts = worker.pending_prefills.values()
+        prompts = [prompt for prompt in worker.pending_prefills.values() if not prompt.fills_gap]
         enough = len(prompts) >= self._config.prefill.max_num_seqs
         if not enough or not self._admission.should_hold(request, sum(prompt.seconds for prompt in prompts)):
             return False
@@ -330,6 +347,72 @@ class RequestManager:
         self._explanations.kept_waiting(request, f"{worker.peer.name} has prompts enough", considered)
         self._held = True
         return True
+
+    # --- the lowest class --------------------------------------------------------------------------------------------
+
+    def _fits_gap(self, request: Request, plan: Placement, now: float) -> bool:
+        """Whether a request of the lowest class would slow no more urgent one by more than `_SLOWER`."""
+        for worker in filter(None, (plan.decode, plan.prefill)):
+            prompts = self._members.require_live(worker).pending_prefills
+            full = len(prompts) >= self._config.prefill.max_num_seqs
+            if full or not all(prompt.fills_gap for prompt in prompts.values()):
+                return False
+        decoder = self._members.require_live(plan.decode)
+        if not self._urgent_rows(decoder)[0]:
+            return True
+        rows = len(decoder.assigned) + decoder.other_routers_requests
+        pause = _STEPS_BETWEEN * self._costs.step(plan.decode).seconds(rows, int(decoder.context))
+        rested = now - self._gap_filled.get(plan.decode, -inf) > pause
+        return rested and plan.prefill is not None and not self._slows(decoder, 1, request.known)
+
+    def _make_way(self, request: Request, plan: Placement, now: float) -> None:
+        """Note a request of the lowest class that has been placed. For another one, have those leave that slow it."""
+        if request.lowest:
+            self._gap_fillers[request.name] = request
+            self._gap_filled[plan.decode] = now
+            return
+        if not self._gap_fillers:
+            return
+        decoder = self._members.require_live(plan.decode)
+        for other in reversed(list(self._gap_fillers.values())):
+            attempt = other.attempt
+            assert attempt is not None, other.name
+            computes = attempt.needs_prefill and (attempt.prefill or attempt.decode) in (plan.prefill, plan.decode)
+            if computes or (attempt.decode == plan.decode and self._slows(decoder)):
+                self.give_way(other, f"{request.name} is more urgent", now)
+
+    def _clear_gaps(self, now: float) -> None:
+        """Have all requests of the lowest class leave while more urgent ones wait for room."""
+        if self._gap_fillers and not self._queue.only_lowest:
+            for request in reversed(list(self._gap_fillers.values())):
+                self.give_way(request, "more urgent requests wait", now)
+
+    def _urgent_rows(self, member: MemberRecord) -> tuple[int, float]:
+        """Sequences of a decode worker that are not of the lowest class, other routers' included, and their tokens."""
+        mine = [work.context for name, work in member.assigned.items() if name.request not in self._gap_fillers]
+        return len(mine) + member.other_routers_requests, sum(mine) + member.other_routers_context
+
+    def _slows(self, member: MemberRecord, rows: int = 0, context: int = 0) -> bool:
+        """Whether the lowest class, with so many more rows, makes steps of a decode worker too long for the others.
+        While nothing is known of its steps, it does."""
+        urgent, tokens = self._urgent_rows(member)
+        if not urgent:
+            return False
+        cost = self._costs.step(member.incarnation)
+        all_rows = len(member.assigned) + member.other_routers_requests + rows
+        seconds = cost.seconds(all_rows, int(member.context + member.other_routers_context) + context)
+        return seconds >= (1 + _SLOWER) * cost.seconds(urgent, int(tokens))
+
+    def give_way(self, request: Request, why: str, now: float) -> None:
+        """End the current attempt, so that others may have its place. The request waits for its turn as if it came now,
+        and goes on with every token so far. No attempt is counted."""
+        self._out.log(f"yields: {why}", request.name, detail=True)
+        self._explanations.attempt_ended(request, why, now)
+        self.cancel_attempt(request)
+        self._arrivals += 1
+        request.arrival, request.queueing.yielded = self._arrivals, now
+        self._counts.yielded += 1
+        self.requeue(request, now)
 
     def _begin(
         self,
@@ -356,10 +439,10 @@ class RequestManager:
             self._view.expected_output(ask.max_tokens - request.generated),
         )
         if plan.prefill is not None:
-            prompt = PendingPrefill(ask.tokens - 1 - known, known)
+            prompt = PendingPrefill(ask.tokens - 1 - known, known, fills_gap=request.lowest)
             self._members.require_live(plan.prefill).assign_prefill(name, prompt, now)
         else:
-            prompt = PendingPrefill(request.known - known, known)
+            prompt = PendingPrefill(request.known - known, known, fills_gap=request.lowest)
             decoder.assign_prefill(name, prompt, now)
         cost = self._costs.prefill(plan.prefill or plan.decode)
         self._utilization.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.max_num_batched_tokens))
@@ -413,6 +496,7 @@ class RequestManager:
     def member_gone(self, member: MemberRecord, now: float) -> None:
         """`member` is no longer listed; whatever it had is placed anew."""
         names = {*member.assigned, *member.pending_prefills}
+        self._gap_filled.pop(member.incarnation, None)
         if member.peer.role == "store":
             names = {name for name, attempt in self._attempts() if member.incarnation in attempt.stores}
         for name in sorted(names):
@@ -552,6 +636,7 @@ class RequestManager:
         attempt, request.attempt = request.attempt, None
         if attempt is None:
             return
+        self._gap_fillers.pop(request.name, None)
         request.account.prefill_unreported += attempt.prefill_unreported
         self.release_prefill(request, attempt)
         decoder = self._members.get(attempt.decode)
@@ -644,6 +729,8 @@ class RequestManager:
     def validate(self) -> None:
         """Check every invariant; for tests."""
         self._admission.validate()
+        fillers = {request.name for request in self._requests.values() if request.lowest and request.attempt}
+        assert fillers == self._gap_fillers.keys()
         expected: dict[str, set[AttemptName]] = {member.incarnation: set() for member in self._members}
         slots: dict[str, set[AttemptName]] = {member.incarnation: set() for member in self._members}
         for request in self._requests.values():

@@ -123,7 +123,7 @@ class WorkerMessageHandler:
         if attempt.phase is RequestPhase.RUNNING:
             return
         self._accept(request, attempt, now)
-        attempt.phase = RequestPhase.RUNNING
+        attempt.phase, request.queueing.yielded = RequestPhase.RUNNING, None
         request.timeline.started = now
         self._compare(request, attempt, now)
         if attempt.prefilled or not attempt.prefill_sent:
@@ -296,7 +296,8 @@ class WorkerMessageHandler:
         if (other := self._members.another_prefill(member.peer.node, most, request.history.excluded)) is not None:
             attempt.prefill = other.incarnation
             missing = request.missing_tokens(attempt.placement.cached_pages, self._config.pages.page_size)
-            prompt = PendingPrefill(missing, attempt.placement.cached_pages * self._config.pages.page_size)
+            known = attempt.placement.cached_pages * self._config.pages.page_size
+            prompt = PendingPrefill(missing, known, fills_gap=request.lowest)
             other.assign_prefill(attempt.name, prompt, now)
             self._send_prefill(request, attempt, other.incarnation, now)
             return

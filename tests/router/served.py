@@ -40,7 +40,7 @@ def settings_for(folder: Path, **router: Any) -> settings.Config:
         model=settings.ModelConfig(path=str(model_folder(folder / "small"))),
         cluster=msgspec.structs.replace(CONFIG.cluster, heartbeat_ms=50, heartbeat_timeout_ms=1_000, key_file=keys),
         router=msgspec.structs.replace(CONFIG.router, **ports),
-        api=settings.ApiConfig(port=0, keys_file=str(folder / "api-keys.json")),
+        api=settings.ApiConfig(port=0, keys_file=str(folder / "api-keys.json"), batch_dir=str(folder / "batches")),
     )
 
 

@@ -45,6 +45,27 @@ def connected(running: Served) -> AsyncClient:
     return AsyncClient(addresses.grpc, addresses.operator, http=addresses.api)
 
 
+async def test_several_prompts_with_parameters_of_each(tmp_path: Path) -> None:
+    async with router(tmp_path) as running, connected(running) as client:
+        prompts = [PROMPT[:size] for size in range(5, 20)]
+        params = [{"seed": seed, "n": 1 + seed % 2} for seed in range(15)]
+        results = await client.generate(prompts, params, max_tokens=6)
+        for seed, (prompt, outputs) in enumerate(zip(prompts, results, strict=True)):
+            assert [result.token_ids for result in outputs] == [
+                expected(seed + sample, len(prompt), 6)[0] for sample in range(1 + seed % 2)
+            ]
+        with pytest.raises(errors.InvalidRequest, match="15 prompts and 2 params"):
+            await client.generate(prompts, params[:2])
+        with pytest.raises(errors.ContextTooLong):
+            await client.generate(["a", "b"], [{}, {"max_tokens": 10**6}])
+
+        def blocking() -> list[str]:
+            with Client(running.addresses.grpc) as own:
+                return [result.text for (result,) in own.generate(["a", "b"], {"seed": SEED}, max_tokens=4)]
+
+        assert len(await asyncio.to_thread(blocking)) == 2
+
+
 async def test_generate_chat_status_and_explain(tmp_path: Path) -> None:
     async with router(tmp_path) as running, connected(running) as client:
         tokens, reason = expected(SEED, len(PROMPT), 12)

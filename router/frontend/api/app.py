@@ -46,6 +46,8 @@ from router.frontend.api.anthropic_messages import (
     anthropic_described,
     chat_of_messages,
 )
+from router.frontend.api.batch_store import BatchStore
+from router.frontend.api.batches import BatchRoutes
 from router.frontend.api.dashboard import DashboardRoutes
 from router.frontend.api.errors import ErrorBody, error_response, json_response
 from router.frontend.api.gates import BodyReader, KeyGate, behind_site_gate, request_name
@@ -111,9 +113,11 @@ class HttpApi:
         dashboard: OperatorCalls | None = None,
         config: ApiConfig | None = None,
         *,
+        batches: BatchStore | None = None,
         linger: float = LINGER,
     ) -> None:
-        """`dashboard`: gives out the data of the page at /dashboard; none: there is no such page."""
+        """`dashboard`: gives out the data of the page at /dashboard; none: there is no such page. `batches`: where
+        clients' files and batches are kept; none: there are none."""
         config = config or ApiConfig()
         self._service = service
         self._config = config
@@ -124,12 +128,13 @@ class HttpApi:
         self._bodies = BodyReader(service)
         self._prompts = PromptBuilder(service, max(text, 2**20), trust_templates=config.trust_request_chat_template)
         self._cards = ModelCards(model, int(time.time()))
+        self._batches = BatchRoutes(batches, service, gate, self._bodies, self._guarded) if batches else None
         get = partial(Route, methods=["GET"])
         post = partial(Route, methods=["POST"])
         openai_chat = partial(self._chat, ChatCompletionRequest, lambda fields, repairs: fields, ChatBuilder)
         messages = partial(self._chat, MessagesRequest, chat_of_messages, MessageBuilder)
         responses = partial(self._chat, ResponsesRequest, chat_of_response, ResponsesBuilder)
-        routes = Starlette(
+        routes = self._routes = Starlette(
             routes=[
                 post("/v1/completions", self._guarded(self._completions)),
                 post("/v1/chat/completions", self._guarded(openai_chat)),
@@ -145,12 +150,20 @@ class HttpApi:
                 *(get(path, self._ready) for path in ("/health", "/ready", "/health/ready")),
                 get("/metrics", self._metrics),
                 get("/openapi.json", self._openapi),
+                *(self._batches.routes if self._batches is not None else ()),
                 *(DashboardRoutes(dashboard, service.clock).routes if dashboard is not None else ()),
             ],
             exception_handlers={HTTPException: _no_route},
         )
         routes.router.redirect_slashes = False  # to an address that need not be the client's; KeyGate cuts them
         self.app = behind_site_gate(KeyGate(routes, gate), gate, config)
+
+    async def run(self) -> None:
+        """Execute batches until the router ends."""
+        if self._batches is None:
+            await asyncio.Event().wait()
+        else:
+            await self._batches.run(self._routes)
 
     async def close(self) -> None:
         """End what runs beside the application."""

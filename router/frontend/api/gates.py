@@ -207,7 +207,9 @@ def behind_site_gate(app: ASGIApp, gate: Gatekeeper, config: ApiConfig) -> ASGIA
     behind = SiteGate(app, gate, config)
     if not config.allowed_origins:
         return behind
-    cors = partial(CORSMiddleware, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED_HEADERS)
+    cors = partial(
+        CORSMiddleware, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",), expose_headers=_EXPOSED_HEADERS
+    )
     return cors(behind, allow_origins=config.allowed_origins)
 
 
@@ -218,7 +220,7 @@ class BodyReader:
         model = service.model
         context = model.limits.max_context
         text = model.tokenizer.max_bytes(context) if model.tokenizer else 0
-        self._max_body = _OTHER_BYTES + _BYTES_PER_ID * context + _BYTES_PER_BYTE * text
+        self.max_body = _OTHER_BYTES + _BYTES_PER_ID * context + _BYTES_PER_BYTE * text
         self._max_containers = _CONTAINERS + context  # a prompt's text has some, too
         self._apart = service.apart
         self._bytes = 0
@@ -265,8 +267,8 @@ class BodyReader:
 
     def _check(self, size: int) -> None:
         """Raises PayloadTooLarge."""
-        if size > self._max_body:
-            raise PayloadTooLarge(f"the request's body has more than {self._max_body} bytes; send less")
+        if size > self.max_body:
+            raise PayloadTooLarge(f"the request's body has more than {self.max_body} bytes; send less")
         identity = caller.get()
         if identity.max_body_bytes is not None and size > identity.max_body_bytes:
             raise PayloadTooLarge(

@@ -7,6 +7,7 @@ Answers that belong to no API stand here.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeAlias
@@ -22,6 +23,8 @@ from router.frontend.api.anthropic_messages import (
     MessagesRequest,
     MessageTokensCount,
 )
+from router.frontend.api.batch_store import Batch, File
+from router.frontend.api.batches import BatchList, CreateBatch, Deleted, FileList
 from router.frontend.api.errors import Error
 from router.frontend.api.model_cards import AnthropicModel, AnthropicModelList, Model, ModelList
 from router.frontend.api.openai_chat import ChatCompletion, ChatCompletionRequest
@@ -83,6 +86,7 @@ _CALLS = {
     "/v1/responses": _Call(
         "Answer an input, as OpenAI's Responses API does, without state.", ResponsesRequest, Response, streams=True
     ),
+    "/v1/batches": _Call("Have the requests of a file served in gaps.", CreateBatch, Batch),
     "/tokenize": _Call("Return the tokens of a prompt or a chat.", TokenizeRequest, Tokens),
     "/detokenize": _Call("Return the text of tokens.", DetokenizeRequest, DetokenizedText),
 }
@@ -95,12 +99,22 @@ _PAGES: dict[str, tuple[str, list[type], bool]] = {
     "/health/ready": ("The same as /health.", [Status], True),
 }
 """Summary, what it answers, and whether 503 is another answer."""
+_NAMED: dict[str, list[tuple[str, str, type]]] = {
+    "/v1/files/{file}": [("get", "Return what is known of a file.", File), ("delete", "Remove a file.", Deleted)],
+    "/v1/batches/{batch}": [("get", "Return how far a batch is.", Batch)],
+    "/v1/batches/{batch}/cancel": [("post", "End a batch.", Batch)],
+}
+"""Paths with an id, and for each method its summary and answer."""
+_LISTS: dict[str, tuple[str, type]] = {
+    "/v1/files": ("List the files of this tenant, the newest first.", FileList),
+    "/v1/batches": ("List the batches of this tenant, the newest first.", BatchList),
+}
 _MODEL: tuple[str, list[type], bool] = ("Return one name of the served model.", [Model, AnthropicModel], False)
 _ERRORS = {
     "400": "a field is wrong, or has a value that this server does not serve",
     "401": "no API key, or an unknown one",
     "403": "this API key may not",
-    "404": "the model is not served here",
+    "404": "the model is not served here, or there is no such file or batch",
     "408": "the body did not come in time",
     "413": "the body is larger than any prompt",
     "429": "overloaded, over a quota, or too late for the request's objective",
@@ -112,6 +126,19 @@ _KEYS = ("401", "403")
 _RETRY: Schema = {
     "Retry-After": {"description": "seconds after which another try is worth it", "schema": {"type": "integer"}},
     "retry-after-ms": {"description": "the same in milliseconds", "schema": {"type": "integer"}},
+}
+_TEXT: Schema = {"type": "string"}
+_FORM: Schema = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {"file": _TEXT | {"format": "binary"}, "purpose": {"const": "batch"}},
+            }
+        }
+    },
 }
 _EVENT: Schema = {
     "description": "one server-sent event; its data is a chunk as JSON, or [DONE]",
@@ -132,10 +159,26 @@ def document() -> dict[str, Any]:
     """OpenAPI 3.1, as a JSON object."""
     kinds = [kind for call in _CALLS.values() for kind in (call.body, call.answer, call.error)]
     kinds += [kind for _, answers, _ in (*_PAGES.values(), _MODEL) for kind in answers]
+    kinds += [answer for calls in _NAMED.values() for _, _, answer in calls] + [kind for _, kind in _LISTS.values()]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {path: {"post": _post(path, call)} for path, call in _CALLS.items()}
     paths |= {path: {"get": _get(path, *parts)} for path, parts in _PAGES.items()}
     paths["/v1/models/{model}"] = {"get": _model()}
+    for path, (summary, answer) in _LISTS.items():
+        paths.setdefault(path, {})["get"] = _batch_call(f"list{path}", summary, answer)
+    paths["/v1/files"]["post"] = _batch_call("upload_file", "Take a file of requests.", File) | {"requestBody": _FORM}
+    for path, calls in _NAMED.items():
+        parameter = {"name": path.split("{")[1].split("}")[0], "in": "path", "required": True, "schema": _TEXT}
+        paths[path] = {
+            method: _batch_call(f"{method}{path}", summary, answer) | {"parameters": [parameter]}
+            for method, summary, answer in calls
+        }
+    paths["/v1/files/{file}/content"] = {
+        "get": _batch_call("file_content", "Return a file as it came.", File)
+        | {"parameters": paths["/v1/files/{file}"]["get"]["parameters"]}
+    }
+    content: Schema = {"description": "the file", "content": {"application/jsonl": {"schema": {}}}}
+    paths["/v1/files/{file}/content"]["get"]["responses"]["200"] = content
     page = {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
     paths["/metrics"] = {
         "get": {
@@ -172,6 +215,17 @@ def _get(path: str, summary: str, answers: list[type], may_fail: bool) -> Schema
         "responses": {
             "200": {"description": "the answer", "content": _json(schema)},
             **_errors(Error, *(["503"] if may_fail else []), *(_KEYS if path.startswith("/v1") else ())),
+        },
+    }
+
+
+def _batch_call(name: str, summary: str, answer: type) -> Schema:
+    return {
+        "operationId": re.sub(r"\W+", "_", name).strip("_"),
+        "summary": summary,
+        "responses": {
+            "200": {"description": "the answer", "content": _json(ref(answer))},
+            **_errors(Error, *_ERRORS),
         },
     }
 
