@@ -247,6 +247,8 @@ class RouterConfig(_Section, frozen=True):
         default_factory=lambda: {0: ObjectivesConfig(ttft_ms=6_000, tpot_ms=175, enforce=False)}
     )  # objectives by priority; a class that is not here has none
     tenants: dict[str, TenantConfig] = {}  # weights and quotas; "*": of all that are not named
+    warm_first_ms: Natural = 2_000  # a request that has waited less lets equal ones with more in caches go before it
+    service_quantum: dict[int, Positive] = {}  # by priority, output tokens after which a request yields to others
     cached_weight: Annotated[float, Meta(ge=0, le=1)] = 0.1  # of a cached prompt token in a tenant's service
     output_weight: Annotated[float, Meta(ge=0)] = 2.0  # of a generated token
     retry_share: Annotated[float, Meta(ge=0)] = 0.2  # failed attempts repeated at once, per first attempt

@@ -88,6 +88,9 @@ TABLE: Mapping[str, MetricSpec] = {
     "worker_slowdown": _gauge(
         "Times as long as it should that a decode worker takes for its steps; 1 where it is no outlier.", ("worker",)
     ),
+    "attempts_yielded": _counter(
+        "Attempts that gave their place to more urgent requests, or to those whose turn it was."
+    ),
     "attempts_moved": _counter("Attempts that were moved away from a decode worker that is slow."),
     "peers_lost": _counter("Processes that went, by why.", ("peer_role", "reason")),
     "heartbeat_age_seconds": _gauge("Age of the oldest last heartbeat of live processes.", ("peer_role",)),

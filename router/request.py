@@ -79,6 +79,8 @@ class QueueState:
     deadline: float | None = None  # when its wait ends, seconds; none while a worker has accepted it
     predicted_dequeue_at: float | None = None  # when its wait should end, seconds; none: it was not asked, or is over
     min_prefill_seconds: float | None = None  # that computing its prompt takes; none: it never had to wait
+    warm: int = 0  # eighths of its tokens that are cached, when last looked up, ...
+    warm_at: float = -inf  # ... which was then
     yielded: float | None = None  # when it gave its place to others; none: it has not, or has gone on since
     quota_tokens: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
     charged: float = 0.0  # to its tenant for its prompt

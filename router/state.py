@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from zlib import crc32
 
 from baton import messages
@@ -81,7 +82,7 @@ from router.prefix_pinning.worker_messages import PinMessageHandler
 from router.queueing.admission import AdmissionControl, ModelLimits
 from router.request import Attempt, Request, RequestPhase
 from router.requests.explain import Explanations, RequestRecord
-from router.requests.lifecycle import PageCounts, RequestCounts, RequestManager
+from router.requests.lifecycle import PageCounts, RequestCounts, RequestManager, cached_share
 from router.requests.slo_attainment import Objective, SloAttainment
 from router.requests.worker_messages import WorkerMessageHandler
 from router.role_changes import RoleChanges
@@ -122,6 +123,7 @@ class RouterStats:
     placed_split: int
     placed_local: int
     resends: int
+    yielded: int  # attempts that gave their place to other requests
     moved: int  # attempts taken from live workers that are slow
     slowdowns: Mapping[str, float]  # of live workers, by name: see `router.placement.slowness`
     prompt_tokens: int  # of finished requests
@@ -157,7 +159,8 @@ class RouterState:
         self._costs, self._slowness = FittedCosts(self._prediction_errors), Slowness()
         seed = crc32(me.incarnation.encode())
         placer = placer or policy_named(config.router.policy, seed=seed)
-        self._admission = AdmissionControl(config.router)
+        warmth = partial(cached_share, self._members, self._kv_index)
+        self._admission = AdmissionControl(config.router, warmth)
         self._explanations = Explanations(config.router.explain_requests)
         self._utilization = UtilizationMonitor()
         self._counts = RequestCounts()
@@ -682,6 +685,7 @@ class RouterState:
             placed_split=counts.split,
             placed_local=counts.local,
             resends=counts.resends,
+            yielded=counts.yielded,
             moved=counts.moved,
             slowdowns={m.peer.name: max(m.slowdown, m.pace) for m in self._members if m.peer.role == "decode"},
             prompt_tokens=counts.prompt_tokens,

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
@@ -76,14 +77,17 @@ class AdmissionControl:
     objective whether the queue will be served in time, and room in the queue (`router.queueing.waiting_queue`). A
     full queue sheds its least urgent request. A request that a worker has accepted once is never refused."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, warmth: Callable[[Request], float] | None = None) -> None:
+        """`warmth`: the share of a request's tokens that is cached now; None: the queue's order does without."""
         self._config = config
         self._token_weights = TokenWeights(config.cached_weight, config.output_weight)
         self._rate_limits = RateLimits(config.tenants)
         self._retry_budget = RetryBudget(config.retry_share, config.retries_per_s)
         self._fairness = TenantFairness(self._rate_limits.weight)
         self._late = Quantile(_LATE_IN_TIME, least=0.05)
-        self.queue = WaitingQueue(self._fairness, config.ageing_ms / 1_000)
+        self.queue = WaitingQueue(
+            self._fairness, config.ageing_ms / 1_000, warmth, patience=config.warm_first_ms / 1_000
+        )
         self.served = TokensServed()
         self.rejected: Counter[str] = Counter()  # by reason
         self._here: Counter[tuple[str, int]] = Counter()  # requests that have not ended, by tenant and level

@@ -11,6 +11,9 @@ Requests wait in lines, one for each level of urgency and tenant, oldest first. 
 3. Of those, the tenant that has been served least (`router.queueing.fairness`), and of its lines the one whose first
    request is the oldest, a level being worth `ageing` seconds.
 
+Within a line, requests with more of their tokens in caches go first, since pages may be evicted while they wait. Once
+the oldest has waited for `patience` seconds it is next, so no request is overtaken for longer.
+
 A request that has yielded its place waits like a new one from then on, but is never refused.
 
 Pure.
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from math import exp, inf
@@ -40,6 +43,8 @@ _FURTHEST = 10.0  # times the draining that was seen: so far ahead anything is s
 
 _LEAD = 5.0  # seconds of service, of all tenants together, that urgency may put a tenant ahead of its share
 _SAVINGS = 10.0  # seconds of its share that a tenant has left over at most, from when it asked for nothing
+_WINDOW = 8  # requests of a line that are looked up in caches
+_FRESH = 0.25  # seconds for which what was found holds
 _ROUGHLY = 2.0  # seconds: errors of forecasts are in proportion to these and the forecast
 _MOST_DOUBT = 0.8
 """Share of the time that a request may wait. A request with a shorter forecast is queued in any case; otherwise
@@ -67,10 +72,15 @@ class _TenantQueue:
 class WaitingQueue:
     """Requests without an attempt. It refuses no request itself."""
 
-    def __init__(self, fairness: TenantFairness, ageing: float) -> None:
-        """`ageing`: seconds of waiting that one level is worth."""
+    def __init__(
+        self, fairness: TenantFairness, ageing: float, warmth: Callable[[Request], float] | None = None,
+        patience: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`ageing`: seconds of waiting that one level is worth. `warmth`: the share of a request's tokens that is
+        cached now. `patience`: seconds for which warmer requests may go before an older one."""
         self._fairness = fairness
         self._ageing = ageing
+        self._warmth, self._patience = warmth, patience
         self._tenant_queues: dict[tuple[str, int, bool], _TenantQueue] = {}
         self._histories: dict[tuple[str, int], DrainHistory] = {}  # of newcomers' lines, by tenant and level
         self._places: dict[str, tuple[_TenantQueue, int, float]] = {}  # line, work and since when, by request
@@ -164,22 +174,35 @@ class WaitingQueue:
         if not self._tenant_queues:
             return  # most often: the order is asked for after every event
         top, leaders = self._top(), self._over_served_tenants()
-        heap = [(self._rank(line, 0, top, leaders, now), line, 0) for line in self._tenant_queues.values()]
+        heap: list[tuple[_Rank, _TenantQueue, list[Request]]] = []
+        for line in self._tenant_queues.values():
+            requests = self._by_warmth(line, now)[::-1]  # the next one last
+            heap.append((self._rank(line, requests[-1], top, leaders, now), line, requests))
         heapify(heap)  # ranks differ: each has its request's arrival
         while heap:
-            rank, line, index = heap[0]
-            if index < len(line.requests):
-                if (current := self._rank(line, index, top, leaders, now)) != rank:
-                    heapreplace(heap, (current, line, index))
+            rank, line, requests = heap[0]
+            request = requests[-1]
+            if request in self:
+                if (current := self._rank(line, request, top, leaders, now)) != rank:
+                    heapreplace(heap, (current, line, requests))
                     continue
-                request = line.requests[index]
                 yield request
-                if index < len(line.requests) and line.requests[index] is request:
-                    index += 1
-            if index < len(line.requests):
-                heapreplace(heap, (self._rank(line, index, top, leaders, now), line, index))
+            requests.pop()
+            if requests:
+                heapreplace(heap, (self._rank(line, requests[-1], top, leaders, now), line, requests))
             else:
                 heappop(heap)
+
+    def _by_warmth(self, line: _TenantQueue, now: float) -> list[Request]:
+        """The requests of a line in their order."""
+        oldest = line.requests[0]
+        if self._warmth is None or len(line.requests) == 1 or now - oldest.waits_since >= self._patience:
+            return line.requests.copy()
+        window = line.requests[:_WINDOW]
+        for request in window:
+            if now - request.queueing.warm_at >= _FRESH:
+                request.queueing.warm, request.queueing.warm_at = int(8 * self._warmth(request)), now
+        return sorted(window, key=lambda request: -request.queueing.warm) + line.requests[_WINDOW:]
 
     def first(self, now: float) -> Request | None:
         """Return the next request; none: the queue is empty."""
@@ -227,8 +250,14 @@ class WaitingQueue:
     def _due(self, request: Request) -> float:
         return request.waits_since + request.level * self._ageing
 
-    def _rank(self, line: _TenantQueue, index: int, top: int, leaders: frozenset[str], now: float) -> _Rank:
-        request = line.requests[index]
+    def turn_comes_before(self, request: Request, now: float) -> Request | None:
+        """Return the next request if it is at least as urgent as this one, which does not wait. None: there is none."""
+        following = self.first(now)
+        if following is None or following.goes_first or self._level(following, self._top(), now) <= request.level:
+            return following
+        return None
+
+    def _rank(self, line: _TenantQueue, request: Request, top: int, leaders: frozenset[str], now: float) -> _Rank:
         leads, level = False, 0
         if line.newcomers:
             leads, level = request.lowest or line.tenant in leaders, self._level(request, top, now)

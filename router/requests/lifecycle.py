@@ -403,6 +403,18 @@ class RequestManager:
         seconds = cost.seconds(all_rows, int(member.context + member.other_routers_context) + context)
         return seconds >= (1 + _SLOWER) * cost.seconds(urgent, int(tokens))
 
+    def may_yield(self, request: Request, now: float) -> None:
+        """Have a request that runs yield once it has had its class's quantum and others wait for room to decode."""
+        attempt, quantum = request.attempt, self._config.router.service_quantum.get(request.spec.priority)
+        if attempt is None or quantum is None or request.known - attempt.start < quantum or self._members.changes.room:
+            return
+        if (following := self._queue.turn_comes_before(request, now)) is None:
+            return
+        pages = -(-following.known // self._config.pages.page_size)
+        workers = self._members.schedulable("decode")
+        if not any(each.takes_sequences and each.free_pages - each.growth >= pages for each in workers):
+            self.give_way(request, f"it has generated {request.known - attempt.start} tokens, and others wait", now)
+
     def give_way(self, request: Request, why: str, now: float) -> None:
         """End the current attempt, so that others may have its place. The request waits for its turn as if it came now,
         and goes on with every token so far. No attempt is counted."""
@@ -755,6 +767,15 @@ class RequestManager:
             assert work == expected[member.incarnation], member.peer.name
             pending = {name for name in member.pending_prefills if not name.request.startswith(PIN)}
             assert pending == slots[member.incarnation], member.peer.name
+
+
+def cached_share(members: ClusterMembership, prefixes: KvIndex, request: Request) -> float:
+    """Return the share of a request's tokens whose pages some live holder has."""
+    if (card := members.card) is None or request.unscored:
+        return 0.0
+    request.derive_keys(card)
+    pages = max((match.pages for match in prefixes.match(request.keys).values()), default=0)
+    return min(1.0, pages * card.namespace.page_size / request.known)
 
 
 def pause_before(fruitless: int) -> float:

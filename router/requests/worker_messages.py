@@ -187,6 +187,8 @@ class WorkerMessageHandler:
             if began is not None and rest and request.history.attempts == 1:
                 self._scores.add("tpot", attempt.placement.tpot, (now - began) / rest)
             self._manager.end(request, Finished(delta.finish), now)
+        elif new:
+            self._manager.may_yield(request, now)
 
     def prompt_scored(self, request: Request, attempt: Attempt, event: messages.PromptLogprobs, now: float) -> None:
         """Emit what is new of the prompt's log-probabilities, once and in order."""

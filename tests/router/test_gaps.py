@@ -43,6 +43,36 @@ def test_a_request_that_runs_gives_way_and_goes_on_with_every_token() -> None:
     assert lab.end("batch").summary.served.attempts == 2
 
 
+def test_a_runaway_yields_once_others_wait_and_goes_on_with_the_same_tokens() -> None:
+    lab = with_router(service_quantum={0: 3})
+    decode = lab.join("decode", "decode-0")
+    lab.submit("long", max_tokens=20)
+    start(lab, decode, "long", 50, 51, 52, 53)
+    assert not lab.sent(msg.Cancel)  # no other request waits
+    lab.submit("other")
+    lab.say(decode, msg.Refused("other", 1, "busy"))
+    lab.tokens(decode, "long", 1, 14, 54)
+    assert lab.cancelled(decode, "long") == [1]
+    assert placed(lab)[2:] == ["other", "long"]
+    order = lab.decode
+    assert (order.attempt, len(order.tokens)) == (2, 4 * 15)
+    lab.say(decode, msg.Accepted("long", 2))
+    lab.tokens(decode, "long", 2, 15, 55, finish="stop")
+    assert lab.emitted("long") == [50, 51, 52, 53, 54, 55]
+    assert lab.end("long").summary.served.attempts == 2
+
+
+def test_a_class_without_a_quantum_never_yields() -> None:
+    lab = with_router(service_quantum={1: 3})
+    decode = lab.join("decode", "decode-0")
+    lab.submit("long", max_tokens=20)
+    start(lab, decode, "long", 50, 51, 52, 53)
+    lab.submit("other")
+    lab.say(decode, msg.Refused("other", 1, "busy"))
+    lab.tokens(decode, "long", 1, 14, 54)
+    assert not lab.sent(msg.Cancel)
+
+
 def test_while_others_wait_none_of_the_lowest_class_begins(lab: Lab) -> None:
     lab.submit("first")  # no worker is live
     of_lowest(lab, "batch")

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from baton.messages import LOWEST_CLASS
 from router.queueing.fairness import TenantFairness
 from router.queueing.waiting_queue import WaitingQueue
 from router.request import Request
@@ -11,6 +12,7 @@ from tests.router.model import submit
 from tests.support.thorough import automaton
 
 AGEING = 10.0
+PATIENCE = 4.0
 WEIGHTS = {"a": 1.0, "b": 1.0, "heavy": 4.0}
 
 
@@ -19,16 +21,26 @@ class Line:
 
     def __init__(self) -> None:
         self.fairness = TenantFairness(lambda tenant: WEIGHTS.get(tenant, 1.0))
-        self.queue = WaitingQueue(self.fairness, AGEING)
+        self.warm: dict[str, float] = {}  # the cached share of requests; of others 0
+        self.queue = WaitingQueue(self.fairness, AGEING, lambda request: self.warm.get(request.name, 0.0), PATIENCE)
         self.requests: dict[str, Request] = {}
+        self.arrivals = 0
         self.now = 0.0
 
     def comes(self, name: str, tenant: str = "", priority: int = 0, prompt: int = 100, begun: bool = False) -> Request:
         order = submit(name, prompt, tenant=tenant, priority=priority)
-        request = self.requests[name] = Request(order, len(self.requests), self.now)
+        self.arrivals += 1
+        request = self.requests[name] = Request(order, self.arrivals, self.now)
         request.history.ever_accepted = begun
         self.queue.add(request, self.now)
         return request
+
+    def yields(self, request: Request) -> None:
+        """A request that runs gives its place to others, as `RequestManager.give_way` has it."""
+        self.arrivals += 1
+        request.history.ever_accepted = True
+        request.arrival, request.queueing.yielded = self.arrivals, self.now
+        self.queue.add(request, self.now)
 
     def serve(self) -> str:
         """Serve the next request and charge its tenant for the prompt."""
@@ -52,6 +64,56 @@ class Line:
 @pytest.fixture
 def line() -> Line:
     return Line()
+
+
+def test_the_warmest_goes_first_until_an_older_one_has_waited_long_enough(line: Line) -> None:
+    line.warm = {"half": 0.5, "hot": 0.9, "other level": 1.0}
+    for name in ("old", "half", "hot"):
+        line.comes(name)
+    line.comes("other level", priority=1)
+    assert line.order() == ["hot", "half", "old", "other level"]
+    line.now = PATIENCE
+    assert line.order() == ["old", "half", "hot", "other level"]
+
+
+def test_what_is_warm_is_looked_up_again(line: Line) -> None:
+    for name in "abc":
+        line.comes(name)
+    assert line.order() == ["a", "b", "c"]
+    line.warm["b"] = 1.0
+    line.now = 1.0
+    assert line.order() == ["b", "a", "c"]
+
+
+def test_one_that_has_yielded_waits_behind_equal_ones_and_is_never_shed(line: Line) -> None:
+    long = line.comes("long")
+    assert line.serve() == "long"
+    line.comes("second")
+    line.comes("later", priority=1)
+    line.yields(long)
+    line.comes("third")
+    assert line.order() == ["second", "long", "third", "later"]
+    for _ in range(3):
+        last = line.queue.last(line.now)
+        assert last is not None
+        assert last is not long
+        line.queue.remove(last, line.now)
+    assert line.queue.last(line.now) is None
+    assert line.queue.turn_comes_before(long, line.now) is long
+
+
+def test_the_lowest_class_comes_after_every_tenants_requests(line: Line) -> None:
+    line.comes("batch", "a", priority=LOWEST_CLASS)
+    line.now = 100 * AGEING
+    line.charge("b", 10**6)
+    line.comes("low", "b", priority=LOWEST_CLASS - 1)
+    assert line.order() == ["low", "batch"]
+    assert not line.queue.only_lowest
+    last = line.queue.last(line.now)
+    assert last is not None
+    assert last.name == "batch"
+    assert line.serve() == "low"
+    assert line.queue.only_lowest
 
 
 def test_waiting_makes_urgent(line: Line) -> None:
@@ -212,6 +274,10 @@ def test_the_margin_follows_how_wrong_forecasts_were(line: Line) -> None:
     assert line.queue.safety_margin(other, 4.0, 10.0) == 0.0, "each line has its own"
 
 
+def first(request: Request) -> bool:
+    return request.history.ever_accepted and request.queueing.yielded is None and request.level < LOWEST_CLASS
+
+
 class Queues(RuleBasedStateMachine):
     """Whatever comes and goes: sums add up, and the order is what the rule says, worked out by sorting."""
 
@@ -224,9 +290,12 @@ class Queues(RuleBasedStateMachine):
         priority=st.integers(-10, 10),
         prompt=st.integers(1, 50),
         begun=st.booleans(),
+        warm=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
     )
-    def comes(self, tenant: str, priority: int, prompt: int, begun: bool) -> None:
-        request = self.line.comes(f"r{len(self.line.requests)}", tenant, priority, prompt, begun and prompt % 5 == 0)
+    def comes(self, tenant: str, priority: int, prompt: int, begun: bool, warm: float) -> None:
+        name = f"r{len(self.line.requests)}"
+        self.line.warm[name] = warm
+        request = self.line.comes(name, tenant, priority, prompt, begun and prompt % 5 == 0)
         self.line.queue.set_work(request, prompt // 2)
 
     @rule(index=st.integers(0, 100))
@@ -243,6 +312,12 @@ class Queues(RuleBasedStateMachine):
             request.history.ever_accepted = True
             self.line.queue.add(request, self.line.now)
 
+    @rule(index=st.integers(0, 100))
+    def yields(self, index: int) -> None:
+        requests = [r for r in self.line.requests.values() if r not in self.line.queue]
+        if requests:
+            self.line.yields(requests[index % len(requests)])
+
     @rule()
     def is_served(self) -> None:
         if len(self.line.queue):
@@ -258,25 +333,36 @@ class Queues(RuleBasedStateMachine):
         line.queue.validate()
         line.fairness.validate()
         waiting = [request for request in line.requests.values() if request in line.queue]
-        top = min((r.level for r in waiting if not r.history.ever_accepted), default=0)
+        top = min((r.level for r in waiting if not first(r)), default=0)
         leaders = line.queue._over_served_tenants()
 
+        def since(r: Request) -> float:
+            return r.submitted if r.queueing.yielded is None else r.queueing.yielded
+
         def rank(r: Request) -> tuple[object, ...]:
-            level = 0 if r.history.ever_accepted else max(top, r.level - int((line.now - r.submitted) / AGEING))
-            leads = not r.history.ever_accepted and r.spec.tenant in leaders
+            level = max(top, r.level - int((line.now - since(r)) / AGEING)) if r.level < LOWEST_CLASS else r.level
             return (
-                not r.history.ever_accepted,
-                leads,
-                level,
+                not first(r),
+                not first(r) and (r.level == LOWEST_CLASS or r.spec.tenant in leaders),
+                0 if first(r) else level,
                 line.fairness.counter(r.spec.tenant),
-                r.submitted + r.level * AGEING,
+                since(r) + r.level * AGEING,
                 r.arrival,
             )
 
         order = line.order()
         assert len(order) == len(line.queue) == sum(line.queue.levels().values())
+        lines: dict[tuple[object, ...], list[Request]] = {}
+        for request in sorted(waiting, key=lambda r: r.arrival):
+            lines.setdefault((request.spec.tenant, request.level, first(request)), []).append(request)
+        for requests in lines.values():
+            if line.now - since(requests[0]) < PATIENCE:
+                window = sorted(requests[:8], key=lambda r: -line.warm[r.name])
+                requests[:8] = window
+            names = {request.name for request in requests}
+            assert [name for name in order if name in names] == [request.name for request in requests]
         if waiting:
-            assert order[0] == min(waiting, key=rank).name
+            assert order[0] == min((requests[0] for requests in lines.values()), key=rank).name
         if (last := line.queue.last(line.now)) is not None:
             assert not last.history.ever_accepted
             assert line.queue.wait(last, line.now) >= 0

@@ -3,6 +3,7 @@
 import pytest
 
 from baton.errors import ConfigError
+from baton.messages import LOWEST_CLASS
 from deploy.load.workload import Lengths
 from simulator.cluster import SimulatedCluster
 from simulator.faults import Faults
@@ -35,6 +36,19 @@ def test_no_step_reads_a_wrong_page(layout: str, routers: int) -> None:
     assert world.ends > 3
     if "P" in layout:
         assert sum(store.state.stats(world.agenda.now).evictions for store in world.stores.values())
+
+
+@pytest.mark.parametrize("layout", ["2P+2D", "2D"])
+def test_requests_that_yield_go_on_with_the_same_tokens(layout: str) -> None:
+    """Every token of the checked cluster is compared with what the request would have got alone."""
+    settings: dict[str, object] = {"router__service_quantum": {0: 8, LOWEST_CLASS: 4}, "decode__kv_cache_bytes": "12MB"}
+    world = cluster(layout, seed=1, checked=True, **settings)
+    wishes = Wishes(max_tokens=100, priorities=((0, 1.0), (LOWEST_CLASS, 1.0)))
+    load = Random(30.0, Lengths("uniform", 200, 2_500), Lengths("uniform", 20, 60), groups=4, prefix=1_024)
+    measures = serve(world, load.arrivals(40, wishes, 1))
+    assert measures.ends == {"finished": 40}
+    (router,) = world.routers.values()
+    assert router.state.stats().yielded > 10
 
 
 def pages_of_a_transfer_are_swapped(patch: pytest.MonkeyPatch) -> None:
