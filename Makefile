@@ -15,7 +15,7 @@ PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator te
 
 # Tests of clusters of real processes that hold for every engine.
 EITHER := exact sampling failures preemption corruption parallel_sampling pinned_prefixes roles rolling_restart tiers hung \
-	two_routers nodes soak disconnects
+	two_routers nodes soak disconnects reload
 VLLM_TEST = BATON_TEST_ENGINE=vllm PYTEST_ADDOPTS='-W default' $(VLLM_VENV)/bin/python .ci/test.py --jobs 0
 
 .PHONY: setup demo test test-fast setup-vllm test-vllm test-vllm-quick vllm-changes soak-vllm check soak interop interop-quick prometheus smollm2 stubs

@@ -29,6 +29,12 @@ def read_optional(path: Path) -> dict[str, Any]:
     return read_object(path) if os.path.lexists(path) else {}
 
 
+def canonical(raw: Mapping[str, Any]) -> bytes:
+    """Return a config as JSON. Two copies of one model agree, wherever they lie and whichever release wrote them."""
+    fields = {key: value for key, value in raw.items() if key not in ("_name_or_path", "transformers_version")}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
 def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the model that writes text. The config of a model of several parts nests them."""
     nested: Any = raw.get("text_config")

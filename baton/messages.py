@@ -27,7 +27,7 @@ LOWEST_CLASS = 8
 """The priority of requests that fill gaps. No other is less urgent, and none more than its opposite."""
 MAX_NAME = 128  # characters
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MIXED = "mixed"  # as numerics of a namespace: its pages come from several classes of arithmetic
 KEY_BYTES = 16
 TOKEN_BYTES = 4
@@ -417,6 +417,13 @@ class ChangeRole(Message, frozen=True):
     role: WorkerRole
 
 
+class LoadWeights(Message, frozen=True):
+    """Replace the weights by those of the checkpoint in the directory `path`: a new incarnation around them, with other
+    page keys. All work of this incarnation, of every router, is dropped, and messages on their way to it are lost."""
+
+    path: str
+
+
 # --- workers → router ----------------------------------------------------------------------------------------------
 
 
@@ -572,8 +579,8 @@ class Snapshot(Message, frozen=True):
 # --- one union per direction ------------------------------------------------------------------------------------------
 
 ToAny: TypeAlias = Welcome | Rejected | RequestHello | RouterHeartbeat | StartTrace | StopTrace
-ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend | ChangeRole
-ToPrefill: TypeAlias = ToAny | Prefill | Cancel | ChangeRole
+ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend | ChangeRole | LoadWeights
+ToPrefill: TypeAlias = ToAny | Prefill | Cancel | ChangeRole | LoadWeights
 ToStore: TypeAlias = ToAny | PinPages | UnpinPages
 FromDecode: TypeAlias = (
     Hello | Heartbeat | Accepted | Refused | FetchIncomplete | Started | PromptLogprobs | Tokens | AttemptFailed

@@ -290,6 +290,16 @@ class SetRole(OperatorCall[Process], frozen=True):
     """Time after which its remaining requests move to other workers, by new attempts. None: 30,000."""
 
 
+class ReloadWeights(OperatorCall[None], frozen=True):
+    """Have all workers replace their weights by those of another checkpoint of the same model, without a restart. They
+    are given nothing new. Once all are empty, each loads and joins as a new incarnation. Requests wait meanwhile.
+    InvalidRequest for a checkpoint of another model."""
+
+    path: str  # of its directory, on every node with workers
+    patience_ms: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
+    """Time after which requests that still run end: those with tokens fail, others begin anew. None: 30,000."""
+
+
 class PinPrefix(OperatorCall[NewPin], frozen=True, kw_only=True):
     """Compute the full pages of a prefix, as far as they are missing, and pin them in the store of one node; answered
     once they are pinned. A connection that is closed before leaves no pin. Needs a prefill worker."""
@@ -326,6 +336,7 @@ CALLS: Mapping[type[OperatorCall[Any]], tuple[Method, str, Any]] = {
     Profile: ("POST", "/profile", TraceFile),
     Drain: ("POST", "/drain", Process),
     SetRole: ("POST", "/role", Process),
+    ReloadWeights: ("POST", "/reload_weights", None),
     PinPrefix: ("POST", "/pin", NewPin),
     Unpin: ("POST", "/unpin", None),
     ListPins: ("GET", "/pins", list[Pin]),

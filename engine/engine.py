@@ -18,7 +18,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from baton.errors import ModelError, NotEnoughMemory
+from baton.errors import ModelError, NotEnoughMemory, UnsupportedModel
 from baton.messages import AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.attention.torch_sdpa import TorchAttention
@@ -105,16 +105,27 @@ class Engine:
         self.tracer = Tracer()  # of the loop that runs the steps
         self._mask_threads = MaskThreads()
         self._sampler = sampler_for(pool.device)
-        self._model = Transformer(config, model_weights, TorchAttention(pool, layout, config.query_scale))
+        self._threads: ThreadPool | None = None
+        library = build.library() if native and forward.runs(config, model_weights, pool, threads) else None
+        if library is not None:
+            self._threads = ThreadPool(library, threads)
+            self.numerics = numerics.probe(library)
         self._cuda: _Cuda | None = None
+        self._compute_with(model_weights)
         if on_cuda:
             launcher = self._launcher(CudaStreams(pool.device))
             self._cuda = _Cuda(CudaCopies(self.pages.bytes), launcher, StepWatch())
+
+    def _compute_with(self, model_weights: ModelWeights) -> None:
+        """Take these weights in the place of those before."""
+        config, layout, pool = self.config, self.layout, self.pool
+        self._dtype = model_weights.embedding.dtype
+        self._model = Transformer(config, model_weights, TorchAttention(pool, layout, config.query_scale))
         self._native: forward.NativeForward | None = None
-        if native and forward.runs(config, model_weights, pool, threads) and (library := build.library()) is not None:
-            pool_of_threads = ThreadPool(library, threads)
-            self._native = forward.NativeForward(library, pool_of_threads, config, model_weights, layout, pool)
-            self.numerics = numerics.probe(library)
+        if self._threads is not None and (library := build.library()) is not None:
+            self._native = forward.NativeForward(library, self._threads, config, model_weights, layout, pool)
+        if self._cuda is not None:
+            self._cuda = self._cuda._replace(launcher=self._launcher(CudaStreams(pool.device)))
 
     @classmethod
     def load(
@@ -151,7 +162,7 @@ class Engine:
             raise NotEnoughMemory(f"the weights don't fit into {device}: {error}") from error
         torch.cuda.empty_cache()  # what stacking parts of the weights has needed; nothing on a CPU
 
-        fingerprint = loaded.fingerprint if kind == layout.dtype else _rounded(loaded.fingerprint, kind)
+        fingerprint = _fingerprint(loaded.fingerprint, kind, layout)
 
         def with_pages(count: int) -> Engine:
             pool = _make_pool(count, layout, device)
@@ -215,6 +226,20 @@ class Engine:
         self._alarm = alarm
         if self._cuda is not None:
             self._cuda.watch.alarm = alarm
+
+    def reload(self, path: Path) -> None:
+        """Replace the weights by those of another checkpoint of the same model. The old ones go first, so
+        that both need not fit into memory. Raises ModelError; nothing but `close` is called then."""
+        device, spec = self.pool.device, load_spec(path)
+        if spec.canonical != self.config.canonical:
+            raise UnsupportedModel(f"config.json in {path} is of another model than the one that is served")
+        maker = linear_maker(self.device)
+        weights.check(path, spec, self._dtype, maker)
+        del self._model, self._native
+        loaded = weights.load(path, spec, self._dtype, device, self.has_lm_head, maker)
+        self._compute_with(loaded.weights)
+        self.fingerprint = _fingerprint(loaded.fingerprint, str(self._dtype).removeprefix("torch."), self.layout)
+        _give_back()
 
     def close(self) -> None:
         """Nothing is beside this process; its end gives the device back."""
@@ -347,9 +372,11 @@ def layout_of(config: ModelSpec, dtype: str, page_size: int, kv_cache_dtype: str
     return PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, held)
 
 
-def _rounded(fingerprint: bytes, dtype: str) -> bytes:
-    """The name of a model whose K and V are computed in another dtype than its pages hold: they differ by more than
+def _fingerprint(fingerprint: bytes, dtype: str, layout: PageLayout) -> bytes:
+    """The name of a model that is computed in `dtype`. If its pages hold another one, K and V differ by more than
     rounding from those that were computed in the pages' own."""
+    if dtype == layout.dtype:
+        return fingerprint
     return hashlib.blake2b(fingerprint + dtype.encode(), digest_size=len(fingerprint)).digest()
 
 

@@ -92,6 +92,14 @@ class SetRole(Struct, frozen=True):
     patience: float
 
 
+class ReloadWeights(Struct, frozen=True):
+    """The operator's wish that all workers replace their weights. They are given nothing new; what they have after
+    `patience` seconds is lost."""
+
+    path: str  # of the checkpoint's directory
+    patience: float
+
+
 class ClientGone(Struct, frozen=True):
     """The client of this request, or of this pin, has gone."""
 
@@ -138,6 +146,7 @@ RouterEvent: TypeAlias = (
     | StopProfile
     | DrainWorker
     | SetRole
+    | ReloadWeights
     | ClientGone
     | StopMatched
     | MessageReceived

@@ -184,6 +184,11 @@ class MemberRecord:
         self.busy_since = self.assigned[name].sequence
         self.mark_changed()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no work, of any router."""
+        return not (self.assigned or self.pending_prefills or self.other_routers_requests)
+
     def clear_busy(self) -> None:
         self.busy_since = None
         self.mark_changed(room=True)
@@ -252,6 +257,7 @@ class ClusterMembership:
         self._gone: dict[str, MemberRecord] = {}  # by name, until replaced
         self._known: dict[str, _LinkCounter] = {}  # by incarnation, oldest first
         self._met = 0
+        self.reloading: set[str] = set()  # incarnations that are to end: the weights that they serve are replaced
         self.lost: Counter[tuple[Role, GoneReason]] = Counter()  # processes that went, since the start
         self.changes = ClusterChanges()
 
@@ -317,8 +323,9 @@ class ClusterMembership:
 
     @property
     def card(self) -> ModelCard | None:
-        """The model that is served: that of the first live worker."""
-        return next((member.hello.model for member in self._live.values() if member.hello.model), None)
+        """The model that is served: that of the first live worker whose weights stay."""
+        staying = (member for member in self._live.values() if member.incarnation not in self.reloading)
+        return next((member.hello.model for member in staying if member.hello.model), None)
 
     @property
     def longest_context(self) -> int | None:

@@ -84,6 +84,10 @@ class RoleChanges:
         change = self._changes.get(incarnation)
         return None if change is None else change.role
 
+    def call_off(self) -> None:
+        """End all changes. The workers go on as they are."""
+        self._changes.clear()
+
     def settle(self, now: float) -> None:
         """Tell those that are empty, or whose time is up: call when an event has been handled."""
         for incarnation, change in list(self._changes.items()):
@@ -99,7 +103,7 @@ class RoleChanges:
                 self._out.log(
                     f"{member.peer.name} stays a decode worker: there is no other now", warning=True, kind="role kept"
                 )
-            elif now >= change.last_order + self._again and (now >= change.until or _is_empty(member)):
+            elif now >= change.last_order + self._again and (now >= change.until or member.is_empty):
                 self._manager.move_work_off(member, now)
                 self._out.send(incarnation, ChangeRole(change.role))
                 change.last_order = now
@@ -143,7 +147,3 @@ class RoleChanges:
     def _is_last(self, member: MemberRecord) -> bool:
         """Whether no other decode worker takes work."""
         return member.peer.role == "decode" and all(other is member for other in self._members.schedulable("decode"))
-
-
-def _is_empty(member: MemberRecord) -> bool:
-    return not (member.assigned or member.pending_prefills or member.other_routers_requests)

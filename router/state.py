@@ -53,6 +53,7 @@ from router.events import (
     MessageReceived,
     PinPrefix,
     ProfileProcess,
+    ReloadWeights,
     RouterCommand,
     RouterEvent,
     SetRole,
@@ -86,6 +87,7 @@ from router.requests.lifecycle import PageCounts, RequestCounts, RequestManager,
 from router.requests.slo_attainment import Objective, SloAttainment
 from router.requests.worker_messages import WorkerMessageHandler
 from router.role_changes import RoleChanges
+from router.weight_change import WeightChange
 
 _SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
 
@@ -189,12 +191,13 @@ class RouterState:
         self._role_changes = RoleChanges(
             config, self._members, self._costs, self._manager, self._utilization, self._out
         )
+        self._weight_change = WeightChange(config, self._members, self._manager, self._pinner, self._out)
         self._next_beat = float("-inf")
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
         """Take one event and return the commands, in order. Raises InvalidRequest for a GenerationRequest with a name
-        in use and for an impossible DrainWorker or SetRole. Raises PinNotFound for an UnpinPrefix without a pin. Raises
-        ProcessNotFound where a ProfileProcess, DrainWorker or SetRole names no live process."""
+        in use and for an impossible DrainWorker, SetRole or ReloadWeights. Raises PinNotFound for an UnpinPrefix that
+        has no pin. Raises ProcessNotFound where a ProfileProcess, DrainWorker or SetRole names no live process."""
         match event:
             case MessageReceived(envelope=envelope):
                 self._message_received(envelope, now)
@@ -216,7 +219,12 @@ class RouterState:
             case DrainWorker():
                 self._drain(event, now)
             case SetRole():
+                if self._weight_change.under_way:
+                    raise InvalidRequest("all workers load new weights; ask again once they serve")
                 self._role_changes.ask(event, self._worker(event.worker), now)
+            case ReloadWeights():
+                self._weight_change.ask(event, now)
+                self._role_changes.call_off()
             case ClientGone(request=name, why=why):
                 self._pinner.abandon(name, why)
                 if (request := self._manager.find(name)) is not None:
@@ -230,6 +238,7 @@ class RouterState:
                 self._manager.shut(now)
                 self._pinner.shut()
         self._role_changes.settle(now)
+        self._weight_change.settle(now)
         self._manager.place_waiting(now)
         self._pinner.start_waiting(now)
         return self._out.take()

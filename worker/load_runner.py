@@ -41,6 +41,19 @@ def load(config: Config, role: WorkerRole) -> Runner:
     return _vllm(config, role, device) if choice.engine == "vllm" else _native(config, role)
 
 
+def reload(runner: Runner, config: Config, role: WorkerRole) -> Runner:
+    """Return a runner with the weights in `model.path`, which are others of the same model. The one before is not to be
+    called any more. Raises as `load` does.
+
+    vLLM's process is replaced, and not told to load them in place. On a CPU vLLM 0.32 keeps packed copies of some old
+    weights then: of experts, and of an output head that is the embedding."""
+    if isinstance(runner, Engine):
+        runner.reload(hub.resolve(config.model.path))
+        return runner
+    runner.close()
+    return load(config, role)
+
+
 def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
     """vLLM in a child process. On a GPU whose pool has no size of its own, vLLM finds out how many pages fit."""
     own, page_size = config.worker(role), config.pages.page_size

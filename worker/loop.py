@@ -29,6 +29,7 @@ from baton.messages import (
     ChangeRole,
     Heartbeat,
     Hello,
+    LoadWeights,
     ModelCard,
     Namespace,
     Peer,
@@ -126,6 +127,7 @@ class WorkerLoop:
         self._role: WorkerRole = role
         self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
         self.next_role: WorkerRole | None = None  # what a router wants this process to be from now on
+        self.next_weights = ""  # and the checkpoint whose weights it is to load
         self.runner = runner
         mixed = config.model.numerics == MIXED
         namespace = _namespace(runner, config.pages.page_size, MIXED if mixed else runner.numerics)
@@ -225,13 +227,30 @@ class WorkerLoop:
     def serve(
         self, scheduler: WorkerScheduler, samples: Callable[[], Mapping[str, Sample]], stop: threading.Event
     ) -> None:
-        """Serve until `stop` is set or a router wants another role. `samples`: the scheduler's metrics."""
+        """Serve until `stop` is set or a router wants another role or weights. `samples`: the scheduler's metrics."""
         self._scheduler = scheduler
-        while not (stop.is_set() or self.next_role):
+        while not (stop.is_set() or self.next_role or self.next_weights):
             self.metrics.loop_turned()
             with self.tracer.turn():
                 self._turn(samples)
         self._let_steps_end()
+
+    def load_weights(self, load: Callable[[], Runner]) -> Runner:
+        """Return what `load` returns. Heartbeats go on meanwhile, so routers don't take the worker for dead. Raises as
+        `load` does."""
+        loaded = threading.Event()
+
+        def beat() -> None:
+            while not loaded.wait(_IDLE):
+                self._heartbeat()
+
+        beating = threading.Thread(target=beat, name="beats", daemon=True)
+        beating.start()
+        try:
+            return load()  # on this thread: with the one that starts it, a runner's process ends
+        finally:
+            loaded.set()
+            beating.join()
 
     def _let_steps_end(self) -> None:
         """Wait for what was launched ahead: it writes to pages that the next role may lend. Raises DeviceLost."""
@@ -336,6 +355,9 @@ class WorkerLoop:
                     self.tracer.stop(mark)
                 case RouterMessage(message=ChangeRole(role=role)):
                     self._change_role(role)
+                case RouterMessage(message=LoadWeights(path=path)):
+                    of_peers.info("loads the weights of %s; all work here is forgotten", path)
+                    self.next_weights = path
                 case _:
                     yield event
         yield Tick(paused)

@@ -1,16 +1,20 @@
 """A worker's life: the model is loaded once, and what is served around it may change.
 
-    load ──▶ incarnation, prefill ──ChangeRole──▶ incarnation, decode ──ChangeRole──▶ …
+    load ──▶ incarnation, prefill ──ChangeRole──▶ incarnation, decode ──LoadWeights──▶ incarnation, decode ──▶ …
 
-Each role is a new incarnation: whatever is still on its way to the one before is dropped, as after a restart, and
-routers hear of it as of any process that joins. Only what is dear stays: the weights, the page pool with the size that
-it was given at the start, the engine's threads. What the pool held is forgotten.
+Each role, and each change of weights, is a new incarnation. Whatever is still on its way to the one before is dropped,
+as after a restart. Routers hear of it as of any process that joins. Only what is dear stays: the weights of a worker
+that changes its role, the page pool with the size that it was given at the start, the engine's threads. What the pool
+held is forgotten.
 """
 
 import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
 
 from baton.config import Config
 from baton.errors import DeviceLost
@@ -20,7 +24,7 @@ from baton.process import settle
 from baton.samples import Sample
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
 from prefill_worker.scheduler import PrefillScheduler, PrefillStats
-from worker.load_runner import load
+from worker.load_runner import load, reload
 from worker.loop import WorkerLoop
 
 log = logging.getLogger(__name__)
@@ -39,7 +43,8 @@ def run(
     is this node's address. Raises ModelError, NotEnoughMemory or StartupError when it can't start, and DeviceLost when
     its device does nothing more for this process."""
     serves: WorkerRole | None = role
-    with contextlib.closing(load(config, role)) as runner:
+    with contextlib.ExitStack() as held:
+        runner = held.enter_context(contextlib.closing(load(config, role)))
         while serves is not None:
             with WorkerLoop(config, serves, name, node, routers, host, runner) as worker:
                 settle()
@@ -49,7 +54,17 @@ def run(
                 except DeviceLost as error:
                     log.error("this process ends and must be replaced: %s", error)
                     raise
-                serves = None if stop.is_set() else worker.next_role
+                if worker.next_weights and not stop.is_set():
+                    held.pop_all()  # `reload` takes it over
+                    runner = worker.load_weights(
+                        partial(reload, runner, _with_model(config, worker.next_weights), role)
+                    )
+                    held.enter_context(contextlib.closing(runner))
+                serves = None if stop.is_set() else worker.next_role or serves
+
+
+def _with_model(config: Config, path: str) -> Config:
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
 
 
 def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) -> None:

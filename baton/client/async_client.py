@@ -180,6 +180,13 @@ class AsyncClient:
         """
         return await self.ask(api.SetRole(worker, role, None if patience is None else round(patience * 1_000)), timeout)
 
+    async def reload_weights(self, path: str, *, patience: float | None = None, timeout: float = 5.0) -> None:
+        """Begin to replace the weights of all workers by those of another checkpoint. Raises BatonError.
+
+        After `patience` seconds (None: the router's default) requests that have tokens fail.
+        """
+        await self.ask(api.ReloadWeights(path, None if patience is None else round(patience * 1_000)), timeout)
+
     async def pin_prefix(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[PinOptions]
     ) -> api.NewPin:

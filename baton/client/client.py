@@ -157,6 +157,7 @@ class Client:
     stop_profile = _blocking(AsyncClient.stop_profile)
     drain = _blocking(AsyncClient.drain)
     set_role = _blocking(AsyncClient.set_role)
+    reload_weights = _blocking(AsyncClient.reload_weights)
     pin_prefix = _blocking(AsyncClient.pin_prefix)
     unpin = _blocking(AsyncClient.unpin)
     pins = _blocking(AsyncClient.pins)

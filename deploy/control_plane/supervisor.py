@@ -114,6 +114,13 @@ class Supervisor:
             log.info("scale: %d prefill, %d decode", prefill, decode)
             self._keep(msgspec.structs.replace(self._desired, scale=ClusterScale(prefill, decode)))
 
+    def reload(self, path: str) -> None:
+        """Start workers with the weights in the directory `path` from now on. A router tells those that run."""
+        with self._lock:
+            config = self._desired.config
+            model = msgspec.structs.replace(config.model, path=path, served_model_name=config.model.served_names)
+            self._keep(msgspec.structs.replace(self._desired, config=msgspec.structs.replace(config, model=model)))
+
     # --- one cycle ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:

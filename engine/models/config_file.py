@@ -4,12 +4,12 @@ A value that makes no sense raises ModelError, a setting that this engine can't 
 a setting silently ignored is a model that answers wrongly.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.checkpoint_files import canonical
 from baton.errors import ModelError, UnsupportedModel
 from engine.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 
@@ -150,7 +150,7 @@ class ConfigFile:
             layers=layers,
             tied_embeddings=self.flag("tie_word_embeddings", tied),
             dtype=self._dtype(),
-            canonical=_canonical(self.raw),
+            canonical=canonical(self.raw),
             **features,
         )
 
@@ -219,9 +219,3 @@ def _longrope(own: ConfigFile, theta: float, original: int, rotated: int, pairs:
         attention_factor=own.positive("attention_factor", derived),
         factors=tuple(float(each) for each in factors),
     )
-
-
-def _canonical(raw: Mapping[str, Any]) -> bytes:
-    """Two copies of one model must agree whatever path they were loaded from and whichever release wrote them."""
-    fields = {key: value for key, value in raw.items() if key not in ("_name_or_path", "transformers_version")}
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import msgspec
 
-from baton.checkpoint_files import read_object, read_optional, text_settings
+from baton.checkpoint_files import canonical, read_object, read_optional, text_settings
 from baton.checkpoints import hub
 from baton.config import ApiConfig, ModelConfig
 from baton.errors import ContextTooLong, InvalidRequest, ModelError, ModelMismatch, ModelNotFound, shown
@@ -86,6 +86,7 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # further names that a request may use
     adapters: Mapping[str, str] = field(default_factory=dict[str, str])  # LoRA adapters by name: their directories
     folder: Path | None = None  # of its files
+    config: bytes = b""  # `baton.checkpoint_files.canonical`
     chat_format: ChatFormat = NO_FORMAT  # how it writes reasoning
     tool_format: ChatFormat = NO_FORMAT  # the same, and tool calls, where its prompt shows tools
     json_whitespace: int = ApiConfig().json_whitespace  # most characters in one place of JSON by a schema
@@ -128,7 +129,8 @@ class ServedModel:
 def load(config: ModelConfig) -> ServedModel:
     """Read the model's files. Raises ModelNotFound or ModelError."""
     folder = _folder(config.path)
-    settings = text_settings(read_object(folder / "config.json"))
+    raw = read_object(folder / "config.json")
+    settings = text_settings(raw)
     limits = ModelLimits(_count(settings, "vocab_size"), _count(settings, "max_position_embeddings"))
     generation = read_optional(folder / "generation_config.json")
     of_tokenizer = None if config.skip_tokenizer_init else tokenizer_folder(folder)
@@ -157,6 +159,7 @@ def load(config: ModelConfig) -> ServedModel:
         tool_format=with_tools,
         tokenizer_file=of_tokenizer / "tokenizer.json" if of_tokenizer else None,
         folder=folder,
+        config=canonical(raw),
         notes=(*notes, *odd),
         token_cache=TokenCache(tokenizer, tokenizer.borders(written)) if tokenizer else None,
     )

@@ -268,6 +268,11 @@ class PrefixPinner:
             prefix.gives_up_at = now + self._config.router.queue_timeout_ms / 1_000
         self._waiting[prefix.name] = prefix
 
+    def renew(self, now: float) -> None:
+        """Make all anew: the model is being replaced, and its pages are of no use."""
+        for prefix in self.prefixes.values():
+            self.wait(prefix, now, now)
+
     def _withdraw(self, prefix: PinnedPrefix) -> None:
         """Withdraw the current attempt from every process involved."""
         self._waiting.pop(prefix.name, None)

@@ -21,6 +21,22 @@ def pid_of(machine: Machine, name: str) -> int | None:
     return next(process["pid"] for process in machine.status()["processes"] if process["name"] == name)
 
 
+def is_live(machine: Machine, name: str) -> int | None:
+    """Return the pid of a process that is live."""
+    listed = machine.status()["processes"]
+    return next((one["pid"] for one in listed if one["name"] == name and one["state"] == "live"), None)
+
+
+OTHER = "/tmp/other"
+NEW_WEIGHTS = f"""
+import pathlib, shutil
+from safetensors.torch import load_file, save_file
+shutil.copytree("{MODEL}", "{OTHER}")
+(file,) = pathlib.Path("{OTHER}").glob("*.safetensors")
+save_file({{name: tensor.flip(0) for name, tensor in load_file(file).items()}}, file)
+"""
+
+
 def test_a_day_with_a_cluster(machine: Machine):
     up = machine.up("--prefill", 1, "--decode", 1)
     assert up.status == 0, up
@@ -60,6 +76,16 @@ def test_a_day_with_a_cluster(machine: Machine):
     }
     assert names(machine) == {"router", "store-0", "decode-0", "decode-1"}
     assert machine.generate("The router carries the prompt", *GREEDY)["token_ids"] == first["token_ids"]
+
+    assert machine.run(sys.executable, "-c", NEW_WEIGHTS).status == 0
+    assert machine.baton("reload", OTHER, "--json").json == {"checkpoint": OTHER, "done": True, "left": []}
+    other = machine.generate("The router carries the prompt", *GREEDY)["token_ids"]
+    assert other != first["token_ids"]
+    for name in ("decode-0", "decode-1"):  # the supervisor replaces them with the new weights
+        dead = pid_of(machine, name)
+        machine.kill(dead)
+        machine.wait(f"{name} is back", lambda name=name, dead=dead: is_live(machine, name) not in (None, dead))
+    assert machine.generate("The router carries the prompt", *GREEDY)["token_ids"] == other
 
     assert machine.baton("down").status == 0
     assert machine.left_behind() == []

@@ -7,7 +7,7 @@ with the server. The server ends with the test worker. Tests of a command line o
 `deploy.local.launch`, and so do processes behind a command prefix. `tests/cluster` starts all processes as users do.
 
 Where vLLM is installed the server has imported it, too. It forks vLLM processes for runners of the test worker itself.
-Each worker of a cluster forks a process at its own start that waits to become its vLLM: a child of the worker, as
+Each worker of a cluster forks processes at its own start that wait to become its vLLM: children of the worker, as
 outside of tests.
 """
 
@@ -35,6 +35,7 @@ _VLLM_CHILD = "engine.vllm_runner.child"
 _HAS_VLLM = importlib.util.find_spec("vllm") is not None
 _VLLM = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.plugins")
 """What takes vLLM ten seconds to import."""
+LOADS = "BATON_TEST_LOADS"  # variable of the environment: how often a worker loads a model with vLLM; else once
 _MESSAGE = 1 << 20  # bytes of an order at most
 
 
@@ -148,24 +149,29 @@ def _become(parent: int, order: Mapping[str, Any], fds: Sequence[int]) -> None:
     child.run(parent, argv)
 
 
-def _prepare_vllm() -> None:
-    """Fork the process that this worker will run vLLM in, and have the worker take it."""
+def _prepare_vllm(loads: int) -> None:
+    """Fork the processes that this worker will run vLLM in, and have the worker take them."""
     from engine.vllm_runner.runner import VllmRunner
 
     worker = os.getpid()
-    ours, theirs = _pair()
-    pid = os.fork()
-    if not pid:
-        ours.close()
-        order, fds = _order(theirs)
+    waiting: list[tuple[socket.socket, int]] = []
+    for _ in range(loads):
+        ours, theirs = _pair()
+        pid = os.fork()
+        if not pid:
+            for link in (ours, *(link for link, _ in waiting)):
+                link.close()
+            order, fds = _order(theirs)
+            theirs.close()
+            _become(worker, order, fds)
+            sys.exit()
         theirs.close()
-        _become(worker, order, fds)
-        sys.exit()
-    theirs.close()
-    VllmRunner.launch_child = staticmethod(partial(_wake_vllm, ours, pid))
+        waiting.append((ours, pid))
+    VllmRunner.launch_child = staticmethod(partial(_wake_vllm, waiting))
 
 
-def _wake_vllm(link: socket.socket, pid: int, fd: int, environment: Mapping[str, str]) -> ForkedProcess:
+def _wake_vllm(waiting: list[tuple[socket.socket, int]], fd: int, environment: Mapping[str, str]) -> ForkedProcess:
+    link, pid = waiting.pop()
     order = {"argv": [_VLLM_CHILD], "environ": dict(environment), "folder": str(Path.cwd())}
     with link:
         socket.send_fds(link, [json.dumps(order).encode()], [fd])
@@ -183,7 +189,7 @@ def _main() -> None:
         os.dup2(opened, number)
         os.close(opened)
     if order["argv"][0] == "worker" and _HAS_VLLM:
-        _prepare_vllm()
+        _prepare_vllm(int(order["environ"].get(LOADS, 1)))
     _become(server, order, fds)
 
 

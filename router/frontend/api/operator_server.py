@@ -30,6 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton import operator_port
+from baton.checkpoint_files import canonical, read_object
 from baton.client import AsyncClient
 from baton.clock import Clock
 from baton.config import Config
@@ -37,6 +38,7 @@ from baton.errors import (
     BatonError,
     DeadlineExpired,
     InvalidRequest,
+    ModelError,
     Overloaded,
     PermissionDenied,
     PinNotFound,
@@ -64,6 +66,7 @@ from baton.operator_api import (
     OperatorCall,
     PinPrefix,
     Profile,
+    ReloadWeights,
     SetRole,
     Status,
     TraceFile,
@@ -280,6 +283,11 @@ class OperatorCalls:
                 patience = PATIENCE if call.patience_ms is None else call.patience_ms / 1_000
                 driver.handle(events.SetRole(call.worker, call.role, patience))
                 return views.process(self._view(call.worker))
+            case ReloadWeights():
+                await ask(call)
+                patience = PATIENCE if call.patience_ms is None else call.patience_ms / 1_000
+                driver.handle(events.ReloadWeights(call.path, patience))
+                return None
             case events.PinPrefix():
                 return await driver.pin_prefix(call)
             case Unpin():
@@ -355,6 +363,8 @@ async def _ask_none(call: object) -> list[Any]:
 
 def checked(call: OperatorCall[Any], model: ServedModel, now: float) -> OperatorCall[Any] | events.PinPrefix:
     """Return a call as it is carried out. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
+    if isinstance(call, ReloadWeights):
+        check_reload(Path(call.path), model)
     if not isinstance(call, PinPrefix):
         return call
     model.check(call.model)
@@ -372,6 +382,20 @@ def checked(call: OperatorCall[Any], model: ServedModel, now: float) -> Operator
         adapter=model.adapter_of(call.model),
         deadline=now + seconds,
     )
+
+
+def check_reload(path: Path, model: ServedModel) -> None:
+    """Raise InvalidRequest unless `path` holds a checkpoint of the served model."""
+    if not path.is_absolute():
+        raise InvalidRequest(f"path is {shown(str(path))!r}; give the absolute path of a checkpoint's directory")
+    try:
+        config = canonical(read_object(path / "config.json"))
+    except ModelError as error:
+        raise InvalidRequest(str(error)) from None
+    if config != model.config:
+        raise InvalidRequest(
+            f"config.json in {shown(str(path))} is of another model than the served one; start a cluster with it"
+        )
 
 
 def _prompt(call: PinPrefix, model: ServedModel) -> Sequence[int]:
