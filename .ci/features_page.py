@@ -61,6 +61,9 @@ TECHNIQUES = (
     Technique("Draws as a function of seed and position", "Gumbel-max", "engine/sampling"),
     Technique("Structured output", "llguidance", "engine/sampling"),
     Technique("Forced tokens without a step", "SGLang's jump forward", "engine/sampling"),
+    Technique(
+        "Speculation by n-grams, token-identical", "Saxena, 2023; Daliri et al., 2024", "decode_worker/speculation.py"
+    ),
     Technique("Known tokens of a chat are not tokenized again", "ours", "router/frontend"),
     Technique("Steps launched ahead", "SGLang's overlap scheduler; vLLM", "worker/loop.py"),
     Technique("Sliding windows", "Mistral 7B, 2023", "decode_worker"),

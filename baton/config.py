@@ -141,6 +141,9 @@ class ModelConfig(_Section, frozen=True):
     numerics: Literal["exact", "mixed"] = (
         "exact"  # workers whose arithmetic gives other bits: exact refuses them; mixed: tokens may depend on the path
     )
+    speculation: Literal["auto", "off", "ngram"] = (
+        "auto"  # proposes tokens, which steps verify; auto: ngram where exact
+    )
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property

@@ -480,6 +480,8 @@ class Delta(Struct, frozen=True, omit_defaults=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     computed: Count = 0  # prompt tokens that this worker computed itself; said with the first delta of an attempt
+    verified: Count = 0  # proposals of this attempt so far that steps have verified
+    accepted: Count = 0  # and of those the right ones
 
 
 class Tokens(Message, frozen=True):

@@ -187,6 +187,8 @@ class ExplainedAttempt(Struct, frozen=True):
     hops: Mapping[str, float]  # milliseconds to placed, accepted, …, ended, as far as they were reached
     notes: list[str]  # refusals and similar events that did not end the attempt
     ended_because: str  # "": it is open, or the request ended with it
+    proposals_verified: int = 0  # tokens proposed by speculation, which the decode worker's steps verified
+    proposals_accepted: int = 0
 
 
 class Explanation(Struct, frozen=True):

@@ -6,7 +6,7 @@ under way. A page given back then is in limbo until these have ended (`kvstore.c
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -43,10 +43,12 @@ from baton.waits import WaitEdge
 from decode_worker.admission import SequenceAdmission
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
 from decode_worker.page_fetches import PageFetches
+from decode_worker.proposers import Proposer
 from decode_worker.request_reader import RequestReader
 from decode_worker.sequence import ChunkUnderWay, Sequence, SequencePhase
 from decode_worker.sequence_pages import SequencePages
 from decode_worker.sliding_window import SlidingWindow
+from decode_worker.speculation import Speculation, SpeculationStats, accepted
 from decode_worker.step_budget import DecodeRows
 from decode_worker.step_planner import StepPlanner, rows_of
 from decode_worker.write_through import WriteThrough
@@ -91,6 +93,7 @@ class DecodeStats:
     pages_differing: int
     writes_refused: int
     growth_reserve: int  # pages to keep free for what the present sequences are going to take
+    speculation: SpeculationStats
     load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
 
 
@@ -113,6 +116,7 @@ class DecodeScheduler:
         adapters: Items[str] = (),
         recompute_share: float = 0.0,
         fixed_borders: bool = False,
+        proposer: Callable[[], Proposer] | None = None,
     ) -> None:
         """`growth_reserve`: the rule for admission, the learned one by default. `calibration`: steps that were run
         before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it would
@@ -120,7 +124,8 @@ class DecodeScheduler:
         `copies_overlap`: copies are made beside steps, and delay none. `window`: the positions that no layer of the
         model looks beyond, a token's own included; none: some layer attends to all. `adapters`: digests of those that
         orders may name. `recompute_share`: part of the pages that is checked. `fixed_borders`: see
-        `engine.runner.Runner`."""
+        `engine.runner.Runner`. `proposer`: makes those of sequences; none: nothing is proposed. No step may be planned
+        while one with proposals runs."""
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
@@ -133,6 +138,7 @@ class DecodeScheduler:
         self._admission = SequenceAdmission(self._pages.blocks, growth_reserve or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
         self._planner = StepPlanner(config, page_size, calibration, fixed_borders=fixed_borders)
+        self._speculation = Speculation(proposer, self._planner.costs, self._pages, page_size) if proposer else None
         leases = itertools.count(1)
         self._fetches = PageFetches(self._pages.blocks, leases, page_size)
         self._write_through = WriteThrough(self._pages.blocks, leases, page_size)
@@ -401,6 +407,8 @@ class DecodeScheduler:
         if self._under_way and self._must_await():
             return {}
         plan = self._planner.plan(self._sequences.values(), now)
+        if self._speculation is not None:
+            self._speculation.extend(plan, lambda name: self._sequences.get(name.request), self._planner.tokens)
         return plan if plan or self._under_way else self._recomputation.plan()
 
     def _must_await(self) -> bool:
@@ -463,10 +471,12 @@ class DecodeScheduler:
         self._step += 1
         self._planner.step_ended(done.plan, now, done.seconds)
         scored = self._take_scores(done)
-        chunks = done.plan.values()
-        drawn = [
-            () if each is None else _with_forced(chunk, each) for chunk, each in zip(chunks, done.sampled, strict=True)
-        ]
+        drawn: list[Items[Sampled]] = []
+        for number, (name, chunk) in enumerate(done.plan.items()):
+            right = accepted(chunk, (*done.verified.get(number, ()), done.sampled[number]))
+            if self._speculation is not None and (sequence := self._in_step(name, chunk)) is not None:
+                self._speculation.learn(sequence, chunk, right)
+            drawn.append(_with_forced(chunk, right[0]) if len(right) == 1 else right)
         return scored + self._take_tokens(done.plan, drawn, now)
 
     def _take_scores(self, done: StepDone) -> list[DecodeCommand]:
@@ -509,26 +519,26 @@ class DecodeScheduler:
             if (sequence := self._in_step(name, chunk)) is None:
                 continue
             # A token that was to be drawn and was not: its mask is late. The last token is computed once more.
-            end = chunk.end if drawn or chunk.sample is None else chunk.end - 1
+            end = chunk.known if drawn or chunk.sample is None else chunk.known - 1
             if chunk.start < sequence.prompt:
                 in_prompt = min(sequence.prompt, end) - chunk.start
                 sequence.prompt_computed += in_prompt
                 self._computed += in_prompt
             sequence.last_step = self._step
-            if (failed := _failure(drawn, chunk.end)) is not None:
+            if (failed := _failure(drawn, chunk.known)) is not None:
                 commands += self._drop_sequence(sequence, cut=True)  # none of this step's pages is cached
                 commands.append(SendToRouter(AttemptFailed(*_named(name), *failed), sequence.owner))
                 continue
             if not drawn:
                 sequence.computed = end
             else:
-                if chunk.end == sequence.first_new:
+                if chunk.known == sequence.first_new:
                     self._pages.share_beginnings(sequence)
                 position = len(sequence.tokens)
                 sequence.append(drawn)
                 self._generated += len(sequence.tokens) - position
                 deltas.setdefault(sequence.owner, []).append(sequence.delta(position))
-                sequence.computed = len(sequence.tokens) - 1 if computed else chunk.end
+                sequence.computed = len(sequence.tokens) - 1 if computed or chunk.verify else chunk.end
             self._pages.cache_full(sequence)
             if self._store_up:
                 commands += self._write_through.store(sequence, now)
@@ -656,6 +666,7 @@ class DecodeScheduler:
             pages_differing=self._recomputation.differing,
             writes_refused=self._write_through.refused,
             growth_reserve=self._admission.growth_reserve(self._holders()),
+            speculation=SpeculationStats() if self._speculation is None else self._speculation.stats,
             load_regret=self._fetches.regret,
         )
 
@@ -707,12 +718,12 @@ def _with_forced(chunk: Chunk, drawn: Sampled) -> tuple[Sampled, ...]:
 
 
 def _failure(drawn: Items[Sampled], position: int) -> tuple[str, str] | None:
-    """Return an error's label and message if one of the tokens could not be drawn."""
-    for each in drawn:
+    """Return an error's label and message if one of the tokens, the first at `position`, could not be drawn."""
+    for number, each in enumerate(drawn):
         if each.failure:
             return InvalidGrammar.reason, each.failure
         if not each.finite:
-            message = f"the logits of token {position} are not finite; look at the checkpoint and its dtype"
+            message = f"the logits of token {position + number} are not finite; look at the checkpoint and its dtype"
             return NonFiniteLogits.reason, message
     return None
 

@@ -29,6 +29,7 @@ from baton.messages import (
     SamplingParams,
     TokenLogprob,
 )
+from decode_worker.proposers import Proposer
 from decode_worker.sliding_window import SlidingWindow
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammar
@@ -52,6 +53,17 @@ class ChunkUnderWay(NamedTuple):
 
     chunk: Chunk
     number: int
+
+
+@dataclass
+class Proposals:
+    """What is guessed of a sequence, and what came of it."""
+
+    proposer: Proposer
+    right: float  # probability that a guess is
+    guess: Items[int] = ()  # how it goes on, until its next draw
+    verified: int = 0  # proposals
+    accepted: int = 0
 
 
 @dataclass
@@ -104,6 +116,7 @@ class Sequence:
     first_new: int = 0  # tokens known when the attempt began
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of tokens[first_new:]
     prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list[PromptTokenLogprob])  # of tokens[1:]
+    proposals: Proposals | None = None
     finish: FinishReason | None = None
 
     @property
@@ -270,7 +283,8 @@ class Sequence:
         """What its router is told of the tokens from `position` on, which this attempt has drawn."""
         computed = self.prompt_computed if position == self.first_new else 0
         tokens, logprobs = tuple(self.tokens[position:]), tuple(self.logprobs[position - self.first_new :])
-        return Delta(self.name.request, self.name.attempt, position, tokens, logprobs, self.finish, computed)
+        own = (0, 0) if self.proposals is None else (self.proposals.verified, self.proposals.accepted)
+        return Delta(self.name.request, self.name.attempt, position, tokens, logprobs, self.finish, computed, *own)
 
     def extend_keys(self) -> None:
         """Derive the keys of the pages that have filled up since."""

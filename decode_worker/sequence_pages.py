@@ -44,9 +44,10 @@ class SequencePages:
         sequence.computed = len(sequence.tokens) - 1
         return [] if pages[cached] == beginning else [DuplicatePage(beginning, pages[cached])]
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Lend the pages that its table should have and lacks. Return whether there were as many."""
-        grown = self.blocks.allocate(sequence.table_pages - len(sequence.pages))
+    def grow(self, sequence: Sequence, pages: int | None = None) -> bool:
+        """Lend the pages that its table should have and lacks, or those up to so many. Return whether there were as
+        many."""
+        grown = self.blocks.allocate((sequence.table_pages if pages is None else pages) - len(sequence.pages))
         if grown is None:
             return False
         sequence.pages.extend(grown)

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -41,12 +42,12 @@ from engine.models.linear import LinearMaker, PlainLinears
 from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.numerics import torch_digest
-from engine.runner import FinishedStep, Mover, PromptScores, StepHandle
+from engine.runner import FinishedStep, Mover, PromptScores, StepHandle, VerifiedDraws
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
 from engine.spec import ModelSpec
-from engine.step.batch import Batch, Chunk, Sampled, flatten
+from engine.step.batch import Batch, Chunk, Sampled, TokenDraw, flatten
 from kvstore.layout import PageLayout
 
 FittingPages: TypeAlias = "Callable[[Callable[[int], Engine]], int]"
@@ -54,11 +55,11 @@ FittingPages: TypeAlias = "Callable[[Callable[[int], Engine]], int]"
 
 
 class StepOutput(Struct, frozen=True, gc=False):
-    """The results of a step: for each chunk the token drawn, None without `sample`, and always None without a head;
-    and by number of the chunk what it scored."""
+    """The results of a step, as in `StepResults`."""
 
     sampled: list[Sampled | None]
     scores: dict[int, list[PromptTokenLogprob]]
+    verified: dict[int, list[Sampled | None]] = {}
 
 
 class _Cuda(NamedTuple):
@@ -124,6 +125,7 @@ class Engine:
         self._native: forward.NativeForward | None = None
         if self._threads is not None and (library := build.library()) is not None:
             self._native = forward.NativeForward(library, self._threads, config, model_weights, layout, pool)
+        self.verifies = self._native is not None
         if self._cuda is not None:
             self._cuda = self._cuda._replace(launcher=self._launcher(CudaStreams(pool.device)))
 
@@ -271,30 +273,30 @@ class Engine:
             logits, best = self._score(chunks, batch, scores), None
         else:
             logits, best = self._logits(batch)
-        results: list[Sampled | None] = [None] * len(chunks)
-        if logits is not None:
-            self._draw(chunks, logits, best, masks, results)
-        return StepOutput(results, scores)
+        if logits is None:
+            return StepOutput([None] * len(chunks), scores)
+        draws = [chunk.draws for chunk in chunks]
+        drawn = iter(self._draw([draw for each in draws for draw in each], logits, best, masks))
+        rows = [list(islice(drawn, len(each))) for each in draws]
+        verified = {place: each[:-1] for place, each in enumerate(rows) if len(each) > 1}
+        return StepOutput([each[-1] if each else None for each in rows], scores, verified)
 
     def _draw(
         self,
-        chunks: Sequence[Chunk],
+        draws: Sequence[tuple[int, TokenDraw]],
         logits: torch.Tensor,
         best: Sequence[int] | None,
         masks: MasksUnderWay | None,
-        results: list[Sampled | None],
-    ) -> None:
-        draws = [(place, chunk.sample) for place, chunk in enumerate(chunks) if chunk.sample is not None]
-        ends = [chunks[place].end for place, _ in draws]
+    ) -> list[Sampled | None]:
+        """Draw a token from each row of logits, none where its mask is late."""
         if masks is not None:
             with self.tracer.span("masks", "engine"):
                 self._mask_threads.wait(masks)
-        late = {place for place, draw in draws if draw.mask is not None and not draw.mask.ready}
+        late = {row for row, (_, draw) in enumerate(draws) if draw.mask is not None and not draw.mask.ready}
         with self.tracer.span("sampling", "engine"):
-            unmasked = [replace(draw, mask=None) if place in late else draw for place, draw in draws]
-            sampled = self._sampler.sample(logits, unmasked, ends, best)
-        for (place, _), one in zip(draws, sampled, strict=True):
-            results[place] = None if place in late else one
+            unmasked = [replace(draw, mask=None) if row in late else draw for row, (_, draw) in enumerate(draws)]
+            sampled = self._sampler.sample(logits, unmasked, [position for position, _ in draws], best)
+        return [None if row in late else one for row, one in enumerate(sampled)]
 
     def _start_masks(self, chunks: Sequence[Chunk]) -> MasksUnderWay | None:
         """Have the masks of this step computed while the model runs."""
@@ -341,14 +343,13 @@ class Engine:
                             model.logits(hidden[row : row + len(targets)]), targets, scoring.top
                         )
                         row += len(targets)
-                if chunk.sample is not None:
-                    drawn.append(row)
-                    row += 1
+                drawn += range(row, row + len(chunk.draws))
+                row += len(chunk.draws)
             return model.logits(hidden[drawn]) if drawn else None
 
 
-def _results(output: StepOutput) -> tuple[Sequence[Sampled | None], PromptScores]:
-    return output.sampled, output.scores
+def _results(output: StepOutput) -> tuple[Sequence[Sampled | None], PromptScores, VerifiedDraws]:
+    return output.sampled, output.scores, output.verified
 
 
 def linear_maker(device: str) -> LinearMaker:

@@ -28,15 +28,18 @@ from kvstore.client.transfer import CopiedIn, CopiedOut, Copy
 from kvstore.layout import PageLayout
 
 PromptScores: TypeAlias = Mapping[int, Sequence[PromptTokenLogprob]]
+VerifiedDraws: TypeAlias = Mapping[int, Sequence[Sampled | None]]
 
 
 class StepResults(Struct, frozen=True, gc=False):
-    """The results of a step: for each chunk the token drawn, None without `sample`, and always None without a head;
-    and by number of the chunk what it scored. `seconds` is what it took by the device's clock."""
+    """The results of a step: for each chunk the token drawn by `sample`, None without it, and always None without a
+    head; and by number of the chunk what it scored, and the tokens drawn by `verify`. `seconds` is what it took by the
+    device's clock."""
 
     sampled: Sequence[Sampled | None]
     scores: PromptScores
     seconds: float
+    verified: VerifiedDraws = {}
 
 
 class StepHandle(Protocol):
@@ -105,6 +108,8 @@ class Runner(Protocol):
     page, or of `CHUNK_ALIGNMENT` within a page."""
     launches_ahead: bool
     """A step may be launched while another one runs, with chunks that follow its draws (`Chunk.follows`)."""
+    verifies: bool
+    """Chunks may have proposals (`Chunk.verify`). The logits of each row are those that it would have alone."""
 
     def launch(self, chunks: Sequence[Chunk]) -> StepHandle:
         """Begin a step: compute the chunks' K and V into their pages and draw what they ask for. `chunks` may change
@@ -145,11 +150,11 @@ class FinishedStep:
         self._finished = finished
 
     @classmethod
-    def timed(cls, run: Callable[[], tuple[Sequence[Sampled | None], PromptScores]]) -> FinishedStep:
+    def timed(cls, run: Callable[[], tuple[Sequence[Sampled | None], PromptScores, VerifiedDraws]]) -> FinishedStep:
         """Run a step here and now."""
         began = time.perf_counter()
-        sampled, scores = run()
-        return cls(StepResults(sampled, scores, time.perf_counter() - began))
+        sampled, scores, verified = run()
+        return cls(StepResults(sampled, scores, time.perf_counter() - began, verified))
 
     def done(self) -> bool:
         return True

@@ -22,7 +22,9 @@ from baton.hosts import LOOPBACK
 from baton.messages import WorkerRole
 from baton.process import settle
 from baton.samples import Sample
+from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
+from engine.runner import Runner
 from prefill_worker.scheduler import PrefillScheduler, PrefillStats
 from worker.load_runner import load, reload
 from worker.loop import WorkerLoop
@@ -115,8 +117,14 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         fixed_borders=worker.runner.fixed_borders,
         adapters=[one.digest for one in worker.runner.adapters],
         recompute_share=config.pages.recompute_share,
+        proposer=NgramProposer if _speculates(config, worker.runner) else None,
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
+
+
+def _speculates(config: Config, runner: Runner) -> bool:
+    """Whether its steps verify proposals. A runner with steps ahead would have to know what is accepted."""
+    return config.model.speculation != "off" and runner.verifies and not runner.launches_ahead
 
 
 def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
@@ -137,6 +145,9 @@ def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
         "prompt_pages_cached": {("device",): stats.prompt_pages_device, ("host",): stats.prompt_pages_fetched},
         "kv_loads_incomplete": stats.kv_loads_incomplete,
         "write_through_refused": stats.writes_refused,
+        "spec_decode_num_drafts": stats.speculation.drafts,
+        "spec_decode_num_draft_tokens": stats.speculation.draft_tokens,
+        "spec_decode_num_accepted_tokens": stats.speculation.accepted_tokens,
     }
 
 

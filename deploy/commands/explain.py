@@ -167,6 +167,8 @@ def _attempt(console: Console, attempt: ExplainedAttempt) -> None:
     _outlook(console, attempt)
     hops = sorted(attempt.hops.items(), key=lambda hop: hop[1])
     console.print("hops, ms: received 0 " + " ".join(f"→ {name} {value:.1f}" for name, value in hops))
+    if attempt.proposals_verified:
+        console.print(f"proposals: {attempt.proposals_verified} verified, {attempt.proposals_accepted} accepted")
     for note in attempt.notes:
         console.print(f"  {escape(note)}")
     if attempt.ended_because:

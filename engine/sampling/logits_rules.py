@@ -39,9 +39,28 @@ class LogitsEditor:
     def edits(self, tokens: Sequence[int]) -> LogitsEdits:
         """Return the changes for the token after `tokens`, which are the prompt and all output so far."""
         for token in tokens[self._known :]:
-            self._counts[token] = self._counts.get(token, 0) + 1
-            self._output.append(token)
+            self._append(token)
         self._known = len(tokens)
+        return self._edits()
+
+    def edits_ahead(self, proposals: Sequence[int]) -> list[LogitsEdits]:
+        """Return the changes after each of these tokens, if they come after those of the last call."""
+        ahead: list[LogitsEdits] = []
+        for token in proposals:
+            self._append(token)
+            ahead.append(self._edits())
+        for _ in proposals:
+            token = self._output.pop()
+            self._counts[token] -= 1
+            if not self._counts[token]:
+                del self._counts[token]
+        return ahead
+
+    def _append(self, token: int) -> None:
+        self._counts[token] = self._counts.get(token, 0) + 1
+        self._output.append(token)
+
+    def _edits(self) -> LogitsEdits:
         rules = self._rules
         return LogitsEdits(
             allowed=self._allowed,

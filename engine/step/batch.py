@@ -139,6 +139,9 @@ class Chunk(Struct, frozen=True, gc=False):
     includes the token that follows the chunk's last if that one is drawn. `adapter` is the digest of the LoRA adapter
     that the sequence is computed with; "" is the plain model.
 
+    With `verify`, the chunk's last tokens are proposals, one for each of these draws. A token is drawn after every one
+    of them, by `sample` after the last, and after the token before them.
+
     With `follows`, the chunk's only token is the one that is drawn for that chunk, by number, of the step launched just
     before. It may not be known yet, and `tokens` has a 0 in its place. If that step draws none for it, or the device
     has gone on from another token, this chunk draws none either. A draw with a mask is never followed: the next mask
@@ -152,11 +155,22 @@ class Chunk(Struct, frozen=True, gc=False):
     scoring: PromptScoring | None = None
     follows: int | None = None
     adapter: str = ""
+    verify: Sequence[TokenDraw] = ()
 
     @property
     def end(self) -> int:
-        """How many of the sequence's tokens are computed after this chunk."""
+        """How many of the sequence's tokens are computed after this chunk, proposals included."""
         return self.start + len(self.tokens)
+
+    @property
+    def known(self) -> int:
+        """The same without proposals."""
+        return self.end - len(self.verify)
+
+    @property
+    def draws(self) -> Sequence[tuple[int, TokenDraw]]:
+        """Its draws in order, each with the position of the token drawn; none without `sample`."""
+        return [] if self.sample is None else list(enumerate((*self.verify, self.sample), self.known))
 
 
 class Span(Struct, frozen=True, gc=False):
@@ -270,7 +284,7 @@ def flatten(
             row = first + chunk.scoring.first
             sample_rows += range(row, row + len(chunk.scoring.targets))
         if chunk.sample is not None:
-            sample_rows.append(last - 1)
+            sample_rows += range(last - 1 - len(chunk.verify), last)
         if end % page_size and (covering - 1) * page_size >= start:
             fresh.append(table[covering - 1])
         first = last

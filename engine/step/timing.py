@@ -54,14 +54,15 @@ class WorkerStepTimes(StepCostModel):
 
 
 def sample_of(chunks: Sequence[Chunk], seconds: float) -> StepSample:
-    """What a step of these chunks had to do. A chunk of one token is a row: a sequence that waits for its next one."""
+    """What a step of these chunks had to do. A chunk of one token is a row: a sequence that waits for its next one. A
+    chunk with proposals is a row for each of its tokens."""
     tokens = attended = rows = context = 0
     for chunk in chunks:
         count = len(chunk.tokens)
-        if count > 1:
+        if count > 1 and not chunk.verify:
             tokens += count
             attended += pairs(count, chunk.start)
         else:
             rows += count
-            context += chunk.end
+            context += sum(range(chunk.start + 1, chunk.end + 1)) if chunk.verify else chunk.end
     return StepSample(tokens, attended, rows, context, seconds)

@@ -90,6 +90,7 @@ class VllmRunner:
     has_lm_head = True
     overlaps = True
     launches_ahead = True
+    verifies = False
     window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
 
     def __init__(

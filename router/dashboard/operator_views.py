@@ -157,6 +157,8 @@ def _attempt(record: RequestRecord, account: AttemptAccount) -> ExplainedAttempt
         hops=hops(line, own),
         notes=account.notes,
         ended_because=account.end_reason,
+        proposals_verified=account.verified,
+        proposals_accepted=account.accepted,
     )
 
 

@@ -58,6 +58,8 @@ class AttemptAccount:
     prefill_computed: int = 0
     unreported: int = 0  # tokens that its prefill worker was asked to compute and has not accounted for
     decode_computed: int | None = None
+    verified: int = 0  # proposals, by the decode worker's steps
+    accepted: int = 0
     ended: float | None = None
     end_reason: str = ""  # why it ended; "": it has not, or it brought the request to its end
     notes: list[str] = field(default_factory=list[str])
@@ -254,6 +256,11 @@ class Explanations:
         """The first token of the current attempt is here; the decode worker computed so many tokens for it."""
         if account := self._current(request):
             account.first_token, account.decode_computed = now, computed
+
+    def speculated(self, request: Request, verified: int, accepted: int) -> None:
+        """The decode worker has verified so many proposals for the current attempt in all."""
+        if account := self._current(request):
+            account.verified, account.accepted = verified, min(accepted, verified)
 
     def attempt_ended(self, request: Request, why: str, now: float) -> None:
         """The current attempt ends, and the request does not. Call before the attempt is withdrawn."""

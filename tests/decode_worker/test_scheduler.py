@@ -19,6 +19,7 @@ from decode_worker.sequence import SequencePhase
 from kvstore.client.transfer import StoreUp
 from kvstore.keys import cacheable_pages, pack_tokens
 from tests.decode_worker.load import OnePageEach
+from tests.decode_worker.test_speculation import FREE_ROWS, Guesses
 from tests.support.thorough import automaton
 from tests.support.workers_and_stores import PAGE, PAGE_BYTES, ROOT, Rig, RigMachine, RigWorker, reference
 
@@ -34,6 +35,7 @@ PROMPTS = st.builds(
 class DecodeMachine(RigMachine):
     windows: Sequence[int | None] = [None]  # of the model; tokens
     longer = 1  # times as long are outputs
+    speculates = False
 
     @initialize(
         pages=st.integers(12, 24), tokens=st.integers(1, 24), copies=st.integers(1, 8), slots=st.integers(4, 24),
@@ -53,6 +55,13 @@ class DecodeMachine(RigMachine):
         self.worker: RigWorker = self.rig.worker("decode", pages, config, window=window, recompute_share=again)
         if greedy:
             self.worker.state = DecodeScheduler(config, PAGE, pages, growth_reserve=OnePageEach(), window=window)
+            self.worker.handle(StoreUp(slots, PAGE_BYTES))
+        if self.speculates:
+            share, rng = data.draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]), "share"), data.draw(st.randoms(), "guesses")
+            self.worker.state = DecodeScheduler(
+                config, PAGE, pages, window=window, recompute_share=again, calibration=FREE_ROWS,
+                proposer=lambda: Guesses(rng, share),
+            )  # fmt: skip
             self.worker.handle(StoreUp(slots, PAGE_BYTES))
         self.worker.state._planner._alignment = grain  # less than a page, as where pages are large
         self.prefill = self.rig.worker(
@@ -220,5 +229,15 @@ class WindowMachine(DecodeMachine):
     longer = 6
 
 
+class SpeculationMachine(DecodeMachine):
+    """Every step verifies guesses, of which some are right. The tokens are those without."""
+
+    speculates = True
+    windows: Sequence[int | None] = [None, None, 9, 30]
+    longer = 2
+
+
+TestSpeculationMachine = SpeculationMachine.TestCase
+TestSpeculationMachine.settings = automaton(count=150, steps=50)
 TestWindowMachine = WindowMachine.TestCase
 TestWindowMachine.settings = automaton(count=150, steps=50)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.cpu import build
 from engine.engine import Engine
-from engine.step.batch import Chunk
+from engine.step.batch import Chunk, Sampled, TokenDraw
 from tests.engine.driver import GREEDY, prompt_of
 from tests.support.checkpoints import RECIPES, VOCAB
 from tests.support.thorough import cases, examples
@@ -198,3 +198,75 @@ def test_a_mistake_in_the_kernels_is_found(
 
     with pytest.raises(AssertionError, match="differ"):
         deque(map(compare, range(20)), maxlen=0)
+
+
+@pytest.mark.technique("Speculation by n-grams, token-identical")
+@pytest.mark.parametrize("name", RECIPES)
+@both
+@examples(6)
+@given(data=st.data())
+def test_rows_of_proposals_have_the_bits_of_single_rows(
+    name: str, dtype: str, data: st.DataObject, engines: Engines
+) -> None:
+    """Right proposals are computed as if they came one by one. Wrong ones leave nothing that counts."""
+    rng = random.Random(data.draw(st.integers(0, 2**32), "seed"))
+    start = rng.choice([1, 5, 60, 130, 300, 520])
+    tokens = [rng.randrange(VOCAB) for _ in range(start + 20)]
+    singly = Computing(engines(name, dtype), tokens, range(OWN))
+    singly.engine.pool.zero_()
+    step([singly], [start])
+    while singly.at < len(tokens):
+        step([singly], [1])
+    first = singly.computed()
+    engine = engines(name, dtype, rng.choice([1, 2, 3]))
+    pages = rng.sample(range(PAGES), PAGES)
+    mine, beside = (Computing(engine, tokens, some) for some in (pages[:OWN], pages[OWN : 2 * OWN]))
+    engine.pool.normal_()
+    for one in (mine, beside):
+        step([one], [start])
+    while mine.at < len(tokens):
+        right = rng.randint(0, min(6, len(tokens) - mine.at - 1))
+        wrong = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))]
+        rows = [*tokens[mine.at : mine.at + 1 + right], *wrong]
+        verifying = Chunk(rows, mine.at, mine.pages, GREEDY, verify=[GREEDY] * (len(rows) - 1))
+        chunks = [verifying, *([beside.chunk(1)] if beside.at < len(tokens) else [])]
+        logits, _ = engine._logits(engine._flatten(chunks))
+        assert logits is not None
+        for row in range(1 + right):
+            mine.logits[mine.at + 1 + row] = logits[row].view(torch.int32).clone()
+        mine.at += 1 + right
+        if len(chunks) > 1:
+            beside.at += 1
+            beside.logits[beside.at] = logits[-1].view(torch.int32).clone()
+    assert_same_bits(first, mine.computed())
+    assert_same_bits(Computed(first.pages[: beside.at], first.logits), beside.computed())
+
+
+@both
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_draws_of_proposals_are_those_of_single_rows(dtype: str, temperature: float, engines: Engines) -> None:
+    engine, rng = engines("llama", dtype, 2), random.Random(3)
+    draw = TokenDraw(temperature=temperature, seed=11, logprobs=2)
+
+    def drawn(proposals: Callable[[int], Sequence[int]]) -> list[Sampled]:
+        """Generate from random pages. `proposals` for the tokens after so many."""
+        engine.pool.normal_()
+        prompt, results = prompt_of(70), list[Sampled]()
+        engine.step([Chunk(prompt[:-1], 0, range(OWN))])
+        tokens = list(prompt)
+        while len(results) < 50:
+            guess = list(proposals(len(results) + 1))
+            chunk = Chunk([tokens[-1], *guess], len(tokens) - 1, range(OWN), draw, verify=[draw] * len(guess))
+            output = engine.run([chunk])
+            rows = [*output.verified.get(0, ()), output.sampled[0]]
+            for row, proposal in zip(rows, [*guess, None], strict=True):
+                assert row is not None
+                results.append(row)
+                tokens.append(row.token)
+                if row.token != proposal:
+                    break
+        return results[:50]
+
+    single = drawn(lambda at: [])
+    right = [each.token for each in single]
+    assert drawn(lambda at: right[at : at + rng.randint(0, 5)] + [rng.randrange(VOCAB)] * rng.randint(0, 3)) == single

@@ -70,8 +70,16 @@ class Device(CheckingDevice):
     """A device and the engine over it."""
 
     def run(self, known: Sequence[int], chunk: Chunk) -> Sampled | None:
-        last = self.compute(known, chunk)
-        return Sampled(last % VOCAB) if chunk.sample else None
+        return self.run_rows(known, chunk)[-1]
+
+    def run_rows(self, known: Sequence[int], chunk: Chunk) -> list[Sampled | None]:
+        """Run a chunk, proposals included, and return what all of its rows have drawn."""
+        proposals = chunk.tokens[len(chunk.tokens) - len(chunk.verify) :]
+        tokens = [*known[: chunk.known], *proposals]
+        self.compute(tokens, chunk)
+        if chunk.sample is None:
+            return [None]
+        return [Sampled(next_token(tokens[:position])) for position, _ in chunk.draws]
 
 
 class RigWorker(WorkerShell):
@@ -184,7 +192,8 @@ class RigWorker(WorkerShell):
 
     def _done(self, plan: ScheduledBatch) -> StepDone:
         chunks = zip(self.tokens_of(plan), plan.values(), strict=True)
-        return StepDone(plan, [self.device.run(tokens, chunk) for tokens, chunk in chunks])
+        rows = [self.device.run_rows(tokens, chunk) for tokens, chunk in chunks]
+        return StepDone(plan, [each[-1] for each in rows], verified={n: each[:-1] for n, each in enumerate(rows)})
 
     def tokens_of(self, plan: ScheduledBatch) -> list[Sequence[int]]:
         """Return what is known of each sequence of a step."""

@@ -1,0 +1,130 @@
+"""Decoding with speculation beside decoding without, in one run: the scheduler and the engine in one loop.
+
+    python -m bench.engine.speculation [--model 100m] [--dtype bfloat16] [--threads 2] [--rounds 3] [--tokens 256]
+
+The weights are random, so the text is given: every row is computed and drawn, and then counts as the token that the
+text has there. Texts are files of this checkout in the tokens of the demo model: `edit` repeats a source file of its
+prompt with changes, as agents do, and `open` goes on with a document. A ratio is tokens per second with over without.
+With one thread, seconds are those of the processor, so that other processes count less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from baton.config import DecodeConfig
+from baton.messages import Decode, SamplingParams, StepSample
+from bench import models, report
+from decode_worker.proposers import NgramProposer
+from decode_worker.scheduler import DecodeScheduler, DecodeStats
+from engine.engine import Engine
+from engine.step.batch import Chunk, Sampled
+from engine.step.outcome import ScheduledBatch, StepDone
+from kvstore.keys import pack_tokens
+from worker.calibration import calibrate
+
+_ROOT = Path(__file__).parents[2]
+_TOKENIZER = _ROOT / "deploy/models/baton-demo/tokenizer.json"
+_PAGE, _PAGES = 16, 4_096
+_PROMPTS = {1: 700, 32: 200}  # tokens, by sequences
+_CASES = {("edit", 1): 1.6, ("open", 1): 0.98, ("edit", 32): 0.97, ("open", 32): 0.97}  # and the least ratios
+_FILES = {"edit": ("decode_worker", ".py"), "open": ("docs", ".md")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="100m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=256, help="of an output")
+    args = parser.parse_args(argv)
+    path = models.directory(args.model)
+    engine = Engine.load(path, args.dtype, "cpu", _PAGES, _PAGE, head=True, threads=args.threads)
+    now = time.process_time if args.threads == 1 else time.perf_counter
+    steps = calibrate(lambda chunks: _seconds(engine, chunks, now), now, _PAGE, _PAGES, 4_096, decodes=True)
+    report.say(report.machine())
+    for (kind, batch), target in _CASES.items():
+        texts = [text(kind, number, _PROMPTS[batch], args.tokens) for number in range(batch)]
+        speeds: dict[bool, list[float]] = {False: [], True: []}
+        for number in range(args.rounds):
+            for speculates in (number % 2 == 0, number % 2 == 1):
+                speed, stats = run(engine, steps, texts, _PROMPTS[batch], now, speculates=speculates)
+                speeds[speculates].append(speed)
+                if speculates:
+                    report.say(f"{kind}-{batch}: {stats.speculation}")
+        result = report.beside("speculation", f"{kind}-{batch}", "tokens/s", speeds[True], speeds[False])
+        report.emit(report.judged(result, target, "high"))
+    return 0
+
+
+def _seconds(engine: Engine, chunks: Sequence[Chunk], now: Callable[[], float]) -> float:
+    began = now()
+    engine.run(chunks)
+    return now() - began
+
+
+def text(kind: str, number: int, prompt: int, output: int) -> list[int]:
+    """Return the tokens of a prompt and its output."""
+    folder, suffix = _FILES[kind]
+    files = sorted(file for file in (_ROOT / folder).iterdir() if file.suffix == suffix)
+    files = [file for file in files if file.stat().st_size > 12_000]
+    source = files[number % len(files)].read_text()
+    tokenizer = Tokenizer.from_file(str(_TOKENIZER))
+    whole: list[int] = tokenizer.encode(source).ids
+    at = 97 * number % max(1, len(whole) - prompt - output)
+    if kind == "open":
+        return whole[at : at + prompt + output]
+    before = whole[at : at + prompt]
+    lines = tokenizer.decode(before).splitlines(keepends=True)
+    edited = "".join(line for place, line in enumerate(lines) if place % 4 != 3).replace("sequence", "stream")
+    return before + tokenizer.encode(edited + source).ids[:output]
+
+
+def run(
+    engine: Engine,
+    steps: Sequence[StepSample],
+    texts: Sequence[Sequence[int]],
+    prompt: int,
+    now: Callable[[], float],
+    *,
+    speculates: bool,
+) -> tuple[float, DecodeStats]:
+    """Return tokens per second while all sequences decode, and what the scheduler has counted."""
+    proposer: Callable[[], NgramProposer] | None = NgramProposer if speculates else None
+    config = DecodeConfig(itl_ms=60_000, max_num_batched_tokens=2_048)  # the prompts first
+    state = DecodeScheduler(config, _PAGE, _PAGES, calibration=steps, proposer=proposer)
+    for number, each in enumerate(texts):
+        order = Decode(
+            f"r{number}", 1, b"r" * 16, pack_tokens(each[:prompt]), prompt, len(each) - prompt,
+            SamplingParams(temperature=0),
+        )  # fmt: skip
+        state.handle(order, now())
+    began, before = 0.0, 0
+    while not state.stats().ended:
+        state.prepare(now())
+        plan = state.schedule(now())
+        results = engine.launch(list(plan.values())).wait()
+        state.handle(_as_text(plan, texts, StepDone(plan, results.sampled, verified=results.verified)), now())
+        if not began and state.stats().tokens_generated >= len(texts) and all(c.sample for c in plan.values()):
+            began, before = now(), state.stats().tokens_generated
+    return (state.stats().tokens_generated - before) / (now() - began), state.stats()
+
+
+def _as_text(plan: ScheduledBatch, texts: Sequence[Sequence[int]], done: StepDone) -> StepDone:
+    """The step, with the tokens of the texts in place of those drawn."""
+    rows = [
+        [Sampled(texts[int(name.request[1:])][min(at, len(texts[0]) - 1)]) for at, _ in chunk.draws]
+        for name, chunk in plan.items()
+    ]
+    verified = {number: each[:-1] for number, each in enumerate(rows) if number in done.verified}
+    return StepDone(plan, [each[-1] if each else None for each in rows], verified=verified)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

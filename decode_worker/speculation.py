@@ -1,0 +1,168 @@
+"""How many proposals a step verifies, learned from what was drawn and from what steps take.
+
+With e(a, k) = a + a² + … + aᵏ expected tokens from k proposals, of which each is right with probability a, a step has
+those k that make
+
+    (rows + Σ e(aᵢ, kᵢ)) / (seconds + Σ kᵢ · rowᵢ)
+
+largest. Its terms fall, so at the largest rate r each sequence has all proposals with aᵏ > r · row (Dinkelbach, 1967).
+Where a batch makes steps long, few or none are worth their rows. What was not verified is compared with the draws all
+the same: a sequence that begins to repeat itself is seen without a cost. Pure.
+"""
+
+# pyright: strict
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from baton.messages import AttemptName
+from decode_worker.proposers import Proposer
+from decode_worker.sequence import Proposals, Sequence
+from decode_worker.sequence_pages import SequencePages
+from engine.step.batch import Chunk, Sampled
+from engine.step.outcome import ScheduledBatch
+from engine.step.timing import WorkerStepTimes, sample_of
+
+MOST = 16  # proposals of a sequence and step
+_FIRST = 0.5  # probability that a guess is right, before anything is known
+_WEIGHT = 0.1  # of the newest guess of a sequence
+_ALL = 0.005  # and of a worker's, with which new sequences begin
+_HIGHEST = 0.98
+_ROUNDS = 8
+
+
+@dataclass
+class SpeculationStats:
+    """Counts since the start."""
+
+    drafts: int = 0  # chunks with proposals
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class Speculation:
+    """Adds proposals to plans, and learns."""
+
+    def __init__(
+        self, make: Callable[[], Proposer], costs: WorkerStepTimes, pages: SequencePages, page_size: int
+    ) -> None:
+        """`make`: a proposer for a sequence. `pages`: from which the next one is taken early."""
+        self.stats = SpeculationStats()
+        self._make, self._costs, self._pages, self._page_size = make, costs, pages, page_size
+        self._right = _FIRST
+
+    def extend(self, plan: ScheduledBatch, find: Callable[[AttemptName], Sequence | None], most_tokens: int) -> None:
+        """Add proposals to the chunks of a plan, up to so many tokens in all."""
+        guessed: list[tuple[AttemptName, Sequence, Proposals]] = []
+        for name, chunk in plan.items():
+            if len(chunk.tokens) > 1 or chunk.sample is None or (sequence := find(name)) is None:
+                continue
+            if (proposals := self._guess(sequence)) is not None:
+                guessed.append((name, sequence, proposals))
+        if not guessed:
+            return
+        room = most_tokens - sum(len(chunk.tokens) for chunk in plan.values())
+        for (name, sequence, proposals), count in zip(guessed, self._counts(plan, guessed), strict=True):
+            count = min(count, room, self._room(sequence, count, len(plan)))
+            if count > 0:
+                plan[name] = _with_proposals(plan[name], sequence, proposals.guess[:count])
+                room -= count
+
+    def learn(self, sequence: Sequence, chunk: Chunk, drawn: Items[Sampled]) -> None:
+        """A chunk has run. `drawn`: its tokens, proposals accepted included."""
+        if (proposals := sequence.proposals) is None:
+            return
+        if chunk.verify:
+            self.stats.drafts += 1
+            self.stats.draft_tokens += len(chunk.verify)
+            self.stats.accepted_tokens += max(0, len(drawn) - 1)
+            proposals.verified += len(chunk.verify)
+            proposals.accepted += max(0, len(drawn) - 1)
+        for each, guess in zip(drawn, proposals.guess, strict=False):
+            right = each.token == guess
+            proposals.right += _WEIGHT * (right - proposals.right)
+            self._right += _ALL * (right - self._right)
+            if not right:
+                break
+        proposals.guess = ()
+
+    def _guess(self, sequence: Sequence) -> Proposals | None:
+        """Let the sequence's proposer guess; none: it has no guess, or is of a kind that goes without."""
+        if sequence.in_parts or sequence.grammar is not None:
+            return None
+        if sequence.proposals is None:
+            sequence.proposals = Proposals(self._make(), self._right)
+        proposals = sequence.proposals
+        most = min(MOST, sequence.max_tokens - sequence.generated - 1)
+        proposals.guess = proposals.proposer.propose(sequence.tokens, most) if most > 0 else ()
+        return proposals if proposals.guess else None
+
+    def _counts(self, plan: ScheduledBatch, guessed: Items[tuple[AttemptName, Sequence, Proposals]]) -> list[int]:
+        """How many proposals of each are worth their rows."""
+        work, cost = sample_of(list(plan.values()), 0.0), self._costs.cost
+        seconds = cost.of(work.tokens, work.pairs, work.rows, work.context)
+        if not seconds:
+            return [0] * len(guessed)
+        rights = [min(proposals.right, _HIGHEST) for _, _, proposals in guessed]
+        rows = [cost.row + cost.context * len(sequence.tokens) for _, sequence, _ in guessed]
+        counts = [0] * len(guessed)
+        for _ in range(_ROUNDS):
+            tokens = work.rows + sum(map(_expected, rights, counts))
+            rate = tokens / (seconds + sum(row * count for row, count in zip(rows, counts, strict=True)))
+            before = counts
+            counts = [
+                min(len(proposals.guess), _worth(right, rate * row))
+                for (_, _, proposals), right, row in zip(guessed, rights, rows, strict=True)
+            ]
+            if counts == before:
+                break
+        return counts
+
+    def _room(self, sequence: Sequence, count: int, sequences: int) -> int:
+        """How many of so many proposals its pages have room for. The next page is taken only if each sequence of the
+        step could have one."""
+        known = len(sequence.tokens)
+        needed = -(-(known + count) // self._page_size)
+        room = len(sequence.pages) * self._page_size - known
+        if count > room and self._pages.blocks.available > sequences and self._pages.grow(sequence, needed):
+            return room if sequence.in_limbo else count
+        return min(count, room)
+
+
+def accepted(chunk: Chunk, drawn: Items[Sampled | None]) -> list[Sampled]:
+    """Return the tokens that a chunk has drawn, of all its rows those that count: up to the first that is not the
+    proposal of the next row."""
+    proposals = chunk.tokens[len(chunk.tokens) - len(chunk.verify) :]
+    valid: list[Sampled] = []
+    for each, proposal in zip(drawn, (*proposals, None), strict=True):
+        if each is None:
+            break
+        valid.append(each)
+        if each.token != proposal or not each.finite:
+            break
+    return valid
+
+
+def _with_proposals(chunk: Chunk, sequence: Sequence, guess: Items[int]) -> Chunk:
+    assert chunk.sample is not None
+    draws = [chunk.sample] * (len(guess) + 1)
+    if sequence.logits_editor is not None:
+        edits = sequence.logits_editor.edits_ahead(guess)
+        draws[1:] = [replace(chunk.sample, edits=each) for each in edits]
+    return replace(chunk, tokens=[*chunk.tokens, *guess], sample=draws[-1], verify=draws[:-1])
+
+
+def _expected(right: float, count: int) -> float:
+    """e(a, k)."""
+    return right * (1 - right**count) / (1 - right)
+
+
+def _worth(right: float, bound: float) -> int:
+    """The largest k with aᵏ > bound."""
+    if bound <= 0:
+        return MOST
+    return max(0, math.ceil(math.log(bound) / math.log(right)) - 1) if right > bound else 0

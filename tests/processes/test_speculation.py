@@ -1,0 +1,69 @@
+"""Speculation changes no token of whole clusters, greedy or drawn, while a decode worker dies."""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.client import Client, Generated
+from deploy.local import LocalCluster
+from tests.support import checkpoints, workload
+from tests.support.cluster import at_rest, load
+from tests.support.eventually import eventually
+from tests.support.metrics_page import metric
+
+pytestmark = pytest.mark.native  # its rows have one numerics
+OUTPUT = 160  # tokens
+_RNG = random.Random(5)
+_FEW = dict.fromkeys(_RNG.sample(range(3, checkpoints.VOCAB), 6), 9.0)
+"""Tokens that outputs consist of, nearly: what came before comes again, and is not always right."""
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 7, "logit_bias": _FEW},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 8, "logit_bias": _FEW, "frequency_penalty": 0.02},
+    {"temperature": 1.0, "seed": 9, "logit_bias": _FEW, "logprobs": 2, "repetition_penalty": 1.05},
+]
+PROMPTS = [[_RNG.randrange(3, checkpoints.VOCAB) for _ in range(_RNG.choice([3, 20, 130, 300]))] for _ in range(16)]
+
+
+def answers_of(cluster: LocalCluster, during: Callable[[], None] = lambda: None) -> list[Generated]:
+    """The answers to 64 requests at once."""
+    with ThreadPoolExecutor(64) as pool:
+        futures = [
+            pool.submit(workload.ask, cluster.address, prompt, OUTPUT, **settings)
+            for prompt in PROMPTS
+            for settings in SETTINGS
+        ]
+        during()
+        return [future.result() for future in futures]
+
+
+@pytest.mark.technique("Speculation by n-grams, token-identical")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_64_requests_at_once_have_the_tokens_that_they_have_without(path: Path, dtype: str, tmp_path: Path) -> None:
+    more: dict[str, object] = {"model.dtype": dtype, "cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000}
+    with LocalCluster(workload.settings(path, 1, 1, **more, **{"model.speculation": "off"}), tmp_path / "off") as off:
+        expected = answers_of(off)
+        assert not metric(off, "decode-0", "spec_decode_num_drafts_total")
+    with LocalCluster(workload.settings(path, 1, 2, **more), tmp_path / "on") as cluster:
+
+        def kill() -> None:
+            eventually(lambda: load(cluster, "decode-1").running > 4, what="streams on the worker that dies")
+            cluster.kill("decode-1")
+
+        answers = answers_of(cluster, kill)
+        for number, (answer, right) in enumerate(zip(answers, expected, strict=True)):
+            assert answer.token_ids == right.token_ids, f"request {number}"
+        assert max(answer.work.attempts for answer in answers) > 1
+        eventually(lambda: at_rest(cluster), what="everything freed")
+        verified = metric(cluster, "decode-0", "spec_decode_num_draft_tokens_total")
+        accepted = metric(cluster, "decode-0", "spec_decode_num_accepted_tokens_total")
+        assert verified > accepted > 0
+        again = workload.ask(cluster.address, PROMPTS[0], OUTPUT, request_id="again", **SETTINGS[1])
+        assert again.token_ids == expected[1].token_ids
+        with Client(cluster.address, cluster.operator) as client:
+            (attempt,) = client.explain("again").attempts
+        assert attempt.proposals_verified >= attempt.proposals_accepted > 0
