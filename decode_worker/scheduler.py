@@ -48,7 +48,7 @@ from decode_worker.request_reader import RequestReader
 from decode_worker.sequence import ChunkUnderWay, Sequence, SequencePhase
 from decode_worker.sequence_pages import SequencePages
 from decode_worker.sliding_window import SlidingWindow
-from decode_worker.speculation import Speculation, SpeculationStats, accepted
+from decode_worker.speculation import Speculation, SpeculationStats, accepted, right_proposals
 from decode_worker.step_budget import DecodeRows
 from decode_worker.step_planner import StepPlanner, rows_of
 from decode_worker.write_through import WriteThrough
@@ -476,7 +476,7 @@ class DecodeScheduler:
             right = accepted(chunk, (*done.verified.get(number, ()), done.sampled[number]))
             if self._speculation is not None and (sequence := self._in_step(name, chunk)) is not None:
                 self._speculation.learn(sequence, chunk, right)
-            drawn.append(_with_forced(chunk, right[0]) if len(right) == 1 else right)
+            drawn.append(_with_forced(chunk, right))
         return scored + self._take_tokens(done.plan, drawn, now)
 
     def _take_scores(self, done: StepDone) -> list[DecodeCommand]:
@@ -538,7 +538,9 @@ class DecodeScheduler:
                 sequence.append(drawn)
                 self._generated += len(sequence.tokens) - position
                 deltas.setdefault(sequence.owner, []).append(sequence.delta(position))
-                sequence.computed = len(sequence.tokens) - 1 if computed or chunk.verify else chunk.end
+                sequence.computed = len(sequence.tokens) - 1
+                if not computed:
+                    sequence.computed = min(sequence.computed, chunk.known + right_proposals(chunk, drawn))
             self._pages.cache_full(sequence)
             if self._store_up:
                 commands += self._write_through.store(sequence, now)
@@ -707,14 +709,16 @@ def _load(sequences: Iterable[Sequence]) -> LoadReport:
     return LoadReport(running=running, waiting=waiting, tokens_queued=queued, context=context)
 
 
-def _with_forced(chunk: Chunk, drawn: Sampled) -> tuple[Sampled, ...]:
-    """Return a token with those behind it that its grammar leaves no choice of. They are not drawn, so they have no
-    log-probabilities and know no other rules: a request with these draws them one by one."""
-    draw = chunk.sample
-    if draw is None or draw.mask is None or draw.logprobs is not None or draw.edits is not None:
-        return (drawn,)
-    forced = draw.mask.forced
-    return (drawn, *map(Sampled, forced[1:])) if forced and drawn.token == forced[0] and drawn.finite else (drawn,)
+def _with_forced(chunk: Chunk, drawn: Items[Sampled]) -> Items[Sampled]:
+    """Return the tokens drawn with those behind the last that its grammar leaves no choice of. They are not drawn, so
+    they have no log-probabilities and know no other rules: a request with these draws them one by one."""
+    if not drawn or chunk.sample is None or chunk.sample.mask is None:
+        return drawn
+    _, draw = chunk.draws[len(drawn) - 1]
+    if draw.mask is None or draw.logprobs is not None or draw.edits is not None:
+        return drawn
+    forced, last = draw.mask.forced, drawn[-1]
+    return (*drawn, *map(Sampled, forced[1:])) if forced and last.token == forced[0] and last.finite else drawn
 
 
 def _failure(drawn: Items[Sampled], position: int) -> tuple[str, str] | None:

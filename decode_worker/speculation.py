@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import takewhile
 
 from msgspec.structs import replace
 
@@ -23,7 +24,7 @@ from baton.messages import AttemptName
 from decode_worker.proposers import Proposer
 from decode_worker.sequence import Proposals, Sequence
 from decode_worker.sequence_pages import SequencePages
-from engine.step.batch import Chunk, Sampled
+from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.outcome import ScheduledBatch
 from engine.step.timing import WorkerStepTimes, sample_of
 
@@ -61,7 +62,7 @@ class Speculation:
         for name, chunk in plan.items():
             if len(chunk.tokens) > 1 or chunk.sample is None or (sequence := find(name)) is None:
                 continue
-            if (proposals := self._guess(sequence)) is not None:
+            if (proposals := self._guess(sequence, chunk.sample)) is not None:
                 guessed.append((name, sequence, proposals))
         if not guessed:
             return
@@ -79,9 +80,10 @@ class Speculation:
         if chunk.verify:
             self.stats.drafts += 1
             self.stats.draft_tokens += len(chunk.verify)
-            self.stats.accepted_tokens += max(0, len(drawn) - 1)
+            right = right_proposals(chunk, drawn)
+            self.stats.accepted_tokens += right
             proposals.verified += len(chunk.verify)
-            proposals.accepted += max(0, len(drawn) - 1)
+            proposals.accepted += right
         for each, guess in zip(drawn, proposals.guess, strict=False):
             right = each.token == guess
             proposals.right += _WEIGHT * (right - proposals.right)
@@ -90,15 +92,16 @@ class Speculation:
                 break
         proposals.guess = ()
 
-    def _guess(self, sequence: Sequence) -> Proposals | None:
+    def _guess(self, sequence: Sequence, draw: TokenDraw) -> Proposals | None:
         """Let the sequence's proposer guess; none: it has no guess, or is of a kind that goes without."""
-        if sequence.in_parts or sequence.grammar is not None:
+        if sequence.in_parts or (draw.mask is not None and draw.mask.slow):
             return None
         if sequence.proposals is None:
             sequence.proposals = Proposals(self._make(), self._right)
         proposals = sequence.proposals
         most = min(MOST, sequence.max_tokens - sequence.generated - 1)
-        proposals.guess = proposals.proposer.propose(sequence.tokens, most) if most > 0 else ()
+        guess = proposals.proposer.propose(sequence.tokens, most) if most > 0 else ()
+        proposals.guess = list(takewhile(lambda token: token not in sequence.stop_token_ids, guess))  # no row follows
         return proposals if proposals.guess else None
 
     def _counts(self, plan: ScheduledBatch, guessed: Items[tuple[AttemptName, Sequence, Proposals]]) -> list[int]:
@@ -136,9 +139,8 @@ class Speculation:
 def accepted(chunk: Chunk, drawn: Items[Sampled | None]) -> list[Sampled]:
     """Return the tokens that a chunk has drawn, of all its rows those that count: up to the first that is not the
     proposal of the next row."""
-    proposals = chunk.tokens[len(chunk.tokens) - len(chunk.verify) :]
     valid: list[Sampled] = []
-    for each, proposal in zip(drawn, (*proposals, None), strict=True):
+    for each, proposal in zip(drawn, (*chunk.proposals, None), strict=True):
         if each is None:
             break
         valid.append(each)
@@ -147,12 +149,23 @@ def accepted(chunk: Chunk, drawn: Items[Sampled | None]) -> list[Sampled]:
     return valid
 
 
+def right_proposals(chunk: Chunk, drawn: Items[Sampled]) -> int:
+    """Return how many of the first tokens are the chunk's proposals."""
+    pairs = zip(drawn, chunk.proposals, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0].token == pair[1], pairs))
+
+
 def _with_proposals(chunk: Chunk, sequence: Sequence, guess: Items[int]) -> Chunk:
+    """The chunk with proposals; without any if their masks can't be computed in this step."""
     assert chunk.sample is not None
     draws = [chunk.sample] * (len(guess) + 1)
     if sequence.logits_editor is not None:
         edits = sequence.logits_editor.edits_ahead(guess)
-        draws[1:] = [replace(chunk.sample, edits=each) for each in edits]
+        draws[1:] = [replace(draw, edits=each) for draw, each in zip(draws[1:], edits, strict=True)]
+    if (mask := chunk.sample.mask) is not None:
+        if not (masks := mask.ahead(guess)):
+            return chunk
+        draws[1:] = [replace(draw, mask=each) for draw, each in zip(draws[1:], masks, strict=True)]
     return replace(chunk, tokens=[*chunk.tokens, *guess], sample=draws[-1], verify=draws[:-1])
 
 

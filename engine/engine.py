@@ -300,7 +300,8 @@ class Engine:
 
     def _start_masks(self, chunks: Sequence[Chunk]) -> MasksUnderWay | None:
         """Have the masks of this step computed while the model runs."""
-        masks = [chunk.sample.mask for chunk in chunks if chunk.sample is not None and chunk.sample.mask is not None]
+        masked = [chunk for chunk in chunks if chunk.sample is not None and chunk.sample.mask is not None]
+        masks = [draw.mask for chunk in masked for _, draw in chunk.draws if draw.mask is not None]
         return self._mask_threads.start(masks) if masks else None
 
     def _flatten(self, chunks: Sequence[Chunk]) -> Batch:

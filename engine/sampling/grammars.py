@@ -21,7 +21,7 @@ from baton import grammars
 from baton.errors import BatonError
 from baton.messages import Grammar
 from baton.tokenizer_files import tokenizer_folder
-from engine.step.batch import Bits
+from engine.step.batch import Bits, ComputedMask
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class GrammarMask:
         self.may_end = False
         self.forced: Sequence[int] = ()
         self.failure = ""
+        self._proposals: Sequence[int] = ()
+        self._ahead: Sequence[ComputedMask] = ()
 
     @property
     def slow(self) -> bool:
@@ -63,13 +65,23 @@ class GrammarMask:
         began = time.perf_counter()
         try:
             self.allowed, self.may_end, self.forced = self._owner.advance(self._new)
+            self._owner.look_ahead(self._proposals, self._ahead)
         except BatonError as error:
             self.failure = str(error)
         except Exception as error:  # what an extension raises is not known; the request hears of it
             log.exception("a token mask failed")
             self.failure = f"{type(error).__name__}: {error}"
-        self._owner.slow = time.perf_counter() - began > _SLOW
+        self._owner.slow = time.perf_counter() - began > _SLOW * (1 + len(self._ahead))
+        for mask in self._ahead:
+            mask.ready = True
         self.ready = True
+
+    def ahead(self, proposals: Sequence[int]) -> Sequence[ComputedMask]:
+        if self._begun:
+            return ()
+        self._proposals = proposals
+        self._ahead = [ComputedMask(None, ends=tuple(self.ends), ready=False) for _ in proposals]
+        return self._ahead
 
 
 class FollowedGrammar:
@@ -113,9 +125,27 @@ class FollowedGrammar:
         come. Raises InvalidGrammar."""
         if self._failure is not None:
             raise self._failure
-        matcher, grammar = self._matcher, self._grammar
+        matcher = self._matcher
         assert matcher is not None, "its sequence is in no step before it is ready"
         self._follow(matcher, new)
+        return self._next(matcher)
+
+    def look_ahead(self, proposals: Sequence[int], masks: Sequence[ComputedMask]) -> None:
+        """Compute the masks after each of these tokens, as far as they are allowed. The matcher stays where it is."""
+        if not proposals or self._matcher is None:
+            return
+        matcher = self._matcher.deep_copy()
+        for token, mask in zip(proposals, masks, strict=True):
+            if token in self.ends or not matcher.try_consume_tokens([token]):
+                return
+            try:
+                mask.allowed, mask.may_end, mask.forced = self._next(matcher)
+            except BatonError:  # of a text that may never come
+                return
+
+    def _next(self, matcher: LLMatcher) -> tuple[Bits, bool, tuple[int, ...]]:
+        """What may come where a matcher is, as `advance` says it."""
+        grammar = self._grammar
         allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         grammars.raise_error_of(matcher, grammar)
         may_end = bool(allowed[grammar.eos])
@@ -126,7 +156,7 @@ class FollowedGrammar:
             allowed[self._ends] = 1
         forced = () if may_end or np.count_nonzero(allowed) > _FEW else matcher.compute_ff_tokens()
         others = (number for number, token in enumerate(forced) if token >= self._vocab_size or token in self.ends)
-        return allowed.view(np.bool_), may_end, forced[: next(others, None)]
+        return allowed.view(np.bool_), may_end, tuple(forced[: next(others, None)])
 
     def _follow(self, matcher: LLMatcher, tokens: Sequence[int]) -> None:
         if tokens and not matcher.consume_tokens(list(tokens)):

@@ -50,9 +50,14 @@ class TokenMask(Protocol):
         """Compute it. Never raises."""
         ...
 
+    def ahead(self, proposals: Sequence[int]) -> Sequence[TokenMask]:
+        """Return the masks after each of these tokens, which are computed with this one; none if something has begun
+        to compute it. A proposal that it does not allow leaves those after it without a mask."""
+        ...
+
 
 class ComputedMask(Struct, gc=False):
-    """A `TokenMask` that has been computed already."""
+    """A `TokenMask` that has been computed already, or is by another one."""
 
     allowed: Bits | None
     may_end: bool = False
@@ -67,6 +72,9 @@ class ComputedMask(Struct, gc=False):
 
     def compute(self) -> None:
         pass
+
+    def ahead(self, proposals: Sequence[int]) -> Sequence[TokenMask]:
+        return ()
 
 
 class LogitsEdits(Struct, frozen=True, gc=False):
@@ -166,6 +174,11 @@ class Chunk(Struct, frozen=True, gc=False):
     def known(self) -> int:
         """The same without proposals."""
         return self.end - len(self.verify)
+
+    @property
+    def proposals(self) -> Sequence[int]:
+        """Those of its tokens that are proposals."""
+        return self.tokens[len(self.tokens) - len(self.verify) :]
 
     @property
     def draws(self) -> Sequence[tuple[int, TokenDraw]]:

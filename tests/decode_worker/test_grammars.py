@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ import torch
 from baton.config import DecodeConfig
 from baton.membership import SendToRouter
 from baton.messages import AttemptFailed, AttemptName, Decode, Grammar, Message, Refused, SamplingParams
+from decode_worker.proposers import Proposer
 from decode_worker.scheduler import DecodeScheduler
 from engine.sampling.grammars import FollowedGrammar, GrammarCompiler
 from engine.sampling.host_sampler import HostSampler
-from engine.step.batch import Sampled
+from engine.step.batch import Sampled, TokenDraw
 from engine.step.outcome import StepDone
 from kvstore.keys import pack_tokens
 from tests.decode_worker.load import OnePageEach
+from tests.decode_worker.test_speculation import FREE_ROWS
 from tests.decode_worker.test_state import finishes, tokens_of
 from tests.router import tokenizers
 from tests.support.eventually import eventually
@@ -70,10 +74,11 @@ def order(request: str, grammar: Grammar, known: Sequence[int] = (), attempt: in
 class Worker:
     """A scheduler whose engine has logits that follow from the tokens."""
 
-    def __init__(self, grammars: Any, pages: int = 64) -> None:
+    def __init__(self, grammars: Any, pages: int = 64, proposer: Callable[[], Proposer] | None = None) -> None:
         self.state = DecodeScheduler(
-            DecodeConfig(), PAGE, pages, vocab_size=VOCAB, grammars=grammars, growth_reserve=OnePageEach()
-        )
+            DecodeConfig(), PAGE, pages, vocab_size=VOCAB, grammars=grammars, growth_reserve=OnePageEach(),
+            calibration=FREE_ROWS if proposer else (), proposer=proposer,
+        )  # fmt: skip
         self.messages: list[Message] = []
         self.late: Collection[str] = ()  # requests whose masks are late in the next step
         self.now = 0.0
@@ -90,21 +95,26 @@ class Worker:
         self.now += 0.01
         self.messages += [one.message for one in self.state.prepare(self.now) if isinstance(one, SendToRouter)]
         plan = self.state.schedule(self.now)
-        drawn: list[Sampled | None] = []
+        rows: list[list[Sampled | None]] = []
         for name, chunk in plan.items():
             known = self.known[name.request]
             known[chunk.start :] = chunk.tokens
             if chunk.sample is None or name.request in self.late:
-                drawn.append(None)
+                rows.append([None])
                 continue
-            if chunk.sample.mask is not None and chunk.sample.mask.begin():
-                chunk.sample.mask.compute()
-            seed = int.from_bytes(hashlib.sha256(str(known).encode()).digest()[:4], "big")
-            logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
-            drawn += HostSampler().sample(logits, [chunk.sample], [chunk.end])
+            for _, draw in chunk.draws:
+                if draw.mask is not None and draw.mask.begin():
+                    draw.mask.compute()
+            rows.append([self._drawn(known[:position], draw) for position, draw in chunk.draws])
         if plan:
-            self.handle(StepDone(plan, drawn))
+            verified = {number: each[:-1] for number, each in enumerate(rows)}
+            self.handle(StepDone(plan, [each[-1] for each in rows], verified=verified))
         return plan
+
+    def _drawn(self, known: Sequence[int], draw: TokenDraw) -> Sampled:
+        seed = int.from_bytes(hashlib.sha256(str(known).encode()).digest()[:4], "big")
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
+        return HostSampler().sample(logits, [draw], [len(known)])[0]
 
     def run(self, *requests: str) -> None:
         """Until these have ended."""
@@ -157,6 +167,31 @@ def test_a_preempted_sequence_continues_with_the_same_tokens(compiler: GrammarCo
     assert one.state.stats().preemptions > 0
     for request, seed in requests.items():
         assert tokens_of(one.messages, request) == whole(compiler, seed)
+
+
+class Scripted:
+    """Proposes the rest of an output, with wrong tokens among it."""
+
+    def __init__(self, rng: random.Random, output: Sequence[int]) -> None:
+        self._rng, self._text = rng, [*PROMPT, *output]
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        rest = self._text[len(tokens) :][: self._rng.randint(0, most)]
+        return [token if self._rng.random() < 0.8 else self._rng.randrange(VOCAB) for token in rest]
+
+
+def test_proposals_have_masks_of_their_own_and_change_no_token(compiler: GrammarCompiler) -> None:
+    for seed in range(6):
+        tokens, rng = whole(compiler, seed), random.Random(seed)
+        one = Worker(compiler, proposer=partial(Scripted, rng, tokens))
+        one.handle(order("r", SCHEMA, seed=seed))
+        one.ready()
+        for _ in range(400):
+            one.late = ("r",) if rng.random() < 0.2 else ()
+            one.step()
+        assert tokens_of(one.messages) == tokens, seed
+        stats = one.state.stats().speculation
+        assert stats.draft_tokens > stats.accepted_tokens > 3, stats
 
 
 class Slow:

@@ -37,11 +37,11 @@ class Guesses:
 
 def worker(share: float, steps: Sequence[StepSample] = FREE_ROWS, pages: int = 64, **config: Any) -> RigWorker:
     settings = DecodeConfig(**config)
-    made = Rig(64).worker("decode", pages, settings)
+    one = Rig(64).worker("decode", pages, settings)
     rng = random.Random(1)
-    made.state = DecodeScheduler(settings, PAGE, pages, calibration=steps, proposer=lambda: Guesses(rng, share))
-    made.handle(StoreUp(64, PAGE_BYTES))
-    return made
+    one.state = DecodeScheduler(settings, PAGE, pages, calibration=steps, proposer=lambda: Guesses(rng, share))
+    one.handle(StoreUp(64, PAGE_BYTES))
+    return one
 
 
 def plans_of(one: RigWorker) -> list[list[Chunk]]:

@@ -74,8 +74,7 @@ class Device(CheckingDevice):
 
     def run_rows(self, known: Sequence[int], chunk: Chunk) -> list[Sampled | None]:
         """Run a chunk, proposals included, and return what all of its rows have drawn."""
-        proposals = chunk.tokens[len(chunk.tokens) - len(chunk.verify) :]
-        tokens = [*known[: chunk.known], *proposals]
+        tokens = [*known[: chunk.known], *chunk.proposals]
         self.compute(tokens, chunk)
         if chunk.sample is None:
             return [None]
