@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import count
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -21,6 +26,8 @@ from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from kvstore.layout import LATENT
 from tests.support import checkpoints, workload
+from tests.support.cluster import at_rest, watching
+from tests.support.eventually import eventually
 from tests.vllm_runner import driver
 from tests.vllm_runner.driver import agree, prompt_of, run, step, untimed
 
@@ -121,19 +128,54 @@ def test_a_prompt_is_handed_over_between_degrees(
     arena.close()
 
 
+def cluster_of(path: Path, prefill: int, decode: int, folder: Path, **more: object) -> LocalCluster:
+    own = {
+        "model.engine": "vllm",
+        "pages.page_size": PAGE,
+        "router.disaggregation": "always" if prefill else "auto",
+        "router.queue_timeout_ms": 300_000,
+        "router.attempt_timeout_ms": 300_000,
+    }
+    return LocalCluster(workload.settings(path, prefill, decode, **(own | more)), folder, patience=200.0)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (0, 1)], ids=["1P+1D", "colocated"])
 def test_requests_at_once_get_the_reference_tokens(
     shape: tuple[int, int], paths: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    own = {
-        "model.engine": "vllm",
-        "pages.page_size": PAGE,
-        "router.disaggregation": "always" if shape[0] else "auto",
-        "router.queue_timeout_ms": 300_000,
-        "router.attempt_timeout_ms": 300_000,
-    }
     path = paths("deepseek-v3")
-    with LocalCluster(workload.settings(path, *shape, **own), tmp_path, patience=200.0) as running:
+    with cluster_of(path, *shape, tmp_path) as running:
         answers = workload.ask_all(running.address, PROMPTS)
         workload.compare(path, PROMPTS, answers, workload.references(path, PROMPTS))
         assert not shape[0] or any(answer.work.pages_fetched for answer in answers)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_streams_outlive_the_death_of_any_process(name: str, paths: Callable[[str], Path], tmp_path: Path) -> None:
+    """SIGKILL under load of a prefill worker, a decode worker, vLLM's process beneath another, and the store."""
+    path = paths(name)
+    eager = {"model.enforce_eager": True, "prefill.max_num_batched_tokens": 4 * PAGE}
+    with cluster_of(path, 1, 2, tmp_path, **eager) as running, ThreadPoolExecutor(1) as pool:
+        for number, victim in enumerate(("prefill-0", "decode-0", "vLLM of decode-1", "store-0")):
+            prompts = [prompt_of(length, 10 * number + seed) for seed, length in enumerate((1_000, 700, 400, 250, 60))]
+            expected = workload.references(path, prompts)
+            worker = victim.removeprefix("vLLM of ")
+            busy = "prefill-0" if victim == "store-0" else worker
+            with watching(running, busy) as works:
+                answers = pool.submit(workload.ask_all, running.address, prompts)
+                eventually(works, what=f"{busy} at work")
+            if victim == worker:
+                running.kill(worker)
+            else:
+                (vllm,) = psutil.Process(running.pids[worker]).children()
+                os.kill(vllm.pid, signal.SIGKILL)
+            workload.compare(path, prompts, answers.result(timeout=200), expected)
+            eventually(lambda worker=worker: worker not in running.pids, what=f"the end of {worker}")
+            running.start(worker)
+            running.wait_live([worker])
+        fresh = count(100)
+        eventually(
+            lambda: workload.ask(running.address, prompt_of(200, next(fresh)), 2).work.pages_fetched,
+            what="a hand-off through the new store",
+        )
+        eventually(lambda: at_rest(running), what="everything freed")
