@@ -131,6 +131,7 @@ class ModelConfig(_Section, frozen=True):
     tool_call_parser: ToolCallParser = "auto"  # format of tool calls, by vLLM's names; auto: as the chat template tells
     reasoning_parser: ReasoningParser = "auto"  # format of reasoning, in the same way
     lora_modules: dict[str, str] = {}  # LoRA adapters that vLLM's runner serves: a name for clients, and its directory
+    max_loras: Natural = 0  # adapters at a time; those beyond lora_modules may be loaded while it serves
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16  # the largest rank of an adapter
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # processes that share a worker's model; vLLM's
     max_model_len: Natural = 0  # tokens of a sequence at most; 0: as many as the model takes
@@ -506,6 +507,11 @@ def _check(config: Config) -> None:
             raise ConfigError(f"model.lora_modules has {name!r}; a name has 1 to {MAX_NAME} printable characters")
         if name in config.model.served_names:
             raise ConfigError(f"model.lora_modules has {name!r}, which is a name of the model; give it another")
+    if 0 < config.model.max_loras < len(config.model.lora_modules):
+        raise ConfigError(
+            f"model.max_loras is {config.model.max_loras}, and model.lora_modules names "
+            f"{len(config.model.lora_modules)} adapters; raise it, or leave it out"
+        )
     operator = parse_operator(config.router.operator)
     tls = config.tls
     if bool(tls.cert_file) != bool(tls.key_file):

@@ -42,7 +42,7 @@ class Membership:
     """Which incarnation of one router this process works for, and since when it has been silent."""
 
     def __init__(self, hello: Hello) -> None:
-        self._hello = hello
+        self.hello = hello
         self.router: str | None = None  # incarnation, once welcomed
         self.heard = 0  # the last sequence heard from it
         self.heartbeat = 0.25  # seconds
@@ -69,7 +69,7 @@ class Membership:
                 # It has forgotten us or is new: either way it owns nothing of what we hold.
                 lost = self._leave()
                 self._next_hello = now + _HELLO_AGAIN
-                return MembershipChange(send=(self._hello,), lost=lost)
+                return MembershipChange(send=(self.hello,), lost=lost)
             case _ if envelope.sender != self.router:
                 return MembershipChange()
             case _:
@@ -82,7 +82,7 @@ class Membership:
         lost = self._leave() if now - self._last_heard > self._silence else None
         if self.router is None and now >= self._next_hello:
             self._next_hello = now + _HELLO_AGAIN
-            return MembershipChange(send=(self._hello,), lost=lost)
+            return MembershipChange(send=(self.hello,), lost=lost)
         return MembershipChange(lost=lost)
 
     def _leave(self) -> str | None:

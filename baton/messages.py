@@ -130,12 +130,16 @@ class StepSample(Struct, frozen=True, array_like=True):
 StepSamples: TypeAlias = Annotated[tuple[StepSample, ...], Meta(max_length=MAX_STEP_SAMPLES)]
 
 
+_UNLOADED = "unloaded"  # in place of a digest
+
+
 class AdapterCard(Struct, frozen=True):
     """A LoRA adapter that a worker has loaded beside its model: the name that clients use, and in `digest` what it is.
     Messages and page keys say the digest."""
 
     name: Name
     digest: Name
+    path: str = ""  # its directory, where a worker that joins finds it as well
 
 
 class ModelCard(Struct, frozen=True):
@@ -166,10 +170,11 @@ class ModelCard(Struct, frozen=True):
         return self.pool_pages
 
     def namespace_of(self, adapter: str) -> Namespace:
-        """The namespace of pages that the model makes with the adapter of that name, "" for none. Raises KeyError."""
+        """The namespace of pages that the model makes with the adapter of that name, "" for none. One that has been
+        unloaded has a namespace in which no worker computes."""
         if not adapter:
             return self.namespace
-        return replace(self.namespace, adapter={one.name: one.digest for one in self.adapters}[adapter])
+        return replace(self.namespace, adapter={one.name: one.digest for one in self.adapters}.get(adapter, _UNLOADED))
 
 
 class Hello(Message, frozen=True):
@@ -424,6 +429,21 @@ class LoadWeights(Message, frozen=True):
     path: str
 
 
+class LoadAdapter(Message, frozen=True):
+    """Load a LoRA adapter beside the model. Its digest must be `digest`, unless that is empty. The answer is a Hello
+    that lists it, or AdapterFailed."""
+
+    name: Name
+    path: str
+    digest: str = ""
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Take no more orders for a LoRA adapter, and remove it once none needs it. The answer is a Hello without it."""
+
+    name: Name
+
+
 # --- workers → router ----------------------------------------------------------------------------------------------
 
 
@@ -518,6 +538,14 @@ class AttemptFailed(AttemptMessage, frozen=True):
     message: str
 
 
+class AdapterFailed(Message, frozen=True):
+    """A LoRA adapter could not be loaded; `reason` is an error's label."""
+
+    name: Name
+    reason: str
+    message: str
+
+
 class WorkerDied(Message, frozen=True):
     """A store's word that a worker of its node is gone: the kernel told it so, within a millisecond (pidfd)."""
 
@@ -581,13 +609,22 @@ class Snapshot(Message, frozen=True):
 # --- one union per direction ------------------------------------------------------------------------------------------
 
 ToAny: TypeAlias = Welcome | Rejected | RequestHello | RouterHeartbeat | StartTrace | StopTrace
-ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend | ChangeRole | LoadWeights
-ToPrefill: TypeAlias = ToAny | Prefill | Cancel | ChangeRole | LoadWeights
+ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend | ChangeRole | LoadWeights | LoadAdapter | UnloadAdapter
+ToPrefill: TypeAlias = ToAny | Prefill | Cancel | ChangeRole | LoadWeights | LoadAdapter | UnloadAdapter
 ToStore: TypeAlias = ToAny | PinPages | UnpinPages
 FromDecode: TypeAlias = (
-    Hello | Heartbeat | Accepted | Refused | FetchIncomplete | Started | PromptLogprobs | Tokens | AttemptFailed
+    Hello
+    | Heartbeat
+    | Accepted
+    | Refused
+    | FetchIncomplete
+    | Started
+    | PromptLogprobs
+    | Tokens
+    | AttemptFailed
+    | AdapterFailed
 )
-FromPrefill: TypeAlias = Hello | Heartbeat | Refused | Prefilled | AttemptFailed
+FromPrefill: TypeAlias = Hello | Heartbeat | Refused | Prefilled | AttemptFailed | AdapterFailed
 FromStore: TypeAlias = Hello | Heartbeat | WorkerDied | PagesPinned
 ToRouter: TypeAlias = (
     Hello
@@ -602,6 +639,7 @@ ToRouter: TypeAlias = (
     | Tokens
     | Prefilled
     | AttemptFailed
+    | AdapterFailed
 )  # a router hears all three on one socket
 ToPublisher: TypeAlias = SnapshotRequest
 FromPublisher: TypeAlias = Snapshot

@@ -224,6 +224,13 @@ class NewPin(Struct, frozen=True, omit_defaults=True):
     tokens_cached: int | None = None  # the others
 
 
+class LoraAdapter(Struct, frozen=True):
+    """A LoRA adapter that clients may name."""
+
+    name: str
+    path: str
+
+
 # --- calls ---
 
 
@@ -327,6 +334,26 @@ class ListPins(OperatorCall[list[Pin]], frozen=True):
     """The pins of all tenants, ordered by id."""
 
 
+class LoadAdapter(OperatorCall[None], frozen=True):
+    """Have all workers load a LoRA adapter; answered once they have. Needs model.max_loras."""
+
+    lora_name: str
+    lora_path: str  # a directory that every node has
+    load_inplace: bool = False  # vLLM's; true is refused, since a name stands for one adapter
+
+
+class UnloadAdapter(OperatorCall[None], frozen=True):
+    """Serve no more requests of a LoRA adapter. Those that run go on, and then workers remove it. ModelMismatch without
+    one of that name."""
+
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's; it changes nothing
+
+
+class ListAdapters(OperatorCall[list[LoraAdapter]], frozen=True):
+    """The LoRA adapters that clients may name, ordered by name."""
+
+
 Method: TypeAlias = Literal["GET", "POST"]
 CALLS: Mapping[type[OperatorCall[Any]], tuple[Method, str, Any]] = {
     GetHealth: ("GET", "/health", str),
@@ -342,5 +369,8 @@ CALLS: Mapping[type[OperatorCall[Any]], tuple[Method, str, Any]] = {
     PinPrefix: ("POST", "/pin", NewPin),
     Unpin: ("POST", "/unpin", None),
     ListPins: ("GET", "/pins", list[Pin]),
+    LoadAdapter: ("POST", "/v1/load_lora_adapter", None),
+    UnloadAdapter: ("POST", "/v1/unload_lora_adapter", None),
+    ListAdapters: ("GET", "/adapters", list[LoraAdapter]),
 }
 """The method, path and answer of each call."""

@@ -90,6 +90,12 @@ class RouterLinks:
                 router.link.send(incarnation, message)
                 return
 
+    def introduce(self, hello: Hello) -> None:
+        """What a Hello says has changed. Tell all routers, those that join later too."""
+        for router in self._routers:
+            router.membership.hello = hello
+        self.tell_all(hello)
+
     def tell_all(self, message: Message) -> None:
         for router in self._routers:
             if router.membership.router is not None:

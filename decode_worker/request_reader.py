@@ -2,7 +2,7 @@
 
 # pyright: strict
 
-from collections.abc import Set
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.errors import InvalidGrammar, MalformedMessage, ModelMismatch
@@ -21,7 +21,7 @@ class RequestReader:
     page_size: int
     window: SlidingWindow | None
     vocab_size: int | None  # where known: a token id of an order must be lower, because it would fail the whole step
-    adapters: Set[str]  # digests of those that orders may name; "" is none
+    adapters: Collection[str]  # digests of those that orders may name, as they are now
     grammars: OutputGrammars | None
     ageing_ms: int
 
@@ -33,7 +33,7 @@ class RequestReader:
             raise MalformedMessage(
                 f"{len(tokens)} tokens with a prompt of {order.prompt} and {order.max_tokens} to generate"
             )
-        if order.adapter not in self.adapters:
+        if order.adapter and order.adapter not in self.adapters:
             raise ModelMismatch("this worker has not loaded that adapter")
         rules = order.sampling.rules
         if rules is not None and (message := rules.wrong(self.vocab_size)):

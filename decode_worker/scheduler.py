@@ -6,7 +6,7 @@ under way. A page given back then is in limbo until these have ended (`kvstore.c
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -113,7 +113,7 @@ class DecodeScheduler:
         grammars: OutputGrammars | None = None,
         copies_overlap: bool = False,
         window: int | None = None,
-        adapters: Items[str] = (),
+        adapters: Collection[str] = (),
         recompute_share: float = 0.0,
         fixed_borders: bool = False,
         proposer: Callable[[], Proposer] | None = None,
@@ -131,9 +131,7 @@ class DecodeScheduler:
         self._page_size = page_size
         sliding = None if window is None else SlidingWindow(window, page_size, num_pages)
         self._pages = SequencePages(num_pages, page_size, sliding, tell_tokens=event_tokens)
-        self._reader = RequestReader(
-            page_size, sliding, vocab_size, frozenset(("", *adapters)), grammars, config.ageing_ms
-        )
+        self._reader = RequestReader(page_size, sliding, vocab_size, adapters, grammars, config.ageing_ms)
         self._sequences = AttemptTable[Sequence]()
         self._admission = SequenceAdmission(self._pages.blocks, growth_reserve or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
@@ -368,6 +366,10 @@ class DecodeScheduler:
         if not self._fetches.confirming:
             return 0.0
         return self._planner.budget.patience(self._decoding())
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether a sequence, ended or not, is computed with that LoRA adapter."""
+        return any(sequence.adapter == digest for sequence in self._sequences.values())
 
     @property
     def busy(self) -> bool:

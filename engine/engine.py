@@ -206,6 +206,12 @@ class Engine:
             torch.cuda.synchronize(self.pool.device)
             raise
 
+    def add_adapter(self, name: str, path: str) -> AdapterCard:
+        raise UnsupportedModel("adapters are served by vLLM's runner; worker.engine_choice sees to it")
+
+    def remove_adapter(self, digest: str) -> None:
+        raise NotImplementedError("there is none")
+
     def duplicate(self, source: int, dest: int) -> None:
         if self._cuda is None:
             self.pages.duplicate(source, dest)

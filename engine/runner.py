@@ -117,6 +117,14 @@ class Runner(Protocol):
         whatever reaches the device may."""
         ...
 
+    def add_adapter(self, name: str, path: str) -> AdapterCard:
+        """Load a LoRA adapter between steps. Raises ModelError: UnsupportedModel where it can't be served."""
+        ...
+
+    def remove_adapter(self, digest: str) -> None:
+        """Remove a LoRA adapter. No chunk names it any more, launched or to be launched."""
+        ...
+
     def duplicate(self, source: int, dest: int) -> None:
         """Copy one device page to another, after the steps launched before and before those launched later."""
         ...

@@ -112,7 +112,7 @@ class PrefillScheduler:
         `adapters`: digests of those that orders may name. `recompute_share`: part of the pages that is checked."""
         self._config = config
         self._vocab_size = vocab_size
-        self._adapters = frozenset(("", *adapters))
+        self._adapters = adapters
         self._page_size = page_size
         self._num_pages = num_pages
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
@@ -186,7 +186,7 @@ class PrefillScheduler:
                 if old.name.attempt >= order.attempt:
                     return []
                 commands += self._drop_request(old)
-            if order.adapter not in self._adapters:
+            if order.adapter and order.adapter not in self._adapters:
                 raise ModelMismatch("this worker has not loaded that adapter")
             tokens = unpack_tokens(order.tokens, self._vocab_size)
             if len(tokens) < self._page_size:
@@ -473,6 +473,10 @@ class PrefillScheduler:
     def _room_for_copies(self) -> int:
         """How many more may be under way."""
         return max(0, self._config.copies_per_step - self._copies.under_way - self._refill.copies.under_way)
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether a prompt, ended or not, is computed with that LoRA adapter."""
+        return any(request.adapter == digest for request in self._requests.values())
 
     @property
     def busy(self) -> bool:

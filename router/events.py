@@ -83,6 +83,19 @@ class DrainWorker(Struct, frozen=True):
     undo: bool = False
 
 
+class LoadAdapter(Struct, frozen=True):
+    """A client's wish that all workers load a LoRA adapter."""
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(Struct, frozen=True):
+    """A client's wish that all workers unload a LoRA adapter."""
+
+    name: str
+
+
 class SetRole(Struct, frozen=True):
     """A client's wish that a worker be the other kind of worker. It is given nothing new; what it has goes elsewhere
     after `patience` seconds."""
@@ -142,6 +155,8 @@ RouterEvent: TypeAlias = (
     GenerationRequest
     | PinPrefix
     | UnpinPrefix
+    | LoadAdapter
+    | UnloadAdapter
     | ProfileProcess
     | StopProfile
     | DrainWorker

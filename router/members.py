@@ -21,7 +21,17 @@ from typing import Literal, TypeAlias, get_args
 import msgspec
 
 from baton.errors import Incompatible
-from baton.messages import PROTOCOL_VERSION, AttemptName, Hello, LoadReport, ModelCard, Peer, Role, difference
+from baton.messages import (
+    PROTOCOL_VERSION,
+    AdapterCard,
+    AttemptName,
+    Hello,
+    LoadReport,
+    ModelCard,
+    Peer,
+    Role,
+    difference,
+)
 
 _REMEMBERED = 4_096  # incarnations; far more than processes ever start while one of them is still around
 _UNANSWERED = 16  # Decodes on their way to one worker; without a limit, a full worker would refuse a whole queue
@@ -250,8 +260,9 @@ class ClusterMembership:
     business."""
 
     def __init__(self, page_size: int, adapters: Iterable[str] = ()) -> None:
-        """`adapters`: the names of the LoRA adapters that clients may ask for. Every worker has them all."""
-        self._page_size, self._adapters = page_size, sorted(adapters)
+        """`adapters`: the names of the LoRA adapters of the configuration. Every worker has them all."""
+        self._page_size, self._configured = page_size, sorted(adapters)
+        self.adapters: dict[str, AdapterCard] = {}  # all that were loaded and not unloaded, by name
         self._live: dict[str, MemberRecord] = {}  # by incarnation
         self._by_role: dict[Role, dict[str, MemberRecord]] = {"router": {}, "prefill": {}, "decode": {}, "store": {}}
         self._gone: dict[str, MemberRecord] = {}  # by name, until replaced
@@ -323,9 +334,12 @@ class ClusterMembership:
 
     @property
     def card(self) -> ModelCard | None:
-        """The model that is served: that of the first live worker whose weights stay."""
+        """The model that is served, with all its adapters: that of the first live worker whose weights stay."""
         staying = (member for member in self._live.values() if member.incarnation not in self.reloading)
-        return next((member.hello.model for member in staying if member.hello.model), None)
+        card = next((member.hello.model for member in staying if member.hello.model), None)
+        if card is None or len(card.adapters) == len(self.adapters):
+            return card
+        return msgspec.structs.replace(card, adapters=tuple(self.adapters[name] for name in sorted(self.adapters)))
 
     @property
     def longest_context(self) -> int | None:
@@ -363,10 +377,15 @@ class ClusterMembership:
 
     def join(self, hello: Hello, now: float) -> MemberRecord:
         """A process that has passed `check`; again for one that is live and says Hello again."""
+        mine = {one.name: one for one in hello.model.adapters} if hello.model else {}
         if (member := self._live.get(hello.peer.incarnation)) is not None:
+            before = {one.name for one in member.hello.model.adapters} if member.hello.model else set[str]()
+            self.adapters = {name: card for name, card in self.adapters.items() if name not in before - mine.keys()}
+            self.adapters |= mine
             member.hello, member.heard_at = hello, now
-            member.mark_changed()
+            member.mark_changed(room=True)
             return member
+        self.adapters |= mine
         self._meet(hello.peer.incarnation)
         before = self._gone.pop(hello.peer.name, None)
         member = self._live[hello.peer.incarnation] = MemberRecord(hello, now, changes=self.changes)
@@ -394,14 +413,17 @@ class ClusterMembership:
     def _check_card(self, card: ModelCard) -> None:
         if card.namespace.page_size != self._page_size:
             raise Incompatible(f"page_size is {card.namespace.page_size} and this cluster has {self._page_size}")
-        if (theirs := [one.name for one in card.adapters]) != self._adapters:
-            names, ours = ", ".join(theirs) or "none", ", ".join(self._adapters) or "none"
-            raise Incompatible(f"LoRA adapters are {names} and this cluster has {ours}")
+        theirs = [one.name for one in card.adapters]
+        if missing := {*self._configured} - {*theirs}:
+            names, ours = ", ".join(theirs) or "none", ", ".join(self._configured)
+            raise Incompatible(
+                f"LoRA adapters are {names} and this cluster has {ours}: {', '.join(missing)} is missing"
+            )
         served = self.card
         if served is None:
             return
-        for one, other in zip(card.adapters, served.adapters, strict=True):
-            if one != other:
+        for one in card.adapters:
+            if (other := self.adapters.get(one.name, one)).digest != one.digest:
                 raise Incompatible(f"LoRA adapter {one.name} is {one.digest} and this cluster has {other.digest}")
         if mismatch := difference(card.namespace, served.namespace):
             raise Incompatible(mismatch)

@@ -40,6 +40,7 @@ from baton.messages import (
 )
 from baton.operator_api import Pin
 from baton.waits import WaitEdge
+from router.adapters import RuntimeAdapters, served
 from router.events import (
     PIN,
     AskSnapshot,
@@ -50,6 +51,7 @@ from router.events import (
     ForgetPeer,
     KvEvents,
     KvSnapshot,
+    LoadAdapter,
     MessageReceived,
     PinPrefix,
     ProfileProcess,
@@ -61,6 +63,7 @@ from router.events import (
     StopMatched,
     StopProfile,
     Subscribe,
+    UnloadAdapter,
     UnpinPrefix,
     Unsubscribe,
 )
@@ -157,6 +160,7 @@ class RouterState:
         self._members = ClusterMembership(config.pages.page_size, config.model.lora_modules)
         self._kv_index = KvIndex()
         self._out = Outbox(self._members)
+        self.adapters = RuntimeAdapters(config.model, self._members, self._out)
         self._prediction_errors = PredictionErrors()
         self._costs, self._slowness = FittedCosts(self._prediction_errors), Slowness()
         seed = crc32(me.incarnation.encode())
@@ -178,6 +182,7 @@ class RouterState:
             attainment=self._attainment,
             reuse_ceiling=self._reuse_ceiling,
             prompts=self._prompts,
+            adapters=self.adapters,
         )
         self._worker_messages = WorkerMessageHandler(
             *(config, limits, self._members, self._manager, self._prediction_errors, self._out),
@@ -218,6 +223,10 @@ class RouterState:
                 self._stop_profile(process)
             case DrainWorker():
                 self._drain(event, now)
+            case LoadAdapter(name=name, path=path):
+                self.adapters.load(name, path)
+            case UnloadAdapter(name=name):
+                self.adapters.unload(name)
             case SetRole():
                 if self._weight_change.under_way:
                     raise InvalidRequest("all workers load new weights; ask again once they serve")
@@ -268,6 +277,8 @@ class RouterState:
                 of_its_node = departed is not None and departed.peer.node == member.peer.node
                 if departed is not None and of_its_node and departed.peer.pid == pid:
                     self._gone(departed, "dead", now)
+            case messages.AdapterFailed():
+                self.adapters.failed(member, message)
             case messages.PagesPinned():
                 self._pin_messages.pinned(member, message, now)
             case messages.Prefilled() | messages.Refused() | messages.AttemptFailed() if message.request.startswith(
@@ -355,6 +366,7 @@ class RouterState:
         member = self._members.join(hello, now)
         cluster = self._config.cluster
         self._out.send(sender, Welcome(self._me, cluster.heartbeat_ms, cluster.heartbeat_timeout_ms))
+        self.adapters.greeted(member, new=new)
         if new:
             if hello.model is not None:
                 self._costs.join(sender, peer.role, hello.model.steps)
@@ -606,6 +618,11 @@ class RouterState:
     # --- what others read --------------------------------------------------------------------------------------------
 
     @property
+    def served_adapters(self) -> Mapping[str, str]:
+        """The directories of the adapters that clients may name, by name."""
+        return served(self._config.model, self._members.adapters)
+
+    @property
     def card(self) -> ModelCard | None:
         """The served model as its workers know it; none before the first has joined."""
         return self._members.card
@@ -674,7 +691,7 @@ class RouterState:
         return self._explanations.last(count, tenant, session)
 
     def _adapters(self, *, queued: bool) -> list[str]:
-        if not self._config.model.lora_modules:
+        if not self._members.adapters:
             return []
         queue = self._admission.queue
         return sorted({one.spec.adapter for one in self._manager if one.spec.adapter and (one in queue) == queued})

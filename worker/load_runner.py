@@ -80,6 +80,7 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         device=device,
         memory_share=own.gpu_memory_utilization * share,
         lora_modules=config.model.lora_modules,
+        max_loras=config.model.max_loras,
         max_lora_rank=config.model.max_lora_rank,
         ranks=config.ranks_of(role),
         eager=eager,

@@ -21,14 +21,16 @@ import torch
 from baton.checkpoints import hub
 from baton.clock import PauseDetector, Tick
 from baton.config import Config
-from baton.errors import DeviceLost, StoreError
+from baton.errors import DeviceLost, ModelError, StoreError
 from baton.logs import RateLimit, RateLimitedLog
 from baton.membership import SendToRouter
 from baton.messages import (
     MIXED,
+    AdapterFailed,
     ChangeRole,
     Heartbeat,
     Hello,
+    LoadAdapter,
     LoadWeights,
     ModelCard,
     Namespace,
@@ -37,6 +39,7 @@ from baton.messages import (
     StopTrace,
     ToDecode,
     ToPrefill,
+    UnloadAdapter,
     WorkerRole,
 )
 from baton.metrics import Metrics
@@ -58,6 +61,7 @@ from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePag
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, StoreUp
 from kvstore.events.changes import page_runs
 from kvstore.events.publisher import KvEventPublisher
+from worker.adapters import WorkerAdapters
 from worker.alarm import Alarm
 from worker.calibration import calibrate
 from worker.gpu_metrics import GpuMetrics
@@ -101,6 +105,7 @@ class WorkerScheduler(Protocol):
     def leases(self) -> tuple[int, ...]: ...
     @property
     def step_tokens(self) -> int: ...
+    def uses_adapter(self, digest: str) -> bool: ...
     def handle(self, event: Any, now: float, router: str = "") -> Sequence[WorkerCommand]: ...
     def take_copies(self) -> list[Copy]: ...
     def prepare(self, now: float) -> Sequence[WorkerCommand]: ...
@@ -129,6 +134,7 @@ class WorkerLoop:
         self.next_role: WorkerRole | None = None  # what a router wants this process to be from now on
         self.next_weights = ""  # and the checkpoint whose weights it is to load
         self.runner = runner
+        self.adapters = WorkerAdapters(runner)
         mixed = config.model.numerics == MIXED
         namespace = _namespace(runner, config.pages.page_size, MIXED if mixed else runner.numerics)
         layout = runner.layout
@@ -160,10 +166,10 @@ class WorkerLoop:
             self.calibration,
             runner.has_lm_head,
             0 if window is None else SlidingWindow(window, config.pages.page_size, self.num_pages).pages,
-            runner.adapters,
+            self.adapters.cards,
             runner.numerics if mixed else None,
         )
-        hello = Hello(
+        self._hello = hello = Hello(
             self.peer,
             model=card,
             events=self._events.endpoint,
@@ -234,6 +240,7 @@ class WorkerLoop:
             with self.tracer.turn():
                 self._turn(samples)
         self._let_steps_end()
+        self.adapters.remove_unused(lambda digest: False)
 
     def load_weights(self, load: Callable[[], Runner]) -> Runner:
         """Return what `load` returns. Heartbeats go on meanwhile, so routers don't take the worker for dead. Raises as
@@ -358,9 +365,31 @@ class WorkerLoop:
                 case RouterMessage(message=LoadWeights(path=path)):
                     of_peers.info("loads the weights of %s; all work here is forgotten", path)
                     self.next_weights = path
+                case RouterMessage(router=router, message=LoadAdapter() as order):
+                    self._load_adapter(order, router)
+                case RouterMessage(message=UnloadAdapter(name=name)):
+                    self.adapters.unload(name)
+                    self._list_adapters()
                 case _:
                     yield event
         yield Tick(paused)
+
+    def _load_adapter(self, order: LoadAdapter, router: str) -> None:
+        try:
+            with self.tracer.span("load an adapter", "engine"):
+                self.adapters.load(order)
+        except ModelError as error:
+            of_peers.warning("can't load the LoRA adapter %s: %s", order.name, error)
+            self._routers.say(AdapterFailed(order.name, error.reason, str(error)), router)
+        else:
+            self._list_adapters()
+
+    def _list_adapters(self) -> None:
+        """Tell all routers which adapters there are."""
+        assert self._hello.model is not None
+        model = msgspec.structs.replace(self._hello.model, adapters=self.adapters.cards)
+        self._hello = msgspec.structs.replace(self._hello, model=model)
+        self._routers.introduce(self._hello)
 
     def _change_role(self, role: WorkerRole) -> None:
         if role == "decode" and not self.runner.has_lm_head:
@@ -513,6 +542,8 @@ class WorkerLoop:
                 self._heartbeat()
         if now >= self._next_beat:
             self._next_beat = now + self._routers.heartbeat
+            if not self.under_way:
+                self.adapters.remove_unused(self._scheduler.uses_adapter)
             with self.tracer.span("publish metrics", "sockets"):
                 self.metrics.publish({**samples(), **self._samples()})
             if self._store.connected:

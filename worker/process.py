@@ -78,7 +78,7 @@ def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) ->
         calibration=worker.calibration,
         vocab_size=worker.runner.vocab_size,
         copies_overlap=worker.runner.copies_overlap,
-        adapters=[one.digest for one in worker.runner.adapters],
+        adapters=worker.adapters.digests,
         recompute_share=config.pages.recompute_share,
     )
     worker.serve(state, lambda: _prefill_samples(state.stats()), stop)
@@ -115,7 +115,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         copies_overlap=worker.runner.copies_overlap,
         window=worker.runner.window,
         fixed_borders=worker.runner.fixed_borders,
-        adapters=[one.digest for one in worker.runner.adapters],
+        adapters=worker.adapters.digests,
         recompute_share=config.pages.recompute_share,
         proposer=NgramProposer if _speculates(config, worker.runner) else None,
     )

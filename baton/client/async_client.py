@@ -201,6 +201,18 @@ class AsyncClient:
         """Return all tenants' pins, ordered by name. Raises BatonError."""
         return await self.ask(api.ListPins(), timeout)
 
+    async def load_adapter(self, name: str, path: str, timeout: float = 150.0) -> None:
+        """Have all workers load the LoRA adapter in a directory. Raises BatonError, also where one can't."""
+        await self.ask(api.LoadAdapter(name, path), timeout)
+
+    async def unload_adapter(self, name: str, timeout: float = 5.0) -> None:
+        """End a LoRA adapter. Raises BatonError: ModelMismatch if there is none of that name."""
+        await self.ask(api.UnloadAdapter(name), timeout)
+
+    async def adapters(self, timeout: float = 5.0) -> list[api.LoraAdapter]:
+        """Return the LoRA adapters that clients may name. Raises BatonError."""
+        return await self.ask(api.ListAdapters(), timeout)
+
     # --- connections -------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:

@@ -161,6 +161,9 @@ class Client:
     pin_prefix = _blocking(AsyncClient.pin_prefix)
     unpin = _blocking(AsyncClient.unpin)
     pins = _blocking(AsyncClient.pins)
+    load_adapter = _blocking(AsyncClient.load_adapter)
+    unload_adapter = _blocking(AsyncClient.unload_adapter)
+    adapters = _blocking(AsyncClient.adapters)
 
     # --- connections -------------------------------------------------------------------------------------------------
 

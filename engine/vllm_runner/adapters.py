@@ -73,7 +73,7 @@ def _read(name: str, path: Path, base: TensorFiles, max_rank: int) -> Adapter:
     with TensorFiles(path, ADAPTER_WEIGHTS) as files:
         _check_tensors(files, base, rank)
         numbers = json.dumps({"rank": rank, "alpha": alpha, "rslora": bool(config.get("use_rslora"))}).encode()
-        return Adapter(AdapterCard(name, files.fingerprint(numbers).hex()), path, rank)
+        return Adapter(AdapterCard(name, files.fingerprint(numbers).hex(), str(path)), path, rank)
 
 
 def _settings(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]:

@@ -59,7 +59,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
         )
     if order.ranks > 1 and order.device == "cpu":
         fork_ranks()
-    if order.adapters and order.device == "cpu":
+    if order.max_loras and order.device == "cpu":
         use_the_cpu()
     executor = Executor.get_class(config)(config)
     executor.collective_rpc("baton_take_draws")
@@ -98,8 +98,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
     executor.compile_or_warm_up_model()  # it drops all adapters
     for request in lora_requests(order).values():
         if request is not None:
-            executor.add_lora(request)
-            executor.pin_lora(request.lora_int_id)
+            add_adapter(executor, request)
     return config, executor, context
 
 
@@ -127,10 +126,10 @@ def engine_arguments(order: Load) -> dict[str, Any]:
         "seed": 0,
         "tensor_parallel_size": order.ranks,
     }
-    if order.adapters:
+    if order.max_loras:
         # A step may have requests of all of them. On a CPU vLLM computes rows without an adapter with what lies in the
         # last place, which has to stay empty.
-        places = len(order.adapters) + 1
+        places = order.max_loras + 1
         arguments |= {
             "enable_lora": True,
             "max_loras": places,
@@ -163,9 +162,21 @@ def _page_bytes(config: Any) -> int:
     return parts * layers * model.get_head_size() * held.itemsize * config.cache_config.block_size
 
 
+def add_adapter(executor: Any, request: Any) -> None:
+    """Load an adapter into all ranks, and keep vLLM from removing it by itself."""
+    if not executor.add_lora(request):
+        raise UnsupportedModel(f"vLLM did not load the LoRA adapter {request.lora_name}")
+    executor.pin_lora(request.lora_int_id)
+
+
 def lora_requests(order: Load) -> dict[int, Any]:
     """Return what vLLM calls the adapters of rows, by their numbers; number 0 is none."""
+    requests = {number: lora_request(name, number, path) for number, (name, path) in enumerate(order.adapters, 1)}
+    return {0: None, **requests}
+
+
+def lora_request(name: str, number: int, path: str) -> Any:
+    """Return what vLLM calls an adapter."""
     from vllm.lora.request import LoRARequest
 
-    requests = {number: LoRARequest(name, number, path) for number, (name, path) in enumerate(order.adapters, 1)}
-    return {0: None, **requests}
+    return LoRARequest(name, number, path)

@@ -15,7 +15,21 @@ from baton.errors import BatonError, DeviceLost
 from engine.cuda.errors import device_errors
 from engine.vllm_runner import messages
 from engine.vllm_runner.device_memory import lacks_of_memory
-from engine.vllm_runner.messages import Answer, Attach, Beside, Copied, Duplicate, Failed, In, Load, Loaded, Out, Step
+from engine.vllm_runner.messages import (
+    AddAdapter,
+    Answer,
+    Attach,
+    Beside,
+    Copied,
+    Duplicate,
+    Failed,
+    In,
+    Load,
+    Loaded,
+    Out,
+    RemoveAdapter,
+    Step,
+)
 from engine.vllm_runner.ranks import RankLost, Ranks, die_with_parent
 from kvstore.layout import LATENT
 
@@ -86,12 +100,18 @@ class Child:
             os.close(fd)
         return Copied()
 
-    def carry_out(self, order: Step | Duplicate | Out | In) -> Answer | None:
+    def carry_out(self, order: Step | AddAdapter | RemoveAdapter | Duplicate | Out | In) -> Answer | None:
         """Return the answer, if there is one to this kind of order."""
         began = time.perf_counter()
         match order:
             case Step():
                 return self._steps.run(order)
+            case AddAdapter(number=number, name=name, path=path):
+                self._steps.add_adapter(number, name, path)
+                return Copied()
+            case RemoveAdapter(number=number, gone=gone):
+                self._steps.remove_adapter(number, gone)
+                return Copied()
             case Duplicate(source=source, dest=dest):
                 self._ranks.call("baton_duplicate", source + self._null, dest + self._null)
                 self._duplicates.advance()

@@ -48,6 +48,7 @@ class Load(Struct, frozen=True, tag=True):
     device: str = "cpu"
     memory_share: float = 0.05
     adapters: Sequence[tuple[str, str]] = ()  # name and directory of each LoRA adapter, checked
+    max_loras: int = 0  # LoRA adapters at a time, those included
     max_lora_rank: int = 16
     ranks: int = 1
     eager: bool = False  # don't compile the model
@@ -81,6 +82,21 @@ class Step(Struct, frozen=True, tag=True):
     """Run one step. Rows named in `gone` are not asked for again."""
 
     rows: Sequence[Row]
+    gone: Sequence[int]
+
+
+class AddAdapter(Struct, frozen=True, tag=True):
+    """Load a checked LoRA adapter. No other one has ever had its number: vLLM takes a number for the weights."""
+
+    number: int
+    name: str
+    path: str
+
+
+class RemoveAdapter(Struct, frozen=True, tag=True):
+    """Remove a LoRA adapter. Rows named in `gone` are not asked for again, and no other row has it."""
+
+    number: int
     gone: Sequence[int]
 
 
@@ -149,7 +165,7 @@ class Failed(Struct, frozen=True, tag=True):
     message: str
 
 
-Order: TypeAlias = Load | Attach | Beside | Step | Duplicate | Out | In
+Order: TypeAlias = Load | Attach | Beside | Step | AddAdapter | RemoveAdapter | Duplicate | Out | In
 Answer: TypeAlias = Loaded | Drawn | Copied | Failed
 
 

@@ -42,6 +42,11 @@ class Ranks:
                 raise
             raise RankLost(f"{method}: {type(error).__name__}: {error}") from error
 
+    @property
+    def executor(self) -> Any:
+        """vLLM's."""
+        return self._executor
+
     def checksums(self, method: str, *args: Any) -> list[int]:
         """Call a method that returns, of each page, the checksums of a rank's heads. Return those of the pages."""
         parts: Sequence[Sequence[Sequence[int]]] = self.call(method, *args)

@@ -80,6 +80,8 @@ def setting_that_needs_vllm(config: Config) -> str:
     """Return the setting that our own engine can't honour, and its value; "" if there is none."""
     if config.model.lora_modules:
         return f"model.lora_modules names LoRA adapters ({', '.join(sorted(config.model.lora_modules))})"
+    if config.model.max_loras:
+        return f"model.max_loras is {config.model.max_loras}"
     if config.model.kv_cache_dtype in pages.FP8:
         return f"model.kv_cache_dtype is {config.model.kv_cache_dtype}"
     if config.model.quantization:

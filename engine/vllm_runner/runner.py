@@ -39,7 +39,18 @@ from engine.vllm_runner.adapters import load_adapters
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.child_link import ChildLink, Pending
 from engine.vllm_runner.leftovers import ProcessFolder
-from engine.vllm_runner.messages import Beside, Drawn, Duplicate, Failed, Load, Loaded, Row, Step
+from engine.vllm_runner.messages import (
+    AddAdapter,
+    Beside,
+    Drawn,
+    Duplicate,
+    Failed,
+    Load,
+    Loaded,
+    RemoveAdapter,
+    Row,
+    Step,
+)
 from engine.vllm_runner.mover import VllmMover
 from engine.vllm_runner.process_watch import ProcessWatch
 from engine.vllm_runner.requirements import Installation
@@ -104,6 +115,7 @@ class VllmRunner:
         device: str = "cpu",
         adapters: tuple[AdapterCard, ...] = (),
     ) -> None:
+        self._order = order
         # Two dtypes of the model may have pages of one dtype, and their K and V differ by more than rounding.
         held_otherwise = loaded.dtype != loaded.computed_in
         self.fingerprint = _digest(fingerprint, loaded.computed_in) if held_otherwise else fingerprint
@@ -117,6 +129,7 @@ class VllmRunner:
             )
         self.adapters = adapters
         self._adapters = {"": 0} | {one.digest: number for number, one in enumerate(adapters, 1)}
+        self._numbered = len(adapters)  # adapters ever: vLLM keeps what it knows of a number
         self.layout = PageLayout(
             loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, order.page_size, loaded.dtype, loaded.form
         )
@@ -167,6 +180,7 @@ class VllmRunner:
         device: str = "cpu",
         memory_share: float = 0.05,
         lora_modules: Mapping[str, str] = MappingProxyType({}),
+        max_loras: int = 0,
         max_lora_rank: int = 16,
         ranks: int = 1,
         eager: bool = False,
@@ -182,7 +196,8 @@ class VllmRunner:
 
         A step has at most `max_rows` chunks and `max_tokens` tokens. `device` is "cpu" or a CUDA device. The child may
         use the part `memory_share` of that device's memory in all, and `num_pages` None means as many as fit there.
-        `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each; all stay in memory.
+        `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each. Others may be added,
+        up to `max_loras` in all. All stay in memory until they are removed.
         `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost. vLLM
         compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. With `exact`,
         the bits of a sequence depend on no other one and on no borders of chunks. No test has shown that on a GPU.
@@ -205,6 +220,7 @@ class VllmRunner:
             device.partition(":")[0],
             memory_share,
             [(one.card.name, str(one.path)) for one in adapters],
+            max(max_loras, len(adapters)),
             max_lora_rank,
             ranks,
             eager,
@@ -285,6 +301,34 @@ class VllmRunner:
             return Step([_with_draw(*each) for each in zip(rows, chunks, strict=True)], gone)
 
         return RunningStep(self._child.order(step), known)
+
+    def add_adapter(self, name: str, path: str) -> AdapterCard:
+        order, most = self._order, self._order.max_loras
+        if len(self.adapters) >= most:
+            raise UnsupportedModel(
+                f"{len(self.adapters)} LoRA adapters are loaded, and model.max_loras allows {most}; unload one first"
+            )
+        (adapter,) = load_adapters(Path(order.path), {name: path}, order.max_lora_rank, order.device)
+        card = adapter.card
+        if (other := next((one for one in self.adapters if one.digest == card.digest), None)) is not None:
+            raise UnsupportedModel(f"the LoRA adapter in {path} is loaded already, as {other.name}")
+        self._numbered += 1
+        number = self._numbered
+        self._carry_out(AddAdapter(number, name, str(adapter.path)))
+        self._adapters[card.digest] = number
+        self.adapters = tuple(sorted((*self.adapters, card), key=lambda one: one.name))
+        return card
+
+    def remove_adapter(self, digest: str) -> None:
+        number = self._adapters.pop(digest)
+        self.adapters = tuple(one for one in self.adapters if one.digest != digest)
+        self._carry_out(RemoveAdapter(number, [self._gone.popleft() for _ in range(len(self._gone))]))
+
+    def _carry_out(self, order: AddAdapter | RemoveAdapter) -> None:
+        """Have the child do it after the steps that were launched. Raises UnsupportedModel where vLLM refuses."""
+        answer = self._child.order(lambda: order).wait()
+        if isinstance(answer, Failed):
+            raise UnsupportedModel(f"vLLM can't do it: {answer.message}")
 
     def duplicate(self, source: int, dest: int) -> None:
         self._child.tell(Duplicate(source, dest))

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from baton.messages import PromptTokenLogprob
 from engine.step.batch import Sampled
-from engine.vllm_runner.bring_up import NULL_BLOCKS
+from engine.vllm_runner.bring_up import NULL_BLOCKS, add_adapter, lora_request
 from engine.vllm_runner.messages import Drawn, Row, Step
 from engine.vllm_runner.ranks import Ranks
 
@@ -25,7 +25,7 @@ _COMPANION = Row(-1, False, [0], 0, [-NULL_BLOCKS], None, None)  # it fills the 
 class Steps:
     """Runs steps on all ranks. Remembers which requests vLLM knows."""
 
-    def __init__(self, ranks: Ranks, adapters: Mapping[int, Any], *, companion: bool) -> None:
+    def __init__(self, ranks: Ranks, adapters: dict[int, Any], *, companion: bool) -> None:
         """`adapters`: vLLM's LoRA requests by the numbers that rows have. `companion`: no step has a single row."""
         self._ranks, self._adapters, self._companion = ranks, adapters, companion
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
@@ -48,6 +48,19 @@ class Steps:
                 sampled[number] = drawn.get(name) if row.reported else None
         self._drawn = [None if one is None else one.token for one in sampled]
         return Drawn(sampled, scores, time.perf_counter() - began)
+
+    def add_adapter(self, number: int, name: str, path: str) -> None:
+        """Load an adapter for rows to come."""
+        request = lora_request(name, number, path)
+        add_adapter(self._ranks.executor, request)
+        self._adapters[number] = request
+
+    def remove_adapter(self, number: int, gone: Sequence[int]) -> None:
+        """Remove an adapter whose rows are gone. vLLM would load one again that a row of a step names."""
+        for row in gone:
+            self._forget(row)
+        del self._adapters[number]
+        self._ranks.executor.remove_lora(number)
 
     def _with_tokens(self, pending: Sequence[Row]) -> dict[int, Row]:
         """The rows that can be run, by number, with the tokens that the step before has drawn for them."""

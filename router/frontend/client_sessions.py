@@ -36,6 +36,7 @@ from router.events import (
     Failed,
     Finished,
     ForgetPeer,
+    LoadAdapter,
     Log,
     PinAnswered,
     PinPrefix,
@@ -47,6 +48,7 @@ from router.events import (
     StopMatched,
     Subscribe,
     Summary,
+    UnloadAdapter,
     Unsubscribe,
 )
 from router.frontend.detokenizer import TextStream
@@ -79,6 +81,9 @@ class PeerSockets(Protocol):
     def ask(self, incarnation: str) -> None: ...
 
     def unsubscribe(self, incarnation: str) -> None: ...
+
+
+_ADAPTER_LOOK = 0.02  # seconds between two looks whether an adapter is loaded
 
 
 class RouterDriver:
@@ -217,6 +222,29 @@ class RouterDriver:
             raise RequestCancelled(outcome.why)
         return outcome
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Have all workers load a LoRA adapter, and wait until they have. Raises BatonError. A caller that stops
+        waiting has it unloaded."""
+        self.handle(LoadAdapter(name, path))
+        try:
+            while not self.state.adapters.is_loaded(name):  # noqa: ASYNC110 it is loaded by other processes
+                await asyncio.sleep(_ADAPTER_LOOK)
+        except asyncio.CancelledError:
+            self.state.adapters.abandon(name)
+            raise
+        self._follow_adapters()
+
+    def unload_adapter(self, name: str) -> None:
+        """Have all workers unload a LoRA adapter. Raises InvalidRequest and ModelMismatch."""
+        self.handle(UnloadAdapter(name))
+        self._follow_adapters()
+
+    def _follow_adapters(self) -> None:
+        """Serve the adapters that there are now, by their names."""
+        if (served := self.state.served_adapters) != self.model.adapters:
+            self.model.adapters.clear()
+            self.model.adapters.update(served)
+
     @property
     def unready(self) -> str | None:
         """Why no request can be served now; none: one can."""
@@ -351,6 +379,7 @@ class RouterDriver:
 
     def publish(self, malformed: int, refused: int) -> None:
         """Let Prometheus see the state as it is now."""
+        self._follow_adapters()
         stats = self.state.stats()
         if (now := self._clock.now()) >= self._load_due:
             self._load_due = now + _LOAD_SECONDS

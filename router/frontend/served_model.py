@@ -84,7 +84,7 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     tokenizer_file: Path | None = None  # where the tokenizer was read
     aliases: tuple[str, ...] = ()  # further names that a request may use
-    adapters: Mapping[str, str] = field(default_factory=dict[str, str])  # LoRA adapters by name: their directories
+    adapters: dict[str, str] = field(default_factory=dict[str, str])  # LoRA adapters now, by name: their directories
     folder: Path | None = None  # of its files
     config: bytes = b""  # `baton.checkpoint_files.canonical`
     chat_format: ChatFormat = NO_FORMAT  # how it writes reasoning
@@ -149,7 +149,7 @@ def load(config: ModelConfig) -> ServedModel:
     return ServedModel(
         name=config.served_name,
         aliases=config.served_names[1:],
-        adapters=config.lora_modules,
+        adapters=dict(config.lora_modules),
         tokenizer=tokenizer,
         limits=limits,
         eos=eos,

@@ -19,6 +19,7 @@ from baton.config import Config
 from baton.errors import AttemptsExhausted, BatonError, DeadlineExpired, InvalidRequest, Unavailable
 from baton.messages import MIXED, AttemptName, Cancel, Decode, ModelCard
 from kvstore.prefix_map.prefix_map import PrefixMatch
+from router.adapters import RuntimeAdapters
 from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome
 from router.generation_request import GenerationRequest
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
@@ -126,6 +127,7 @@ class RequestManager:
         attainment: SloAttainment,
         reuse_ceiling: ReuseCeiling,
         prompts: PromptHistory,
+        adapters: RuntimeAdapters,
     ) -> None:
         self._config = config
         self._policy = placer
@@ -145,6 +147,7 @@ class RequestManager:
         self._gap_fillers: dict[str, Request] = {}  # of the lowest class, with an attempt
         self._gap_filled: dict[str, float] = {}  # when one was last given to a decode worker, by incarnation
         self._next_expiry = -inf  # until then no request has waited for too long
+        self._adapters = adapters
         self._explanations, self._utilization, self._counts = explanations, utilization, counts
         self._attainment, self._reuse_ceiling, self._prompts = attainment, reuse_ceiling, prompts
 
@@ -289,6 +292,9 @@ class RequestManager:
 
     def _placement_request(self, request: Request, card: ModelCard, now: float) -> PlacementRequest:
         request.derive_keys(card)
+        excluded = request.history.excluded
+        if request.spec.adapter:
+            excluded = excluded | self._adapters.lacking(request.spec.adapter)
         final = request.history.failures >= self._config.router.max_attempts - 1
         assert request.max_tokens is not None, request.name
         return PlacementRequest(
@@ -306,7 +312,7 @@ class RequestManager:
             waited=now - request.submitted,
             priority=request.spec.priority,
             tenant=request.spec.tenant,
-            excluded=request.history.excluded,
+            excluded=excluded,
             decode_only=final or request.history.decode_only or request.unscored,
             affinity=request.spec.affinity,
             shares_with=self._shares_with(request),

@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton import messages as msg
 from baton.config import Config, ModelConfig, load
-from baton.errors import ConfigError, ModelMismatch
+from baton.errors import ConfigError, CorruptWeights, InvalidRequest, ModelMismatch, PermissionDenied, Unavailable
 from baton.messages import Accepted
 from baton.operator_api import PinPrefix
 from baton.v1 import generation_pb2 as pb
@@ -121,3 +122,113 @@ def test_adapters_are_listed_with_their_parent(tmp_path: Path) -> None:
 def test_names_that_no_adapter_may_have(modules: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load(overrides={"model.path": "/models/small", "model.lora_modules": modules})
+
+
+# --- at run time ---
+
+
+def of_runtime(*roles: str) -> Lab:
+    one = Lab(msgspec.structs.replace(CONFIG, model=ModelConfig(max_loras=2)))
+    for role in roles:
+        one.join(role, f"{role}-0")
+    one.join("store", "store-0")
+    return one
+
+
+def has(lab: Lab, worker: str, **digests: str) -> None:
+    """A worker says Hello again, with these adapters."""
+    role, number = worker.removesuffix(".1").split("-")
+    lab.hello(role, f"{role}-{number}", model=card(adapters=digests))
+
+
+def loading(lab: Lab, worker: str) -> list[tuple[str, str]]:
+    return [(order.name, order.digest) for order in lab.sent(msg.LoadAdapter, worker)]
+
+
+def test_one_worker_tells_the_digest_and_the_others_load_the_same() -> None:
+    routers = of_runtime("decode", "prefill")
+    adapters = routers.state.adapters
+    routers.tell(events.LoadAdapter("poet", "/poet"))
+    assert (loading(routers, "decode-0.1"), loading(routers, "prefill-0.1")) == ([("poet", "")], [])
+    assert not adapters.is_loaded("poet")
+    has(routers, "decode-0.1", poet="p")
+    assert loading(routers, "prefill-0.1") == [("poet", "p")]
+    assert not adapters.is_loaded("poet")
+    has(routers, "prefill-0.1", poet="p")
+    assert adapters.is_loaded("poet")
+    assert routers.state.served_adapters.keys() == {"poet"}
+    routers.submit("r", prompt=80, adapter="poet")
+    assert routers.decode.adapter == "p"
+
+
+def test_a_worker_that_joins_is_told_and_others_are_preferred_until_it_has_it() -> None:
+    routers = of_runtime("decode")
+    routers.tell(events.LoadAdapter("poet", "/poet"))
+    has(routers, "decode-0.1", poet="p")
+    routers.join("decode", "decode-1")
+    assert loading(routers, "decode-1.1") == [("poet", "p")]
+    for number in range(4):
+        routers.submit(f"r{number}", prompt=10, adapter="poet")
+        assert routers.to(routers.decode) == "decode-0.1"
+    has(routers, "decode-1.1", poet="p")
+    routers.submit("last", prompt=10, adapter="poet")
+    assert routers.to(routers.decode) == "decode-1.1"
+
+
+def test_where_one_worker_fails_none_has_it() -> None:
+    routers = of_runtime("decode", "prefill")
+    routers.tell(events.LoadAdapter("poet", "/poet"))
+    has(routers, "decode-0.1", poet="p")
+    routers.say("prefill-0.1", msg.AdapterFailed("poet", "corrupt_weights", "it differs"))
+    with pytest.raises(CorruptWeights, match="prefill-0: it differs"):
+        routers.state.adapters.is_loaded("poet")
+    assert [order.name for order in routers.sent(msg.UnloadAdapter, "decode-0.1")] == ["poet"]
+    has(routers, "decode-0.1")
+    assert routers.state.served_adapters == {}
+    routers.tell(events.LoadAdapter("poet", "/other"))
+
+
+def test_another_router_learns_of_adapters_from_the_workers() -> None:
+    other = of_runtime("decode", "prefill")
+    has(other, "decode-0.1", poet="p")
+    assert other.state.served_adapters.keys() == {"poet"}
+    assert loading(other, "prefill-0.1") == []  # the router that loads it tells the workers
+    has(other, "decode-0.1")
+    assert other.state.served_adapters == {}
+
+
+def test_an_adapter_outlasts_all_its_workers() -> None:
+    routers = of_runtime("decode")
+    routers.tell(events.LoadAdapter("poet", "/poet"))
+    has(routers, "decode-0.1", poet="p")
+    assert routers.state.adapters.is_loaded("poet")
+    routers.leaves("decode-0.1")
+    routers.submit("r", prompt=10, adapter="poet")
+    routers.join("decode", "decode-1")
+    sent = [command.message for command in routers.log if isinstance(command, events.SendMessage)]
+    orders = [one for one in sent if isinstance(one, msg.LoadAdapter | msg.Decode)]
+    assert isinstance(orders[-2], msg.LoadAdapter)  # before the request that needs it, by the same link
+    assert isinstance(orders[-1], msg.Decode)
+    assert orders[-1].adapter == "p"
+
+
+def test_what_can_not_be_loaded_or_unloaded_is_refused() -> None:
+    with pytest.raises(PermissionDenied, match="max_loras"):
+        lab("decode").tell(events.LoadAdapter("poet", "/poet"))
+    routers = of_runtime()
+    with pytest.raises(Unavailable):
+        routers.tell(events.LoadAdapter("poet", "/poet"))
+    routers.join("decode", "decode-0")
+    for name in ("", "x" * 200, "a\nb"):
+        with pytest.raises(InvalidRequest, match="lora_name"):
+            routers.tell(events.LoadAdapter(name, "/poet"))
+    has(routers, "decode-0.1", one="1", two="2")
+    with pytest.raises(InvalidRequest, match="already"):
+        routers.tell(events.LoadAdapter("one", "/1"))
+    with pytest.raises(InvalidRequest, match="as many"):
+        routers.tell(events.LoadAdapter("three", "/3"))
+    with pytest.raises(ModelMismatch):
+        routers.tell(events.UnloadAdapter("three"))
+    configured = lab("decode")
+    with pytest.raises(InvalidRequest, match="lora_modules"):
+        configured.tell(events.UnloadAdapter("one"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from baton.client import Client
-from baton.errors import ModelMismatch
+from baton.errors import BatonError, ModelMismatch, UnsupportedModel
 from deploy.local import LocalCluster
 from engine.vllm_runner.runner import VllmRunner
 from tests.support import adapters, checkpoints, workload
@@ -215,3 +216,75 @@ def test_a_preempted_sequence_keeps_its_adapter(ranks: int, model: Path, modules
         eventually(lambda: metric(running, "decode-0", "num_preemptions_total") > 0, what="preemptions on the page")
         eventually(lambda: at_rest(running), what="everything freed")
         eventually(lambda: nothing_held(running, "store-0"), what="nothing held in the store")
+
+
+# --- at run time ---
+
+
+def greedy(runner: VllmRunner, prompt: list[int], digest: str, pages: range) -> list[int]:
+    one = Generation(prompt, pages, GREEDY, digest)
+    run(runner, [one], COUNT)
+    return [each.token for each in one.drawn]
+
+
+def test_adapters_come_and_go_between_steps(model: Path, modules: dict[str, str], tmp_path: Path):
+    """A sequence under way keeps its tokens. The name and folder of an adapter that has gone may get other weights."""
+    folder = tmp_path / "changing"
+    shutil.copytree(modules["first"], folder)
+    prompt = prompt_of(45, 1)
+    plain = checkpoints.reference(model).generate(prompt, COUNT)[0]
+    runner = load(model, max_loras=2, max_lora_rank=8)
+    try:
+        under_way = Generation(prompt, range(8))
+        run(runner, [under_way], 5)
+        first = runner.add_adapter("changing", str(folder))
+        texts = [adapters.merged(model, folder).generate(prompt, COUNT)[0]]
+        assert greedy(runner, prompt, first.digest, range(8, 16)) == texts[0] != plain
+        with pytest.raises(UnsupportedModel, match="already"):
+            runner.add_adapter("again", str(folder))
+        second = runner.add_adapter("second", modules["second"])
+        with pytest.raises(UnsupportedModel, match="max_loras"):
+            runner.add_adapter("third", modules["first"])
+        runner.remove_adapter(first.digest)
+        with pytest.raises(ValueError, match="adapter"):
+            runner.launch([Generation(prompt, range(8, 16), GREEDY, first.digest).chunk()])
+        shutil.rmtree(folder)
+        shutil.copytree(adapters.make(tmp_path / "other", model, 9), folder)
+        third = runner.add_adapter("changing", str(folder))
+        assert len({first.digest, second.digest, third.digest}) == 3
+        texts.append(adapters.merged(model, folder).generate(prompt, COUNT)[0])
+        assert greedy(runner, prompt, third.digest, range(8, 16)) == texts[1] != texts[0]
+        second_text = adapters.merged(model, Path(modules["second"])).generate(prompt, COUNT)[0]
+        assert greedy(runner, prompt, second.digest, range(16, 24)) == second_text
+        run(runner, [under_way], COUNT)
+        assert [one.token for one in under_way.drawn] == plain
+    finally:
+        runner.close()
+
+
+def test_a_cluster_loads_and_unloads_an_adapter_under_load(model: Path, modules: dict[str, str], tmp_path: Path):
+    prompts = [tuple(prompt) for prompt in PROMPTS]
+    texts = {"": checkpoints.reference(model), "late": adapters.merged(model, Path(modules["first"]))}
+    with (
+        cluster(model, {}, 1, 2, tmp_path, **{"model.max_loras": 2}) as local,
+        Client(local.address, local.operator) as client,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        assert client.adapters() == []
+        before = [threads.submit(ask, local.address, ("", prompt)) for prompt in prompts]
+        client.load_adapter("late", modules["first"])
+        assert [one.name for one in client.adapters()] == ["late"]
+        late = [threads.submit(ask, local.address, ("late", prompt)) for prompt in prompts]
+        for name, answers in (("", before), ("late", late)):
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert answer.result() == texts[name].generate(list(prompt), OUTPUT)[0]
+        os.kill(local.pids["decode-0"], signal.SIGKILL)
+        for prompt in prompts:
+            assert ask(local.address, ("late", prompt)) == texts["late"].generate(list(prompt), OUTPUT)[0]
+        with pytest.raises(BatonError, match=r"adapter_config\.json"):
+            client.load_adapter("nothing", str(tmp_path))
+        client.unload_adapter("late")
+        assert client.adapters() == []
+        with pytest.raises(ModelMismatch):
+            ask(local.address, ("late", prompts[0]))
+        assert ask(local.address, ("", prompts[0])) == texts[""].generate(list(prompts[0]), OUTPUT)[0]

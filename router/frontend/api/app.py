@@ -20,22 +20,25 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 import baton
 from baton.config import ApiConfig
 from baton.errors import (
     BatonError,
+    DeadlineExpired,
     InvalidGrammar,
     InvalidRequest,
     ModelMismatch,
+    PermissionDenied,
     Unavailable,
     shown,
 )
 from baton.logs import RequestLog
 from baton.messages import TOKEN_BYTES
 from baton.metrics import PAGE_TYPE
+from baton.operator_api import LoadAdapter, UnloadAdapter
 from router.frontend.api import errors, openapi
 from router.frontend.api.anthropic_messages import (
     CountTokensRequest,
@@ -50,12 +53,12 @@ from router.frontend.api.batch_store import BatchStore
 from router.frontend.api.batches import BatchRoutes
 from router.frontend.api.dashboard import DashboardRoutes
 from router.frontend.api.errors import ErrorBody, error_response, json_response
-from router.frontend.api.gates import BodyReader, KeyGate, behind_site_gate, request_name
+from router.frontend.api.gates import ADAPTER_PATHS, BodyReader, KeyGate, behind_site_gate, request_name
 from router.frontend.api.model_cards import ModelCards, is_anthropic
 from router.frontend.api.openai_chat import ChatBuilder, ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionBuilder, CompletionRequest
 from router.frontend.api.openai_responses import ResponsesBuilder, ResponsesRequest, chat_of_response
-from router.frontend.api.operator_server import OperatorCalls
+from router.frontend.api.operator_server import ADAPTER_SECONDS, OperatorCalls
 from router.frontend.api.prompts import ChatOrder, PromptBuilder
 from router.frontend.api.protocol import (
     DetokenizeRequest,
@@ -127,7 +130,7 @@ class HttpApi:
         text = model.tokenizer.max_bytes(model.limits.max_context) if model.tokenizer else 0
         self._bodies = BodyReader(service)
         self._prompts = PromptBuilder(service, max(text, 2**20), trust_templates=config.trust_request_chat_template)
-        self._cards = ModelCards(model, int(time.time()))
+        self._cards, self._calls = ModelCards(model, int(time.time())), dashboard
         self._batches = BatchRoutes(batches, service, gate, self._bodies, self._guarded) if batches else None
         get = partial(Route, methods=["GET"])
         post = partial(Route, methods=["POST"])
@@ -149,6 +152,8 @@ class HttpApi:
                 get("/live", self._live),
                 *(get(path, self._ready) for path in ("/health", "/ready", "/health/ready")),
                 get("/metrics", self._metrics),
+                post(ADAPTER_PATHS[0], self._guarded(partial(self._adapter, LoadAdapter))),
+                post(ADAPTER_PATHS[1], self._guarded(partial(self._adapter, UnloadAdapter))),
                 get("/openapi.json", self._openapi),
                 *(self._batches.routes if self._batches is not None else ()),
                 *(DashboardRoutes(dashboard, service.clock).routes if dashboard is not None else ()),
@@ -380,6 +385,22 @@ class HttpApi:
         limits = model.limits
         tokens = token_ids(fields.tokens, limits.vocab_size, limits.max_context) if fields.tokens else []
         return model.tokenizer.decode(tokens, special_tokens=True)
+
+    async def _adapter(self, kind: type[LoadAdapter | UnloadAdapter], request: Request) -> Response:
+        """Load or unload an adapter, as vLLM's API does, for a client with an operator's key."""
+        if not caller.get().operator or self._calls is None:
+            raise PermissionDenied(
+                "adapters are changed with an operator's API key (`baton keys add NAME --operator`), or with "
+                "`baton adapters` on this machine"
+            )
+        call = await self._bodies.read(request, kind, lambda call: call)
+        try:
+            async with asyncio.timeout(ADAPTER_SECONDS):
+                await self._calls.answer(call, alone=True)
+        except TimeoutError:
+            raise DeadlineExpired(f"the adapter was not loaded within {ADAPTER_SECONDS:g} s") from None
+        what = "added" if kind is LoadAdapter else "removed"
+        return PlainTextResponse(f"Success: LoRA adapter '{call.lora_name}' {what} successfully.")
 
     async def _models(self, request: Request) -> Response:
         return json_response(self._cards.all(request.headers))

@@ -59,7 +59,8 @@ _OPEN = frozenset(
     {"/", "/health", "/ready", "/health/ready", "/live", "/version", "/openapi.json", DASHBOARD, f"{DASHBOARD}/"}
 )
 _OPEN_BELOW = f"{DASHBOARD}/static/"
-_FOR_OPERATORS = frozenset({"/metrics"})
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_FOR_OPERATORS = frozenset({"/metrics", *ADAPTER_PATHS})
 _FOR_OPERATORS_BELOW = f"{DASHBOARD}/api/"
 _ANTHROPIC = "/v1/messages"
 _CHATS = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})

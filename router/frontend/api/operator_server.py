@@ -44,6 +44,7 @@ from baton.errors import (
     PinNotFound,
     RequestNotFound,
     Unavailable,
+    UnsupportedField,
     shown,
 )
 from baton.futures import looked_at
@@ -61,8 +62,11 @@ from baton.operator_api import (
     GetHistory,
     GetSnapshot,
     GetStatus,
+    ListAdapters,
     ListPins,
     ListRequests,
+    LoadAdapter,
+    LoraAdapter,
     OperatorCall,
     PinPrefix,
     Profile,
@@ -70,6 +74,7 @@ from baton.operator_api import (
     SetRole,
     Status,
     TraceFile,
+    UnloadAdapter,
     Unpin,
 )
 from baton.ports import FixedPort
@@ -101,6 +106,7 @@ A = TypeVar("A")
 
 _CALLS_AT_ONCE = 256
 _SECONDS = 10.0  # in which a call is answered, and a pin after its deadline
+ADAPTER_SECONDS = 120.0  # in which all workers have loaded an adapter
 _ROUTER_SECONDS = 1.0  # for the answer of another router
 _ID_PREFIXES = [each.prefix for each in (ChatBuilder, CompletionBuilder, MessageBuilder, ResponsesBuilder)]
 _PIN_SECONDS = 3_600.0  # in which a prefix is pinned, unless the call says how many
@@ -185,6 +191,8 @@ class OperatorServer:
         seconds = _SECONDS
         if isinstance(call, events.PinPrefix):
             seconds += (call.deadline or 0.0) - self._clock.now()
+        elif isinstance(call, LoadAdapter):
+            seconds = ADAPTER_SECONDS
         working = asyncio.ensure_future(work)
         working.add_done_callback(looked_at)
         gone = asyncio.create_task(disconnected(request.receive))
@@ -292,6 +300,14 @@ class OperatorCalls:
                 return await driver.pin_prefix(call)
             case Unpin():
                 return await self._unpin(call, ask)
+            case LoadAdapter():
+                if call.load_inplace:
+                    raise UnsupportedField("load_inplace is true; unload the adapter, and load it under a new name")
+                return await driver.load_adapter(call.lora_name, call.lora_path)
+            case UnloadAdapter():
+                return driver.unload_adapter(call.lora_name)
+            case ListAdapters():
+                return [LoraAdapter(name, path) for name, path in sorted(driver.state.served_adapters.items())]
             case ListPins():
                 every = chain(state.pins(None, now), *await ask(call))
                 return sorted(every, key=lambda pin: (pin.id, pin.tenant))
