@@ -58,8 +58,9 @@ Scores beyond 88 times a soft cap (Gemma 2) make NaN on a CPU with AVX-512 ([vll
 
 ## Formats of weights
 
-The reference of a quantized checkpoint is transformers with the numbers that its format means. For int8 and FP8 the
-inputs of products are quantized as well. Greedy tokens are the likeliest of the reference, but for near ties.
+On our own engine a quantized checkpoint is exactly the numbers that its format means, and inputs of products are never
+quantized. On vLLM's runner the reference is transformers with these numbers. For int8 and FP8 (W8A8) the inputs of
+products are quantized as well. Greedy tokens are the likeliest of the reference, but for near ties.
 *LoRA*: rows with an adapter of all products and rows without one. The adapter is computed in the model's dtype, from
 inputs that are not quantized.
 
@@ -113,6 +114,7 @@ GENERATION = "tests/engine/test_generation.py"
 EXACT = "tests/processes/test_exact.py"
 WEIGHTS = "tests/engine/test_weights.py"
 CONFIG = "tests/engine/test_config.py"
+FORMATS = "tests/engine/test_formats.py"
 CHOICE = "tests/engine/test_engine_choice.py"
 VLLM_TESTS = {
     "exact": ("tests/vllm_runner/test_runner.py", "test_greedy_tokens_are_those_of_transformers"),
@@ -132,7 +134,9 @@ VLLM_TESTS = {
 _FORMATS = {
     "int8": "int8, weights by row and inputs by token (compressed-tensors W8A8)",
     "fp8": "FP8, weights by row and inputs by token (compressed-tensors W8A8)",
-    "gptq": "GPTQ, 4 bits",
+    "int8-groups": "int8 in groups (compressed-tensors)",
+    "int4": "int4 in groups, packed, with zeros and act-order (compressed-tensors)",
+    "gptq": "GPTQ, 4 and 8 bits, with act-order",
     "awq": "AWQ, 4 bits",
 }
 _NOT_RUN = "not run"
@@ -250,7 +254,7 @@ def _format_rows() -> Iterator[str]:
     for name, title in _FORMATS.items():
         cell = f"[in {dtypes[name]}](../{VLLM_TESTS['formats'][0]})" if name in dtypes else _NOT_RUN
         lora = f"[LoRA](../{VLLM_TESTS['LoRA of formats'][0]})" if with_adapters and name in dtypes else _NOT_RUN
-        yield f"| {title} | [refused](../{CONFIG}) | {cell} | {_NOT_RUN} | {lora} |"
+        yield f"| {title} | [made dense](../{FORMATS}) | {cell} | {_NOT_RUN} | {lora} |"
     yield f"| MXFP4 (gpt-oss as published) | [refused](../{CONFIG}) | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
 
 

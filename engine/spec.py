@@ -57,6 +57,26 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class WeightSpec:
+    """How a checkpoint stores the matrices of its layers: one of `engine.checkpoint.formats`, and its settings."""
+
+    method: str = "plain"
+    layout: str = ""  # which one, of a method with several
+    bits: int = 16
+    group: int = 0  # inputs that share a scale; 0: all of them
+    symmetric: bool = True  # codes have no zeros of their own
+    act_order: bool = False  # the checkpoint says of each input which group it is of
+    by_tensor: bool = False  # one scale for a whole matrix
+    plain: tuple[str, ...] = ()  # matrices that are stored plain: names, or regular expressions after "re:"
+
+    def __str__(self) -> str:
+        if self.method == "plain":
+            return self.method
+        groups = f" in groups of {self.group}" if self.group else ""
+        return f"{self.method}{f' ({self.layout})' if self.layout else ''}, {self.bits} bits{groups}"
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder-only transformer: attention with grouped heads, then an MLP, with RMSNorm before both.
 
@@ -77,8 +97,7 @@ class ModelSpec:
     dtype: str | None
     canonical: bytes
     """The config as canonical JSON, less what names its origin: the part of the fingerprint that is no weight."""
-    weight_format: str = "plain"
-    """How the checkpoint stores its matrices: a name of `engine.checkpoint.formats`."""
+    stored: WeightSpec = WeightSpec()
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

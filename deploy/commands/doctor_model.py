@@ -139,7 +139,7 @@ def _device(config: Config, device: str, gpus: VisibleGpus) -> Finding:
 def _native(spec: ModelSpec | None, facts: EngineFacts, choice: EngineChoice) -> Finding:
     if facts.native_lack or spec is None:
         return Finding(_if_needed(choice), "our own engine", f"can't serve it: {facts.native_lack}")
-    return Finding("ok", "our own engine", f"can serve it: family {spec.family}, weights stored {spec.weight_format}")
+    return Finding("ok", "our own engine", f"can serve it: family {spec.family}, weights stored {spec.stored}")
 
 
 def _vllm(raw: Mapping[str, Any], installed: Installation | None, facts: EngineFacts, choice: EngineChoice) -> Finding:

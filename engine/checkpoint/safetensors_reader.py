@@ -26,7 +26,12 @@ _STORED_AS = {
     torch.float16: "F16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
 }
+STORED = tuple(_STORED_AS)
+"""All dtypes that a format may have."""
 
 
 class TensorFiles:

@@ -27,4 +27,4 @@ def load_spec(path: Path) -> ModelSpec:
 def parse_spec(raw: Mapping[str, Any]) -> ModelSpec:
     """As `load_spec`, for a parsed file."""
     config = ConfigFile(raw)
-    return replace(family_of(config).read(config), weight_format=formats.name_of(raw.get("quantization_config")))
+    return replace(family_of(config).read(config), stored=formats.describe(raw.get("quantization_config")))

@@ -14,9 +14,10 @@ from typing import TypeAlias
 
 import torch
 
-from engine.checkpoint.formats import FORMATS
+from engine.checkpoint import formats
+from engine.checkpoint.formats.affine_groups import AffineGroups
 from engine.checkpoint.formats.format import FLOATS, Shape, Take
-from engine.checkpoint.safetensors_reader import TensorFiles
+from engine.checkpoint.safetensors_reader import STORED, TensorFiles
 from engine.models.families import registry
 from engine.models.linear import Dense, Linear, LinearMaker, stacked
 from engine.spec import ExpertsSpec, ModelSpec
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_STORED = (*FLOATS, torch.float8_e4m3fn)
 _UNUSED = ("rotary_emb.inv_freq", "position_ids")
 """Ends of names of tensors that older releases saved and that are computed."""
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
@@ -114,8 +114,10 @@ def load(
         for note in reading.notes:
             log.warning("%s", note)
         weights = assembled(reading.spec, dtype, device, head, maker, reading.through(files.read_tensor))
+        if not head:
+            _expect_all(files, reading, dtype, maker)
         for name in sorted(reading.expected.keys() - files.seen):
-            files.read_tensor(name, reading.expected[name], _STORED)
+            files.read_tensor(name, reading.expected[name], STORED)
         return LoadedCheckpoint(weights, files.fingerprint(spec.canonical))
 
 
@@ -124,12 +126,7 @@ def check(path: Path, spec: ModelSpec, dtype: torch.dtype, maker: LinearMaker) -
     fit, and what of them is odd and does no harm. Raises ModelNotFound or CorruptWeights."""
     with TensorFiles(path) as files:
         reading = as_stored(files, spec)
-
-        def take(name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-            files.expect(name, shape, dtypes)
-            return torch.empty(shape, dtype=dtypes[0], device="meta")
-
-        assembled(reading.spec, dtype, torch.device("meta"), True, maker, reading.through(take))
+        _expect_all(files, reading, dtype, maker)
         return reading.spec, reading.notes
 
 
@@ -201,6 +198,16 @@ def as_stored(files: TensorFiles, spec: ModelSpec) -> StoredModel:
             f"{len(unused)} tensors of the checkpoint have no place in its config and are not used, such as {unused[0]}"
         )
     return StoredModel(spec, expected, aliases, tuple(notes))
+
+
+def _expect_all(files: TensorFiles, reading: StoredModel, dtype: torch.dtype, maker: LinearMaker) -> None:
+    """Check every tensor's shape and dtype without reading it. Raises CorruptWeights."""
+
+    def take(name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+        files.expect(name, shape, dtypes)
+        return torch.empty(shape, dtype=dtypes[0], device="meta")
+
+    assembled(reading.spec, dtype, torch.device("meta"), True, maker, reading.through(take))
 
 
 @dataclass(frozen=True)
@@ -281,7 +288,8 @@ class _Tensors:
             matrices += [one for number in range(self.experts.count) for one in self.expert(number)]
             tensors |= [self.router]
         for matrix in matrices:
-            tensors |= FORMATS[self.spec.weight_format].stored(matrix.name, (matrix.out_size, matrix.in_size))
+            stored = formats.format_of(self.spec.stored, matrix.name)
+            tensors |= stored.stored(matrix.name, (matrix.out_size, matrix.in_size))
             if matrix.bias:
                 tensors[f"{matrix.name}.bias"] = (matrix.out_size,)
         return tensors
@@ -295,7 +303,6 @@ class _Assembly:
     ) -> None:
         self._spec, self._maker, self._take = spec, maker, take
         self._dtype, self._device = dtype, device
-        self._format = FORMATS[spec.weight_format]
 
     def model(self, head: bool) -> ModelWeights:
         spec = self._spec
@@ -367,7 +374,9 @@ class _Assembly:
         @lru_cache(maxsize=1)
         def read(matrix_name: str) -> Dense:
             matrix = next(one for one in matrices if one.name == matrix_name)
-            weight = self._format.dense(matrix.name, (matrix.out_size, matrix.in_size), self._take)
+            weight = formats.read(self._spec.stored, matrix.name, (matrix.out_size, matrix.in_size), self._take)
+            if isinstance(weight, AffineGroups):
+                weight = weight.dense()
             bias = self._read(f"{matrix.name}.bias", (matrix.out_size,)) if matrix.bias else None
             return Dense(self._moved(weight), bias)
 

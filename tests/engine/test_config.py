@@ -195,7 +195,7 @@ def test_rotations_that_make_no_sense(raw: dict[str, Any], named: str):
 
 def test_blocks_of_fp8_are_known():
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    assert parse_spec(LLAMA | {"quantization_config": fp8}).weight_format == "fp8_block"
+    assert parse_spec(LLAMA | {"quantization_config": fp8}).stored.method == "fp8"
     with pytest.raises(UnsupportedModel, match="fp8"):
         parse_spec(LLAMA | {"quantization_config": fp8 | {"weight_block_size": [64, 64]}})
 

@@ -128,6 +128,54 @@ def _gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return parts, _meant(codes, scale, zero)
 
 
+def _gptq_act_order(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Groups are made of inputs in another order. Codes stand in the order of the inputs."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+    codes, scale, zero = _grouped(weight[:, order], symmetric=False)
+    zero = zero.clamp(min=1)  # writers of this form can't say 0
+    place = order.argsort()
+    parts = {
+        "qweight": _packed(codes[place].T).T,
+        "qzeros": _packed(zero - 1),
+        "scales": scale.half(),
+        "g_idx": (place // _GROUP).int(),
+    }
+    return parts, _meant(codes, scale, zero)[:, place]
+
+
+def _int8_groups(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    groups = weight.unflatten(1, (-1, _GROUP))
+    scale = (groups.abs().amax(dim=2) / 127).bfloat16()
+    codes = (groups / scale.float()[:, :, None]).round().clamp(-128, 127)
+    parts = {"weight": codes.flatten(1).to(torch.int8), "weight_scale": scale}
+    return parts, (codes * scale.float()[:, :, None]).flatten(1)
+
+
+def _int4(weight: torch.Tensor, *, symmetric: bool = True) -> tuple[Tensors, torch.Tensor]:
+    codes, scale, zero = _grouped(weight, symmetric=symmetric)
+    parts = {
+        "weight_packed": _packed(codes.T),
+        "weight_scale": scale.T.half(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not symmetric:
+        parts["weight_zero_point"] = _packed(zero).T
+    return parts, _meant(codes, scale, zero)
+
+
+def _int4_act_order(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(2))
+    codes, scale, zero = _grouped(weight[:, order], symmetric=True)
+    place = order.argsort()
+    parts = {
+        "weight_packed": _packed(codes[place].T),
+        "weight_scale": scale.T.half(),
+        "weight_shape": torch.tensor(weight.shape),
+        "weight_g_idx": (place // _GROUP).int(),
+    }
+    return parts, _meant(codes, scale, zero)[:, place]
+
+
 def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     codes, scale, zero = _grouped(weight, symmetric=False)
     parts = {"qweight": _packed(codes, _AWQ_ORDER), "qzeros": _packed(zero, _AWQ_ORDER), "scales": scale.half()}
@@ -151,10 +199,28 @@ def _compressed(kind: str, layout: str) -> Mapping[str, Any]:
     }
 
 
+def _in_groups(bits: int, layout: str, **settings: Any) -> Mapping[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | settings}},
+    }
+
+
+_GPTQ: Mapping[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "sym": True, "desc_act": False}
 FORMATS: Mapping[str, Format] = {
     "int8": Format(_compressed("int", "int-quantized"), _int8, _int8_rows),
     "fp8": Format(_compressed("float", "float-quantized"), _fp8, _fp8_rows),
-    "gptq": Format({"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "sym": True, "desc_act": False}, _gptq),
+    "int8-groups": Format(_in_groups(8, "int-quantized"), _int8_groups),
+    "int4": Format(_in_groups(4, "pack-quantized"), _int4),
+    "int4-zeros": Format(
+        _in_groups(4, "pack-quantized", symmetric=False), lambda weight: _int4(weight, symmetric=False)
+    ),
+    "int4-act-order": Format(_in_groups(4, "pack-quantized", actorder="group"), _int4_act_order),
+    "gptq": Format(_GPTQ, _gptq),
+    "gptq-act-order": Format({**_GPTQ, "sym": False, "desc_act": True}, _gptq_act_order),
     "awq": Format(
         {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm"}, _awq
     ),

@@ -1,27 +1,66 @@
-"""How checkpoints store the matrices of their layers, and how each way becomes dense numbers.
+"""How checkpoints store the matrices of their layers, and how each way becomes numbers: dense ones, or integers in
+groups (`affine_groups`).
 
 A new format is one file here and its name below. Norms, embedding, output head and routers are stored plain in all.
 """
 
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec import ValidationError
+
 from baton.errors import UnsupportedModel
-from engine.checkpoint.formats.format import WeightFormat
-from engine.checkpoint.formats.fp8_block import Fp8Block
+from engine.checkpoint.formats import awq, compressed_tensors, fp8_block, gptq
+from engine.checkpoint.formats.affine_groups import AffineGroups
+from engine.checkpoint.formats.format import Matrix, Shape, Take, WeightFormat
 from engine.checkpoint.formats.plain import Plain
+from engine.spec import WeightSpec
 
-FORMATS: dict[str, WeightFormat] = {"plain": Plain(), "fp8_block": Fp8Block()}
+_METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], WeightSpec], Callable[[WeightSpec], WeightFormat]]] = {
+    "awq": (awq.describe, awq.Awq),
+    "compressed-tensors": (compressed_tensors.describe, compressed_tensors.CompressedTensors),
+    "fp8": (fp8_block.describe, fp8_block.Fp8Block),
+    "gptq": (gptq.describe, gptq.Gptq),
+}
 
 
-def name_of(quantization: Any) -> str:
-    """The format that a config's `quantization_config` describes. Raises UnsupportedModel, naming the method."""
+def describe(quantization: Any) -> WeightSpec:
+    """Return the format that a config's `quantization_config` describes. Raises UnsupportedModel, naming the method."""
     if quantization is None:
-        return "plain"
+        return WeightSpec()
     settings: dict[str, Any] = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
     method = settings.get("quant_method")
-    if method == "fp8" and settings.get("weight_block_size") == [128, 128]:
-        return "fp8_block"
-    raise UnsupportedModel(
-        f"quantization_config {method!r} is not supported; serve an unquantized checkpoint, or one in fp8 with blocks "
-        "of 128 x 128"
-    )
+    if not isinstance(method, str) or method not in _METHODS:
+        raise UnsupportedModel(
+            f"quantization_config {method!r} is not supported; known: {', '.join(_METHODS)}. Or serve an unquantized "
+            "checkpoint"
+        )
+    try:
+        spec = _METHODS[method][0](settings)
+        for pattern in spec.plain:
+            re.compile(pattern.removeprefix("re:"))
+    except (ValidationError, re.error) as error:
+        raise UnsupportedModel(f"quantization_config of {method} is not supported: {error}") from None
+    return spec
+
+
+def format_of(spec: WeightSpec, name: str) -> WeightFormat:
+    """Return how the matrix `name` is stored."""
+    if spec.method == "plain" or any(_means(pattern, name) for pattern in spec.plain):
+        return Plain(spec)
+    return _METHODS[spec.method][1](spec)
+
+
+def read(spec: WeightSpec, name: str, shape: Shape, take: Take) -> Matrix:
+    """Return the matrix `name`. Raises CorruptWeights, naming a tensor, and UnsupportedModel for a shape that the
+    format can't hold."""
+    matrix = format_of(spec, name).read(name, shape, take)
+    if tuple((matrix.codes if isinstance(matrix, AffineGroups) else matrix).shape) != shape:
+        raise UnsupportedModel(f"{name} is {list(shape)}, which {spec} can't hold; quantize it in another form")
+    return matrix
+
+
+def _means(pattern: str, name: str) -> bool:
+    regular = pattern.removeprefix("re:")
+    return pattern == name if regular == pattern else re.match(regular, name) is not None

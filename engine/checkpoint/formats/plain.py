@@ -7,13 +7,17 @@ from collections.abc import Mapping
 import torch
 
 from engine.checkpoint.formats.format import FLOATS, Shape, Take
+from engine.spec import WeightSpec
 
 
 class Plain:
     """Matrices as they are."""
 
+    def __init__(self, spec: WeightSpec) -> None:
+        pass
+
     def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
         return {f"{name}.weight": shape}
 
-    def dense(self, name: str, shape: Shape, take: Take) -> torch.Tensor:
+    def read(self, name: str, shape: Shape, take: Take) -> torch.Tensor:
         return take(f"{name}.weight", shape, FLOATS)

@@ -1,0 +1,137 @@
+"""compressed-tensors, as LLM Compressor and `baton quantize` write it: `quant_method` "compressed-tensors".
+
+Integers lie as int8 ("int-quantized"), or packed along the inputs ("pack-quantized"); FP8 ("float-quantized") has a
+scale for each row. Inputs of products that the format quantizes as well (W8A8) are computed as they are, which is
+nearer to the model.
+"""
+
+# pyright: strict
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from msgspec import Struct, convert
+
+from baton.errors import CorruptWeights, UnsupportedModel
+from engine.checkpoint.formats.affine_groups import (
+    AffineGroups,
+    checked_groups,
+    checked_scale,
+    group_count,
+    regular,
+    unpacked,
+)
+from engine.checkpoint.formats.format import FLOATS, Matrix, Shape, Take
+from engine.spec import WeightSpec
+
+
+class _Weights(Struct):
+    type: Literal["int", "float"]
+    num_bits: int
+    strategy: Literal["tensor", "channel", "group"]
+    group_size: int | None = None
+    symmetric: bool = True
+    actorder: str | bool | None = None
+
+
+class _Group(Struct):
+    targets: tuple[Literal["Linear"]]
+    weights: _Weights
+    format: str | None = None
+
+
+class _Settings(Struct):
+    config_groups: dict[str, _Group]
+    format: str = ""
+    ignore: tuple[str, ...] = ()
+
+
+_BITS = {("int-quantized", "int"): (8,), ("pack-quantized", "int"): (4, 8), ("float-quantized", "float"): (8,)}
+
+
+def describe(settings: Mapping[str, Any]) -> WeightSpec:
+    """Read a `quantization_config`. Raises UnsupportedModel, and ValidationError for another form."""
+    read = convert(settings, _Settings)
+    if len(read.config_groups) != 1:
+        raise UnsupportedModel(
+            f"compressed-tensors with {len(read.config_groups)} config_groups is not supported; one is"
+        )
+    (group,) = read.config_groups.values()
+    layout, weights = group.format or read.format, group.weights
+    size = (weights.group_size or -1) if weights.strategy == "group" else 0
+    if weights.num_bits not in _BITS.get((layout, weights.type), ()) or size < 0 or (weights.type == "float" and size):
+        raise UnsupportedModel(
+            f"compressed-tensors in the format {layout!r} with {weights.num_bits} bits by {weights.strategy} is not "
+            "supported; int8, packed int4, and FP8 by rows are"
+        )
+    return WeightSpec(
+        "compressed-tensors",
+        layout,
+        weights.num_bits,
+        size,
+        symmetric=weights.symmetric,
+        act_order=weights.actorder in ("group", True),
+        by_tensor=weights.strategy == "tensor",
+        plain=read.ignore,
+    )
+
+
+class CompressedTensors:
+    """Matrices as compressed-tensors writes them."""
+
+    def __init__(self, spec: WeightSpec) -> None:
+        self._spec = spec
+        self._packed, self._float = spec.layout == "pack-quantized", spec.layout == "float-quantized"
+
+    def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
+        (rows, columns), spec = shape, self._spec
+        groups = group_count(columns, spec.group)
+        scales = (1,) if spec.by_tensor else (rows, groups)
+        per_word = 32 // spec.bits
+        tensors: dict[str, Shape] = {f"{name}.weight_scale": scales}
+        if self._packed:
+            tensors |= {f"{name}.weight_packed": (rows, -(-columns // per_word)), f"{name}.weight_shape": (2,)}
+        else:
+            tensors[f"{name}.weight"] = shape
+        if not spec.symmetric:
+            packed = self._packed and not spec.by_tensor
+            tensors[f"{name}.weight_zero_point"] = (-(-rows // per_word), groups) if packed else scales
+        if spec.act_order:
+            tensors[f"{name}.weight_g_idx"] = (columns,)
+        return tensors
+
+    def read(self, name: str, shape: Shape, take: Take) -> Matrix:
+        spec, (rows, columns) = self._spec, shape
+        tensors = self.stored(name, shape)
+
+        def part(end: str, *dtypes: torch.dtype) -> torch.Tensor:
+            return take(f"{name}.{end}", tensors[f"{name}.{end}"], dtypes)
+
+        groups = group_count(columns, spec.group)
+        scale = checked_scale(f"{name}.weight_scale", part("weight_scale", *FLOATS)).expand(rows, groups)
+        if self._float:
+            return part("weight", torch.float8_e4m3fn).float() * scale
+        group_of = regular(columns, spec.group)
+        if spec.act_order:
+            place = f"{name}.weight_g_idx"
+            group_of = checked_groups(place, part("weight_g_idx", torch.int32, torch.int64), groups, spec.group)
+        if self._packed:
+            says = part("weight_shape", torch.int64, torch.int32)
+            if not says.is_meta and (shown := [int(one) for one in says]) != [rows, columns]:
+                raise CorruptWeights(
+                    f"{name}.weight_shape says {shown}, the config {[rows, columns]}; fetch the checkpoint again"
+                )
+            codes = unpacked(part("weight_packed", torch.int32), spec.bits, 1)[:, :columns]
+        else:
+            codes = _from_zero(part("weight", torch.int8))
+        zeros = None
+        if not spec.symmetric and self._packed and not spec.by_tensor:
+            zeros = unpacked(part("weight_zero_point", torch.int32), spec.bits, 0)[:rows]
+        elif not spec.symmetric:
+            zeros = _from_zero(part("weight_zero_point", torch.int8)).expand(rows, groups)
+        return AffineGroups.from_zeros(codes, scale, zeros, spec.bits, group_of)
+
+
+def _from_zero(signed: torch.Tensor) -> torch.Tensor:
+    return (signed.to(torch.int16) + 128).to(torch.uint8)

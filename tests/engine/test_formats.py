@@ -1,0 +1,175 @@
+"""Quantized checkpoints on our own engine: each format is exactly the numbers that it stands for."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.errors import CorruptWeights, UnsupportedModel
+from engine.engine import Engine
+from engine.models import weights
+from engine.models.config import load_spec
+from engine.step.batch import Chunk, TokenDraw
+from tests.engine.driver import prompt_of
+from tests.support import quantized_checkpoints
+
+FORMATS = list(quantized_checkpoints.FORMATS)
+SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "initializer_range": 0.1}
+UP = "model.layers.0.mlp.up_proj"
+
+Quantized = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    """`quantized(format, recipe="llama")`: a checkpoint; beside it lies the plain one that it stands for."""
+
+    @cache
+    def made(name: str, recipe: str = "llama") -> Path:
+        return quantized_checkpoints.make(name, tmp_path_factory.mktemp("model") / name, recipe, **SIZES)
+
+    return made
+
+
+def load(path: Path, *, native: bool = True, dtype: str = "float32") -> Engine:
+    return Engine.load(path, dtype, "cpu", 9, 16, True, threads=1, native=native)
+
+
+def all_matrices(path: Path) -> dict[str, torch.Tensor]:
+    """The products of the checkpoint in `path` as the loader reads them, in float32."""
+    spec = load_spec(path)
+    read: dict[str, torch.Tensor] = {}
+
+    class Maker:
+        stacks_experts = False
+
+        def copies(self, dtype: torch.dtype) -> bool:
+            return True
+
+        def linear(self, dense: Any) -> Any:
+            read[str(len(read))] = dense.weight
+            return dense
+
+        def mlp(self, gate: Any, up: Any, down: Any) -> Any:
+            return self.linear(gate), (self.linear(up), self.linear(down))
+
+    weights.load(path, spec, torch.float32, torch.device("cpu"), True, Maker())
+    return read
+
+
+@pytest.mark.parametrize("recipe", ["llama", "phi3"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_the_numbers_that_it_stands_for(name: str, recipe: str, quantized: Quantized):
+    path = quantized(name, recipe)
+    ours, meant = all_matrices(path), all_matrices(quantized_checkpoints.plain(path))
+    assert ours.keys() == meant.keys()
+    assert len(ours) > 5
+    for product, weight in ours.items():
+        assert torch.equal(weight, meant[product]), product
+
+
+@pytest.mark.parametrize("name", ["int4", "gptq-act-order"])
+def test_an_engine_has_the_tokens_of_these_numbers(name: str, quantized: Quantized):
+    path = quantized(name)
+    chunk = Chunk(prompt_of(100), 0, range(9), TokenDraw(temperature=0, logprobs=5))
+    ours, plain = load(path), load(quantized_checkpoints.plain(path))
+    assert ours.step([chunk]) == plain.step([chunk])
+    assert ours.fingerprint != plain.fingerprint
+
+
+def broken(path: Path, to: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> Path:
+    """Copy a checkpoint with one tensor changed, or left out."""
+    to.mkdir()
+    for file in path.glob("*.json"):
+        (to / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(path / "model.safetensors")
+    tensor = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(tensor).contiguous()
+    save_file(tensors, to / "model.safetensors")
+    return to
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_tensor_must_be_there_and_have_its_shape(name: str, quantized: Quantized, tmp_path: Path):
+    path = quantized(name)
+    parts = [each for each in load_file(path / "model.safetensors") if each.startswith(UP)]
+    assert len(parts) > 1
+    for number, part in enumerate(parts):
+        for way, change in enumerate((None, lambda tensor: tensor[:-1])):
+            wrong = broken(path, tmp_path / f"{number}-{way}", part, change)
+            with pytest.raises(CorruptWeights, match=part):
+                load(wrong)
+
+
+def no_number(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "why"),
+    [
+        ("gptq-act-order", "g_idx", lambda groups: groups + 1, "beyond the 4"),
+        ("gptq-act-order", "g_idx", lambda groups: groups * 0, "more than 32"),
+        ("int4-act-order", "weight_g_idx", lambda groups: groups - 1, "beyond the 4"),
+        ("int4", "weight_shape", lambda shape: shape * 2, "says .512, 256., the config .256, 128."),
+        ("int4", "weight_packed", lambda codes: codes.float(), "is F32; known: I32"),
+        ("int8", "weight_scale", no_number, "no finite"),
+        ("fp8", "weight_scale", no_number, "no finite"),
+        ("gptq", "scales", no_number, "no finite"),
+        ("awq", "scales", no_number, "no finite"),
+    ],
+)
+def test_tensors_that_contradict_each_other(
+    name: str, part: str, change: Any, why: str, quantized: Quantized, tmp_path: Path
+):
+    with pytest.raises(CorruptWeights, match=f"{UP}.{part} .*{why}"):
+        load(broken(quantized(name), tmp_path / "broken", f"{UP}.{part}", change))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_check_before_the_start_reads_no_weights(name: str, quantized: Quantized):
+    from engine.engine import linear_maker
+
+    spec = load_spec(quantized(name))
+    assert weights.check(quantized(name), spec, torch.bfloat16, linear_maker("cpu")) == (spec, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("gptq", {"bits": 3}, r"Invalid enum value 3 - at `\$\.bits`"),
+        ("gptq", {"dynamic": {"+:x": {"bits": 8}}}, "dynamic"),
+        ("awq", {"version": "gemv"}, "gemv"),
+        ("int4", {"format": "marlin-24"}, "marlin-24"),
+        ("int4", {"config_groups": {}}, "0 config_groups"),
+        ("int4", {"config_groups": {"one": 5}}, "Expected `object`, got `int`"),
+        ("int4", {"ignore": ["re:("]}, "missing \\)"),
+    ],
+)
+def test_settings_that_are_not_known_are_refused_by_name(
+    name: str, change: dict[str, Any], why: str, quantized: Quantized, tmp_path: Path
+):
+    raw = json.loads((quantized(name) / "config.json").read_text())
+    raw["quantization_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModel, match=why):
+        load_spec(tmp_path)
+
+
+def test_a_matrix_that_is_left_out_is_stored_plain(quantized: Quantized, tmp_path: Path):
+    path = quantized("int4")
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(UP)}
+    tensors[f"{UP}.weight"] = load_file(quantized_checkpoints.plain(path) / "model.safetensors")[f"{UP}.weight"]
+    raw = json.loads((path / "config.json").read_text())
+    raw["quantization_config"]["ignore"] += [r"re:.*layers\.0\.mlp\.up.*"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, tmp_path / "model.safetensors")
+    for product, weight in all_matrices(tmp_path).items():
+        assert torch.equal(weight, all_matrices(path)[product])
