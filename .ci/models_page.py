@@ -59,8 +59,12 @@ Scores beyond 88 times a soft cap (Gemma 2) make NaN on a CPU with AVX-512 ([vll
 ## Formats of weights
 
 On our own engine a quantized checkpoint is exactly the numbers that its format means, and inputs of products are never
-quantized. On vLLM's runner the reference is transformers with these numbers. For int8 and FP8 (W8A8) the inputs of
-products are quantized as well. Greedy tokens are the likeliest of the reference, but for near ties.
+quantized. *Native*: weights stay in 8 or 4 bits in memory, and our kernels for CPUs read them so. That needs groups of
+a multiple of 16 inputs, and float32 or bfloat16 (`model.dtype`). Elsewhere they are made dense. `baton quantize` writes
+the packed ones.
+
+On vLLM's runner the reference is transformers with these numbers. For int8 and FP8 (W8A8) the inputs of products are
+quantized as well. Greedy tokens are the likeliest of the reference, but for near ties.
 *LoRA*: rows with an adapter of all products and rows without one. The adapter is computed in the model's dtype, from
 inputs that are not quantized.
 
@@ -135,7 +139,7 @@ _FORMATS = {
     "int8": "int8, weights by row and inputs by token (compressed-tensors W8A8)",
     "fp8": "FP8, weights by row and inputs by token (compressed-tensors W8A8)",
     "int8-groups": "int8 in groups (compressed-tensors)",
-    "int4": "int4 in groups, packed, with zeros and act-order (compressed-tensors)",
+    "int4": "int4 in groups, packed, with zeros (compressed-tensors)",
     "gptq": "GPTQ, 4 and 8 bits, with act-order",
     "awq": "AWQ, 4 bits",
 }
@@ -254,7 +258,8 @@ def _format_rows() -> Iterator[str]:
     for name, title in _FORMATS.items():
         cell = f"[in {dtypes[name]}](../{VLLM_TESTS['formats'][0]})" if name in dtypes else _NOT_RUN
         lora = f"[LoRA](../{VLLM_TESTS['LoRA of formats'][0]})" if with_adapters and name in dtypes else _NOT_RUN
-        yield f"| {title} | [made dense](../{FORMATS}) | {cell} | {_NOT_RUN} | {lora} |"
+        native = {"fp8": "made dense", "gptq": "native, act-order made dense"}.get(name, "native")
+        yield f"| {title} | [{native}](../{FORMATS}) | {cell} | {_NOT_RUN} | {lora} |"
     yield f"| MXFP4 (gpt-oss as published) | [refused](../{CONFIG}) | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
 
 

@@ -23,7 +23,7 @@ from baton.errors import ModelError, NotEnoughMemory, UnsupportedModel
 from baton.messages import AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.attention.torch_sdpa import TorchAttention
-from engine.cpu import build, forward, huge_pages, numerics
+from engine.cpu import build, features, forward, huge_pages, numerics
 from engine.cpu.packed_linear import PackedLinears
 from engine.cpu.thread_pool import ThreadPool
 from engine.cuda.copies import CudaCopies
@@ -110,7 +110,6 @@ class Engine:
         library = build.library() if native and forward.runs(config, model_weights, pool, threads) else None
         if library is not None:
             self._threads = ThreadPool(library, threads)
-            self.numerics = numerics.probe(library)
         self._cuda: _Cuda | None = None
         self._compute_with(model_weights)
         if on_cuda:
@@ -125,6 +124,7 @@ class Engine:
         self._native: forward.NativeForward | None = None
         if self._threads is not None and (library := build.library()) is not None:
             self._native = forward.NativeForward(library, self._threads, config, model_weights, layout, pool)
+            self.numerics = numerics.probe(library, tuple(sorted(self._native.forms)))
         self.verifies = self._native is not None
         if self._cuda is not None:
             self._cuda = self._cuda._replace(launcher=self._launcher(CudaStreams(pool.device)))
@@ -158,8 +158,9 @@ class Engine:
         config = load_spec(path)
         kind, layout = dtype_of(config, dtype), layout_of(config, dtype, page_size, kv_cache_dtype)
         device = resolve_device(device)
+        maker = linear_maker(device, config if native else None)
         try:
-            loaded = weights.load(path, config, TORCH_DTYPES[kind], torch.device(device), head, linear_maker(device))
+            loaded = weights.load(path, config, TORCH_DTYPES[kind], torch.device(device), head, maker)
         except torch.OutOfMemoryError as error:
             raise NotEnoughMemory(f"the weights don't fit into {device}: {error}") from error
         torch.cuda.empty_cache()  # what stacking parts of the weights has needed; nothing on a CPU
@@ -359,9 +360,12 @@ def _results(output: StepOutput) -> tuple[Sequence[Sampled | None], PromptScores
     return output.sampled, output.scores, output.verified
 
 
-def linear_maker(device: str) -> LinearMaker:
-    """What makes the products of a device: "cpu", "cuda", or one with a number."""
-    return PackedLinears() if device == "cpu" else PlainLinears()
+def linear_maker(device: str, spec: ModelSpec | None) -> LinearMaker:
+    """What makes the products of a device: "cpu", "cuda", or one with a number. On a CPU, weights stay in few bits if
+    kernels of our own compute the model `spec`."""
+    if device != "cpu":
+        return PlainLinears()
+    return PackedLinears(groups=spec is not None and features.runs(spec) and build.can_compile())
 
 
 def dtype_of(config: ModelSpec, dtype: str) -> str:

@@ -68,6 +68,7 @@ class WeightSpec:
     act_order: bool = False  # the checkpoint says of each input which group it is of
     by_tensor: bool = False  # one scale for a whole matrix
     plain: tuple[str, ...] = ()  # matrices that are stored plain: names, or regular expressions after "re:"
+    head: "WeightSpec | None" = None  # that of the output head, where it is not plain
 
     def __str__(self) -> str:
         if self.method == "plain":

@@ -79,7 +79,7 @@ def random_engine(config: Mapping[str, object], device: Device, num_pages: int, 
         return torch.randn(shape, dtype=TORCH_DTYPES[device.dtype], device=device.name).mul_(_SIGMA)
 
     weights = assembled(
-        spec, TORCH_DTYPES[device.dtype], torch.device(device.name), True, linear_maker(device.name), take
+        spec, TORCH_DTYPES[device.dtype], torch.device(device.name), True, linear_maker(device.name, spec), take
     )
     pool = torch.zeros((num_pages, *layout.shape), dtype=TORCH_DTYPES[layout.dtype], device=device.name)
     return Engine(spec, weights, b"random weights..", layout, pool, torch.get_num_threads())

@@ -227,7 +227,7 @@ def _native_weights(config: Config, spec: ModelSpec, device: str) -> int:
     from engine.models.memory import weight_bytes
     from engine.models.weights import TORCH_DTYPES
 
-    return weight_bytes(spec, TORCH_DTYPES[dtype_of(spec, config.model.dtype)], linear_maker(device))
+    return weight_bytes(spec, TORCH_DTYPES[dtype_of(spec, config.model.dtype)], linear_maker(device, spec))
 
 
 def _page_bytes(config: Config, raw: Mapping[str, Any]) -> int | None:

@@ -125,7 +125,7 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
     layout = layout_of(spec, model.dtype, page_size, "auto" if held else model.kv_cache_dtype)
     layout = replace(layout, num_kv_heads=spec.num_kv_heads // ranks, dtype=held or layout.dtype)
     dtype, on_cpu = dtype_of(spec, model.dtype), runs_on_cpu(config, "decode")
-    kind, maker = TORCH_DTYPES[dtype], linear_maker("cpu" if on_cpu else "cuda")
+    kind, maker = TORCH_DTYPES[dtype], linear_maker("cpu" if on_cpu else "cuda", spec)
     weights = -(-weight_bytes(spec, kind, maker) // ranks)
     per_sequence = -(-context // page_size)
 

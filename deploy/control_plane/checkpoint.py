@@ -88,7 +88,8 @@ def _native(config: Config, path: Path, device: str) -> Sequence[str]:
     from engine.models.config import load_spec
 
     spec = load_spec(path)
-    _, notes = weights.check(path, spec, weights.TORCH_DTYPES[dtype_of(spec, config.model.dtype)], linear_maker(device))
+    dtype, maker = weights.TORCH_DTYPES[dtype_of(spec, config.model.dtype)], linear_maker(device, spec)
+    _, notes = weights.check(path, spec, dtype, maker)
     return notes
 
 

@@ -9,6 +9,9 @@
 // A tile is 64 outputs of a product: [steps][64] words of four bytes, a word being one input of a float32 weight or two
 // adjoining ones of a bf16 weight, as the bf16 dot product takes them. oneDNN packs weights for itself in just this order.
 // An output is summed over its inputs in their order, however many rows there are.
+//
+// A tile of codes has for each group of inputs 64 scales, perhaps 64 minimums, and the codes. A group is summed by itself,
+// in the order of its inputs, then scaled and added to those before it.
 #include "attention.h"
 #include "pool.h"
 
@@ -29,37 +32,48 @@ template <class T>                 // what many registers hold: 6 × 4 sums, 4 v
 constexpr int kPassRows = kMany || sizeof(T) == 4 ? 6 : 4;
 template <class T>                 // in few, the weights and the input of bf16 are two vectors each
 constexpr int kPassSums = kMany ? 24 : kPassRows<T>;
+template <class T>                 // of codes, which are made words anew in each pass
+constexpr int kCodeRows = kMany ? 8 : kPassRows<T>;
 constexpr int64_t kFewRows = 64;     // that each thread norms for itself: it costs less than waiting for each other would
 constexpr int64_t kBlockRows = 256;  // with fewer, the weights are read more often; with more, less stays in the cache
 constexpr int64_t kShares = 8;       // for each thread, so that none waits long for another
 constexpr int kMostThreads = 256;
+constexpr int64_t kBlockInputs = 128;  // of codes that are made words at a time, for many rows; groups are no larger
 
 }  // namespace
 
 // What `forward.py` tells; the structures there are the same, field by field.
 extern "C" {
+struct Weight {
+  const void* tiles;         // null: there is none
+  int64_t bits;              // of a code; 0: words in the place of codes
+  int64_t group;             // inputs
+  int64_t wide;              // 1: scales are float32, or else fp16
+  int64_t minimums;          // 1: there are some, in float32
+};
+
 struct Expert {
-  const void* gate_up;       // gate's tiles, then up's
-  const void* down;
+  Weight gate_up;            // gate's tiles, then up's
+  Weight down;
 };
 
 struct Layer {
   const float* input_norm;   // [hidden]
-  const void* qkv;           // tiles, as all products
+  Weight qkv;
   const float* qkv_bias;     // [outputs], or null, as all biases
   const float* qk_norm;      // [heads + kv_heads][head_dim], or null
-  const void* output;        // null: of the last layer K and V are all that is wanted, and `qkv` makes no queries
+  Weight output;             // none: of the last layer K and V are all that is needed, and `qkv` makes no queries
   const float* output_bias;
   const float* output_norm;  // [hidden], or null: of what attention adds to the residual stream
   const float* mlp_norm;     // [hidden]
-  const void* gate_up;       // gate's tiles, then up's
+  Weight gate_up;            // gate's tiles, then up's
   const float* gate_up_bias;
-  const void* down;
+  Weight down;
   const float* down_bias;
   const float* down_norm;    // as `output_norm`
   int64_t window;            // positions attended to; 0: all
   int64_t rope;              // which of the model's
-  const void* router;        // of experts, in the place of `gate_up` and `down`; or null
+  Weight router;             // of experts, in the place of `gate_up` and `down`; or none
   const Expert* experts;     // [expert_count]
   int64_t expert_count, top_k;
   int64_t renormalise;       // 1: the shares of a row's experts add up to one
@@ -75,7 +89,7 @@ struct Model {
   const float* frequencies;  // [ropes][half]
   const float* rope_factors; // [ropes]: of cosine and sine
   const float* norm;         // [hidden]
-  const void* head;
+  Weight head;
   const Layer* layer;        // [layers]
   void* pool;                // [pages][kv_heads][layers][2][page_size][head_dim]
 };
@@ -173,6 +187,116 @@ void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* s
   }
 }
 
+// --- products with codes ---------------------------------------------------------------------------------------------
+
+int64_t scale_bytes(const Weight& weight) { return kTile * ((weight.wide ? 4 : 2) + (weight.minimums ? 4 : 0)); }
+int64_t group_bytes(const Weight& weight) { return scale_bytes(weight) + weight.group / 2 * kTile * 2 * weight.bits / 8; }
+
+// Where the words of a group come from: its codes, or a block in which they were made words before.
+template <class T, class Bits>
+struct Codes {
+  const char* at;
+  Words operator()(int64_t step, int vector) const { return decoded(T{}, Bits{}, at, step, vector); }
+};
+struct Block256 {
+  const char* at;
+  Words operator()(int64_t step, int vector) const { return load_words(at + step * kStepBytes + vector * 64); }
+};
+
+// What a group multiplies its sums with.
+struct Scales {
+  const Weight& weight;
+  const char* at;
+  Floats scale(int column) const {
+    return weight.wide ? load16(reinterpret_cast<const float*>(at) + column) : load16(reinterpret_cast<const fp16*>(at) + column);
+  }
+  Floats minimum(int column) const {
+    return load16(reinterpret_cast<const float*>(at + kTile * (weight.wide ? 4 : 2)) + column);
+  }
+};
+
+template <class T>
+Floats total(const T* x, int64_t count) {
+  Floats sum = zeros();
+  for (int64_t i = 0; i < count; i += kLanes) sum = sum + load16(x + i);
+  return filled(sum_of(sum));
+}
+
+// One pass of R rows over a group of a tile. `x` is the rows' inputs, `stride` apart; `sums` is [R][kTile].
+template <class T, int R, class From>
+void group_pass(const From& from, const Scales& scales, const T* x, int64_t stride, int64_t group, bool first, float* sums) {
+  constexpr int V = R * 4 <= kPassSums<T> ? 4 : R * 2 <= kPassSums<T> ? 2 : 1;
+  for (int column = 0; column < kTile; column += V * kLanes) {
+    Floats sum[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < V; ++j) sum[r][j] = zeros();
+    for (int64_t s = 0; s < group / kWord<T>; ++s) {
+      Factors<T> w[V];
+#pragma GCC unroll 4
+      for (int j = 0; j < V; ++j) w[j] = factors<T>(from(s, column / kLanes + j));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        int32_t input;
+        std::memcpy(&input, x + r * stride + s * kWord<T>, sizeof input);
+        const Factors<T> word = factors<T>(filled(input));
+#pragma GCC unroll 4
+        for (int j = 0; j < V; ++j) sum[r][j] = add_products(T{}, w[j], word, sum[r][j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Floats inputs = scales.weight.minimums ? total(x + r * stride, group) : zeros();
+#pragma GCC unroll 4
+      for (int j = 0; j < V; ++j) {
+        float* const to = sums + r * kTile + column + j * kLanes;
+        Floats sum_so_far = fma(sum[r][j], scales.scale(column + j * kLanes), first ? zeros() : load16(to));
+        if (scales.weight.minimums) sum_so_far = fma(inputs, scales.minimum(column + j * kLanes), sum_so_far);
+        store16(to, sum_so_far);
+      }
+    }
+  }
+}
+
+// Makes the codes of a group words.
+template <class T, class Bits>
+void make_words(const Codes<T, Bits>& codes, int64_t steps, char* to) {
+  for (int64_t s = 0; s < steps; ++s)
+#pragma GCC unroll 4
+    for (int j = 0; j < kTile / kLanes; ++j) store_words(to + s * kStepBytes + j * 64, codes(s, j));
+}
+
+// One tile of codes for all rows: `x` [rows][inputs] → `sums` [rows][kTile]. Few rows have codes made words in registers,
+// many in `block`, [kBlockInputs][kTile] numbers.
+template <class T, class Bits>
+void code_tile(const Weight& weight, const char* tile, const T* x, int64_t rows, int64_t inputs, float* sums, char* block) {
+  const int64_t group = weight.group, bytes = group_bytes(weight), steps = group / kWord<T>;
+  const bool few = rows <= 2 * kCodeRows<T>;
+  const int64_t most = few ? kCodeRows<T> : kPassRows<T>, passes = (rows + most - 1) / most;
+  for (int64_t begin = 0; begin < inputs; begin += kBlockInputs) {
+    const Range groups{begin / group, least(begin + kBlockInputs, inputs) / group};
+    const auto at = [&](int64_t g) { return tile + g * bytes; };
+    const auto codes = [&](int64_t g) { return Codes<T, Bits>{at(g) + scale_bytes(weight)}; };
+    const auto words = [&](int64_t g) { return block + (g - groups.first) * steps * kStepBytes; };
+    for (int64_t g = groups.first; !few && g < groups.last; ++g) make_words(codes(g), steps, words(g));
+    for (int64_t p = 0; p < passes; ++p) {
+      const Range own = share(rows, static_cast<int>(p), static_cast<int>(passes));
+      const auto pass = [&](auto some, const auto& from) {
+        for (int64_t g = groups.first; g < groups.last; ++g)
+          group_pass<T, some>(from(g), {weight, at(g)}, x + own.first * inputs + g * group, inputs, group, g == 0,
+                              sums + own.first * kTile);
+      };
+      if (few)
+        with_count<kCodeRows<T>>(own.last - own.first, [&](auto some) { pass(some, codes); });
+      else
+        with_count<kPassRows<T>>(own.last - own.first, [&](auto some) {
+          pass(some, [&](int64_t g) { return Block256{words(g)}; });
+        });
+    }
+  }
+}
+
 // --- one step --------------------------------------------------------------------------------------------------------
 
 // Hands out parts of one piece of memory; with none, only counts how much there would have to be.
@@ -196,6 +320,7 @@ class Carver {
 template <class T>
 struct Private {
   T* normed;          // [up to kFewRows][hidden]
+  char* block;        // codes made words, [kBlockInputs][kTile]
   float* sums;        // [rows of a block, or samples][kTile]
   float* more_sums;   // likewise
   float* best;        // [samples][kLanes]: the largest logit of each lane so far
@@ -217,11 +342,11 @@ struct Choice {
   float share;
 };
 
-// A matrix, and another one of which each tile belongs to one of the first.
+// A matrix. Behind it there may be another one, of which each tile belongs to one of the first.
 struct Matrix {
-  const void* tiles;
+  Weight weight;
   int64_t outputs, inputs;
-  const void* second = nullptr;
+  bool twice = false;
 };
 
 template <class T>
@@ -263,6 +388,7 @@ class Step {
     for (int thread = 0; thread < threads_; ++thread) {
       Private<T>& own = own_[thread];
       own.normed = carve.take<T>(few * m.hidden);
+      own.block = carve.take<char>(kBlockInputs * kTile * sizeof(T));
       own.sums = carve.take<float>(std::max(rows, least(samples, kFewRows)) * kTile);
       own.more_sums = carve.take<float>(rows * kTile);
       own.best = carve.take<float>(samples * kLanes);
@@ -304,7 +430,7 @@ class Step {
 
   void work(int thread) {
     const FlushDenormals flush;
-    const bool draws = m.layer[m.layers - 1].output;
+    const bool draws = m.layer[m.layers - 1].output.tiles;
     begin(thread);
     for (int64_t l = 0; l < m.layers; ++l) {
       const bool last = l + 1 == m.layers;
@@ -331,8 +457,8 @@ class Step {
     if (thread == 0 && (l == 0 || some || !only)) plan(block, some);  // read after the first meeting
     float* const x = x_ + block.first * m.hidden;
     const T* normed = norm(x, block.rows(), layer.input_norm, thread);
-    const int64_t made = (layer.output ? m.heads + 2 * m.kv_heads : 2 * m.kv_heads) * m.head_dim;
-    const void* after = last && !block.samples ? m.layer[0].qkv : layer.output;
+    const int64_t made = (layer.output.tiles ? m.heads + 2 * m.kv_heads : 2 * m.kv_heads) * m.head_dim;
+    const Weight& after = last && !block.samples ? m.layer[0].qkv : layer.output;
     multiply({layer.qkv, made, m.hidden}, normed, block.rows(), {after, m.hidden, m.heads * m.head_dim}, thread,
              [&](int64_t column, int64_t first, int64_t rows, const float* sums, const float*) {
                const Floats bias = bias16(layer.qkv_bias, column, made);
@@ -355,14 +481,13 @@ class Step {
 
   // A layer from attention on, for rows of `x`.
   void finish(const Layer& layer, int64_t l, float* x, int64_t rows, const Layer& next, int thread) {
-    const Matrix gate_up{layer.gate_up, m.inner, m.hidden,
-                         static_cast<const char*>(layer.gate_up) + m.inner * m.hidden * sizeof(T)};
+    const Matrix gate_up{layer.gate_up, m.inner, m.hidden, true};
     const Matrix output{layer.output, m.hidden, m.heads * m.head_dim}, down{layer.down, m.hidden, m.inner};
     attend(layer, l, thread);
     meet();
     add(output, attended_, rows, gate_up, x, layer.output_bias, layer.output_norm, thread);
     const T* normed = norm(x, rows, layer.mlp_norm, thread);
-    if (layer.router) return mix(layer, x, rows, normed, thread);
+    if (layer.router.tiles) return mix(layer, x, rows, normed, thread);
     multiply(gate_up, normed, rows, down, thread, activates(layer.gate_up_bias, m.inner));
     meet();
     const Matrix head{m.head, m.vocab, m.hidden}, qkv{next.qkv, qkv_size_, m.hidden};
@@ -424,7 +549,9 @@ class Step {
   }
 
   static const char* tile_of(const Matrix& matrix, int64_t index) {
-    return static_cast<const char*>(matrix.tiles) + index * (matrix.inputs / kWord<T>) * kStepBytes;
+    const Weight& weight = matrix.weight;
+    const int64_t bytes = weight.bits ? matrix.inputs / weight.group * group_bytes(weight) : matrix.inputs / kWord<T> * kStepBytes;
+    return static_cast<const char*>(weight.tiles) + index * bytes;
   }
   static int64_t tiles_of(const Matrix& matrix) { return (matrix.outputs + kTile - 1) / kTile; }
 
@@ -458,11 +585,16 @@ class Step {
   void multiply_tile(const Matrix& matrix, int64_t t, const T* x, int64_t first, int64_t count, const char* next,
                      int thread, const Done& done) {
     const Private<T>& own = own_[thread];
-    const int64_t steps = matrix.inputs / kWord<T>;
-    const Matrix second{matrix.second, matrix.outputs, matrix.inputs};
     const T* const input = x + first * matrix.inputs;
-    tile<T>(tile_of(matrix, t), input, count, steps, own.sums, matrix.second ? tile_of(second, t) : next);
-    if (matrix.second) tile<T>(tile_of(second, t), input, count, steps, own.more_sums, next);
+    const auto one = [&](int64_t index, float* sums, const char* then) {
+      const char* const tiles = tile_of(matrix, index);
+      if (!matrix.weight.bits) return tile<T>(tiles, input, count, matrix.inputs / kWord<T>, sums, then);
+      const auto multiply_codes = matrix.weight.bits == 4 ? code_tile<T, FourBits> : code_tile<T, EightBits>;
+      multiply_codes(matrix.weight, tiles, input, count, matrix.inputs, sums, own.block);
+    };
+    const int64_t second = t + tiles_of(matrix);
+    one(t, own.sums, matrix.twice ? tile_of(matrix, second) : next);
+    if (matrix.twice) one(second, own.more_sums, next);
     for (int64_t i = 0; i < kTile && t * kTile + i < matrix.outputs; i += kLanes)
       done(t * kTile + i, first, count, own.sums + i, own.more_sums + i);
   }
@@ -521,9 +653,7 @@ class Step {
       std::memcpy(gathered_ + slot * m.hidden, normed + row_of_[slot] * m.hidden, m.hidden * sizeof(T));
     meet();
     multiply_experts(m.expert_inner, m.hidden, gathered_, thread, activates(nullptr, m.expert_inner), [&](int64_t expert) {
-      const void* const gate_up = layer.experts[expert].gate_up;
-      return Matrix{gate_up, m.expert_inner, m.hidden,
-                    static_cast<const char*>(gate_up) + m.expert_inner * m.hidden * sizeof(T)};
+      return Matrix{layer.experts[expert].gate_up, m.expert_inner, m.hidden, true};
     });
     meet();
     const auto keep = [&](int64_t column, int64_t first, int64_t count, const float* sums, const float*) {
@@ -585,7 +715,7 @@ class Step {
   // The product of each expert's rows with its matrix.
   template <class Done, class Of>
   void multiply_experts(int64_t outputs, int64_t inputs, const T* x, int thread, const Done& done, const Of& matrix_of) {
-    const int64_t tiles = tiles_of({nullptr, outputs, inputs}), count = busy_count_ * tiles;
+    const int64_t tiles = tiles_of({{}, outputs, inputs}), count = busy_count_ * tiles;
     share_out(count, thread, [&](int64_t index) {
       const int64_t expert = busy_[index / tiles], then = (index + threads_) % count;
       const char* const next = tile_of(matrix_of(busy_[then / tiles]), then % tiles);
@@ -638,7 +768,7 @@ class Step {
 
   // Norms and rotates queries and keys, and writes keys and values into their pages.
   void place(const Layer& layer, int64_t l, const Block& block, int thread) {
-    const int64_t heads = layer.output ? m.heads : 0, all = heads + 2 * m.kv_heads, rest = m.head_dim - 2 * m.half;
+    const int64_t heads = layer.output.tiles ? m.heads : 0, all = heads + 2 * m.kv_heads, rest = m.head_dim - 2 * m.half;
     const int64_t values = m.page_size * m.head_dim, group = shape_.group();
     const Range rows = share(block.rows(), thread, threads_);
     int64_t r = 0;

@@ -14,6 +14,7 @@ import torch
 
 from engine.cpu import features
 from engine.cpu.build import Library
+from engine.cpu.packed_groups import PackedGroups
 from engine.cpu.packed_linear import packed, tiled
 from engine.cpu.thread_pool import ThreadPool
 from engine.models import rotary
@@ -41,16 +42,22 @@ _Count = ctypes.c_int64
 _Double = ctypes.c_double
 
 
+class _Weight(ctypes.Structure):
+    _fields_ = [
+        ("tiles", _Pointer), ("bits", _Count), ("group", _Count), ("wide", _Count), ("minimums", _Count),
+    ]  # fmt: skip
+
+
 class _Expert(ctypes.Structure):
-    _fields_ = [("gate_up", _Pointer), ("down", _Pointer)]  # fmt: skip
+    _fields_ = [("gate_up", _Weight), ("down", _Weight)]  # fmt: skip
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        ("input_norm", _Pointer), ("qkv", _Pointer), ("qkv_bias", _Pointer), ("qk_norm", _Pointer),
-        ("output", _Pointer), ("output_bias", _Pointer), ("output_norm", _Pointer), ("mlp_norm", _Pointer),
-        ("gate_up", _Pointer), ("gate_up_bias", _Pointer), ("down", _Pointer), ("down_bias", _Pointer),
-        ("down_norm", _Pointer), ("window", _Count), ("rope", _Count), ("router", _Pointer), ("experts", _Pointer),
+        ("input_norm", _Pointer), ("qkv", _Weight), ("qkv_bias", _Pointer), ("qk_norm", _Pointer),
+        ("output", _Weight), ("output_bias", _Pointer), ("output_norm", _Pointer), ("mlp_norm", _Pointer),
+        ("gate_up", _Weight), ("gate_up_bias", _Pointer), ("down", _Weight), ("down_bias", _Pointer),
+        ("down_norm", _Pointer), ("window", _Count), ("rope", _Count), ("router", _Weight), ("experts", _Pointer),
         ("expert_count", _Count), ("top_k", _Count), ("renormalise", _Count),
     ]  # fmt: skip
 
@@ -62,7 +69,7 @@ class _Model(ctypes.Structure):
         ("ropes", _Count), ("half", _Count), ("most_experts", _Count), ("most_top_k", _Count),
         ("expert_inner", _Count), ("norm_eps", _Double), ("embedding_scale", _Double),
         ("attention_scale", _Double), ("embedding", _Pointer), ("frequencies", _Pointer), ("rope_factors", _Pointer),
-        ("norm", _Pointer), ("head", _Pointer), ("layer", _Pointer), ("pool", _Pointer),
+        ("norm", _Pointer), ("head", _Weight), ("layer", _Pointer), ("pool", _Pointer),
     ]  # fmt: skip
 
 
@@ -98,6 +105,7 @@ class NativeForward:
         self._threads = threads
         self._hidden_size, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, pool.dtype
         self._has_head = weights.head is not None
+        self.forms = set[str]()  # of products that are not dense
         self._references: list[object] = [weights, pool]  # whatever C++ has pointers to
         self._model = self._describe(config, weights, layout, pool)
         self._model_at = ctypes.byref(self._model)
@@ -171,7 +179,7 @@ class NativeForward:
                 described.renormalise = experts.renormalise
         self._references.append(layers)
         experts = [layer.experts for layer in config.layers if layer.experts is not None]
-        head = None if weights.head is None else self._product(weights.head)[0]
+        head = _Weight() if weights.head is None else self._product(weights.head)[0]
         frequencies = torch.stack([rotary.inverse_frequencies(rope, config.head_dim) for rope in ropes])
         return _Model(
             _DTYPES[pool.dtype], config.hidden_size, _inner_size(weights), config.num_heads, config.num_kv_heads,
@@ -199,7 +207,7 @@ class NativeForward:
             for described_one, one in zip(experts, each, strict=True):
                 described_one.gate_up, described_one.down = self._product(one.gate_up)[0], self._product(one.down)[0]
             self._references.append(experts)
-            described.experts, described.router = ctypes.addressof(experts), self._keep(tiled(layer.mlp.router))
+            described.experts, described.router.tiles = ctypes.addressof(experts), self._keep(tiled(layer.mlp.router))
         return described
 
     def _describe_last(self, last: KeyValueWeights, config: ModelSpec) -> _Layer:
@@ -209,10 +217,15 @@ class NativeForward:
             norm = last.k_norm.float().expand(config.num_heads + config.num_kv_heads, -1)
         return _Layer(self._float(last.input_norm), *self._product(last.kv), self._float(norm))
 
-    def _product(self, linear: Linear) -> tuple[int, int | None]:
+    def _product(self, linear: Linear) -> tuple[_Weight, int | None]:
         """Its tiles, in which alone it is kept from now on, and its bias."""
-        packed(linear).keep_tiles()
-        return self._keep(packed(linear).tiles()), self._float(linear.bias)
+        one = packed(linear)
+        one.keep_tiles()
+        weight = _Weight(self._keep(one.tiles()))
+        if isinstance(one, PackedGroups):
+            weight.bits, weight.group, weight.wide, weight.minimums = one.bits, one.group, one.wide, one.has_minimums
+            self.forms.add(f"int{one.bits}")
+        return weight, self._float(linear.bias)
 
     def _float(self, tensor: torch.Tensor | None) -> int | None:
         return None if tensor is None else self._keep(tensor.float())

@@ -13,12 +13,13 @@ import math
 import numpy as np
 import torch
 
+from engine.checkpoint.formats.affine_groups import AffineGroups
 from engine.cpu.build import Library
 from engine.cpu.forward import NativeForward
 from engine.cpu.packed_linear import PackedLinears
 from engine.cpu.thread_pool import ThreadPool
 from engine.models.config import parse_spec
-from engine.models.linear import Dense, Linear
+from engine.models.linear import Dense, Grouped, Linear, Weight
 from engine.models.weights import LayerWeights, MlpWeights, ModelWeights
 from engine.step.batch import Chunk, TokenDraw, flatten
 from kvstore.layout import PageLayout
@@ -42,22 +43,24 @@ _CONFIG = {
 
 
 @functools.cache
-def probe(library: Library) -> str:
-    """Return the class of the library's arithmetic on this machine. Takes some milliseconds."""
+def probe(library: Library, forms: tuple[str, ...] = ()) -> str:
+    """Return the class of the library's arithmetic on this machine. Takes some milliseconds. `forms` are those of the
+    model's products beside dense ones: "int8" and "int4"."""
     digest = hashlib.blake2b(digest_size=4)
-    for dtype in (torch.bfloat16, torch.float32):
-        for result in _results(library, dtype):
-            digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
-    return f"native-{VERSION}/{digest.hexdigest()}"
+    for bits in (0, *(int(form.removeprefix("int")) for form in forms)):
+        for dtype in (torch.bfloat16, torch.float32):
+            for result in _results(library, dtype, bits):
+                digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
+    return f"{'-'.join((f'native-{VERSION}', *forms))}/{digest.hexdigest()}"
 
 
-def _results(library: Library, dtype: torch.dtype) -> list[torch.Tensor]:
+def _results(library: Library, dtype: torch.dtype, bits: int) -> list[torch.Tensor]:
     """Logits and pages of a prompt of two segments, and of one token beside another sequence."""
     spec = parse_spec(_CONFIG)
     name = str(dtype).removeprefix("torch.")
     layout = PageLayout(_LAYERS, spec.num_kv_heads, spec.head_dim, _PAGE, name)
     pool = torch.zeros((_PAGES, *layout.shape), dtype=dtype)
-    forward = NativeForward(library, ThreadPool(library, 1), spec, _weights(dtype), layout, pool)
+    forward = NativeForward(library, ThreadPool(library, 1), spec, _weights(dtype, bits), layout, pool)
     tokens = [(7 * i + i // 3) % _VOCAB for i in range(540)]
     draw, results = TokenDraw(temperature=0), list[torch.Tensor]()
     prompt = Chunk(tokens, 0, range(35), draw)
@@ -69,17 +72,26 @@ def _results(library: Library, dtype: torch.dtype) -> list[torch.Tensor]:
     return [*results, pool]
 
 
-def _weights(dtype: torch.dtype) -> ModelWeights:
+def _weights(dtype: torch.dtype, bits: int) -> ModelWeights:
+    """Of random numbers; products are dense, or in codes of so many bits."""
     maker, generator = PackedLinears(), _Numbers()
 
     def tensor(*shape: int) -> torch.Tensor:
         return generator.draw(shape).to(dtype)
 
+    def product(outputs: int, inputs: int) -> Weight:
+        numbers = generator.draw((outputs, inputs))
+        if not bits:
+            return Dense(numbers.to(dtype), None)
+        codes = (numbers * 2**bits).floor().to(torch.int8)
+        scale, minimum = generator.draw((2, outputs, inputs // 32)) * 2**-bits
+        return Grouped(AffineGroups(codes, scale, minimum, bits), None, dtype)
+
     def linear(outputs: int, inputs: int) -> Linear:
-        return maker.linear(Dense(tensor(outputs, inputs), None))
+        return maker.linear(product(outputs, inputs))
 
     def layer() -> LayerWeights:
-        gate, up, down = (Dense(tensor(*shape), None) for shape in ((128, _HIDDEN), (128, _HIDDEN), (_HIDDEN, 128)))
+        gate, up, down = (product(*shape) for shape in ((128, _HIDDEN), (128, _HIDDEN), (_HIDDEN, 128)))
         mlp = MlpWeights(*maker.mlp(gate, up, down))
         return LayerWeights(
             1 + tensor(_HIDDEN), linear(256, _HIDDEN), 1 + tensor(6, 32), linear(_HIDDEN, 128), None,

@@ -8,15 +8,17 @@ The native kernels read tiles too, and in the order that oneDNN is known to choo
 from __future__ import annotations
 
 import ctypes
+from typing import TypeAlias
 
 import torch
 from torch.nn import functional
 
-from engine.cpu import huge_pages
-from engine.models.linear import Dense, Linear, stacked
+from engine.checkpoint.formats.affine_groups import AffineGroups
+from engine.cpu import huge_pages, packed_groups
+from engine.cpu.packed_groups import TILE, PackedGroups
+from engine.models.linear import Dense, Grouped, Linear, Weight, densified, stacked
 
-TILE = 64
-"""Outputs whose weights stand together."""
+Packed: TypeAlias = "PackedLinear | PackedGroups"
 
 
 class PackedLinear:
@@ -69,21 +71,31 @@ class PackedLinears:
 
     stacks_experts = False
 
+    def __init__(self, *, groups: bool = True) -> None:
+        """Without `groups`, weights of few bits are made dense: where torch does the work that is faster."""
+        self._groups = groups
+
+    def keeps(self, groups: AffineGroups, dtype: torch.dtype) -> bool:
+        return self._groups and dtype != torch.float16 and packed_groups.kept(groups)
+
     def copies(self, dtype: torch.dtype) -> bool:
         """Products of float32 and bfloat16 are held in tiles."""
         return dtype != torch.float16
 
-    def linear(self, dense: Dense) -> PackedLinear:
-        return PackedLinear(*dense)
+    def linear(self, weight: Weight) -> Packed:
+        return PackedGroups(*weight) if isinstance(weight, Grouped) else PackedLinear(*weight)
 
-    def mlp(self, gate: Dense, up: Dense, down: Dense) -> tuple[PackedLinear, PackedLinear]:
+    def mlp(self, gate: Weight, up: Weight, down: Weight) -> tuple[Packed, Packed]:
+        if gate.weight.shape[0] % TILE == 0:
+            return self.linear(stacked([gate, up])), self.linear(down)
+        gate, up, down = densified(gate), densified(up), densified(down)
         gate, up = (Dense(_whole_tiles(part.weight, 0), _padded_bias(part.bias)) for part in (gate, up))
         return self.linear(stacked([gate, up])), PackedLinear(_whole_tiles(down.weight, 1), down.bias)
 
 
-def packed(linear: Linear) -> PackedLinear:
+def packed(linear: Linear) -> Packed:
     """The product as kernels for CPUs need it: made by `PackedLinears`."""
-    assert isinstance(linear, PackedLinear)
+    assert isinstance(linear, PackedLinear | PackedGroups)
     return linear
 
 

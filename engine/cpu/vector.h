@@ -24,6 +24,9 @@
 // load_beside(rows, i, count, x) makes kBeside factors, each of 16 numbers from place i on: of one row of float32, or of two
 // rows of bf16 beside each other. What is summed with those of 32 numbers is put in their order by `in_order` afterwards.
 //
+// to_floats converts whole numbers. decoded(T{}, bits, codes, step, vector) makes words, of the 16 outputs from 16 · `vector`
+// on, of codes that lie as `packed_groups.py` packs them: exact numbers, from the middle of what the bits can say.
+//
 // transpose makes rows of 16 words columns.
 //
 // Numbers too small for a normal float are zero to all of this, while its thread has a `FlushDenormals`: the bf16 products
@@ -41,7 +44,20 @@ struct bf16 {
   uint16_t bits;
 };
 
+// A half-precision float32.
+struct fp16 {
+  uint16_t bits;
+};
+
 constexpr int kLanes = 16;
+
+// How many bits a code has, and how many bytes those of two inputs of a tile.
+struct FourBits {
+  static constexpr int64_t kPairBytes = 64;
+};
+struct EightBits {
+  static constexpr int64_t kPairBytes = 128;
+};
 
 inline float sum_of(__m256 x) {
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -51,6 +67,12 @@ inline float sum_of(__m256 x) {
 
 }  // namespace baton
 
+namespace baton {
+struct Words;
+Words decoded(float, FourBits, const char* codes, int64_t step, int vector);
+Words decoded(float, EightBits, const char* codes, int64_t step, int vector);
+}  // namespace baton
+
 #if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #include "vector_avx512.h"
 #else
@@ -58,6 +80,16 @@ inline float sum_of(__m256 x) {
 #endif
 
 namespace baton {
+
+inline Words decoded(float, FourBits, const char* codes, int64_t step, int vector) {
+  const Words all = load_words(codes + step / 2 * FourBits::kPairBytes);
+  const Words code = shifted_right(all, static_cast<int>(step % 2 * 16) + 4 * vector) & filled(15);
+  return as_words(to_floats(code - filled(8)));
+}
+inline Words decoded(float, EightBits, const char* codes, int64_t step, int vector) {
+  const auto* pairs = reinterpret_cast<const bf16*>(codes + step / 2 * EightBits::kPairBytes) + vector * kLanes;
+  return as_words(to_floats(signed_right<24>(shifted_left(load_halves(pairs, kLanes), 24 - static_cast<int>(step % 2) * 8))));
+}
 
 class FlushDenormals {
  public:

@@ -101,6 +101,17 @@ template <int N>
 Words shifted_right(Words x) {
   return {_mm256_srli_epi32(x.low, N), _mm256_srli_epi32(x.high, N)};
 }
+template <int N>
+Words signed_right(Words x) {
+  return {_mm256_srai_epi32(x.low, N), _mm256_srai_epi32(x.high, N)};
+}
+inline Words shifted_left(Words x, int n) {
+  return {_mm256_sll_epi32(x.low, _mm_cvtsi32_si128(n)), _mm256_sll_epi32(x.high, _mm_cvtsi32_si128(n))};
+}
+inline Words shifted_right(Words x, int n) {
+  return {_mm256_srl_epi32(x.low, _mm_cvtsi32_si128(n)), _mm256_srl_epi32(x.high, _mm_cvtsi32_si128(n))};
+}
+inline Floats to_floats(Words x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
 inline Floats as_floats(Words x) { return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
 inline Words as_words(Floats x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
 
@@ -143,6 +154,10 @@ inline Words load_halves(const bf16* from, int64_t count) {
 
 inline Floats load16(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
 inline Floats load16(const bf16* from) { return as_floats(shifted_left<16>(load_halves(from, kLanes))); }
+inline Floats load16(const fp16* from) {
+  const auto* at = reinterpret_cast<const __m128i*>(from);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
+}
 inline Floats load16(const float* from, int64_t count) { return as_floats(load_words(from, count)); }
 inline Floats load16(const bf16* from, int64_t count) { return as_floats(shifted_left<16>(load_halves(from, count))); }
 
@@ -192,6 +207,13 @@ Factors<T> factors(Words x) {
 }
 inline Floats add_products(float, Floats a, Floats b, Floats sum) { return fma(a, b, sum); }
 inline Floats add_products(bf16, Pair a, Pair b, Floats sum) { return fma(a.even, b.even, fma(a.odd, b.odd, sum)); }
+
+// Codes have no more bits than a bf16.
+template <class Bits>
+Words decoded(bf16, Bits bits, const char* codes, int64_t step, int vector) {
+  return shifted_right<16>(decoded(float{}, bits, codes, 2 * step, vector)) |
+         decoded(float{}, bits, codes, 2 * step + 1, vector);
+}
 
 template <class T>
 using Kept = float;

@@ -63,6 +63,13 @@ template <int N>
 Words shifted_left(Words x) {
   return {_mm512_slli_epi32(x.all, N)};
 }
+template <int N>
+Words signed_right(Words x) {
+  return {_mm512_srai_epi32(x.all, N)};
+}
+inline Words shifted_left(Words x, int n) { return {_mm512_sll_epi32(x.all, _mm_cvtsi32_si128(n))}; }
+inline Words shifted_right(Words x, int n) { return {_mm512_srl_epi32(x.all, _mm_cvtsi32_si128(n))}; }
+inline Floats to_floats(Words x) { return {_mm512_cvtepi32_ps(x.all)}; }
 inline Floats as_floats(Words x) { return {_mm512_castsi512_ps(x.all)}; }
 inline Words as_words(Floats x) { return {_mm512_castps_si512(x.all)}; }
 
@@ -83,6 +90,9 @@ inline Words load_halves(const bf16* from, int64_t count) {
 inline Floats load16(const float* from) { return {_mm512_loadu_ps(from)}; }
 inline Floats load16(const bf16* from) {
   return as_floats(shifted_left<16>(widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))));
+}
+inline Floats load16(const fp16* from) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
 }
 inline Floats load16(const float* from, int64_t count) { return {_mm512_maskz_loadu_ps(first_lanes(count).all, from)}; }
 inline Floats load16(const bf16* from, int64_t count) { return as_floats(shifted_left<16>(load_halves(from, count))); }
@@ -112,6 +122,23 @@ Factors<T> factors(Words x) {
 inline Floats add_products(float, Words a, Words b, Floats sum) { return fma(as_floats(a), as_floats(b), sum); }
 inline Floats add_products(bf16, Words a, Words b, Floats sum) {
   return {_mm512_dpbf16_ps(sum.all, (__m512bh)a.all, (__m512bh)b.all)};
+}
+
+// A code has its bf16 looked up, by the lowest five bits, of which the fifth is another code's.
+inline Words decoded(bf16, FourBits, const char* codes, int64_t step, int vector) {
+  const __m512i table = _mm512_set_epi16(
+      0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0, -0x4080, -0x4000, -0x3fc0, -0x3f80, -0x3f60, -0x3f40,
+      -0x3f20, -0x3f00, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0, -0x4080, -0x4000, -0x3fc0, -0x3f80,
+      -0x3f60, -0x3f40, -0x3f20, -0x3f00);
+  const __m512i all = load_words(codes + step * FourBits::kPairBytes).all;
+  const __m512i lowest = _mm512_srlv_epi16(all, _mm512_set1_epi16(static_cast<int16_t>(4 * vector)));
+  return {_mm512_permutexvar_epi16(lowest, table)};
+}
+inline Words decoded(bf16, EightBits, const char* codes, int64_t step, int vector) {
+  const auto* pairs = reinterpret_cast<const __m128i*>(codes + step * EightBits::kPairBytes + vector * 32);
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(pairs)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(pairs + 1)));
+  return {(__m512i)_mm512_cvtne2ps_pbh(high, low)};
 }
 
 template <class T>

@@ -7,10 +7,13 @@ those of any; on a CPU `engine.cpu.packed_linear` makes better ones.
 # pyright: strict
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.nn import functional
+
+from engine.checkpoint.formats import affine_groups
+from engine.checkpoint.formats.affine_groups import AffineGroups
 
 
 class Dense(NamedTuple):
@@ -18,6 +21,20 @@ class Dense(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+
+
+class Grouped(NamedTuple):
+    """The same in 8 or 4 bits, for products in `dtype`."""
+
+    weight: AffineGroups
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+
+    def dense(self) -> Dense:
+        return Dense(self.weight.dense().to(self.dtype), self.bias)
+
+
+Weight: TypeAlias = Dense | Grouped
 
 
 class Linear(Protocol):
@@ -50,9 +67,13 @@ class LinearMaker(Protocol):
         """Whether a product holds a copy of its weight. Else a head that is tied to the embedding shares its memory."""
         ...
 
-    def linear(self, dense: Dense) -> Linear: ...
+    def keeps(self, groups: AffineGroups, dtype: torch.dtype) -> bool:
+        """Whether it makes products of such groups. Else they are made dense when they are loaded."""
+        ...
 
-    def mlp(self, gate: Dense, up: Dense, down: Dense) -> tuple[Linear, Linear]:
+    def linear(self, weight: Weight) -> Linear: ...
+
+    def mlp(self, gate: Weight, up: Weight, down: Weight) -> tuple[Linear, Linear]:
         """Return gate and up as one product, gate's outputs first, and down. The products may have more inner elements
         than were given, all of them zero."""
         ...
@@ -82,17 +103,29 @@ class PlainLinears:
     def copies(self, dtype: torch.dtype) -> bool:
         return False
 
-    def linear(self, dense: Dense) -> Linear:
-        return PlainLinear(dense)
+    def keeps(self, groups: AffineGroups, dtype: torch.dtype) -> bool:
+        return False
 
-    def mlp(self, gate: Dense, up: Dense, down: Dense) -> tuple[Linear, Linear]:
+    def linear(self, weight: Weight) -> Linear:
+        return PlainLinear(densified(weight))
+
+    def mlp(self, gate: Weight, up: Weight, down: Weight) -> tuple[Linear, Linear]:
         return self.linear(stacked([gate, up])), self.linear(down)
 
 
-def stacked(parts: Sequence[Dense]) -> Dense:
+def densified(weight: Weight) -> Dense:
+    return weight.dense() if isinstance(weight, Grouped) else weight
+
+
+def stacked(parts: Sequence[Weight]) -> Weight:
     """Several products of one input as one: the outputs stand side by side in the order given. All or none of them have
-    a bias."""
+    a bias. They stay in groups if all have the same."""
     if len(parts) == 1:
         return parts[0]
     biases = [part.bias for part in parts if part.bias is not None]
-    return Dense(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+    bias = torch.cat(biases) if biases else None
+    groups = [part.weight for part in parts if isinstance(part, Grouped)]
+    if len(groups) == len(parts) and (one := affine_groups.stacked(groups)) is not None:
+        assert isinstance(parts[0], Grouped)
+        return Grouped(one, bias, parts[0].dtype)
+    return Dense(torch.cat([densified(part).weight for part in parts]), bias)

@@ -6,7 +6,7 @@ all or nothing: a tensor that is missing or misshapen raises CorruptWeights. `ch
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,8 +19,8 @@ from engine.checkpoint.formats.affine_groups import AffineGroups
 from engine.checkpoint.formats.format import FLOATS, Shape, Take
 from engine.checkpoint.safetensors_reader import STORED, TensorFiles
 from engine.models.families import registry
-from engine.models.linear import Dense, Linear, LinearMaker, stacked
-from engine.spec import ExpertsSpec, ModelSpec
+from engine.models.linear import Dense, Grouped, Linear, LinearMaker, Weight, densified, stacked
+from engine.spec import ExpertsSpec, ModelSpec, WeightSpec
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _UNUSED = ("rotary_emb.inv_freq", "position_ids")
 """Ends of names of tensors that older releases saved and that are computed."""
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
-_Products: TypeAlias = Callable[[str], Dense]
+_Products: TypeAlias = Callable[[str], Weight]
 """Reads one product of a layer by what it is for: q, k, v, output, gate, up or down."""
 
 
@@ -153,8 +153,18 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
         tensors |= _Tensors(spec, layer).stored()
     tensors[f"{_NORM}.weight"] = (spec.hidden_size,)
     if not spec.tied_embeddings:
-        tensors[f"{_HEAD}.weight"] = (spec.vocab_size, spec.hidden_size)
+        head = formats.format_of(spec.stored.head or WeightSpec(), _HEAD)
+        tensors |= head.stored(_HEAD, (spec.vocab_size, spec.hidden_size))
     return tensors
+
+
+def matrices(spec: ModelSpec) -> Iterator[tuple[int, str, Shape]]:
+    """Yield layer, name and shape of the products of all layers, experts included."""
+    for layer in range(spec.num_layers):
+        tensors = _Tensors(spec, layer)
+        experts = range(tensors.experts.count if tensors.experts is not None else 0)
+        for matrix in [*tensors.matrices, *(one for number in experts for one in tensors.expert(number))]:
+            yield layer, matrix.name, (matrix.out_size, matrix.in_size)
 
 
 @dataclass(frozen=True)
@@ -312,9 +322,14 @@ class _Assembly:
         layers = tuple(self._layer(layer) for layer in range(last + head))
         if not head:
             return ModelWeights(embedding, layers, self._key_value(last), None, None)
-        output = embedding if spec.tied_embeddings else self._read(f"{_HEAD}.weight", vocabulary)
+        if spec.tied_embeddings:
+            output = Dense(embedding, None)
+        else:
+            output = self._matrix(
+                spec.stored.head or WeightSpec(), _Matrix(_HEAD, {"": vocabulary[0]}, vocabulary[1], False)
+            )
         norm = self._norm(f"{_NORM}.weight", (spec.hidden_size,))
-        return ModelWeights(embedding, layers, None, norm, self._maker.linear(Dense(output, None)))
+        return ModelWeights(embedding, layers, None, norm, self._maker.linear(output))
 
     def _layer(self, layer: int) -> LayerWeights:
         tensors, spec = _Tensors(self._spec, layer), self._spec
@@ -362,9 +377,9 @@ class _Assembly:
         gate_up = torch.empty((experts.count, 2 * inner, hidden), dtype=self._dtype, device=self._device)
         down = torch.empty((experts.count, hidden, inner), dtype=self._dtype, device=self._device)
         for number, products in enumerate(each):
-            gate_up[number, :inner] = products("gate").weight
-            gate_up[number, inner:] = products("up").weight
-            down[number] = products("down").weight
+            gate_up[number, :inner] = densified(products("gate")).weight
+            gate_up[number, inner:] = densified(products("up")).weight
+            down[number] = densified(products("down")).weight
         return StackedExperts(gate_up, down)
 
     def _products(self, matrices: list[_Matrix]) -> _Products:
@@ -372,26 +387,33 @@ class _Assembly:
         another."""
 
         @lru_cache(maxsize=1)
-        def read(matrix_name: str) -> Dense:
-            matrix = next(one for one in matrices if one.name == matrix_name)
-            weight = formats.read(self._spec.stored, matrix.name, (matrix.out_size, matrix.in_size), self._take)
-            if isinstance(weight, AffineGroups):
-                weight = weight.dense()
-            bias = self._read(f"{matrix.name}.bias", (matrix.out_size,)) if matrix.bias else None
-            return Dense(self._moved(weight), bias)
+        def read(matrix_name: str) -> Weight:
+            return self._matrix(self._spec.stored, next(one for one in matrices if one.name == matrix_name))
 
-        def product(one: str) -> Dense:
+        def product(one: str) -> Weight:
             matrix = next(each for each in matrices if one in each.rows)
-            weight, bias = read(matrix.name)
+            whole = read(matrix.name)
             if len(matrix.rows) == 1:
                 read.cache_clear()  # nothing else is read from it: it must not outlive its use
-                return Dense(weight, bias)
+                return whole
             before = list(matrix.rows)
             first = sum(matrix.rows[each] for each in before[: before.index(one)])
             rows = slice(first, first + matrix.rows[one])
-            return Dense(weight[rows], None if bias is None else bias[rows])
+            bias = None if whole.bias is None else whole.bias[rows]
+            if isinstance(whole, Grouped):
+                return Grouped(whole.weight[rows], bias, whole.dtype)
+            return Dense(whole.weight[rows], bias)
 
         return product
+
+    def _matrix(self, stored: WeightSpec, matrix: _Matrix) -> Weight:
+        weight = formats.read(stored, matrix.name, (matrix.out_size, matrix.in_size), self._take)
+        bias = self._read(f"{matrix.name}.bias", (matrix.out_size,)) if matrix.bias else None
+        if not isinstance(weight, AffineGroups):
+            return Dense(self._moved(weight), bias)
+        if self._maker.keeps(weight, self._dtype):
+            return Grouped(weight, bias, self._dtype)
+        return Dense(self._moved(weight.dense()), bias)
 
     def _read(self, name: str, shape: Shape) -> torch.Tensor:
         return self._moved(self._take(name, shape, FLOATS))

@@ -68,7 +68,7 @@ def engine(family: str, layers: int) -> Engine:
     def take(_name: str, size: Sequence[int], _kinds: object) -> torch.Tensor:
         return torch.empty(tuple(size), dtype=torch.bfloat16, device=device)
 
-    weights = assembled(spec, torch.bfloat16, device, True, linear_maker("cuda:0"), take)
+    weights = assembled(spec, torch.bfloat16, device, True, linear_maker("cuda:0", spec), take)
     pool = torch.empty((PAGES, *layout.shape), dtype=torch.bfloat16, device=device)
     return Engine(spec, weights, b"a" * 16, layout, pool, 1)
 

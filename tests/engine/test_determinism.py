@@ -18,6 +18,7 @@ from engine.cpu import build
 from engine.engine import Engine
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from tests.engine.driver import GREEDY, prompt_of
+from tests.support import quantized_checkpoints
 from tests.support.checkpoints import RECIPES, VOCAB
 from tests.support.thorough import cases, examples
 
@@ -33,7 +34,7 @@ both = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoint: Callable[[str], Path]) -> Engines:
+def engines(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Engines:
     """`engines(name, dtype, threads, head)`; `narrow`: as on a CPU with AVX2 alone."""
 
     @cache
@@ -44,11 +45,18 @@ def engines(checkpoint: Callable[[str], Path]) -> Engines:
             return build.load(build.SOURCES, build.cache_root())
 
     @cache
+    def path(name: str) -> Path:
+        form, _, recipe = name.partition(" of ")
+        if not recipe:
+            return checkpoint(name)
+        return quantized_checkpoints.make(form, tmp_path_factory.mktemp("model"), recipe, initializer_range=0.1)
+
+    @cache
     def loaded(name: str, dtype: str, threads: int = 1, head: bool = True, narrow: bool = False) -> Engine:
         with pytest.MonkeyPatch.context() as patch:
             if narrow:
                 patch.setattr(build, "library", narrow_library)
-            engine = Engine.load(checkpoint(name), dtype, "cpu", PAGES, PAGE, head, threads=threads)
+            engine = Engine.load(path(name), dtype, "cpu", PAGES, PAGE, head, threads=threads)
         assert engine._native is not None
         return engine
 
@@ -127,7 +135,7 @@ def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random) -> Computed
 
 
 @pytest.mark.technique("The same bits by every path")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "int8 of llama", "int4 of qwen3", "awq of phi3"])
 @both
 @examples(24)
 @given(data=st.data())

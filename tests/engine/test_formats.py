@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import CorruptWeights, UnsupportedModel
+from engine.cpu import build
+from engine.cpu.packed_linear import PackedLinears
 from engine.engine import Engine
 from engine.models import weights
 from engine.models.config import load_spec
-from engine.step.batch import Chunk, TokenDraw
-from tests.engine.driver import prompt_of
+from engine.models.memory import weight_bytes
+from tests.engine.driver import assert_same_tokens, generate, prompt_of
 from tests.support import quantized_checkpoints
 
 FORMATS = list(quantized_checkpoints.FORMATS)
@@ -30,10 +32,10 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     """`quantized(format, recipe="llama")`: a checkpoint; beside it lies the plain one that it stands for."""
 
     @cache
-    def made(name: str, recipe: str = "llama") -> Path:
+    def checkpoint_of(name: str, recipe: str = "llama") -> Path:
         return quantized_checkpoints.make(name, tmp_path_factory.mktemp("model") / name, recipe, **SIZES)
 
-    return made
+    return checkpoint_of
 
 
 def load(path: Path, *, native: bool = True, dtype: str = "float32") -> Engine:
@@ -51,9 +53,12 @@ def all_matrices(path: Path) -> dict[str, torch.Tensor]:
         def copies(self, dtype: torch.dtype) -> bool:
             return True
 
-        def linear(self, dense: Any) -> Any:
-            read[str(len(read))] = dense.weight
-            return dense
+        def keeps(self, groups: Any, dtype: torch.dtype) -> bool:
+            return False
+
+        def linear(self, weight: Any) -> Any:
+            read[str(len(read))] = weight.weight
+            return weight
 
         def mlp(self, gate: Any, up: Any, down: Any) -> Any:
             return self.linear(gate), (self.linear(up), self.linear(down))
@@ -73,13 +78,39 @@ def test_a_format_is_the_numbers_that_it_stands_for(name: str, recipe: str, quan
         assert torch.equal(weight, meant[product]), product
 
 
-@pytest.mark.parametrize("name", ["int4", "gptq-act-order"])
-def test_an_engine_has_the_tokens_of_these_numbers(name: str, quantized: Quantized):
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_engine_has_the_tokens_of_these_numbers(name: str, native: bool, quantized: Quantized):
     path = quantized(name)
-    chunk = Chunk(prompt_of(100), 0, range(9), TokenDraw(temperature=0, logprobs=5))
-    ours, plain = load(path), load(quantized_checkpoints.plain(path))
-    assert ours.step([chunk]) == plain.step([chunk])
+    ours, plain = load(path, native=native), load(quantized_checkpoints.plain(path))
+    prompt = prompt_of(60, seed=3)
+    expected, gaps = quantized_checkpoints.checkpoints.reference(quantized_checkpoints.plain(path)).generate(prompt, 40)
+    assert_same_tokens(generate(ours, prompt, 40, [7, 30, 1]), expected, gaps)
     assert ours.fingerprint != plain.fingerprint
+
+
+@pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
+@pytest.mark.parametrize(
+    ("name", "dtype", "numerics"),
+    [
+        ("int8", "bfloat16", "native-2-int8/"),
+        ("int4", "float32", "native-2-int4/"),
+        ("awq", "bfloat16", "native-2-int4/"),
+        ("gptq-act-order", "bfloat16", "native-2/"),  # its inputs would have to be put in another order
+        ("int4", "float16", "torch-"),
+    ],
+)
+def test_the_class_of_numerics_names_what_kernels_compute_with(
+    name: str, dtype: str, numerics: str, quantized: Quantized
+):
+    assert load(quantized(name), dtype=dtype).numerics.startswith(numerics)
+
+
+def test_weights_in_few_bits_take_little_memory(quantized: Quantized):
+    spec = load_spec(quantized("int4"))
+    packed, dense = (weight_bytes(spec, torch.bfloat16, PackedLinears(groups=groups)) for groups in (True, False))
+    plain = 2 * (spec.vocab_size * spec.hidden_size + (2 * spec.num_layers + 1) * spec.hidden_size)
+    assert packed - plain * 2 < 0.3 * (dense - plain * 2)
 
 
 def broken(path: Path, to: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> Path:
@@ -137,7 +168,7 @@ def test_the_check_before_the_start_reads_no_weights(name: str, quantized: Quant
     from engine.engine import linear_maker
 
     spec = load_spec(quantized(name))
-    assert weights.check(quantized(name), spec, torch.bfloat16, linear_maker("cpu")) == (spec, ())
+    assert weights.check(quantized(name), spec, torch.bfloat16, linear_maker("cpu", spec)) == (spec, ())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +178,7 @@ def test_the_check_before_the_start_reads_no_weights(name: str, quantized: Quant
         ("gptq", {"dynamic": {"+:x": {"bits": 8}}}, "dynamic"),
         ("awq", {"version": "gemv"}, "gemv"),
         ("int4", {"format": "marlin-24"}, "marlin-24"),
-        ("int4", {"config_groups": {}}, "0 config_groups"),
+        ("int4", {"config_groups": {}}, r"config_groups for \[\]"),
         ("int4", {"config_groups": {"one": 5}}, "Expected `object`, got `int`"),
         ("int4", {"ignore": ["re:("]}, "missing \\)"),
     ],

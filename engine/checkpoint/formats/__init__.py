@@ -12,7 +12,6 @@ from msgspec import ValidationError
 
 from baton.errors import UnsupportedModel
 from engine.checkpoint.formats import awq, compressed_tensors, fp8_block, gptq
-from engine.checkpoint.formats.affine_groups import AffineGroups
 from engine.checkpoint.formats.format import Matrix, Shape, Take, WeightFormat
 from engine.checkpoint.formats.plain import Plain
 from engine.spec import WeightSpec
@@ -56,7 +55,7 @@ def read(spec: WeightSpec, name: str, shape: Shape, take: Take) -> Matrix:
     """Return the matrix `name`. Raises CorruptWeights, naming a tensor, and UnsupportedModel for a shape that the
     format can't hold."""
     matrix = format_of(spec, name).read(name, shape, take)
-    if tuple((matrix.codes if isinstance(matrix, AffineGroups) else matrix).shape) != shape:
+    if tuple(matrix.shape) != shape:
         raise UnsupportedModel(f"{name} is {list(shape)}, which {spec} can't hold; quantize it in another form")
     return matrix
 

@@ -51,6 +51,14 @@ class AffineGroups:
         """The inputs of a group, where all have as many."""
         return self.codes.shape[1] // self.scale.shape[1]
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def __getitem__(self, rows: slice) -> AffineGroups:
+        minimum = None if self.minimum is None else self.minimum[rows]
+        return AffineGroups(self.codes[rows], self.scale[rows], minimum, self.bits, self.group_of)
+
     def dense(self) -> torch.Tensor:
         """Return the matrix in float32. It is exact if scales have no more than 16 bits."""
         weight = self.codes.float() * self._spread(self.scale)
@@ -60,6 +68,20 @@ class AffineGroups:
         if self.group_of is None:
             return of_groups.repeat_interleave(self.group, 1)
         return of_groups[:, self.group_of]
+
+
+def stacked(parts: Sequence[AffineGroups]) -> AffineGroups | None:
+    """Return matrices of the same inputs as one: their rows follow one another. None if their groups differ."""
+    first, *others = parts
+    for one in others:
+        alike = (one.bits, one.codes.dtype, one.scale.shape[1], one.minimum is None)
+        if alike != (first.bits, first.codes.dtype, first.scale.shape[1], first.minimum is None):
+            return None
+    if any(one.group_of is not None for one in parts):
+        return None
+    codes, scale = torch.cat([one.codes for one in parts]), torch.cat([one.scale for one in parts])
+    minimums = [one.minimum for one in parts if one.minimum is not None]
+    return AffineGroups(codes, scale, torch.cat(minimums) if minimums else None, first.bits)
 
 
 def group_count(inputs: int, group: int) -> int:

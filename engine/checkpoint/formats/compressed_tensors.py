@@ -8,6 +8,7 @@ nearer to the model.
 # pyright: strict
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -36,7 +37,7 @@ class _Weights(Struct):
 
 
 class _Group(Struct):
-    targets: tuple[Literal["Linear"]]
+    targets: tuple[str]
     weights: _Weights
     format: str | None = None
 
@@ -48,16 +49,27 @@ class _Settings(Struct):
 
 
 _BITS = {("int-quantized", "int"): (8,), ("pack-quantized", "int"): (4, 8), ("float-quantized", "float"): (8,)}
+_HEADS = ("lm_head", "re:.*lm_head", "re:.*lm_head$", "re:lm_head")
+"""How the output head is named."""
 
 
 def describe(settings: Mapping[str, Any]) -> WeightSpec:
-    """Read a `quantization_config`. Raises UnsupportedModel, and ValidationError for another form."""
+    """Read a `quantization_config`: one group for all layers, and perhaps one for the output head. Raises
+    UnsupportedModel, and ValidationError for another form."""
     read = convert(settings, _Settings)
-    if len(read.config_groups) != 1:
+    groups = {group.targets[0]: _described(group, read) for group in read.config_groups.values()}
+    layers, head = groups.pop("Linear", None), next((groups.pop(name) for name in _HEADS if name in groups), None)
+    if layers is None or groups or len(read.config_groups) > 1 + (head is not None):
+        targets = [group.targets[0] for group in read.config_groups.values()]
         raise UnsupportedModel(
-            f"compressed-tensors with {len(read.config_groups)} config_groups is not supported; one is"
+            f"compressed-tensors with config_groups for {targets} is not supported; for Linear it is"
         )
-    (group,) = read.config_groups.values()
+    if head is None and not set(_HEADS) & set(read.ignore):
+        head = layers
+    return replace(layers, plain=read.ignore, head=head)
+
+
+def _described(group: _Group, read: _Settings) -> WeightSpec:
     layout, weights = group.format or read.format, group.weights
     size = (weights.group_size or -1) if weights.strategy == "group" else 0
     if weights.num_bits not in _BITS.get((layout, weights.type), ()) or size < 0 or (weights.type == "float" and size):
@@ -73,7 +85,6 @@ def describe(settings: Mapping[str, Any]) -> WeightSpec:
         symmetric=weights.symmetric,
         act_order=weights.actorder in ("group", True),
         by_tensor=weights.strategy == "tensor",
-        plain=read.ignore,
     )
 
 
