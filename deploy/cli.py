@@ -15,8 +15,8 @@ from deploy.interrupts import quiet_at_the_edges
 
 _COMMANDS = (
     "up", "status", "top", "chat", "generate", "run-batch", "bench", "logs", "explain", "scale", "drain", "role",
-    "reload", "down", "pin", "adapters", "profile", "advise", "size", "config", "keys", "doctor", "collect-env",
-    "version",
+    "reload", "down", "pin", "adapters", "profile", "advise", "size", "quantize", "config", "keys", "doctor",
+    "collect-env", "version",
 )  # fmt: skip
 
 

@@ -242,7 +242,7 @@ class Engine:
         device, spec = self.pool.device, load_spec(path)
         if spec.canonical != self.config.canonical:
             raise UnsupportedModel(f"config.json in {path} is of another model than the one that is served")
-        maker = linear_maker(self.device)
+        maker = linear_maker(self.device, spec if self._threads is not None else None)
         weights.check(path, spec, self._dtype, maker)
         del self._model, self._native
         loaded = weights.load(path, spec, self._dtype, device, self.has_lm_head, maker)

@@ -9,7 +9,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from safetensors.torch import load_file, save_file
+
 from baton.errors import UnsupportedModel
+from engine.checkpoint.formats import read
+from engine.models.config import load_spec
+from engine.models.quantize import quantize
+from engine.models.weights import matrices
 from tests.support import adapters, checkpoints, quantized_checkpoints
 from tests.vllm_runner.driver import GREEDY, Generation, load, prompt_of, run
 
@@ -65,6 +71,24 @@ def test_adapters_of_quantized_checkpoints(name: str, tmp_path: Path):
     compare(quantized_checkpoints.reference(name, path), bare)
     compare(adapters.add(quantized_checkpoints.reference(name, path), adapter), adapted)
     assert [one.tokens for one in bare] != [one.tokens for one in adapted]
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_what_baton_quantize_writes(group: int, tmp_path: Path):
+    """In 4 bits: vLLM has no kernel for 8 on CPUs."""
+    plain = checkpoints.make("qwen3", tmp_path / "plain", **SIZES)
+    quantize(plain, tmp_path / "int4", 4, group, False, lambda _: None)
+    meant = load_file(plain / "model.safetensors")
+    spec, packed = load_spec(tmp_path / "int4"), load_file(tmp_path / "int4" / "model.safetensors")
+    for _, name, shape in matrices(spec):
+        groups = read(spec.stored, name, shape, lambda part, *_: packed[part])
+        meant[f"{name}.weight"] = groups.dense()
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    runner = load(tmp_path / "int4", "float16")
+    sequences = [Generation(prompt_of(length, length), range(8 * i, 8 * i + 8)) for i, length in enumerate(LENGTHS)]
+    run(runner, sequences, COUNT)
+    runner.close()
+    compare(checkpoints.reference(plain), sequences)
 
 
 def test_four_bits_in_float32_are_refused(tmp_path: Path):
