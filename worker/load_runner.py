@@ -109,7 +109,9 @@ def _native(config: Config, role: WorkerRole) -> Engine:
             log.warning("computes on the CPU: %s", gpus.problem)
         num_pages = pool_pages(_room_for(own.kv_cache_bytes.on_cpu), layout)
     else:
-        weights = weight_bytes(model, TORCH_DTYPES[dtype_of(model, config.model.dtype)], linear_maker(device, model), head)
+        weights = weight_bytes(
+            model, TORCH_DTYPES[dtype_of(model, config.model.dtype)], linear_maker(device, model), head
+        )
         num_pages = _pages_on_gpu(device, own, weights, layout)
     settings = config.model
     return Engine.load(

@@ -65,7 +65,7 @@ class ComputedMask(Struct, gc=False):
     ends: tuple[int, ...] = ()
     ready: bool = True
     slow: bool = False
-    forced: tuple[int, ...] = ()
+    forced: Sequence[int] = ()
 
     def begin(self) -> bool:
         return False
