@@ -100,6 +100,7 @@ async def test_a_batch_from_upload_to_results(tmp_path: Path) -> None:
             await door.files.content(batch.output_file_id)
 
 
+@pytest.mark.technique("Batches that fill gaps")
 async def test_a_batch_outlives_its_router_and_no_line_is_served_twice(tmp_path: Path) -> None:
     lines = [line(f"id-{number}", seed=number) for number in range(60)]
     async with router(tmp_path, workers=0) as running, client(running) as door:

@@ -1,5 +1,7 @@
 """The lowest class fills gaps: it never delays other requests, gives way to them, and goes on with the same tokens."""
 
+import pytest
+
 from baton import messages as msg
 from baton.messages import LOWEST_CLASS
 from router.events import Finished
@@ -21,6 +23,7 @@ def placed(lab: Lab) -> list[str]:
     return [order.request for order in lab.sent(msg.Decode)]
 
 
+@pytest.mark.technique("Batches that fill gaps")
 def test_a_request_that_runs_gives_way_and_goes_on_with_every_token() -> None:
     lab = with_router(queue_timeout_ms=500)
     decode = lab.join("decode", "decode-0")
@@ -43,6 +46,7 @@ def test_a_request_that_runs_gives_way_and_goes_on_with_every_token() -> None:
     assert lab.end("batch").summary.served.attempts == 2
 
 
+@pytest.mark.technique("A quantum of service for runaways")
 def test_a_runaway_yields_once_others_wait_and_goes_on_with_the_same_tokens() -> None:
     lab = with_router(service_quantum={0: 3})
     decode = lab.join("decode", "decode-0")

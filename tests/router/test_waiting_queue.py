@@ -66,6 +66,7 @@ def line() -> Line:
     return Line()
 
 
+@pytest.mark.technique("Warm requests first, within a bound of age")
 def test_the_warmest_goes_first_until_an_older_one_has_waited_long_enough(line: Line) -> None:
     line.warm = {"half": 0.5, "hot": 0.9, "other level": 1.0}
     for name in ("old", "half", "hot"):

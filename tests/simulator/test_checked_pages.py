@@ -38,6 +38,7 @@ def test_no_step_reads_a_wrong_page(layout: str, routers: int) -> None:
         assert sum(store.state.stats(world.agenda.now).evictions for store in world.stores.values())
 
 
+@pytest.mark.technique("A quantum of service for runaways")
 @pytest.mark.parametrize("layout", ["2P+2D", "2D"])
 def test_requests_that_yield_go_on_with_the_same_tokens(layout: str) -> None:
     """Every token of the checked cluster is compared with what the request would have got alone."""

@@ -227,6 +227,7 @@ def greedy(runner: VllmRunner, prompt: list[int], digest: str, pages: range) -> 
     return [each.token for each in one.drawn]
 
 
+@pytest.mark.technique("Adapters at run time")
 def test_adapters_come_and_go_between_steps(model: Path, modules: dict[str, str], tmp_path: Path):
     """A sequence under way keeps its tokens. The name and folder of an adapter that has gone may get other weights."""
     folder = tmp_path / "changing"
@@ -262,6 +263,7 @@ def test_adapters_come_and_go_between_steps(model: Path, modules: dict[str, str]
         runner.close()
 
 
+@pytest.mark.technique("Adapters at run time")
 def test_a_cluster_loads_and_unloads_an_adapter_under_load(model: Path, modules: dict[str, str], tmp_path: Path):
     prompts = [tuple(prompt) for prompt in PROMPTS]
     texts = {"": checkpoints.reference(model), "late": adapters.merged(model, Path(modules["first"]))}
