@@ -83,9 +83,12 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
         lack = lack or "its pages on a GPU have another form than those on a CPU, and roles differ in their devices"
     if config.pages.recompute_share:
         lack = lack or "pages.recompute_share is set, and only our own engine compares pages"
-    return EngineFacts(
-        config.model.engine, _setting_lack(config) or native_lack(path), lack, on_gpu=set(devices) != {"cpu"}
-    )
+    native, on_gpu = _setting_lack(config) or native_lack(path), set(devices) != {"cpu"}
+    if model.speculation == "ngram":
+        unverified = "model.speculation is ngram, and only our own kernels on CPUs verify proposals; set it to auto"
+        lack = lack or unverified
+        native = native or (unverified if on_gpu or not model.native else "")
+    return EngineFacts(model.engine, native, lack, on_gpu=on_gpu)
 
 
 def _setting_lack(config: Config) -> str:

@@ -100,6 +100,17 @@ def test_vllm_does_not_recompute_pages(tmp_path: Path) -> None:
     assert not engine_facts(load(None, {}), tmp_path, ["cuda"], RIGHT).vllm_lack
 
 
+def test_proposals_need_our_own_kernels_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = load(None, {"model.speculation": "ngram", "pages.page_size": 32})
+    facts = engine_facts(config, tmp_path, ["cpu"], RIGHT)
+    assert not facts.native_lack
+    assert "model.speculation" in facts.vllm_lack
+    assert "model.speculation" in engine_facts(config, tmp_path, ["cuda"], RIGHT).native_lack
+    without = load(None, {"model.speculation": "ngram", "model.native": False})
+    assert "model.speculation" in engine_facts(without, tmp_path, ["cpu"], RIGHT).native_lack
+
+
 GPT_OSS = LLAMA | {"model_type": "gpt_oss", "intermediate_size": 160}
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
