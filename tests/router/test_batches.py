@@ -194,6 +194,8 @@ async def test_wrong_calls_are_refused(tmp_path: Path) -> None:
             async with http.post(f"{url}/files", data=body, headers={"Content-Type": kind}) as answer:
                 assert answer.status == 400, await answer.text()
                 assert "form" in (await answer.json())["error"]["message"]
+        async with http.put(f"{url}/files", data=b"") as answer:
+            assert (answer.status, {*answer.headers["Allow"].split(", ")}) == (405, {"GET", "HEAD", "POST"})
         file = await door.files.create(file=("in.jsonl", b"{}"), purpose="batch")
         for fields, message in (
             ({"endpoint": "/v1/embeddings"}, "endpoint"), ({"completion_window": "1h"}, "24h"),

@@ -117,3 +117,14 @@ def test_requests_of_the_lowest_class_share_a_worker(lab: Lab, decode: str) -> N
     lab.advance(0.1)
     assert placed(lab) == ["a", "b", "c"]
     assert not lab.sent(msg.Cancel)
+
+
+def test_requests_that_run_give_way_to_one_that_waits_for_room(lab: Lab, decode: str) -> None:
+    of_lowest(lab, "running")
+    start(lab, decode, "running", 50)
+    of_lowest(lab, "refused")
+    lab.say(decode, msg.Refused("refused", 1, "busy"))
+    assert not lab.cancelled(decode, "running")
+    lab.submit("urgent")
+    assert lab.cancelled(decode, "running") == [1]
+    assert placed(lab) == ["running", "refused", "urgent"]

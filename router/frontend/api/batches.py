@@ -109,19 +109,18 @@ class BatchRoutes:
         self._store, self._service, self._gate, self._bodies = store, service, gate, bodies
         self._news = asyncio.Event()  # a batch has been made here, or cancelled
         self._running: dict[str, asyncio.Task[None]] = {}  # by tenant
+        paths: dict[str, dict[str, Endpoint]] = {
+            "/v1/files": {"GET": self._files, "POST": self._upload},
+            "/v1/files/{file}": {"GET": self._file, "DELETE": self._delete},
+            "/v1/files/{file}/content": {"GET": self._content},
+            "/v1/batches": {"GET": self._batches, "POST": self._create},
+            "/v1/batches/{batch}": {"GET": self._batch},
+            "/v1/batches/{batch}/cancel": {"POST": self._cancel},
+        }
+        # One route for each path: a refused method is answered with all that are allowed.
         self.routes = [
-            Route(path, guarded(endpoint), methods=[method])
-            for method, path, endpoint in (
-                ("POST", "/v1/files", self._upload),
-                ("GET", "/v1/files", self._files),
-                ("GET", "/v1/files/{file}", self._file),
-                ("DELETE", "/v1/files/{file}", self._delete),
-                ("GET", "/v1/files/{file}/content", self._content),
-                ("POST", "/v1/batches", self._create),
-                ("GET", "/v1/batches", self._batches),
-                ("GET", "/v1/batches/{batch}", self._batch),
-                ("POST", "/v1/batches/{batch}/cancel", self._cancel),
-            )
+            Route(path, guarded(partial(_by_method, endpoints)), methods=[*endpoints])
+            for path, endpoints in paths.items()
         ]
 
     # --- files -------------------------------------------------------------------------------------------------------
@@ -278,6 +277,10 @@ class BatchRoutes:
         if (owner := self._gate.keys.named(key)) is None:
             raise PermissionDenied(f"the API key {shown(repr(key))}, which made this batch, does not exist any more")
         return owner
+
+
+async def _by_method(endpoints: Mapping[str, Endpoint], request: Request) -> Response:
+    return await endpoints["GET" if request.method == "HEAD" else request.method](request)
 
 
 async def _opened(tenant: TenantBatches, stored: StoredBatch) -> batch.Results:
