@@ -1,6 +1,6 @@
 """The process that vLLM runs in: it does what its worker orders, one thing after the other, and ends with it.
 
-On a GPU without further ranks a second thread takes the orders to copy pages (`Beside`): no step waits for them.
+On a GPU a second thread takes the orders to copy pages (`Beside`), as does one in each rank: no step waits for them.
 """
 
 import logging
@@ -30,7 +30,7 @@ from engine.vllm_runner.messages import (
     RemoveAdapter,
     Step,
 )
-from engine.vllm_runner.ranks import RankLost, Ranks, die_with_parent
+from engine.vllm_runner.ranks import CopyingRanks, RankLost, Ranks, die_with_parent
 from kvstore.layout import LATENT
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Child:
         self._duplicates = Fence()
         with lacks_of_memory():
             self._config, executor, self._context = bring_up(order)
-        self._ranks = Ranks(executor, order.ranks, order.deadline)
+        self._ranks = self._copiers = Ranks(executor, order.ranks, order.deadline)
         self.shape = self._ranks.call("baton_prepare")[0]
         self._steps = Steps(self._ranks, lora_requests(order), companion=order.companion)
 
@@ -89,13 +89,18 @@ class Child:
         return Loaded(
             num_pages=pages, **shape, computed_in=str(model.dtype).removeprefix("torch."),
             vocab_size=model.get_vocab_size(), max_positions=self._context, process_ids=self._ranks.process_ids,
-            copies_beside=self.shape["beside"] and not self.has_ranks,
+            copies_beside=self.shape["beside"],
         )  # fmt: skip
+
+    def copy_beside(self) -> None:
+        """The orders to attach and copy come on another thread than all others from now on."""
+        if self.has_ranks:
+            self._copiers = CopyingRanks(self._ranks)
 
     def attach(self, order: Attach, fd: int) -> Copied:
         """Takes over `fd`."""
         try:
-            self._ranks.call("baton_attach", f"/proc/{os.getpid()}/fd/{fd}", order.slots, order.page_bytes)
+            self._copiers.call("baton_attach", f"/proc/{os.getpid()}/fd/{fd}", order.slots, order.page_bytes)
         finally:
             os.close(fd)
         return Copied()
@@ -118,12 +123,12 @@ class Child:
                 return None
             case Out(pages=pages, slots=slots):
                 blocks = [page + self._null for page in pages]
-                sums = self._ranks.checksums("baton_out", blocks, slots)
+                sums = self._copiers.checksums("baton_out", blocks, slots)
                 return Copied(checksums=sums, seconds=time.perf_counter() - began)
             case In(slots=slots, pages=pages, checksums=checksums):
                 self._duplicates.reach(order.after)
                 blocks = [page + self._null for page in pages]
-                actual = self._ranks.checksums("baton_in", slots, blocks, bool(checksums))
+                actual = self._copiers.checksums("baton_in", slots, blocks, bool(checksums))
                 intact = [one == right for one, right in zip(actual, checksums, strict=True)] if checksums else None
                 return Copied(intact=intact or [True] * len(slots), seconds=time.perf_counter() - began)
 
@@ -154,6 +159,7 @@ def serve(link: Connection, child: Child | None = None) -> None:
                     raise AssertionError("the first order is to load")
                 elif isinstance(order, Beside):
                     other = Connection(recv_handle(link))
+                    child.copy_beside()
                     threading.Thread(target=serve, args=(other, child), name="copies", daemon=True).start()
                     answer = Copied()
                 elif isinstance(order, Attach):

@@ -22,7 +22,7 @@ from engine.vllm_runner.draw import make_draw
 from engine.vllm_runner.leftovers import unlink_shared_memory
 from engine.vllm_runner.messages import Row
 from engine.vllm_runner.pages import FP8
-from engine.vllm_runner.ranks import die_with_parent
+from engine.vllm_runner.ranks import die_with_parent, serve_beside
 from kvstore.arena.memory import Arena
 from kvstore.checksum import head_checksums
 from kvstore.client.transfer import CopyIn, CopyOut
@@ -75,6 +75,10 @@ class BatonExtension:
             "dtype": _dtype(caches[0], self.cache_config.cache_dtype),
             "form": LATENT if latent else _form(caches[0], self.model_config.dtype, self.cache_config.cache_dtype),
         }
+
+    def baton_serve_beside(self, address: str) -> None:
+        """Attach and copy by orders from `address` from now on, beside steps."""
+        serve_beside(self, self.rank, address)
 
     def baton_attach(self, path: str, slots: int, page_bytes: int) -> None:
         """Copies are from and to the slots of the arena whose descriptor `path` names. Each rank has its KV heads of a

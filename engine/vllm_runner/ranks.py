@@ -4,11 +4,17 @@ vLLM's executor starts them: each holds some of the heads, and copies and hashes
 runs in the child itself. Several are children of the child. The kernel kills them when it ends.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Client, Listener
 from typing import Any
+
+from msgspec import msgpack
 
 from kvstore.checksum import join_checksums
 
@@ -57,6 +63,46 @@ class Ranks:
         if any(of(answer) != of(answers[0]) for answer in answers[1:]):
             raise RankLost("the ranks have drawn different tokens")
         return answers[0]
+
+
+class CopyingRanks(Ranks):
+    """The same ranks, on threads beside those of their steps. Each has a connection to this process."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(ranks._executor, ranks.size, ranks._deadline)
+        with Listener(family="AF_UNIX", backlog=ranks.size) as listener:
+            ranks.call("baton_serve_beside", listener.address)
+            links = [listener.accept() for _ in range(ranks.size)]
+        self._links = [link for _, link in sorted((int(link.recv_bytes()), link) for link in links)]
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Have each rank run a method, and return what each returned, once all have. Raises RankLost."""
+        until = time.monotonic() + self._deadline
+        answers: list[Any] = []
+        try:
+            for link in self._links:
+                link.send_bytes(msgpack.encode((method, args)))
+            for rank, link in enumerate(self._links):
+                if not link.poll(max(0.0, until - time.monotonic())):
+                    raise RankLost(f"{method}: rank {rank} has not answered within {self._deadline:.0f} s")
+                answers.append(msgpack.decode(link.recv_bytes()))
+        except (EOFError, OSError) as error:
+            raise RankLost(f"{method}: a rank has failed or gone; its log says more") from error
+        return answers
+
+
+def serve_beside(worker: object, rank: int, address: str) -> None:
+    """Run methods of a rank's worker on a thread, as they are ordered from `address`."""
+    link = Client(address, "AF_UNIX")
+    link.send_bytes(str(rank).encode())
+
+    def run() -> None:
+        with link, contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                method, args = msgpack.decode(link.recv_bytes())
+                link.send_bytes(msgpack.encode(getattr(worker, method)(*args)))
+
+    threading.Thread(target=run, name="copies", daemon=True).start()
 
 
 def die_with_parent() -> None:
