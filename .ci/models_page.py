@@ -70,6 +70,16 @@ inputs that are not quantized.
 
 {formats}
 
+## GGUF
+
+`baton up --model FILE.gguf` serves one file, with its tokenizer and its chat template (`pip install 'baton[gguf]'`). It
+is read by our own engine: Llama, with the tokenizers of Llama 3 and SmolLM2. What describes the file is made once below
+`~/.cache/baton/gguf`. The numbers stay in the file, so it must stay where it is.
+
+| type | native |
+|---|---|
+{gguf}
+
 ## Formats of pages
 
 By `model.kv_cache_dtype`. *FP8*: greedy tokens are those of transformers whose attention reads what the kernels have
@@ -119,6 +129,7 @@ EXACT = "tests/processes/test_exact.py"
 WEIGHTS = "tests/engine/test_weights.py"
 CONFIG = "tests/engine/test_config.py"
 FORMATS = "tests/engine/test_formats.py"
+GGUF = "tests/engine/test_gguf.py"
 CHOICE = "tests/engine/test_engine_choice.py"
 VLLM_TESTS = {
     "exact": ("tests/vllm_runner/test_runner.py", "test_greedy_tokens_are_those_of_transformers"),
@@ -184,7 +195,7 @@ def page() -> str:
         cells = (family.name, f"`{family.architecture}`", row.recipe, f"[exact](../{GENERATION})", clusters, kernels)
         lines.append(f"| {' | '.join(cells)} |")
     kinds = ["| checkpoint | windows | rotation | else |", "|---|---|---|---|", *(_kind(row) for row in rows())]
-    tables = {"families": _vllm_families(), "formats": _format_rows(), "pages": _page_rows()}
+    tables = {"families": _vllm_families(), "formats": _format_rows(), "pages": _page_rows(), "gguf": _gguf_rows()}
     return (
         f"{HEAD}\n{chr(10).join(lines)}\n\n"
         f"Engine: `{_GENERATION_TESTS[0]}[checkpoint]` and\n`{_GENERATION_TESTS[1]}[checkpoint]`.\n"
@@ -261,6 +272,13 @@ def _format_rows() -> Iterator[str]:
         native = {"fp8": "made dense", "gptq": "native, act-order made dense"}.get(name, "native")
         yield f"| {title} | [{native}](../{FORMATS}) | {cell} | {_NOT_RUN} | {lora} |"
     yield f"| MXFP4 (gpt-oss as published) | [refused](../{CONFIG}) | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
+
+
+def _gguf_rows() -> Iterator[str]:
+    for kind in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"):
+        yield f"| {kind} | [native](../{GGUF}), {'8' if kind in ('Q8_0', 'Q6_K') else '4'} bits |"
+    yield f"| F32, F16, BF16 | [in `model.dtype`](../{GGUF}) |"
+    yield f"| Q5_0, Q5_1, Q2_K, Q3_K, Q5_K and others that the package `gguf` knows | made dense, {_NOT_RUN} |"
 
 
 def _page_rows() -> Iterator[str]:

@@ -120,7 +120,7 @@ ReasoningParser: TypeAlias = Literal[
 class ModelConfig(_Section, frozen=True):
     """What is served."""
 
-    path: str = ""  # directory of a Hugging Face checkpoint, or a hub id; required
+    path: str = ""  # directory of a Hugging Face checkpoint, a GGUF file, or a hub id; required
     engine: Literal["auto", "native", "vllm"] = "auto"  # what computes; auto: docs/vllm.md has the rule
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] = (

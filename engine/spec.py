@@ -68,13 +68,15 @@ class WeightSpec:
     act_order: bool = False  # the checkpoint says of each input which group it is of
     by_tensor: bool = False  # one scale for a whole matrix
     plain: tuple[str, ...] = ()  # matrices that are stored plain: names, or regular expressions after "re:"
+    types: tuple[tuple[str, str], ...] = ()  # of each matrix, where they differ; others are stored plain
     head: "WeightSpec | None" = None  # that of the output head, where it is not plain
 
     def __str__(self) -> str:
         if self.method == "plain":
             return self.method
+        bits = f", {self.bits} bits" if self.bits else ""
         groups = f" in groups of {self.group}" if self.group else ""
-        return f"{self.method}{f' ({self.layout})' if self.layout else ''}, {self.bits} bits{groups}"
+        return f"{self.method}{f' ({self.layout})' if self.layout else ''}{bits}{groups}"
 
 
 @dataclass(frozen=True)

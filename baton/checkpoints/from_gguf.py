@@ -1,4 +1,4 @@
-"""A GGUF file of llama's architecture as a checkpoint in Hugging Face's layout, in bfloat16.
+"""A GGUF file of llama's architecture in Hugging Face's layout: with its numbers in bfloat16, or as it is.
 
 The same file gives the same bytes on every machine: its nodes derive page keys from them.
 """
@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.checkpoints import gguf_tokenizer
-from baton.errors import UnsupportedModel
+from baton.errors import CorruptWeights, UnsupportedModel
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+HEAD, FREQUENCIES = "lm_head", "rope_freqs.weight"
 _OF_A_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -33,65 +34,125 @@ _OF_A_LAYER = {
 }
 
 
+CODES = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+"""Types of tensors whose codes the engine reads as they are. Those of other types are made dense when they are read."""
+FILE = "model.gguf"
+"""What a checkpoint has in the place of safetensors, if its numbers are in a GGUF file."""
+
+
 def convert(source: Path, out: Path, sampling: Mapping[str, Any]) -> None:
     """Write the checkpoint of `source` into the new directory `out`. `sampling` is what its authors recommend.
 
     Raises UnsupportedModel for another architecture, tokenizer or tensor than those known here.
     """
+    reader, config = _opened(source)
+    _write_all(reader, config, sampling, out)
+    _save(dict(_weights(reader)), out / "model.safetensors")
+
+
+def link(source: Path, out: Path) -> None:
+    """Write what describes `source` into the new directory `out`, and a link to the file. Raises as `convert`."""
+    reader, config = _opened(source)
+    types = {hf_name(tensor.name): tensor.tensor_type.name for tensor in reader.tensors if tensor.name != FREQUENCIES}
+    codes = {name.removesuffix(".weight"): kind for name, kind in types.items() if kind in CODES}
+    embedding = _WHOLE["token_embd.weight"].removesuffix(".weight")
+    if (kind := codes.pop(embedding, None)) is not None and config["tie_word_embeddings"]:
+        # The embedding is made dense, and as the head it stays as it is.
+        codes[HEAD] = kind
+        config["tie_word_embeddings"] = False
+    if codes:
+        config["quantization_config"] = {"quant_method": "gguf", "types": codes}
+    _write_all(reader, config, {}, out)
+    (out / FILE).symlink_to(source.resolve())
+
+
+def hf_name(name: str) -> str:
+    """Return a tensor's name in Hugging Face's layout. Raises UnsupportedModel."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    layer, part = _place(name)
+    return f"model.layers.{layer}.{_OF_A_LAYER[part]}.weight"
+
+
+def heads_of(name: str, fields: Mapping[str, Any]) -> int | None:
+    """Return how many heads' rows a tensor has in llama.cpp's order; None if its rows are in ours."""
+    heads = fields["llama.attention.head_count"]
+    count = {"attn_q": heads, "attn_k": fields.get("llama.attention.head_count_kv", heads)}
+    return next((number for part, number in count.items() if f".{part}." in name), None)
+
+
+def read(source: Path) -> tuple[Any, Mapping[str, Any]]:
+    """Return gguf's reader of a file, and the file's fields. Raises CorruptWeights."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(source)
-    fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
-    if (architecture := fields["general.architecture"]) != "llama":
-        raise UnsupportedModel(f"{source.name} is of the architecture {architecture!r}; only llama is converted")
-    out.mkdir()
+    try:
+        reader = GGUFReader(source)
+        return reader, {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, KeyError, IndexError, OSError) as error:
+        raise CorruptWeights(f"{source} can't be read as GGUF: {error}; fetch it again") from error
+
+
+def _opened(source: Path) -> tuple[Any, dict[str, Any]]:
+    reader, fields = read(source)
+    if (architecture := fields.get("general.architecture")) != "llama":
+        raise UnsupportedModel(f"{source.name} is of the architecture {architecture!r}; only llama is read")
     config = _config(fields, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
-    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    factors = [tensor.data for tensor in reader.tensors if tensor.name == FREQUENCIES]
+    if factors:
+        # Llama 3.1 stretches its waves. llama.cpp has computed by how much, for each of them.
+        numbers = [float(factor) for factor in factors[0]]
+        scaling = {"rope_type": "longrope", "long_factor": numbers, "short_factor": numbers, "attention_factor": 1.0}
+        config["rope_scaling"] = scaling
+    return reader, config
+
+
+def _write_all(reader: Any, config: Mapping[str, Any], sampling: Mapping[str, Any], out: Path) -> None:
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    out.mkdir()
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
     _write(out / "config.json", config)
     _write(out / "generation_config.json", {**ends, **sampling})
     gguf_tokenizer.write(fields, out)
-    _save(dict(_weights(reader, config)), out / "model.safetensors")
 
 
 def _config(fields: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     heads, hidden = fields["llama.attention.head_count"], fields["llama.embedding_length"]
-    return {
+    if (scaling := fields.get("llama.rope.scaling.type", "none")) != "none":
+        raise UnsupportedModel(f"rotary embedding scaled as {scaling!r} is not read from GGUF")
+    config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": fields["llama.vocab_size"],
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "hidden_size": hidden,
         "intermediate_size": fields["llama.feed_forward_length"],
         "num_hidden_layers": fields["llama.block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "head_dim": hidden // heads,
+        "num_key_value_heads": fields.get("llama.attention.head_count_kv", heads),
+        "head_dim": fields.get("llama.attention.key_length", hidden // heads),
         "max_position_embeddings": fields["llama.context_length"],
         # As float32: the shortest number that means it, 1e-05 and not 9.999999747378752e-06.
         "rms_norm_eps": float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
-        "rope_theta": float(fields["llama.rope.freq_base"]),
+        "rope_theta": float(fields.get("llama.rope.freq_base", 10_000.0)),
         "hidden_act": "silu",
         "tie_word_embeddings": tied,
         "dtype": "bfloat16",
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
+    }
+    ids = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    return config | {
+        name: fields[field] for name, kind in ids.items() if (field := f"tokenizer.ggml.{kind}_token_id") in fields
     }
 
 
-def _weights(reader: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[np.uint16]]]:
+def _weights(reader: Any) -> Iterator[tuple[str, NDArray[np.uint16]]]:
     """Yield the tensors by their names in Hugging Face's layout, as bfloat16."""
     from gguf.quants import dequantize
 
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    fields = {name: field.contents() for name, field in reader.fields.items()}
     for tensor in reader.tensors:
         weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if tensor.name in _WHOLE:
-            yield _WHOLE[tensor.name], bfloat16(weight)
-            continue
-        layer, part = _place(tensor.name)
-        if part in heads:
-            weight = _halves(weight, heads[part])
-        yield f"model.layers.{layer}.{_OF_A_LAYER[part]}.weight", bfloat16(weight)
+        if (heads := heads_of(tensor.name, fields)) is not None:
+            weight = halves(weight, heads)
+        yield hf_name(tensor.name), bfloat16(weight)
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -103,7 +164,7 @@ def _place(name: str) -> tuple[int, str]:
             raise UnsupportedModel(f"the tensor {name} has no place in a Llama checkpoint")
 
 
-def _halves(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def halves(weight: NDArray[Any], heads: int) -> NDArray[Any]:
     """Undo llama.cpp's order of rotated rows: pairs lie side by side there, and half a head apart here."""
     return weight.reshape(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 

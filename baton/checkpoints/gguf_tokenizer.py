@@ -5,10 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from baton.errors import UnsupportedModel
 
+_LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Where Llama 3's words end."""
 _CONTROL = 3  # GGUF's type of a special token
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -36,17 +41,24 @@ def read(fields: Mapping[str, Any]) -> Tokenizer:
     """Return the byte-level BPE of the fields. Raises UnsupportedModel for another kind.
 
     llama.cpp's "smollm" is SmolLM2's own rule: each digit is a word, and then GPT-2's words are found between them.
+    "llama-bpe" is Llama 3's: a word that is a token is that token, whatever the merges.
     """
     kind = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-    if kind != ("gpt2", "smollm"):
-        raise UnsupportedModel(f"the tokenizer is of the kind {kind}; only ('gpt2', 'smollm') is converted")
+    if kind not in (("gpt2", "smollm"), ("gpt2", "llama-bpe")):
+        raise UnsupportedModel(f"the tokenizer is of the kind {kind}; known: gpt2 with smollm or llama-bpe")
+    llama = kind[1] == "llama-bpe"
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=llama))
+    words = pre_tokenizers.Split(Regex(_LLAMA), "isolated") if llama else pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not llama)]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    bos = fields.get("tokenizer.ggml.bos_token_id")
+    if bos is not None and fields.get("tokenizer.ggml.add_bos_token", llama):
+        tokenizer.post_processor = processors.TemplateProcessing(f"{tokens[bos]} $A", None, [(tokens[bos], bos)])
     kinds = fields["tokenizer.ggml.token_type"]
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])

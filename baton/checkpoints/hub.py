@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baton.checkpoints import named
+from baton.checkpoints import gguf_file, named
 from baton.errors import ModelNotFound
 
 FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")
@@ -18,7 +18,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve(model: str, patterns: Sequence[str] = FILES, say: Callable[[str], None] = lambda _: None) -> Path:
-    """Return the directory of `model`: a path, a name of `named.MODELS`, or a hub id such as "Qwen/Qwen3-0.6B".
+    """Return the directory of `model`: a path, a name of `named.MODELS`, or a hub id such as "Qwen/Qwen3-0.6B". The
+    path may be that of a GGUF file.
 
     An existing directory wins over a name, and a name over a hub id. What was fetched before is used if the hub does
     not answer. `patterns` are those of the files to fetch; `say` is told of what takes long. Raises ModelNotFound,
@@ -27,6 +28,8 @@ def resolve(model: str, patterns: Sequence[str] = FILES, say: Callable[[str], No
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
+    if gguf_file.is_one(path):
+        return gguf_file.folder(path)
     if known := named.MODELS.get(model):
         return known.fetch(say)
     if not _HUB_ID.fullmatch(model):
@@ -54,6 +57,8 @@ def cached(model: str) -> Path | None:
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
+    if gguf_file.is_one(path):
+        return gguf_file.folder(path)
     if known := named.MODELS.get(model):
         return known.cached()
     if not _HUB_ID.fullmatch(model):

@@ -2,9 +2,9 @@
 
     python -m bench.engine.formats [--quick] [--threads 2] [--group 128]
 
-The Llama of 100 M random parameters, and what `baton quantize --head` makes of it. For each form: tokens per second of
-1 and 8 sequences behind 128 tokens, prompt tokens per second of a prompt of 1,024, the bytes of weights that a step
-reads, and how far logits are from those of bfloat16. Speeds stand beside those of bfloat16 in the same round.
+The Llama of 100 M random parameters, and what `baton quantize --head` makes of it. Of each form: tokens per second of 1
+and 8 sequences behind 128 tokens, and of a prompt of 1,024. Then the bytes of weights that a step reads, and how far
+logits are from those of bfloat16. Speeds stand beside those of bfloat16 in the same round.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rate = measure(engine, round_number)
                 if round_number:  # the first one warms up
                     rates[name].setdefault(case, []).append(rate)
-        said = {name: [f"{runs[-1]:,.0f}" for runs in own.values()] for name, own in rates.items() if own}
-        report.say(f"round {round_number} of {args.rounds}: {said}")
+        shown = {name: [f"{runs[-1]:,.0f}" for runs in own.values()] for name, own in rates.items() if own}
+        report.say(f"round {round_number} of {args.rounds}: {shown}")
     for name in engines:
         for case, unit in (("decode 1", "tokens/s"), ("decode 8", "tokens/s"), ("prefill 1024", "tokens/s")):
             result = report.beside("formats", f"{name}, {case}", unit, rates[name][case], rates[PLAIN][case])

@@ -29,7 +29,7 @@ class Group(StrEnum):
     "baton quantize smollm2 --format int4 --group 32 --head -o ./smollm2-int4",
 )
 def quantize(
-    model: Annotated[str, typer.Argument(help="Directory of a checkpoint, a hub id or smollm2.")],
+    model: Annotated[str, typer.Argument(help="Directory of a checkpoint, a GGUF file, a hub id or smollm2.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="A new directory.")],
     form: Annotated[Format, typer.Option("--format", help="int8 or int4.")] = Format.INT8,
     group: Annotated[

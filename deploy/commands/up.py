@@ -45,13 +45,15 @@ class RayOption(StrEnum):
 @command(
     "baton up --model ./model",
     "baton up --model smollm2",
+    "baton up --model ./model.gguf",
     "baton up --model Qwen/Qwen3-0.6B --prefill 1 --decode 2",
     "baton up --model ./model --engine vllm --max-model-len 8192 --set pages.page_size=32",
     "baton up --config cluster.yaml --set store.host_cache_bytes=1GiB",
 )
 def up(
     model: Annotated[
-        str, typer.Option(help="Directory of a checkpoint, a hub id, or smollm2; by default Baton's demo model.")
+        str,
+        typer.Option(help="Directory of a checkpoint, GGUF file, hub id, or smollm2; by default the demo model."),
     ] = "",
     engine: Annotated[
         EngineOption | None,

@@ -16,7 +16,8 @@ import msgspec
 from baton import doors
 from baton.api_keys import KeyRing
 from baton.checkpoint_files import read_object
-from baton.checkpoints import hub
+from baton.checkpoints import gguf_file, hub
+from baton.checkpoints.from_gguf import FILE as GGUF_FILE
 from baton.config import Config, WorkerConfig
 from baton.errors import BatonError, ConfigError, ModelNotFound, NotEnoughMemory, StartupError
 from baton.hosts import is_loopback
@@ -136,8 +137,12 @@ def check_model(model: str) -> None:
     if path.is_dir():
         if not os.path.lexists(path / "config.json"):
             raise ModelNotFound(f"{path} holds no config.json; give the directory of a Hugging Face checkpoint")
+    elif gguf_file.is_one(path):
+        return
     elif path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelNotFound(f"{model} is not a directory; give that of a checkpoint, or a Hugging Face id (owner/name)")
+        raise ModelNotFound(
+            f"{model} is not a directory; give that of a checkpoint, a GGUF file, or a Hugging Face id (owner/name)"
+        )
 
 
 def check_adapters(modules: Mapping[str, str]) -> None:
@@ -396,7 +401,8 @@ def _alive(folder: Path, state: State) -> bool:
 
 def weight_bytes(path: Path) -> int:
     """Return the bytes of a checkpoint's weights; 0 if they are not on this machine."""
-    return sum(file.stat().st_size for file in path.glob("*.safetensors") if file.is_file())
+    files = [*path.glob("*.safetensors"), path / GGUF_FILE]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _mib(size: int) -> str:

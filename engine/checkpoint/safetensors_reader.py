@@ -1,6 +1,6 @@
 """The tensors of a checkpoint on disk, each read once, and the digest of all that was read.
 
-Reads safetensors and nothing else: the format holds numbers only, so a checkpoint can't run code here.
+Reads safetensors and GGUF and nothing else: both hold numbers only, so a checkpoint can't run code here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from baton.checkpoints.from_gguf import FILE
 from baton.errors import CorruptWeights, ModelNotFound
 from engine.checkpoint.formats.format import FLOATS
+from engine.checkpoint.gguf_reader import GgufTensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -114,6 +116,10 @@ class TensorFiles:
         self._stack.close()
 
     def _open(self, directory: Path, single: str) -> None:
+        if (gguf := directory / FILE).exists():
+            tensors = GgufTensors(gguf)
+            self._files = dict.fromkeys(tensors.names(), (gguf, tensors))
+            return
         if single == SINGLE and (directory / INDEX).is_file():
             shards = _shards(directory / INDEX)
         elif (directory / single).is_file():

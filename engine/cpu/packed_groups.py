@@ -55,7 +55,7 @@ class PackedGroups:
         huge_pages.collapse(self._tiles.data_ptr(), self._tiles.nbytes)
 
 
-def kept(groups: AffineGroups) -> bool:
+def knows(groups: AffineGroups) -> bool:
     """Whether the kernels know such groups."""
     return groups.group_of is None and _size(groups) is not None
 

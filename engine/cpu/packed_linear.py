@@ -76,7 +76,7 @@ class PackedLinears:
         self._groups = groups
 
     def keeps(self, groups: AffineGroups, dtype: torch.dtype) -> bool:
-        return self._groups and dtype != torch.float16 and packed_groups.kept(groups)
+        return self._groups and dtype != torch.float16 and packed_groups.knows(groups)
 
     def copies(self, dtype: torch.dtype) -> bool:
         """Products of float32 and bfloat16 are held in tiles."""

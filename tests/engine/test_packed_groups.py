@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.checkpoint.formats.affine_groups import AffineGroups
 from engine.cpu import build, numerics
 from engine.cpu.forward import NativeForward
-from engine.cpu.packed_groups import PackedGroups, kept
+from engine.cpu.packed_groups import PackedGroups, knows
 from engine.cpu.packed_linear import PackedLinears
 from engine.cpu.thread_pool import ThreadPool
 from engine.models.config import parse_spec
@@ -107,10 +107,10 @@ def test_a_product_is_that_with_the_dense_matrix(shape: Shape, rows: int, thread
 
 def test_groups_that_no_kernel_knows():
     odd = AffineGroups(torch.ones(4, 24, dtype=torch.int8), torch.ones(4, 3), None, 8)
-    assert not kept(odd)
+    assert not knows(odd)
     ordered = AffineGroups(torch.ones(4, 32, dtype=torch.int8), torch.ones(4, 2), None, 8, torch.arange(32) % 2)
-    assert not kept(ordered)
-    assert kept(AffineGroups(odd.codes[:, :16], odd.scale[:, :1], None, 8))
+    assert not knows(ordered)
+    assert knows(AffineGroups(odd.codes[:, :16], odd.scale[:, :1], None, 8))
 
 
 @pytest.mark.parametrize(("bits", "group", "share"), [(8, 128, 0.51), (4, 128, 0.26), (4, 32, 0.29)])

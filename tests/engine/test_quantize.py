@@ -52,9 +52,9 @@ def test_a_rounded_checkpoint_is_near_the_plain_one(bits: int, group: int, head:
 def test_all_else_stays_as_it_is(model: Path, tmp_path: Path):
     quantize(model, tmp_path / "out", 4, 32, False, lambda _: None)
     before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    kept = {name for name in before if "_proj." not in name}
-    assert kept == before.keys() & after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in kept)
+    others = {name for name in before if "_proj." not in name}
+    assert others == before.keys() & after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in others)
     for file in model.glob("*.json"):
         if file.name != "config.json":
             assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
@@ -91,9 +91,9 @@ def test_the_search_loses_less_than_the_largest_number_s_scale(bits: int):
     most = (1 << bits - 1) - 1
     scale = groups.abs().amax(2, keepdim=True) / most
     simple = ((groups / scale).round() * scale - groups).square().sum().sqrt() / weight.square().sum().sqrt()
-    found = rounding.rounded(weight, bits, 128)
-    assert found.error < simple
-    assert found.error == pytest.approx(float((found.groups.dense() - weight).norm() / weight.norm()), rel=1e-3)
+    result = rounding.rounded(weight, bits, 128)
+    assert result.error < simple
+    assert result.error == pytest.approx(float((result.groups.dense() - weight).norm() / weight.norm()), rel=1e-3)
 
 
 def test_an_empty_group_is_zero():

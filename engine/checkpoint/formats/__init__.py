@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import ValidationError
 
 from baton.errors import UnsupportedModel
-from engine.checkpoint.formats import awq, compressed_tensors, fp8_block, gptq
+from engine.checkpoint.formats import awq, compressed_tensors, fp8_block, gguf, gptq
 from engine.checkpoint.formats.format import Matrix, Shape, Take, WeightFormat
 from engine.checkpoint.formats.plain import Plain
 from engine.spec import WeightSpec
@@ -20,6 +20,7 @@ _METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], WeightSpec], Callable
     "awq": (awq.describe, awq.Awq),
     "compressed-tensors": (compressed_tensors.describe, compressed_tensors.CompressedTensors),
     "fp8": (fp8_block.describe, fp8_block.Fp8Block),
+    "gguf": (gguf.describe, gguf.Gguf),
     "gptq": (gptq.describe, gptq.Gptq),
 }
 
@@ -46,6 +47,8 @@ def describe(quantization: Any) -> WeightSpec:
 
 def format_of(spec: WeightSpec, name: str) -> WeightFormat:
     """Return how the matrix `name` is stored."""
+    if spec.types and name not in dict(spec.types):
+        return Plain(spec)
     if spec.method == "plain" or any(_means(pattern, name) for pattern in spec.plain):
         return Plain(spec)
     return _METHODS[spec.method][1](spec)

@@ -1,0 +1,69 @@
+"""The tensors of a GGUF file, by their names in Hugging Face's layout, told as `safetensors.safe_open` tells its own.
+
+Codes stay as they are, [rows, bytes], for `formats.gguf`. All else is dense: floats, the embedding, and types that the
+format does not know.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from baton.checkpoints import from_gguf
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", f"{from_gguf.HEAD}.weight"
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
+
+
+class _Slice(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return _NAMES[self.dtype]
+
+
+class GgufTensors:
+    """One file. Raises CorruptWeights if it can't be read, UnsupportedModel for tensors that have no place."""
+
+    def __init__(self, path: Path) -> None:
+        reader, self._fields = from_gguf.read(path)
+        self._tensors: dict[str, Any] = {}
+        for tensor in reader.tensors:
+            if tensor.name != from_gguf.FREQUENCIES:
+                self._tensors[from_gguf.hf_name(tensor.name)] = tensor
+        embedding = self._tensors.get(_EMBEDDING)
+        if embedding is not None and embedding.tensor_type.name in from_gguf.CODES:
+            self._tensors.setdefault(_HEAD, embedding)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> _Slice:
+        tensor = self._tensors[name]
+        kind = tensor.tensor_type.name
+        if self._stays(name):
+            return _Slice(tensor.data.shape, torch.uint8)
+        return _Slice(tuple(int(size) for size in reversed(tensor.shape)), _FLOATS.get(kind, torch.float32))
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        from gguf.quants import dequantize
+
+        tensor, like = self._tensors[name], self.get_slice(name)
+        data = tensor.data
+        if like.dtype == torch.float32:
+            data = dequantize(data, tensor.tensor_type).astype(np.float32)
+        if (heads := from_gguf.heads_of(tensor.name, self._fields)) is not None:
+            data = from_gguf.halves(data, heads)
+        read = torch.from_numpy(np.array(data))
+        return read.view(like.dtype).reshape(like.shape)
+
+    def _stays(self, name: str) -> bool:
+        return name != _EMBEDDING and self._tensors[name].tensor_type.name in from_gguf.CODES

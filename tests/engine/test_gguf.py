@@ -1,0 +1,206 @@
+"""GGUF files on our own engine: the numbers that the package `gguf` makes of them, and the tokens of those numbers."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
+
+from baton.checkpoints import from_gguf, hub
+from baton.config import Config
+from baton.errors import CorruptWeights, UnsupportedModel
+from deploy.control_plane import checkpoint, preflight
+from engine.checkpoint.gguf_reader import GgufTensors
+from engine.cpu import build
+from engine.engine import Engine
+from engine.models.config import load_spec
+from engine.vllm_runner import VLLM_VERSIONS
+from engine.vllm_runner.requirements import Installation, problem
+from tests.baton.test_named_models import bytes_of_gpt2
+from tests.engine.driver import assert_same_tokens, generate, prompt_of
+from tests.support import checkpoints
+
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 256, 512, 8, 4, 2
+KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q4_K and Q6_K"]
+TOKENS = ["<|end|>", *sorted(bytes_of_gpt2()), "ab"]
+TOKENS += [f"<{number}>" for number in range(len(TOKENS), 1024)]
+
+
+def packed(weight: NDArray[np.float32], kind: str) -> NDArray[np.generic]:
+    """A matrix in GGUF's blocks. The package can't make those of Q4_K and Q6_K, so theirs are random."""
+    if kind not in ("Q4_K", "Q6_K"):
+        return quantize(weight, Kind[kind])
+    random = np.random.default_rng(weight.shape[1])
+    inputs, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    blocks = random.integers(0, 256, (weight.shape[0], weight.shape[1] // inputs, size), dtype=np.uint8)
+    scales = {"Q4_K": (0, 2), "Q6_K": (208,)}[kind]
+    for place in scales:
+        spread = 3e-4 if kind == "Q4_K" else 3e-5
+        numbers = (spread * random.uniform(0.5, 1, blocks.shape[:2])).astype(np.float16)
+        blocks[..., place : place + 2] = numbers[..., None].view(np.uint8)
+    return blocks.reshape(weight.shape[0], -1)
+
+
+def write(file: Path, kind: str, *, tied: bool = True, factors: bool = False, pre: str = "llama-bpe") -> Path:
+    """A Llama with all its matrices in `kind`. In "Q4_K and Q6_K" the embedding and `ffn_down` are in the latter."""
+    out = gguf.GGUFWriter(file, "llama")
+    out.add_context_length(512)
+    out.add_embedding_length(HIDDEN)
+    out.add_block_count(LAYERS)
+    out.add_feed_forward_length(INNER)
+    out.add_head_count(HEADS)
+    out.add_head_count_kv(KV_HEADS)
+    out.add_layer_norm_rms_eps(1e-5)
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre(pre)
+    out.add_token_list(TOKENS)
+    out.add_token_types([3] + [1] * (len(TOKENS) - 1))
+    out.add_token_merges(["a b"])
+    out.add_bos_token_id(0)
+    out.add_eos_token_id(0)
+    out.add_chat_template("{{ messages[0]['content'] }}")
+    key_values = HIDDEN * KV_HEADS // HEADS
+    shapes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (key_values, HIDDEN), "attn_v": (key_values, HIDDEN)}
+    shapes |= {"attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}
+    shapes |= {"ffn_down": (HIDDEN, INNER)}
+    matrices = {f"blk.{n}.{part}.weight": shape for n in range(LAYERS) for part, shape in shapes.items()}
+    matrices |= {name: (len(TOKENS), HIDDEN) for name in ("token_embd.weight", *([] if tied else ["output.weight"]))}
+    norms = [f"blk.{n}.{part}.weight" for n in range(LAYERS) for part in ("attn_norm", "ffn_norm")]
+    random = np.random.default_rng(5)
+    for name in [*norms, "output_norm.weight"]:
+        out.add_tensor(name, random.uniform(0.5, 1.5, HIDDEN).astype(np.float32))
+    if factors:
+        out.add_tensor("rope_freqs.weight", np.linspace(1, 8, HIDDEN // HEADS // 2, dtype=np.float32))
+    for name, shape in matrices.items():
+        one = kind if " and " not in kind else "Q6_K" if "ffn_down" in name or "embd" in name else "Q4_K"
+        weight = random.normal(scale=0.1, size=shape).astype(np.float32)
+        out.add_tensor(name, packed(weight, one), raw_dtype=Kind[one])
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return file
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def dense(file: Path, folder: Path) -> Path:
+    """The same numbers as safetensors in float32, with a config of transformers."""
+    from safetensors.torch import save_file
+
+    reader, fields = from_gguf.read(file)
+    tensors: dict[str, torch.Tensor] = {}
+    for tensor in reader.tensors:
+        if tensor.name == from_gguf.FREQUENCIES:
+            continue
+        weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if (heads := from_gguf.heads_of(tensor.name, fields)) is not None:
+            weight = from_gguf.halves(weight, heads)
+        tensors[from_gguf.hf_name(tensor.name)] = torch.from_numpy(weight)
+    from_gguf.convert(file, folder, {})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def load(path: Path, native: bool = True) -> Engine:
+    return Engine.load(path, "float32", "cpu", 20, 16, True, threads=1, native=native)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_same_numbers_in_safetensors(kind: str, tied: bool, home: Path):
+    file = write(home / "model.gguf", kind, tied=tied)
+    reference = checkpoints.reference(dense(file, home / "dense"))
+    ours = load(hub.resolve(str(file)))
+    prompt = prompt_of(70, seed=6)
+    expected, gaps = reference.generate(prompt, 40)
+    assert_same_tokens(generate(ours, prompt, 40, [16, 1, 30]), expected, gaps)
+
+
+@pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
+@pytest.mark.parametrize(("kind", "forms"), [("Q8_0", {"int8"}), ("Q4_K and Q6_K", {"int4", "int8"}), ("F16", set())])
+def test_codes_stay_codes(kind: str, forms: set[str], home: Path):
+    engine = load(hub.resolve(str(write(home / "model.gguf", kind))))
+    assert engine._native is not None
+    assert engine._native.forms == forms
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"])
+def test_blocks_are_exactly_the_numbers_of_gguf(kind: str, home: Path):
+    from engine.checkpoint import formats
+
+    file = write(home / "model.gguf", kind)
+    spec = load_spec(hub.resolve(str(file)))
+    tensors = GgufTensors(file)
+    theirs = {tensor.name: tensor for tensor in from_gguf.read(file)[0].tensors}
+    for name, theirs_name, shape in (
+        ("model.layers.1.mlp.down_proj", "blk.1.ffn_down.weight", (HIDDEN, INNER)),
+        ("lm_head", "token_embd.weight", (len(TOKENS), HIDDEN)),
+    ):
+        matrix = formats.read(spec.stored, name, shape, lambda part, *_: tensors.get_tensor(part))
+        assert not isinstance(matrix, torch.Tensor)
+        tensor = theirs[theirs_name]
+        assert torch.equal(matrix.dense(), torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)))
+
+
+def test_factors_of_waves_are_taken(home: Path):
+    spec = load_spec(hub.resolve(str(write(home / "model.gguf", "F32", factors=True))))
+    rope = spec.layers[0].rope
+    assert (rope.kind, rope.attention_factor, rope.factors[0], rope.factors[-1]) == ("longrope", 1.0, 1.0, 8.0)
+    load(hub.resolve(str(home / "model.gguf")))
+
+
+def test_the_folder_follows_the_file(home: Path):
+    file = write(home / "model.gguf", "Q4_0")
+    first = hub.resolve(str(file))
+    assert hub.resolve(str(file)) == first == hub.cached(str(file))
+    assert {one.name for one in first.iterdir()} == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+        "model.gguf",
+    }  # fmt: skip
+    assert (first / "chat_template.jinja").read_text() == "{{ messages[0]['content'] }}"
+    write(file, "Q8_0")
+    assert hub.resolve(str(file)) != first
+
+
+@pytest.mark.parametrize("size", [0, 100, 50_000, 400_000])
+def test_a_truncated_file_is_refused_by_name(size: int, home: Path):
+    file = write(home / "model.gguf", "Q4_0")
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(CorruptWeights, match=r"model\.gguf can't be read"):
+        hub.resolve(str(file))
+
+
+def test_another_tokenizer_is_refused_by_name(home: Path):
+    with pytest.raises(UnsupportedModel, match="falcon"):
+        hub.resolve(str(write(home / "model.gguf", "F32", pre="falcon")))
+
+
+def test_words_are_those_of_llama_3(home: Path):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(hub.resolve(str(write(home / "model.gguf", "F32"))) / "tokenizer.json"))
+    words = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str("It's 12345 ab\n\n  é!")]
+    assert words == ["It", "'s", "Ġ", "123", "45", "Ġab", "ĊĊ", "Ġ", "ĠÃ©", "!"]
+    assert tokenizer.encode("ab").tokens == ["<|end|>", "ab"]
+    assert tokenizer.decode(tokenizer.encode("ab é").ids, skip_special_tokens=True) == "ab é"
+
+
+def test_the_checks_before_a_start_know_such_a_file(home: Path):
+    file = write(home / "model.gguf", "Q4_0")
+    preflight.check_model(str(file))
+    folder = hub.resolve(str(file))
+    report = checkpoint.examine(Config(), folder, [("native", "cpu")])
+    assert (report.problems, report.notes) == ([], [])
+    assert preflight.weight_bytes(folder) == file.stat().st_size
+    vllm = Installation(VLLM_VERSIONS[0], frozenset({"LlamaForCausalLM"}))
+    assert "GGUF" in problem(vllm, json.loads((folder / "config.json").read_text()), 32, "cpu")
