@@ -52,6 +52,7 @@ test-vllm-quick: $(VLLM_VENV)/.ready
 	'tests/vllm_runner/test_second_runner.py::test_draws' \
 	'tests/vllm_runner/test_latents.py::test_greedy_tokens_are_those_of_transformers[deepseek-v3-True]' \
 	'tests/vllm_runner/test_latents.py::test_requests_at_once_get_the_reference_tokens[1P+1D]' \
+	'tests/vllm_runner/test_groups.py::test_a_hand_off_has_the_pages_of_the_window_only[gemma3]' \
 	'tests/vllm_runner/test_second_runner.py::test_more_sequences_than_rows_take_turns' \
 	$(foreach shape,1P+1D 2P+2D colocated,'tests/processes/test_exact.py::test_64_requests_at_once_get_the_reference_tokens[llama-$(shape)]')
 

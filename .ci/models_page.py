@@ -136,6 +136,7 @@ VLLM_TESTS = {
     "TP 2": ("tests/vllm_runner/test_ranks.py", "test_tokens_are_those_of_transformers_and_of_one_rank"),
     "LoRA": ("tests/vllm_runner/test_adapters.py", "test_rows_of_one_batch_have_their_own_adapters"),
     "MLA": ("tests/vllm_runner/test_latents.py", "test_greedy_tokens_are_those_of_transformers"),
+    "groups": ("tests/vllm_runner/test_groups.py", "test_greedy_tokens_are_those_of_transformers"),
     "formats": ("tests/vllm_runner/test_formats.py", "test_tokens_are_the_likeliest_of_the_numbers_that_are_meant"),
     "LoRA of formats": ("tests/vllm_runner/test_formats.py", "test_adapters_of_quantized_checkpoints"),
     "FP8": ("tests/vllm_runner/test_fp8_pages.py", "test_tokens_are_those_of_what_fp8_pages_mean"),
@@ -250,6 +251,11 @@ def _vllm_families() -> Iterator[str]:
         if recipe in divided:
             cells[-1] = f"[LoRA, TP 2](../{VLLM_TESTS['LoRA'][0]})"
         yield f"| `{everything[recipe].model.__name__}` | {recipe} | {' | '.join(cells)} |"
+    if (groups := vllm_source("groups")) is not None:
+        file = VLLM_TESTS["groups"][0]
+        for recipe in _constant(groups, "EXACT"):
+            cells = f"[exact; 1P+1D, colocated, SIGKILL](../{file}) | [handed over](../{file}) | see above"
+            yield f"| `{everything[recipe].model.__name__}` (groups) | {recipe} | {cells} |"
     if (latents := vllm_source("MLA")) is not None:
         file = VLLM_TESTS["MLA"][0]
         for recipe in _constant(latents, "EXACT"):

@@ -60,6 +60,7 @@ class Reserve(LeaseMessage, frozen=True):
     keys: PackedKeys
     partial: bool = False  # the last one is of a partial page: it is not published, and goes with its last hold
     prompt: Count = 0  # which prompt of this writer asks; it waits for slots. 0: a write-through, which does not
+    apart: bool = False  # no key follows another one: each begins a chain, of which others are not told
 
 
 class Reserved(LeaseMessage, frozen=True):
@@ -102,6 +103,7 @@ class Acquire(LeaseMessage, frozen=True):
     parent: bytes = b""
     sources: tuple[PageSource, ...] = ()  # their `pages` count from the lease's first key
     partial: bool = False  # the last one is of a partial page: what is brought from elsewhere is for this lease alone
+    apart: bool = False  # no key follows another one
 
 
 class LeasedPage(Struct, frozen=True, array_like=True):

@@ -12,13 +12,16 @@ from math import inf
 from decode_worker.growth_reserve import GrowthOutlook, GrowthReserve
 from decode_worker.sequence import Sequence, SequencePhase
 from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.window_groups import WindowGroups
 
 
 class SequenceAdmission:
     """Of newcomers, and of preempted sequences that are to be resumed."""
 
-    def __init__(self, cache: DeviceBlockManager, growth_reserve: GrowthReserve, page_size: int) -> None:
-        self._blocks, self._reserve, self._page_size = cache, growth_reserve, page_size
+    def __init__(
+        self, cache: DeviceBlockManager, growth_reserve: GrowthReserve, page_size: int, groups: WindowGroups
+    ) -> None:
+        self._blocks, self._reserve, self._page_size, self._groups = cache, growth_reserve, page_size, groups
 
     def displaced_by(
         self, newcomer: Sequence, sequences: Collection[Sequence], spare: int = 0
@@ -45,8 +48,11 @@ class SequenceAdmission:
         """Whether it may have pages beside these `holders` of some, when `freed` pages more than now are available."""
         keys, pages = sequence.reservation()
         # What is freed may be what it would have shared.
-        own = pages if freed else self._blocks.new_blocks_needed(keys, pages)
-        left = self._blocks.available + freed - own
+        cached = 0 if freed else self._groups.match(self._blocks, keys)
+        own = pages if freed else self._blocks.new_blocks_needed(keys[:cached], pages)
+        first = self._groups.first_page(max(cached, sequence.coming) * self._page_size)
+        windows = (pages - first) * self._groups.count
+        left = self._blocks.available + freed - own - windows
         if left < 0 or not holders:
             return left >= 0
         outlooks = [self._outlook(each) for each in holders]

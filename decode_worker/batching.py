@@ -110,9 +110,11 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
     start, end = sequence.next_start, sequence.next_start + count
     draw = _draw(sequence) if end == sequence.next_known else None
     if sequence.under_way is not None and start == len(sequence.tokens):
-        return Chunk(_BEING_DRAWN, start, sequence.pages, draw, None, sequence.under_way.number, sequence.adapter)
+        tokens, scoring, follows = _BEING_DRAWN, None, sequence.under_way.number
+    else:
+        tokens, scoring, follows = sequence.tokens[start:end], sequence.scoring(end), None
     return Chunk(
-        sequence.tokens[start:end], start, sequence.pages, draw, sequence.scoring(end), adapter=sequence.adapter
+        tokens, start, sequence.pages, draw, scoring, follows, sequence.adapter, window_pages=sequence.window_pages
     )
 
 

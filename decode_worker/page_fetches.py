@@ -30,10 +30,15 @@ class PageFetches:
         """Fetch the pages `keys`, which follow what is computed. They go to the sequence's own device pages."""
         have = sequence.computed // self._page_size
         sources = [PageSource(s.store, s.endpoint, s.pages - have) for s in sequence.sources if s.pages > have]
-        pages = sequence.pages[have : have + len(keys)]
-        partial = have + len(keys) > len(sequence.reusable_keys())
-        parent = sequence.parent_of(have)
-        fetch = PageFetch(self._numbers, keys, pages, sequence.prefilled_remotely, parent, sources, partial=partial)
+        sequence.branch = goal = have + len(keys)
+        groups = sequence.groups
+        first = max(have, groups.first_page(min(goal * self._page_size, len(sequence.tokens) - 1)))
+        pages = sequence.pages[have:goal] + sequence.window_pages[first * groups.count : goal * groups.count]
+        partial = goal > len(sequence.reusable_keys())
+        fetch = PageFetch(
+            self._numbers, keys, pages, sequence.prefilled_remotely, sequence.parent_of(have), sources,
+            partial=partial, apart=groups.keys(keys[first - have :]),
+        )  # fmt: skip
         sequence.phase, sequence.fetch, sequence.progressed_at = SequencePhase.WAITING_FOR_REMOTE_KVS, fetch, now
         self._sequences |= dict.fromkeys(fetch.leases, sequence)
         return [CallStore(call) for call in fetch.start()]
@@ -46,10 +51,10 @@ class PageFetches:
         """Take an event about this sequence's fetch. Return calls, and how many pages have come."""
         fetch = sequence.fetch
         assert fetch is not None
-        before = fetch.covered
+        before = fetch.usable
         calls = self.copies.add_copies(fetch.handle(event))
         sequence.progressed_at = now
-        return calls, fetch.covered - before
+        return calls, fetch.usable - before
 
     def decide(self, sequence: Sequence, page_bytes: int, rate: float, now: float) -> list[CallStore]:
         """Decide how much of a cached prefix that lower tiers have is worth loading, once the store has told what that
@@ -68,7 +73,7 @@ class PageFetches:
         """No more pages will come. Return calls, and whether all had come."""
         fetch = sequence.fetch
         if sequence.loading is not None and fetch is not None:
-            self._regret.load_ended(sequence.loading, max(0, fetch.covered - sequence.loaded_from), now)
+            self._regret.load_ended(sequence.loading, max(0, fetch.usable - sequence.loaded_from), now)
         complete = fetch is not None and fetch.complete
         self.short += not complete
         return self.drop(sequence), complete
@@ -82,7 +87,8 @@ class PageFetches:
         for lease in fetch.leases:
             del self._sequences[lease]
             calls += self.copies.end_lease(lease)
-        sequence.in_limbo = self.copies.busy(sequence.pages)  # where copies under way still write
+        # Where copies under way still write.
+        sequence.in_limbo = self.copies.busy([*sequence.pages, *sequence.window_pages.held])
         return calls
 
     def leave_limbo(self, sequence: Sequence) -> None:

@@ -12,6 +12,7 @@ from decode_worker.sliding_window import SlidingWindow
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
 from kvstore.keys import unpack_tokens
+from kvstore.window_groups import WindowGroups
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class RequestReader:
 
     page_size: int
     window: SlidingWindow | None
+    groups: WindowGroups
     vocab_size: int | None  # where known: a token id of an order must be lower, because it would fail the whole step
     adapters: Collection[str]  # digests of those that orders may name, as they are now
     grammars: OutputGrammars | None
@@ -58,8 +60,10 @@ class RequestReader:
             arrival=arrival,
             page_size=self.page_size,
             window=self.window,
+            groups=self.groups,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             prefilled_remotely=order.prefilled_remotely,
+            fetch_goal=order.fetch,
             sources=order.sources,
             progressed_at=now,
             first_new=len(tokens),

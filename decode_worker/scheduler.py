@@ -59,6 +59,7 @@ from engine.step.recomputation import ComparePages, PagesCompared, Recomputation
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.refill import StoreRefill
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, StoreLost, StoreUp, TransferEvent
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 
 _SCORES_PER_MESSAGE = 256  # prompt tokens, each with up to 20 alternatives: 150 KB
 OTHERS_AHEAD = 8
@@ -113,6 +114,7 @@ class DecodeScheduler:
         grammars: OutputGrammars | None = None,
         copies_overlap: bool = False,
         window: int | None = None,
+        groups: WindowGroups = NO_GROUPS,
         adapters: Collection[str] = (),
         recompute_share: float = 0.0,
         fixed_borders: bool = False,
@@ -122,18 +124,21 @@ class DecodeScheduler:
         before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it would
         fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails.
         `copies_overlap`: copies are made beside steps, and delay none. `window`: the positions that no layer of the
-        model looks beyond, a token's own included; none: some layer attends to all. `adapters`: digests of those that
-        orders may name. `recompute_share`: part of the pages that is checked. `fixed_borders`: see
-        `engine.runner.Runner`. `proposer`: makes those of sequences; none: nothing is proposed. No step may be planned
-        while one with proposals runs."""
+        model looks beyond, a token's own included; none: some layer attends to all. `groups`: those of its layers that
+        attend to a window beside it. `adapters`: digests of those that orders may name. `recompute_share`: part of the
+        pages that is checked. `fixed_borders`: see `engine.runner.Runner`. `proposer`: makes those of sequences; none:
+        nothing is proposed. No step may be planned while one with proposals runs."""
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
         sliding = None if window is None else SlidingWindow(window, page_size, num_pages)
-        self._pages = SequencePages(num_pages, page_size, sliding, tell_tokens=event_tokens)
-        self._reader = RequestReader(page_size, sliding, vocab_size, adapters, grammars, config.ageing_ms)
+        self._pages = SequencePages(num_pages, page_size, sliding, groups, tell_tokens=event_tokens)
+        self._groups = groups
+        self._reader = RequestReader(page_size, sliding, groups, vocab_size, adapters, grammars, config.ageing_ms)
         self._sequences = AttemptTable[Sequence]()
-        self._admission = SequenceAdmission(self._pages.blocks, growth_reserve or LearnedGrowthReserve(), page_size)
+        self._admission = SequenceAdmission(
+            self._pages.blocks, growth_reserve or LearnedGrowthReserve(), page_size, groups
+        )
         self._router_fairness = RouterFairness()
         self._planner = StepPlanner(config, page_size, calibration, fixed_borders=fixed_borders)
         self._speculation = Speculation(proposer, self._planner.costs, self._pages, page_size) if proposer else None
@@ -239,7 +244,7 @@ class DecodeScheduler:
         while (reservations := self._pages.reserve(newcomer)) is None:
             # What is written only for others' sake makes room.
             if (cancels := self._abandon_write()) is None:
-                assert newcomer.window is not None, "there is room, and nothing holds it"
+                assert newcomer.window is not None or newcomer.groups.count, "there is room, and nothing holds it"
                 return False  # cached pages that were counted are kept by those of others after them
             commands += cancels
         commands += reservations
@@ -308,6 +313,7 @@ class DecodeScheduler:
             return
         end = sequence.computed // self._page_size + count
         sequence.computed = min(end * self._page_size, len(sequence.tokens) - 1)
+        self._pages.give_back_windows(sequence)  # those that were not fetched
         self._pages.cache_full(sequence)
         sequence.stored_pages = sequence.cached_pages
         sequence.fetched_pages += count
@@ -316,14 +322,19 @@ class DecodeScheduler:
     def _end_fetch(self, sequence: Sequence, why: str, now: float) -> list[DecodeCommand]:
         """No more pages will come. A prefix that was merely cached is computed instead, as is the rest of a page; full
         pages that a prefill worker was to make are the router's to decide about."""
+        have = sequence.computed // self._page_size
+        reach = have + (sequence.fetch.in_arena if sequence.fetch is not None else 0)
         calls, complete = self._fetches.end(sequence, now)
         commands: list[DecodeCommand] = [*calls]
-        full = sequence.computed // self._page_size == len(sequence.reusable_keys())
+        merely_cached = not (complete or sequence.prefilled_remotely)
+        if sequence.groups.count and merely_cached and self._store_up and reach < sequence.branch:
+            sequence.branch = reach  # of so few pages the window pages may be there
+            return commands + self._begin(sequence, reach, now)
+        full = have == len(sequence.reusable_keys())
         if complete or full or not sequence.prefilled_remotely:
             return commands + self._run(sequence, now)
         sequence.phase = SequencePhase.KV_LOAD_INCOMPLETE
-        have = FetchIncomplete(*_named(sequence.name), sequence.computed // self._page_size, why)
-        return [*commands, SendToRouter(have, sequence.owner)]
+        return [*commands, SendToRouter(FetchIncomplete(*_named(sequence.name), have, why), sequence.owner)]
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
         self._store_up = False
@@ -628,8 +639,8 @@ class DecodeScheduler:
         sequences = self._sequences.values()
         load = replace(
             _load(sequences),
-            pages_free=self._pages.blocks.available,
-            pages_total=self._pages.total,
+            pages_free=self._pages.blocks.available // (1 + self._groups.count),
+            pages_total=self._pages.total // (1 + self._groups.count),
             prefill_rate=self._planner.costs.rate(),
             steps=self._planner.costs.last,
         )

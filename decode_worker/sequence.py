@@ -38,6 +38,7 @@ from engine.step.block_table import BlockTable
 from kvstore.client.transfer import PageFetch
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, partial_key, split_keys
 from kvstore.load_or_recompute import LoadInProgress
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 
 
 class SequencePhase(Enum):
@@ -82,11 +83,13 @@ class Sequence:
     arrival: int  # order of arrival at this worker
     page_size: int
     window: SlidingWindow | None = None  # that every layer of the model has
+    groups: WindowGroups = NO_GROUPS  # whose layers have one
     adapter: str = ""  # digest of the LoRA adapter that it is computed with
     owner: str = ""  # incarnation of the router that ordered it
     deadline: float | None = None
     phase: SequencePhase = SequencePhase.WAITING_FOR_REMOTE_KVS
     pages: BlockTable = field(default_factory=BlockTable)  # given back and reserved again as another table
+    window_pages: BlockTable = field(default_factory=BlockTable)  # of the groups with a window
     in_limbo: list[int] = field(default_factory=list[int])  # of these, those that no step may write to yet
     keys: list[bytes] = field(default_factory=list[bytes])  # of the full pages of `tokens`
     known_at_first: int = 0  # tokens known when pages were last reserved
@@ -94,6 +97,7 @@ class Sequence:
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
     cached_pages: int = 0  # pages from the start that this sequence has handed to the device cache
     stored_pages: int = 0  # pages from the start that need no write-through any more
+    branch: int = 0  # pages from the start that were to be fetched: another prompt may go on behind them
     writes_through: bool = (
         True  # write-through goes on; false once the store refused a page, since its children are orphans
     )
@@ -101,6 +105,7 @@ class Sequence:
     fetched_pages: int = 0  # prompt pages that came from the store
     fetch: PageFetch | None = None
     prefilled_remotely: bool = False  # a prefill worker makes the pages to fetch
+    fetch_goal: int = 0  # how many pages that is
     sources: tuple[PageSource, ...] = ()  # other stores to get them from
     loading: LoadInProgress | None = None  # what the store was asked to bring from lower tiers
     loaded_from: int = 0  # page of the fetch from which on that was
@@ -242,6 +247,11 @@ class Sequence:
         if self.window is not None and self.must_be_in_parts:
             return (), min(self.pages_needed, self.window.part)
         return self.reusable_keys(), self.pages_needed
+
+    @property
+    def coming(self) -> int:
+        """Full pages that a prefill worker makes, and all before them: it begins behind these, or not at all."""
+        return min(self.fetch_goal, len(self.reusable_keys())) if self.prefilled_remotely else 0
 
     @property
     def table_pages(self) -> int:

@@ -6,35 +6,44 @@ from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.sliding_window import SlidingWindow
 from engine.step.block_table import BlockTable
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
+from kvstore.window_groups import WindowGroups
 
 
 class SequencePages:
     """Lends pages of the device to sequences and takes them back."""
 
-    def __init__(self, num_pages: int, page_size: int, window: SlidingWindow | None, *, tell_tokens: bool) -> None:
-        """`window`: what every layer of the model has; none: some layer attends to all. `tell_tokens`: events of cached
-        pages have their tokens."""
+    def __init__(
+        self, num_pages: int, page_size: int, window: SlidingWindow | None, groups: WindowGroups, *, tell_tokens: bool
+    ) -> None:
+        """`window`: what every layer of the model has; none: some layer attends to all. `groups`: those that have one
+        beside it. `tell_tokens`: events of cached pages have their tokens."""
         self.blocks = DeviceBlockManager(num_pages, tell_tokens=tell_tokens)
         self.total = num_pages
-        self._page_size, self._window = page_size, window
+        self._page_size, self._window, self._groups = page_size, window, groups
 
     def can_hold(self, sequence: Sequence) -> bool:
         """Whether the sequence, or of it what its window looks at, has room if it is the only one."""
-        return sequence.total_pages <= self.total or (self._window is not None and self._window.fits)
+        # A sequence that is resumed may have to compute all its tokens, with the window pages of each.
+        most = sequence.total_pages * (1 + self._groups.count)
+        return most <= self.total or (self._window is not None and self._window.fits)
 
     def reserve(self, sequence: Sequence) -> list[DuplicatePage] | None:
         """Lend pages for every known token, or for a part of them, the cached prefix among them; all or nothing. If the
         whole prefix is here, so may be the beginning of the page after it: that is copied."""
         keys, needed = sequence.reservation()
         in_parts = sequence.must_be_in_parts
-        cached = self.blocks.match(keys)
-        whole = cached == len(keys) and not sequence.unscored and not in_parts
+        cached = self._groups.match(self.blocks, keys)
+        whole = cached == len(keys) and not sequence.unscored and not in_parts and not self._groups.count
         rest = sequence.partial_key(len(sequence.tokens) - 1) if whole else b""
         beginning = self.blocks.find_beginning(rest) if rest else None
-        pages = self.blocks.allocate_with_prefix(keys, needed)
-        if pages is None:
+        allocation = self._groups.allocate(self.blocks, keys, needed, sequence.coming)
+        if allocation is None:
             return None
-        sequence.pages, sequence.in_limbo = BlockTable(pages), self.blocks.in_limbo(pages[cached:])
+        pages, _, window_pages, first = allocation
+        sequence.pages = BlockTable(pages)
+        sequence.window_pages = BlockTable(window_pages, first * self._groups.count)
+        fresh = window_pages[max(0, cached - first) * self._groups.count :]
+        sequence.in_limbo = self.blocks.in_limbo([*pages[cached:], *fresh])
         sequence.known_at_first, sequence.in_parts = len(sequence.tokens), in_parts
         sequence.computed = cached * self._page_size
         sequence.cached_pages = cached
@@ -47,10 +56,12 @@ class SequencePages:
     def grow(self, sequence: Sequence, pages: int | None = None) -> bool:
         """Lend the pages that its table should have and lacks, or those up to so many. Return whether there were as
         many."""
-        grown = self.blocks.allocate((sequence.table_pages if pages is None else pages) - len(sequence.pages))
+        count = (sequence.table_pages if pages is None else pages) - len(sequence.pages)
+        grown = self.blocks.allocate(count * (1 + self._groups.count))
         if grown is None:
             return False
-        sequence.pages.extend(grown)
+        sequence.pages.extend(grown[:count])
+        sequence.window_pages.extend(grown[count:])
         sequence.in_limbo += self.blocks.in_limbo(grown)
         return True
 
@@ -67,7 +78,16 @@ class SequencePages:
             # A sequence below a cached page must refer to it. Otherwise the page would count as free once its maker has
             # gone.
             sequence.pages.exchange(page, self.blocks.deduplicate(key, sequence.pages[page]))
+            self._cache_windows(sequence, page)
             sequence.cached_pages = page + 1
+
+    def _cache_windows(self, sequence: Sequence, page: int) -> None:
+        """The same for the window pages beside a page, unless they were given back."""
+        main, table = sequence.keys[page], sequence.window_pages
+        for entry, key in enumerate(self._groups.keys([main]), page * self._groups.count):
+            if entry >= table.first:
+                self.blocks.cache_block(key, main, table[entry], apart=True)
+                table.exchange(entry, self.blocks.deduplicate(key, table[entry]))
 
     def share_beginnings(self, sequence: Sequence) -> None:
         """Let others copy the page in which the tokens that the attempt began with end: with the last of these, which a
@@ -79,21 +99,30 @@ class SequencePages:
     def give_back_unseen(self, sequence: Sequence) -> None:
         """Take back the pages that no layer looks at any more. Copies of them that are under way have references of
         their own."""
-        if self._window is None:
-            return
-        unseen = sequence.pages.give_back(self._window.first_page(sequence.computed))
+        self.give_back_windows(sequence)
+        if self._window is not None:
+            self._take_back(sequence, sequence.pages.give_back(self._window.first_page(sequence.computed)))
+
+    def give_back_windows(self, sequence: Sequence) -> None:
+        """Take back the window pages that no layer looks at any more."""
+        if self._groups.count:
+            first = self._groups.first_page(sequence.computed) * self._groups.count
+            self._take_back(sequence, sequence.window_pages.give_back(first))
+
+    def _take_back(self, sequence: Sequence, unseen: list[int]) -> None:
         self.blocks.free(unseen)
         if sequence.in_limbo:
             sequence.in_limbo = [page for page in sequence.in_limbo if page not in unseen]
 
     def release(self, sequence: Sequence) -> None:
         """Take back all."""
-        self.blocks.free(sequence.pages.held)
-        sequence.pages, sequence.in_limbo = BlockTable(), []
+        self.blocks.free([*sequence.pages.held, *sequence.window_pages.held])
+        sequence.pages, sequence.window_pages, sequence.in_limbo = BlockTable(), BlockTable(), []
 
     def validate(self, sequence: Sequence) -> None:
         """Raise AssertionError unless it has the pages that its phase and progress ask for. For tests."""
         pages = sequence.pages
+        assert len(sequence.window_pages) == len(pages) * self._groups.count, sequence.name
         if pages.first:
             assert self._window is not None
             assert pages.first <= self._window.first_page(sequence.computed), sequence.name

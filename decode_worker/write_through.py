@@ -36,6 +36,9 @@ class _PageWrite:
         sequence, now = self.sequence, self.sequence.pages
         if not now:
             return self.pages
+        if self.store.apart:
+            gone = self.table is not sequence.window_pages
+            return self.pages[: len(self.pages) if gone else max(0, self.table.first - self.start)]
         if sequence.window is None:  # if it was preempted and resumed, it refers to the same pages again
             return []
         if now is self.table:
@@ -70,12 +73,30 @@ class WriteThrough:
         for start in range(first, full, MAX_KEYS_PER_CALL):
             end = min(start + MAX_KEYS_PER_CALL, full)
             store = StorePages(next(self._numbers), sequence.parent_of(start), sequence.keys[start:end], hold=False)
-            pages = sequence.pages[start:end]
-            self._blocks.incref(pages)
-            self._under_way[store.lease] = _PageWrite(store, pages, sequence, sequence.pages, start, now)
-            calls += self.copies.add_copies(store.start())
-            for index, page in enumerate(pages):
-                calls += self.copies.add_copies(store.offer(index, page))
+            calls += self._begin(_PageWrite(store, sequence.pages[start:end], sequence, sequence.pages, start, now))
+        return calls + self._store_windows(sequence, first, full, now)
+
+    def _store_windows(self, sequence: Sequence, first: int, full: int, now: float) -> list[CallStore]:
+        """The same for window pages: those that a sequence needs which goes on behind page `full`, or behind those that
+        this one was to fetch."""
+        groups, table = sequence.groups, sequence.window_pages
+        calls: list[CallStore] = []
+        for end in sorted({min(sequence.branch, full), full}) if groups.count else ():
+            first = max(first, groups.first_page(end * self._page_size), -(-table.first // groups.count))
+            keys = groups.keys(sequence.keys[first:end])
+            for at in range(0, len(keys), MAX_KEYS_PER_CALL):
+                part, start = keys[at : at + MAX_KEYS_PER_CALL], first * groups.count + at
+                store = StorePages(next(self._numbers), b"", part, hold=False, apart=True)
+                calls += self._begin(_PageWrite(store, table[start : start + len(part)], sequence, table, start, now))
+            first = max(first, end)
+        return calls
+
+    def _begin(self, write: _PageWrite) -> list[CallStore]:
+        self._blocks.incref(write.pages)
+        self._under_way[write.store.lease] = write
+        calls = self.copies.add_copies(write.store.start())
+        for index, page in enumerate(write.pages):
+            calls += self.copies.add_copies(write.store.offer(index, page))
         return calls
 
     def handle(self, lease: int, event: TransferEvent, now: float) -> list[CallStore]:

@@ -49,6 +49,7 @@ from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
 from engine.spec import ModelSpec
 from engine.step.batch import Batch, Chunk, Sampled, TokenDraw, flatten
 from kvstore.layout import PageLayout
+from kvstore.window_groups import NO_GROUPS
 
 FittingPages: TypeAlias = "Callable[[Callable[[int], Engine]], int]"
 """Returns the number of pages. Gets a function that makes an engine with so many pages on the same weights."""
@@ -91,6 +92,7 @@ class Engine:
         """With `native`, kernels of our own do what they can do here; without, torch does everything."""
         self.config = config
         self.window = config.widest_window
+        self.groups = NO_GROUPS
         self.layout = layout
         self.fingerprint = fingerprint
         self.numerics = f"torch-{NUMERICS_VERSION}/{torch_digest(str(pool.device))}"

@@ -26,6 +26,7 @@ from engine.step.batch import Chunk, Sampled
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy
 from kvstore.layout import PageLayout
+from kvstore.window_groups import WindowGroups
 
 PromptScores: TypeAlias = Mapping[int, Sequence[PromptTokenLogprob]]
 VerifiedDraws: TypeAlias = Mapping[int, Sequence[Sampled | None]]
@@ -97,6 +98,7 @@ class Runner(Protocol):
     vocab_size: int
     max_positions: int
     window: int | None  # positions that no layer looks beyond, a token's own included; none: a layer attends to all
+    groups: WindowGroups  # of its layers, with pages of their own
     device: str  # such as "cpu" or "cuda:1"
     overlaps: bool
     """Steps and copies go on beside the worker's loop. Steps are timed by the device's own clock."""

@@ -168,4 +168,5 @@ def _cost(model: StepCostModel, page_size: int) -> PageSeconds:
 
 def _chunk(job: PrefillRequest, pages: int) -> Chunk:
     end = job.ready + pages
-    return Chunk(job.tokens[job.computed : end * job.page_size], job.computed, job.pages, adapter=job.adapter)
+    tokens = job.tokens[job.computed : end * job.page_size]
+    return Chunk(tokens, job.computed, job.pages, adapter=job.adapter, window_pages=job.window_pages)

@@ -25,6 +25,7 @@ from baton.messages import MAX_KEYS_PER_CALL, AttemptHeld, AttemptName, PageSour
 from engine.step.block_table import BlockTable
 from kvstore.client.transfer import PageFetch, PrefixLookup, StorePages
 from kvstore.load_or_recompute import LoadInProgress
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 
 
 class PrefillPhase(Enum):
@@ -48,6 +49,8 @@ class PrefillRequest:
     arrival: float  # seconds
     deadline: float | None
     pages: BlockTable
+    groups: WindowGroups = NO_GROUPS
+    window_pages: BlockTable = field(default_factory=BlockTable)  # of the groups with a window
     adapter: str = ""  # digest of the LoRA adapter that it is computed with
     owner: str = ""  # incarnation of the router that ordered it
     phase: PrefillPhase = PrefillPhase.LOOKUP
@@ -61,9 +64,10 @@ class PrefillRequest:
     lookup: PrefixLookup | None = None
     fetch: PageFetch | None = None
     store: StorePages | None = None
-    committed: int = 0  # pages from the start that are in the store; where the write begins
+    committed: int = 0  # pages from the start that are in the store, then window pages; where the write begins
     lost_at: int = 0  # the most it had there when the store gave them to others; as far it has to come to go on
     offered: int = 0  # pages from the start that were handed to a write
+    branch: int = 0  # pages from the start that another prompt has made, of which the store lacks window pages
     window: int = MAX_KEYS_PER_CALL  # pages per write
     line_number: int | None = (
         None  # the number under which it waits in the store's line for slots, once it has asked for any
@@ -93,6 +97,33 @@ class PrefillRequest:
     def ready(self) -> int:
         """Pages from the start whose contents lie complete on the device."""
         return self.computed // self.page_size if self.pending else self.total
+
+    @property
+    def to_keep(self) -> list[int]:
+        """The pages whose window pages the store gets: those that a prompt needs which goes on behind the last full
+        page, or behind `branch`."""
+        first, lowest = self.groups.first_page, -(-self.window_pages.first // max(1, self.groups.count))
+        behind = range(first(self.full * self.page_size), self.total)
+        branch = range(max(lowest, first(self.branch * self.page_size)), min(self.branch, behind.start))
+        return [*branch, *behind] if self.groups.count else []
+
+    @property
+    def to_commit(self) -> int:
+        """What the store must have in the end: all pages, then window pages."""
+        return self.total + len(self.to_keep) * self.groups.count
+
+    @property
+    def to_offer(self) -> int:
+        """How many of these lie complete on the device."""
+        return self.ready if self.pending else self.to_commit
+
+    def to_write(self, first: int, last: int) -> tuple[Sequence[bytes], Sequence[int]]:
+        """Keys and device pages of these, by their places in that order. They are all pages, or all window pages."""
+        if first < self.total:
+            return self.keys[first:last], self.pages[first:last]
+        part, count, to_keep = slice(first - self.total, last - self.total), self.groups.count, self.to_keep
+        pages = [self.window_pages[page * count + group] for page in to_keep for group in range(count)]
+        return self.groups.keys([self.keys[page] for page in to_keep])[part], pages[part]
 
     def mark_complete(self, pages: int) -> None:
         """So many pages from the start lie complete on the device. The last one may be partial."""

@@ -25,6 +25,7 @@ from baton.messages import (
     Heartbeat,
     LoadReport,
     LowerTier,
+    PageSource,
     Prefill,
     Prefilled,
     Refused,
@@ -56,6 +57,7 @@ from kvstore.client.transfer import (
 )
 from kvstore.keys import prompt_keys, unpack_tokens
 from kvstore.load_or_recompute import LoadInProgress, LoadRegret, choose_load_length
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from prefill_worker import shared_prefix
 from prefill_worker.chunking import build_batch
 from prefill_worker.last_chunk import CopyRate
@@ -104,17 +106,20 @@ class PrefillScheduler:
         calibration: Sequence[StepSample] = (),
         vocab_size: int | None = None,
         copies_overlap: bool = False,
+        groups: WindowGroups = NO_GROUPS,
         adapters: Collection[str] = (),
         recompute_share: float = 0.0,
     ) -> None:
         """`calibration`: steps that were run before there was any work. `vocab_size`, where known: a token id of an
         order must be lower, because it would fail the whole step. `copies_overlap`: copies are made beside steps.
-        `adapters`: digests of those that orders may name. `recompute_share`: part of the pages that is checked."""
+        `groups`: those of the model's layers that attend to a window. `adapters`: digests of those that orders may
+        name. `recompute_share`: part of the pages that is checked."""
         self._config = config
         self._vocab_size = vocab_size
         self._adapters = adapters
         self._page_size = page_size
         self._num_pages = num_pages
+        self._groups = groups
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._requests = AttemptTable[PrefillRequest]()
         self._owners: dict[int, PrefillRequest] = {}  # by lease
@@ -197,26 +202,28 @@ class PrefillScheduler:
             failed = AttemptFailed(*_named(name), StoreGone.reason, "this worker's node has no store now")
             return [*commands, SendToRouter(failed, router)]
         keys = prompt_keys(order.root, order.tokens, self._page_size)
-        if len(keys) > self._slots:
+        first = self._groups.first_page(len(tokens) // self._page_size * self._page_size)
+        window_pages = (len(keys) - first) * self._groups.count
+        if len(keys) + window_pages > self._slots:
             # No window helps: pages keep the pages before them, so a chain must fit as a whole.
-            message = f"the prompt takes {len(keys)} pages and the node's arena has {self._slots}"
+            message = f"the prompt takes {len(keys) + window_pages} pages and the node's arena has {self._slots}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
-        if len(keys) > self._num_pages:
-            message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
+        if (needed := len(keys) * (1 + self._groups.count)) > self._num_pages:
+            message = f"the prompt takes {needed} pages and this worker has {self._num_pages}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         active = self._active
         waits = self._fairness.must_wait(router, Counter(job.owner for job in active), now)
         full = waits or len(active) >= self._config.max_num_seqs
-        allocation = None if full else shared_prefix.allocate_shared(self._blocks, keys, active)
+        allocation = None if full else self._allocate(keys)
         if allocation is None and not full and (cancels := self._refill.give_way()) is not None:
             commands += cancels
-            allocation = shared_prefix.allocate_shared(self._blocks, keys, active)
+            allocation = self._allocate(keys)
         if allocation is None:
             self._fairness.refused(router, now)
             message = f"{len(active)} prompts are being computed and {self._blocks.available} pages are free"
             return [*commands, SendToRouter(Refused(*_named(name), "busy", message), router)]
         self._fairness.admitted(router)
-        pages, complete = allocation
+        pages, complete, table = allocation
         job = PrefillRequest(
             name=name,
             owner=router,
@@ -227,15 +234,33 @@ class PrefillScheduler:
             arrival=now,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             pages=BlockTable(pages),
+            groups=self._groups,
+            window_pages=table,
             sources=order.sources,
             adapter=order.adapter,
             progressed_at=now,
             window=self._window,
         )
         job.mark_complete(complete)
-        job.in_limbo = self._blocks.in_limbo(pages[complete:])
+        job.in_limbo = self._blocks.in_limbo([*pages[complete:], *table[complete * self._groups.count :]])
         self._requests.add(job)
         return commands + self._start_lookup(job)
+
+    def _allocate(self, keys: Sequence[bytes]) -> tuple[list[int], int, BlockTable] | None:
+        """Device pages for a prompt, all or nothing, how many of them are complete, and its window pages."""
+        if not self._groups.count:
+            allocation = shared_prefix.allocate_shared(self._blocks, keys, self._active)
+            return None if allocation is None else (*allocation, BlockTable())
+        if (allocation := self._groups.allocate(self._blocks, keys, len(keys))) is None:
+            return None
+        pages, cached, window_pages, first = allocation
+        return pages, cached, BlockTable(window_pages, first * self._groups.count)
+
+    @property
+    def _sharing(self) -> list[PrefillRequest]:
+        """The prompts that share device pages with others at hand. Where layers have groups none does: of what one has
+        loaded, another one lacks the window pages in its middle."""
+        return [] if self._groups.count else self._active
 
     # --- prompts that begin alike -----------------------------------------------------------------------------------
 
@@ -250,7 +275,10 @@ class PrefillScheduler:
         for page in range(before, min(job.ready, job.full)):
             tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
             self._blocks.cache_block(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
-        shared_prefix.mark_complete(job, self._active)
+            for entry, key in enumerate(self._groups.keys([job.keys[page]]), page * self._groups.count):
+                if entry >= job.window_pages.first:
+                    self._blocks.cache_block(key, job.keys[page], job.window_pages[entry], apart=True)
+        shared_prefix.mark_complete(job, self._sharing)
 
     def _wake(self, now: float) -> list[PrefillCommand]:
         """Resume the waiters for pages that are complete or have lost their maker, the most urgent first. Otherwise
@@ -258,7 +286,7 @@ class PrefillScheduler:
         waiting = [job for job in self._requests.values() if job.phase is PrefillPhase.WAITING]
         commands: list[PrefillCommand] = []
         for job in sorted(waiting, key=lambda job: (job.priority, job.arrival)):
-            job.waits_for = shared_prefix.computing_request(job, self._active)
+            job.waits_for = shared_prefix.computing_request(job, self._sharing)
             if job.waits_for is None:
                 job.progressed_at = now
                 commands += self._advance(job)
@@ -281,7 +309,7 @@ class PrefillScheduler:
         commands: list[PrefillCommand] = []
         if lookup.undecided:
             runs = lookup.runs
-            spared = max(0, shared_prefix.pages_not_to_compute(job, self._active) - lookup.here)
+            spared = max(0, shared_prefix.pages_not_to_compute(job, self._sharing) - lookup.here)
             rate = self._step_costs.rate(lookup.here * self._page_size)
             choice = choose_load_length(runs, self._page_bytes, self._page_size, rate, spared)
             commands = [CallStore(call) for call in lookup.decide(choice.pages)]
@@ -297,12 +325,12 @@ class PrefillScheduler:
     def _looked_up(self, job: PrefillRequest, hits: int, now: float) -> list[PrefillCommand]:
         """The store has, and holds for us, a prefix of `hits` pages."""
         job.stored = job.committed = job.offered = hits
-        return self._finish(job, now) if hits == job.total else self._advance(job)
+        return self._finish(job, now) if hits == job.to_commit else self._advance(job)
 
     def _advance(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Bring what the store has to the device, as far as computing the rest needs it, and compute the rest; unless
         another prompt is making the same pages."""
-        job.waits_for = shared_prefix.computing_request(job, self._active)
+        job.waits_for = shared_prefix.computing_request(job, self._sharing)
         if job.waits_for is not None:
             job.phase = PrefillPhase.WAITING
             return []
@@ -310,7 +338,12 @@ class PrefillScheduler:
         if hits <= have:
             return self._compute(job)
         job.phase = PrefillPhase.LOADING
-        job.fetch = PageFetch(self._leases, job.keys[have:hits], job.pages[have:hits], wait=False)
+        groups = self._groups
+        first = max(have, groups.first_page(min(hits * self._page_size, len(job.tokens))))
+        pages = job.pages[have:hits] + job.window_pages[first * groups.count : hits * groups.count]
+        apart = groups.keys(job.keys[first:hits])
+        sources = [PageSource(s.store, s.endpoint, s.pages - have) for s in job.sources if apart and s.pages >= hits]
+        job.fetch = PageFetch(self._leases, job.keys[have:hits], pages, False, b"", sources, apart=apart)
         return self._ask(job, job.fetch.leases, job.fetch.start())
 
     def _compute(self, job: PrefillRequest) -> list[PrefillCommand]:
@@ -319,12 +352,17 @@ class PrefillScheduler:
 
     def _reserve(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Ask for slots for the next pages that the store lacks."""
-        first, last = job.committed, min(job.committed + job.window, job.total)
-        parent, keys = job.keys[first - 1] if first else b"", job.keys[first:last]
+        first, apart = job.committed, job.committed >= job.total
+        last = min(first + job.window, job.to_commit if apart else job.total)
+        parent = job.keys[first - 1] if first and not apart else b""
+        keys, _ = job.to_write(first, last)
         if job.line_number is None:
             job.line_number = next(self._leases)
             self._owners[job.line_number] = job
-        job.store = StorePages(next(self._leases), parent, keys, True, partial=last > job.full, prompt=job.line_number)
+        job.store = StorePages(
+            next(self._leases), parent, keys, True,
+            partial=last > job.full and not apart, prompt=job.line_number, apart=apart,
+        )  # fmt: skip
         job.retry_at = None
         return self._ask(job, (job.store.lease,), job.store.start())
 
@@ -334,9 +372,13 @@ class PrefillScheduler:
         if write is None:
             return []
         commands: list[PrefillCommand] = []
-        for page in range(job.offered, min(job.ready, job.committed + write.count)):
-            commands += self._copies.add_copies(write.offer(page - job.committed, job.pages[page]))
-            job.offered = page + 1
+        last = min(job.to_offer, job.committed + write.count)
+        if last <= job.offered:
+            return []
+        _, pages = job.to_write(job.offered, last)
+        for place, page in enumerate(pages, job.offered):
+            commands += self._copies.add_copies(write.offer(place - job.committed, page))
+        job.offered = last
         return commands
 
     def _window_stored(self, job: PrefillRequest, write: StorePages, now: float) -> list[PrefillCommand]:
@@ -348,7 +390,7 @@ class PrefillScheduler:
         job.holding.append(write.lease)
         job.window = min(2 * job.window, self._window)  # another prompt may have needed the share
         job.store = None
-        if job.committed == job.total:
+        if job.committed == job.to_commit:
             return commands + self._finish(job, now)
         return commands + self._reserve(job) + self._offer_pages(job)
 
@@ -384,8 +426,7 @@ class PrefillScheduler:
         job.in_step = False  # where others have sealed its pages meanwhile: the end of the step must not revive it
         left, job.line_number = self._drop(job.line_number) if job.line_number is not None else [], None
         self._recomputation.note(job.tokens, job.keys, min(job.ready, job.full), job.adapter)
-        self._blocks.free(job.pages)
-        job.pages = BlockTable()
+        self._free(job)
         hit = job.total - -(-job.computed_here // self._page_size)
         self._hit += hit
         self._hit_in_store += min(hit, job.stored)
@@ -437,17 +478,27 @@ class PrefillScheduler:
         return []
 
     def _fetch_went_on(self, job: PrefillRequest, fetch: PageFetch, event: TransferEvent) -> list[PrefillCommand]:
-        before = fetch.covered
+        before = fetch.usable
         commands: list[PrefillCommand] = [*self._copies.add_copies(fetch.handle(event))]
         if fetch.undecided:
-            fetch.decide(0)  # what was worth loading has been loaded
+            # What was worth loading of the chain has been loaded. Of use it is with its window pages alone.
+            pages = sum(run.pages for run in fetch.runs) if self._groups.count else 0
+            commands += [CallStore(call) for call in fetch.decide(pages)]
         ready = job.ready
-        job.mark_complete(ready + fetch.covered - before)
+        if fetch.usable > before:
+            first = self._groups.first_page(min((ready + fetch.usable) * self._page_size, len(job.tokens)))
+            self._blocks.free(job.window_pages.give_back(first * self._groups.count))  # those that were not loaded
+        job.mark_complete(ready + fetch.usable - before)
         self._gained(job, ready)
         if fetch.ended:
             job.fetch = None
+            if self._groups.count and not fetch.complete:
+                job.branch = job.stored
+                if job.to_commit > self._slots:
+                    job.branch = 0
             commands += [c for lease in fetch.leases for c in self._drop(lease)]
-            job.in_limbo = self._copies.busy(job.pages)  # where copies under way still write
+            # Where copies under way still write.
+            job.in_limbo = self._copies.busy([*job.pages, *job.window_pages.held])
             commands += self._compute(job)
         return commands
 
@@ -557,10 +608,13 @@ class PrefillScheduler:
     def _drop_request(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Free everything it holds. Its complete pages stay cached, here and in the store."""
         self._requests.remove(job)
-        self._blocks.free(job.pages)
-        job.pages = BlockTable()
+        self._free(job)
         leases = [lease for lease, owner in self._owners.items() if owner is job]
         return [c for lease in leases for c in self._drop(lease)]
+
+    def _free(self, job: PrefillRequest) -> None:
+        self._blocks.free([*job.pages, *job.window_pages.held])
+        job.pages, job.window_pages = BlockTable(), BlockTable()
 
     def _fail(self, job: PrefillRequest, reason: str, message: str) -> list[PrefillCommand]:
         return [*self._drop_request(job), SendToRouter(AttemptFailed(*_named(job.name), reason, message), job.owner)]
@@ -605,8 +659,8 @@ class PrefillScheduler:
         active = self._active
         load = replace(
             self._load(active),
-            pages_free=self._blocks.available,
-            pages_total=self._num_pages,
+            pages_free=self._blocks.available // (1 + self._groups.count),
+            pages_total=self._num_pages // (1 + self._groups.count),
             prefill_rate=self._step_costs.rate(),
             steps=self._step_costs.last,
         )
@@ -669,9 +723,9 @@ class PrefillScheduler:
             assert (job.phase is PrefillPhase.WAITING) == (job.waits_for is not None), job.name
             assert (job.fetch is not None) == (job.phase is PrefillPhase.LOADING), job.name
         active = self._active
-        shared_prefix.validate(active)
+        shared_prefix.validate(self._sharing)
         self._refill.validate()
-        referenced = {page for job in active for page in job.pages}
+        referenced = {page for job in active for page in (*job.pages, *job.window_pages.held)}
         referenced |= {*self._refill.pages, *self._recomputation.pages}
         assert self._blocks.stats().referenced == len(referenced)
         jobs = {id(job) for job in self._requests.values()}

@@ -6,12 +6,13 @@ any other digest below its chunk has read a wrong, stale or half-copied page, an
 
 # pyright: strict
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from engine.step.batch import Chunk
 from engine.step.block_table import BlockTable
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, CopyIn
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from simulator.transport import SlotMemory
 
 
@@ -46,11 +47,14 @@ class PageMemory:
 
 
 class CheckingDevice:
-    """A worker's device pages, and a model whose layers look at the last `window` positions, or at all."""
+    """A worker's device pages, and a model whose layers look at the last `window` positions, or at all. Beside these it
+    may have `groups` of layers with a window and pages of their own."""
 
-    def __init__(self, num_pages: int, page_size: int, window: int | None = None) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, window: int | None = None, groups: WindowGroups = NO_GROUPS
+    ) -> None:
         self.pages = [[0] * page_size for _ in range(num_pages)]
-        self._page_size, self._window = page_size, window
+        self._page_size, self._window, self._groups = page_size, window, groups
 
     def compute(self, known: Sequence[int], chunk: Chunk) -> int:
         """Check the pages below a chunk of the tokens `known` that it looks at, and write those of the chunk. Return
@@ -62,7 +66,26 @@ class CheckingDevice:
         assert list(chunk.tokens) == list(known[chunk.start : chunk.end])
         for position in range(chunk.start, chunk.end):
             self.pages[chunk.pages[position // size]][position % size] = expected[position]
+        for position, (page, at), group in self.window_places(chunk):
+            right = self.in_window(expected[position], group)
+            if position < chunk.start:
+                assert self.pages[page][at] == right, f"a wrong page of group {group} was read at position {position}"
+            self.pages[page][at] = right
         return expected[chunk.end - 1]
+
+    def window_places(self, chunk: Chunk) -> Iterator[tuple[int, tuple[int, int], int]]:
+        """Each position that a group with a window reads or writes, where that is, and the group."""
+        count, size = self._groups.count, self._page_size
+        first = max(0, chunk.start - self._groups.tokens + 1) if count else chunk.end
+        if isinstance(chunk.window_pages, BlockTable):
+            assert chunk.window_pages.first <= first // size * count, "a window page was given back"
+        for position in range(first, chunk.end):
+            for group in range(count):
+                yield position, (chunk.window_pages[position // size * count + group], position % size), group
+
+    def in_window(self, digest: int, group: int) -> int:
+        """What that group keeps where others keep `digest`."""
+        return ~digest - group
 
     def first_read(self, chunk: Chunk) -> int:
         """The first position that the chunk looks at."""

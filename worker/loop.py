@@ -162,7 +162,7 @@ class WorkerLoop:
             layout.page_bytes,
             runner.vocab_size,
             longest,
-            self.num_pages,
+            self.num_pages // (1 + runner.groups.count),
             self.calibration,
             runner.has_lm_head,
             0 if window is None else SlidingWindow(window, config.pages.page_size, self.num_pages).pages,

@@ -78,6 +78,7 @@ def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) ->
         calibration=worker.calibration,
         vocab_size=worker.runner.vocab_size,
         copies_overlap=worker.runner.copies_overlap,
+        groups=worker.runner.groups,
         adapters=worker.adapters.digests,
         recompute_share=config.pages.recompute_share,
     )
@@ -114,6 +115,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         grammars=worker.grammars,
         copies_overlap=worker.runner.copies_overlap,
         window=worker.runner.window,
+        groups=worker.runner.groups,
         fixed_borders=worker.runner.fixed_borders,
         adapters=worker.adapters.digests,
         recompute_share=config.pages.recompute_share,

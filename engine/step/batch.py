@@ -145,7 +145,8 @@ class Chunk(Struct, frozen=True, gc=False):
     already. More pages than that may be given. A sequence that is computed in many steps keeps a `BlockTable`, which is
     of no other chunk of the same step. With `sample`, a token is drawn to follow the chunk's last. `scoring` never
     includes the token that follows the chunk's last if that one is drawn. `adapter` is the digest of the LoRA adapter
-    that the sequence is computed with; "" is the plain model.
+    that the sequence is computed with; "" is the plain model. `window_pages` are those of the groups of layers with a
+    window, side by side for each of `pages` (`kvstore.window_groups`). Those that no token looks at are any.
 
     With `verify`, the chunk's last tokens are proposals, one for each of these draws. A token is drawn after every one
     of them, by `sample` after the last, and after the token before them.
@@ -164,6 +165,7 @@ class Chunk(Struct, frozen=True, gc=False):
     follows: int | None = None
     adapter: str = ""
     verify: Sequence[TokenDraw] = ()
+    window_pages: Sequence[int] = ()
 
     @property
     def end(self) -> int:

@@ -35,10 +35,13 @@ class BlockTable(Sequence[int]):
     first: int
     """How many entries from the start were given back."""
 
-    def __init__(self, pages: Iterable[int] = ()) -> None:
-        self._count = self._checked = self._limit = self.first = 0
+    def __init__(self, pages: Iterable[int] = (), first: int = 0) -> None:
+        """`first` entries before `pages` were never held."""
+        self._count = self._checked = self._limit = 0
         self._move(np.empty(_FEWEST, np.int64))
+        self.extend([0] * first)
         self.extend(pages)
+        self.first = first
 
     def __len__(self) -> int:
         return self._count

@@ -6,6 +6,8 @@ caches, warm-up.
 
 # pyright: reportMissingImports=false
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import UnsupportedModel
@@ -25,10 +27,11 @@ _MLA_ON_CPU = {
 NULL_BLOCKS = 1  # vLLM keeps its first block for padding; page i is block i + 1
 
 
-def bring_up(order: Load) -> tuple[Any, Any, int]:
-    """Return vLLM's configuration, its executor, which holds the loaded model, and the model's context in tokens. The
-    configuration names a shorter one where there are fewer pages. Raises UnsupportedModel for a model whose layers keep
-    other K and V than one kind of pages, and for a page size that vLLM's kernels don't take."""
+def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
+    """Return vLLM's configuration, its executor, which holds the loaded model, the model's context in tokens, and the
+    windows of its groups of layers, 0 for the group without one. The configuration names a shorter context where there
+    are fewer pages. Raises UnsupportedModel for a model whose layers keep other K and V than pages have, and for a page
+    size that vLLM's kernels don't take."""
     import vllm
 
     if Installation(vllm.__version__).is_wrong:
@@ -70,13 +73,20 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
         # What VLLM_KV_CACHE_LAYOUT would do; without it vLLM prefers other layouts.
         config.cache_config.kv_cache_layout = _BLOCKWISE
     layout = core.resolve_kv_cache_layout(config, supported, [one for worker in specs for one in worker.values()])
+    has_windows = order.device == "cpu" and _has_windows(specs[0])
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not has_windows
     more: list[Any] = []
     if hasattr(core, "get_global_kv_cache_groups"):  # 0.33
-        more.append(core.get_global_kv_cache_groups(config, specs))
-        config.adjust_dcp_kv_cache_interleave_size(*more)
+        more.append(groups := core.get_global_kv_cache_groups(config, specs))
+        config.adjust_dcp_kv_cache_interleave_size(groups)
         executor.set_kv_cache_layout(layout.name, config.parallel_config.cp_kv_cache_interleave_size)
     else:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+        groups = get_kv_cache_groups(config, dict(specs[0]))
         executor.set_kv_cache_layout(layout.name)
+    if order.num_pages is not None:
+        config.cache_config.num_gpu_blocks_override = order.num_pages * len(groups) + NULL_BLOCKS
     before = config.model_config.max_model_len
     caches = core.get_kv_cache_configs(config, specs, executor.determine_available_memory(), *more)
     if (fitting := config.model_config.max_model_len) != before:
@@ -84,7 +94,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
     for cache in caches:
         cache.kv_cache_layout = config.cache_config.kv_cache_layout
     whole = generate_scheduler_kv_cache_config(caches)
-    if len(whole.kv_cache_groups) != 1:
+    if len(whole.kv_cache_groups) != 1 and not has_windows:
         raise UnsupportedModel(f"vLLM keeps {len(whole.kv_cache_groups)} kinds of pages for this model; one is served")
     block_size = whole.kv_cache_groups[0].kv_cache_spec.block_size
     if block_size != order.page_size:
@@ -99,7 +109,25 @@ def bring_up(order: Load) -> tuple[Any, Any, int]:
     for request in lora_requests(order).values():
         if request is not None:
             add_adapter(executor, request)
-    return config, executor, context
+    return config, executor, context, _windows(whole.kv_cache_groups)
+
+
+def _has_windows(specs: Mapping[str, Any]) -> bool:
+    """Whether layers with one window stand beside at most as many layers without one, and all keep K and V of one size.
+    Then vLLM makes groups of them, one without a window, each with blocks of its own."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    count = Counter(specs.values())
+    main = sum(layers for kind, layers in count.items() if isinstance(kind, FullAttentionSpec))
+    windowed = sum(layers for kind, layers in count.items() if isinstance(kind, SlidingWindowSpec))
+    alike = len({(kind.page_size_bytes, kind.block_size) for kind in count}) == 1
+    return alike and len(count) == 2 and 0 < main <= windowed
+
+
+def _windows(groups: Sequence[Any]) -> Sequence[int]:
+    """The window of each of vLLM's groups of layers, 0 for the one without; of a single group that is left to vLLM."""
+    windows = [getattr(group.kv_cache_spec, "sliding_window", None) or 0 for group in groups]
+    return windows if len(groups) > 1 else (0,)
 
 
 def engine_arguments(order: Load) -> dict[str, Any]:

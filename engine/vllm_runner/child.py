@@ -70,10 +70,10 @@ class Child:
         self._null = NULL_BLOCKS
         self._duplicates = Fence()
         with lacks_of_memory():
-            self._config, executor, self._context = bring_up(order)
+            self._config, executor, self._context, self._windows = bring_up(order)
         self._ranks = self._copiers = Ranks(executor, order.ranks, order.deadline)
         self.shape = self._ranks.call("baton_prepare")[0]
-        self._steps = Steps(self._ranks, lora_requests(order), companion=order.companion)
+        self._steps = Steps(self._ranks, lora_requests(order), self._windows, companion=order.companion)
 
     @property
     def has_ranks(self) -> bool:
@@ -89,7 +89,7 @@ class Child:
         return Loaded(
             num_pages=pages, **shape, computed_in=str(model.dtype).removeprefix("torch."),
             vocab_size=model.get_vocab_size(), max_positions=self._context, process_ids=self._ranks.process_ids,
-            copies_beside=self.shape["beside"],
+            copies_beside=self.shape["beside"], window_groups=len(self._windows) - 1, window=max(self._windows),
         )  # fmt: skip
 
     def copy_beside(self) -> None:

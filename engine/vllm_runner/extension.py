@@ -169,9 +169,10 @@ class BatonExtension:
         return head_checksums(self._baton_arena.slot(slot)[self._baton_part], self._baton_blocks.shape[1])
 
     def _baton_caches(self) -> Sequence[torch.Tensor]:
-        """[blocks, kv_heads, page_size, 2 · head_dim] of each layer. On a CPU the last two lie otherwise than they
-        say."""
-        return self.model_runner.kv_caches
+        """[blocks, kv_heads, page_size, 2 · head_dim] of each layer of a group: all groups share this memory, and each
+        block is one group's. On a CPU the last two dimensions lie otherwise than they say."""
+        distinct = {cache.data_ptr(): cache for cache in self.model_runner.kv_caches}
+        return [distinct[address] for address in sorted(distinct)]
 
 
 def _blocks(caches: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,15 +16,15 @@ from engine.step.batch import Bits, ComputedMask, Sampled, TokenDraw, TokenMask
 class Row(Struct, frozen=True, gc=False):
     """One chunk. `name` is the runner's own for the sequence. With `appends`, the sequence goes on from its last step:
     its token is the one that was drawn, and `pages` are those it has more than then. Else it is new to vLLM, and
-    `pages` are all of it. With `follows`, its token is the one drawn for that row of the step before, and `tokens` has
-    a 0 in its place."""
+    `pages` are all of it. `window_pages` are those of the other groups of layers, side by side for each page. With
+    `follows`, its token is the one drawn for that row of the step before, and `tokens` has a 0 in its place."""
 
     name: int
     appends: bool
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
-    fresh: int | None  # a page that this step writes first and leaves part empty
+    fresh: Sequence[int]  # pages that this step writes first and leaves part empty
     draw: TokenDraw | None
     targets: Sequence[int] = ()  # prompt tokens to score, the first of which follows token `first` of the chunk
     first: int = 0
@@ -32,6 +32,7 @@ class Row(Struct, frozen=True, gc=False):
     follows: int | None = None
     reported: bool = True  # so is its draw; else it is made because vLLM makes one
     adapter: int = 0  # number of its LoRA adapter, from 1; 0: the plain model
+    window_pages: Sequence[int] = ()
 
 
 class Load(Struct, frozen=True, tag=True):
@@ -139,6 +140,8 @@ class Loaded(Struct, frozen=True, tag=True):
     max_positions: int
     process_ids: Sequence[int] = ()  # of the ranks, where there are several
     copies_beside: bool = False  # the child takes `Beside`
+    window_groups: int = 0  # groups of layers with a window, each with pages of its own
+    window: int = 0  # of these, tokens
 
 
 class Drawn(Struct, frozen=True, tag=True):

@@ -55,6 +55,7 @@ from engine.vllm_runner.mover import VllmMover
 from engine.vllm_runner.process_watch import ProcessWatch
 from engine.vllm_runner.requirements import Installation
 from kvstore.layout import PageLayout
+from kvstore.window_groups import WindowGroups
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class _Known:
     name: int
     end: int  # tokens computed
     pages: list[int]
+    window_pages: list[int]
     token: int | None  # that was drawn then, once that is known
 
 
@@ -135,6 +137,9 @@ class VllmRunner:
         )
         self.tracer = Tracer()
         self.num_pages = loaded.num_pages
+        self.groups = WindowGroups(loaded.window_groups, loaded.window, order.page_size)
+        if self.groups.count:
+            self.fingerprint = _digest(self.fingerprint, f"{loaded.num_layers} layers to a group")
         self.device = device
         self.vocab_size = loaded.vocab_size
         self.max_positions = loaded.max_positions
@@ -381,20 +386,26 @@ class VllmRunner:
         if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.vocab_size:
             raise ValueError(f"a token is not in 0 to {self.vocab_size - 1}")
         pages = list(chunk.pages[:covering])
-        if min(pages) < 0 or max(pages) >= self.num_pages:
+        # What a worker measures at its start has pages alone: there all groups write to these, and nothing reads them.
+        groups = self.groups.count
+        window_pages = list(chunk.window_pages[: covering * groups]) or [page for page in pages for _ in range(groups)]
+        if len(window_pages) < covering * groups:
+            raise ValueError(f"{covering} pages need {covering * groups} window pages, not {len(window_pages)}")
+        if min(*pages, *window_pages, 0) < 0 or max(*pages, *window_pages, 0) >= self.num_pages:
             raise ValueError(f"a page is not in 0 to {self.num_pages - 1}")
-        fresh = pages[-1] if end % page_size and (covering - 1) * page_size >= chunk.start else None
+        begun = end % page_size and (covering - 1) * page_size >= chunk.start
+        fresh = [pages[-1], *window_pages[(covering - 1) * groups :]] if begun else ()
         if chunk.adapter not in self._adapters:
             raise ValueError(f"no LoRA adapter {chunk.adapter} is loaded")
-        name, appends, first_new = self._follow(chunk, pages)
+        name, appends, first_new = self._follow(chunk, pages, window_pages)
         scoring = chunk.scoring
         targets, first, top = ((), 0, 0) if scoring is None else (scoring.targets, scoring.first, scoring.top)
         return Row(
             name, appends, list(chunk.tokens), chunk.start, pages[first_new:], fresh, None, list(targets), first, top,
-            chunk.follows, adapter=self._adapters[chunk.adapter],
+            chunk.follows, adapter=self._adapters[chunk.adapter], window_pages=window_pages[first_new * groups :],
         )  # fmt: skip
 
-    def _follow(self, chunk: Chunk, pages: list[int]) -> tuple[int, bool, int]:
+    def _follow(self, chunk: Chunk, pages: list[int], window_pages: list[int]) -> tuple[int, bool, int]:
         """The row's name, whether it goes on from its last step, and the first page that vLLM does not know."""
         table = chunk.pages
         if not isinstance(table, BlockTable):
@@ -408,13 +419,14 @@ class VllmRunner:
             and known.end == chunk.start
             and (chunk.follows is not None or (known.token is not None and list(chunk.tokens) == [known.token]))
             and pages[: len(known.pages)] == known.pages
+            and window_pages[: len(known.window_pages)] == known.window_pages
         )
         if known is None:
             self._named += 1
-            known = self._known[table] = _Known(self._named, 0, [], None)
+            known = self._known[table] = _Known(self._named, 0, [], [], None)
             weakref.finalize(table, self._gone.append, known.name)
         first_new = len(known.pages) if appends else 0
-        known.end, known.pages, known.token = chunk.end, pages, None
+        known.end, known.pages, known.window_pages, known.token = chunk.end, pages, window_pages, None
         return known.name, appends, first_new
 
 

@@ -19,15 +19,18 @@ from engine.vllm_runner.bring_up import NULL_BLOCKS, add_adapter, lora_request
 from engine.vllm_runner.messages import Drawn, Row, Step
 from engine.vllm_runner.ranks import Ranks
 
-_COMPANION = Row(-1, False, [0], 0, [-NULL_BLOCKS], None, None)  # it fills the first token of the block for padding
+_COMPANION = Row(-1, False, [0], 0, [-NULL_BLOCKS], (), None)  # it fills the first token of the block for padding
 
 
 class Steps:
     """Runs steps on all ranks. Remembers which requests vLLM knows."""
 
-    def __init__(self, ranks: Ranks, adapters: dict[int, Any], *, companion: bool) -> None:
-        """`adapters`: vLLM's LoRA requests by the numbers that rows have. `companion`: no step has a single row."""
+    def __init__(self, ranks: Ranks, adapters: dict[int, Any], windows: Sequence[int], *, companion: bool) -> None:
+        """`adapters`: vLLM's LoRA requests by the numbers that rows have. `windows`: of its groups of layers, 0 for the
+        one without. `companion`: no step has a single row."""
         self._ranks, self._adapters, self._companion = ranks, adapters, companion
+        self._main, self._groups = windows.index(0), len(windows) - 1
+        self._companion_row = structs.replace(_COMPANION, window_pages=[-NULL_BLOCKS] * self._groups)
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
         self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
         self._named = 0
@@ -77,14 +80,14 @@ class Steps:
         self, numbered: Mapping[int, Row], scores: dict[int, list[PromptTokenLogprob]]
     ) -> tuple[list[str], Mapping[str, Sampled]]:
         """Run these rows. Return their names, and by name the tokens drawn; add to the scores by number."""
-        rows = [*numbered.values(), *[_COMPANION] * (self._companion and len(numbered) == 1)]
+        rows = [*numbered.values(), *[self._companion_row] * (self._companion and len(numbered) == 1)]
         try:
             order, names = self._order(rows)
             named = list(zip(names, rows, strict=True))
             answers = self._ranks.call(
                 "baton_step",
                 order,
-                [row.fresh + NULL_BLOCKS for row in rows if row.fresh is not None],
+                [page + NULL_BLOCKS for row in rows for page in row.fresh],
                 {name: (row.draw, row.start + len(row.tokens)) for name, row in named if row.draw is not None},
                 {name: row for name, row in named if row.targets},
                 {name: len(row.tokens) for name, row in named},
@@ -112,14 +115,14 @@ class Steps:
         cached = CachedRequestData.make_empty()
         names: list[str] = []
         for row in rows:
-            blocks = [page + NULL_BLOCKS for page in row.pages]
+            blocks = self._blocks(row)
             if row.appends and row.name in self._names:
                 name = self._names[row.name]
                 cached.req_ids.append(name)
                 cached.new_token_ids.append([])
                 cached.num_computed_tokens.append(row.start)
                 cached.num_output_tokens.append(self._outputs[row.name])
-                cached.new_block_ids.append((blocks,) if blocks else None)
+                cached.new_block_ids.append(blocks if row.pages else None)
             else:
                 assert not row.appends, "a row that vLLM does not know can't go on"
                 self._forget(row.name)
@@ -136,7 +139,7 @@ class Steps:
                         mm_features=[],
                         sampling_params=parameters,
                         pooling_params=None,
-                        block_ids=(blocks,),
+                        block_ids=blocks,
                         num_computed_tokens=row.start,
                         lora_request=self._adapters[row.adapter],
                         prefill_token_ids=tokens,
@@ -156,6 +159,13 @@ class Steps:
             free_encoder_mm_hashes=[],
         )
         return order, names
+
+    def _blocks(self, row: Row) -> tuple[list[int], ...]:
+        """The blocks of a row's pages, for each of vLLM's groups in its order."""
+        window_blocks = [page + NULL_BLOCKS for page in row.window_pages]
+        groups = [window_blocks[group :: self._groups] for group in range(self._groups)]
+        groups.insert(self._main, [page + NULL_BLOCKS for page in row.pages])
+        return tuple(groups)
 
     def _forget(self, row: int) -> None:
         if (name := self._names.pop(row, None)) is not None:

@@ -54,6 +54,11 @@ class HostPage:
         """It goes with its last hold."""
         return self.node is not None and self.node.value.partial
 
+    @property
+    def apart(self) -> bool:
+        """No page follows it."""
+        return self.node is not None and self.node.value.apart
+
 
 class SlotReservation:
     """A slot that `writer` may be writing to. `node` is none when it is detached or loose."""
@@ -70,11 +75,12 @@ class SlotReservation:
 class HostPageEntry:
     """What a key in the tree stands for. `whole`: its page and all before it are sealed, so others were told of it."""
 
-    __slots__ = ("page", "partial", "reservations", "whole")
+    __slots__ = ("apart", "page", "partial", "reservations", "whole")
 
-    def __init__(self, partial: bool) -> None:
+    def __init__(self, partial: bool, apart: bool = False) -> None:
         self.page: HostPage | None = None
         self.partial = partial
+        self.apart = apart
         self.reservations: list[SlotReservation] = []
         self.whole = False
 
@@ -153,6 +159,28 @@ class HostPagePool:
             result.append(self._take_slot(last, writer))
         if deepest is not None:
             self._lru.unpin(deepest)
+        return result
+
+    def reserve_apart(
+        self, writer: Hashable, keys: Sequence[bytes]
+    ) -> list[HostPage | SlotReservation] | Literal["full"]:
+        """The same for keys of which none follows another one. Nothing is ever below them, and others are not told."""
+        known = [node for key in keys if (node := self._tree.find(key)) is not None]
+        need = len(keys) - sum(node.value.page is not None for node in known)
+        for node in known:
+            self._lru.pin(node)
+        if need > len(self._free) + len(self._lru):
+            for node in known:
+                self._lru.unpin(node)
+            return "full"
+        while len(self._free) < need:
+            self._evict()
+        result: list[HostPage | SlotReservation] = []
+        for key in keys:
+            if (node := self._tree.find(key)) is None:
+                node = self._tree.add_node(key, None, HostPageEntry(False, apart=True))
+                self._lru.insert(node)
+            result.append(self._take_slot(node, writer))
         return result
 
     def reserve_one(self, writer: Hashable, parent: bytes, key: bytes) -> SlotReservation | None:
@@ -296,7 +324,7 @@ class HostPagePool:
             entry = node.value
             assert entry.page is not None or entry.reservations, "a key without a page or a maker"
             above = node.parent is None or node.parent.value.whole
-            assert entry.whole == (entry.page is not None and above and not entry.partial)
+            assert entry.whole == (entry.page is not None and above and not entry.partial and not entry.apart)
             holds = 0
             if entry.page is not None:
                 assert entry.page.node is node
@@ -332,7 +360,7 @@ class HostPagePool:
 
     def _list(self, node: RadixNode[HostPageEntry]) -> None:
         """`node` was sealed: if all before it is, it and the sealed pages that waited below it are whole now."""
-        if node.value.partial or (node.parent is not None and not node.parent.value.whole):
+        if node.value.partial or node.value.apart or (node.parent is not None and not node.parent.value.whole):
             return
         waiting = [node]
         while waiting:

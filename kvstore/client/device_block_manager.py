@@ -47,6 +47,7 @@ class CachedPage:
     key: bytes
     parent: bytes
     page: int
+    apart: bool = False  # no page follows it, and others are not told of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class DeviceBlockManager:
         self._lru: LeafFirstLru[int] = LeafFirstLru()
         self._partial: dict[bytes, int] = {}  # pages by the keys of their beginnings
         self._beginnings: dict[int, set[bytes]] = {}  # the same the other way round
+        self._apart: set[int] = set()  # cached pages of which others are not told
         self._changes = ChangeLog()
         self._epochs = 0  # begun so far
         self._under_way: dict[int, None] = {}  # epochs that have not ended, oldest first
@@ -117,12 +119,15 @@ class DeviceBlockManager:
         """`count` fresh pages with one reference each, or None and no change."""
         return self._take_free(count) if count <= self.available else None
 
-    def cache_block(self, key: bytes, parent: bytes, page: int, tokens: Sequence[int] = ()) -> None:
+    def cache_block(
+        self, key: bytes, parent: bytes, page: int, tokens: Sequence[int] = (), *, apart: bool = False
+    ) -> None:
         """The contents of `page`, which the caller refers to, are complete: from now on `key` finds it. `tokens` are
         what it was computed from.
 
         It stays private when `key` is cached under another page already, or when the page before it (`parent`, empty
-        at the start of a chain) is not cached: it could not be found."""
+        at the start of a chain) is not cached: it could not be found. Nothing follows a page `apart`, which goes before
+        its parent does, and events don't tell of it."""
         assert self._references[page] > 0, "published without a reference"
         above = self._tree.find(parent) if parent != START else None
         if key in self._tree or (above is None and parent != START):
@@ -131,7 +136,10 @@ class DeviceBlockManager:
         node = self._tree.add_node(key, above, page)
         self._lru.insert(node)
         self._nodes[page] = node
-        self._changes.stored(key, parent, tokens if self._tell_tokens else ())
+        if apart:
+            self._apart.add(page)
+        else:
+            self._changes.stored(key, parent, tokens if self._tell_tokens else ())
 
     def share_beginning(self, key: bytes, page: int) -> None:
         """The tokens of `key`, that of a partial page, are computed at the beginning of `page`, which the caller refers
@@ -217,13 +225,17 @@ class DeviceBlockManager:
             self._evict()
 
     def pages(self) -> list[CachedPage]:
-        """Every cached page, parents before children: what a snapshot says."""
-        return [CachedPage(node.key, node.parent_key, node.value) for node in self._tree.preorder()]
+        """Every cached page, parents before children, but for those apart: what a snapshot says."""
+        return [
+            CachedPage(node.key, node.parent_key, node.value)
+            for node in self._tree.preorder()
+            if node.value not in self._apart
+        ]
 
     def find(self, key: bytes) -> CachedPage | None:
         """The page that is cached under `key`."""
         node = self._tree.find(key)
-        return None if node is None else CachedPage(key, node.parent_key, node.value)
+        return None if node is None else CachedPage(key, node.parent_key, node.value, node.value in self._apart)
 
     def keys_by_use(self) -> list[bytes]:
         """The keys of every cached page, parents before children. Leaves are in the order in which they would be
@@ -299,7 +311,10 @@ class DeviceBlockManager:
     def _forget(self, node: RadixNode[int]) -> None:
         self._tree.remove_node(node)
         self._nodes[node.value] = None
-        self._changes.removed(node.key)
+        if node.value in self._apart:
+            self._apart.remove(node.value)
+        else:
+            self._changes.removed(node.key)
 
     def _forget_beginnings(self, page: int) -> None:
         for key in self._beginnings.pop(page, ()):

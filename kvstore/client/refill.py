@@ -27,6 +27,7 @@ from collections.abc import Iterator
 
 from kvstore.client.device_block_manager import CachedPage, DeviceBlockManager
 from kvstore.client.transfer import CallStore, CopyQueue, StorePages, TransferEvent
+from kvstore.keys import START
 
 _RUN = 16  # pages, and at most this share of the arena's slots: a worker may reserve only so many
 _SHARE = 1 / 16
@@ -88,7 +89,7 @@ class StoreRefill:
     def _begin_run(self, now: float) -> list[CallStore]:
         while self._waiting and len(self._run) < self._most:
             page = self._blocks.find(self._waiting[0])
-            if page is not None and self._run and page.parent != self._run[-1].key:
+            if page is not None and self._run and not _goes_with(page, self._run[-1]):
                 break
             self._waiting.popleft()
             if page is not None:
@@ -98,7 +99,9 @@ class StoreRefill:
         self._began, self._progressed_at, self._gave_way = now, now, False
         self._blocks.incref([page.page for page in self._run])
         keys = [page.key for page in self._run]
-        self._write = StorePages(next(self._leases), self._run[0].parent, keys, hold=False)
+        apart = self._run[0].apart
+        parent = START if apart else self._run[0].parent
+        self._write = StorePages(next(self._leases), parent, keys, hold=False, apart=apart)
         calls = self.copies.add_copies(self._write.start())
         for index, page in enumerate(self._run):
             calls += self.copies.add_copies(self._write.offer(index, page.page))
@@ -133,3 +136,8 @@ class StoreRefill:
         """Raise AssertionError unless every invariant holds. For tests."""
         assert bool(self._run) == (self._write is not None)
         assert self.copies.leases <= set(self.leases)
+
+
+def _goes_with(page: CachedPage, last: CachedPage) -> bool:
+    """Whether one write may have both: pages of a chain, or pages apart."""
+    return page.apart == last.apart and (page.apart or page.parent == last.key)

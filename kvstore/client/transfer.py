@@ -108,7 +108,7 @@ def _follows(copy: Copy, last: Copy) -> bool:
 
 
 class _Acquisition:
-    """The leases under which one chain is acquired, and what the store has said about each."""
+    """The leases under which a chain is acquired, then pages apart, and what the store has said about each."""
 
     def __init__(
         self,
@@ -119,15 +119,22 @@ class _Acquisition:
         sources: Sequence[PageSource],
         *,
         partial: bool = False,
+        apart: Sequence[bytes] = (),
     ) -> None:
-        self._keys, self._wait, self._parent, self._sources = keys, wait, parent, sources
-        self._partial = partial  # the last one is of a partial page
-        self._bases = {next(leases): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
+        self._keys, self._wait, self._parent, self._sources = (*keys, *apart), wait, parent, sources
+        self._chain = len(keys)
+        self._partial = partial  # the last one of the chain is of a partial page
+        self._bases: dict[int, int] = {}  # where the keys of each lease begin
+        self._ends: dict[int, int] = {}
+        for first, last in ((0, len(keys)), (len(keys), len(self._keys))):
+            for base in range(first, last, MAX_KEYS_PER_CALL):
+                self._bases[lease := next(leases)] = base
+                self._ends[lease] = min(base + MAX_KEYS_PER_CALL, last)
         self._here: set[int] = set()  # pages that the arena has, or had
         self._below: dict[int, Sequence[protocol.TierPages]] = {}  # by lease
         self._unanswered = set(() if wait else self._bases)  # leases of which not everything is known yet
         self._decided = wait
-        self.limit = len(keys)  # the first page that is known not to come
+        self.limit = len(self._keys)  # the first page that is known not to come
 
     @property
     def leases(self) -> tuple[int, ...]:
@@ -136,14 +143,20 @@ class _Acquisition:
     def start(self) -> list[protocol.StoreCall]:
         calls: list[protocol.StoreCall] = []
         for lease, base in self._bases.items():
-            keys = b"".join(self._keys[base : base + MAX_KEYS_PER_CALL])
+            end = self._ends[lease]
+            keys = b"".join(self._keys[base:end])
+            if base >= self._chain:
+                whole = [source for source in self._sources if source.pages >= self._chain]
+                sources = tuple(PageSource(source.store, source.endpoint, end - base) for source in whole)
+                calls.append(protocol.Acquire(lease, keys, self._wait, b"", sources, apart=True))
+                continue
             parent = self._keys[base - 1] if base else self._parent
             sources = tuple(
                 PageSource(source.store, source.endpoint, source.pages - base)
                 for source in self._sources
                 if source.pages > base
             )
-            partial = self._partial and base + MAX_KEYS_PER_CALL >= len(self._keys)
+            partial = self._partial and end == self._chain
             calls.append(protocol.Acquire(lease, keys, self._wait, parent, sources, partial))
         return calls
 
@@ -162,7 +175,7 @@ class _Acquisition:
         """What lower tiers have after the pages that the arena has, without a gap."""
         runs: list[protocol.TierPages] = []
         for lease, base in self._bases.items():
-            end = min(base + MAX_KEYS_PER_CALL, len(self._keys))
+            end = self._ends[lease]
             if self._here.issuperset(range(base, end)):
                 continue
             runs += self._below.get(lease, ())
@@ -178,9 +191,9 @@ class _Acquisition:
         until = min(self.limit, here + pages)
         self.limit = until
         return [
-            protocol.Promote(lease, min(until - base, MAX_KEYS_PER_CALL))
+            protocol.Promote(lease, min(until, self._ends[lease]) - base)
             for lease, base in self._bases.items()
-            if until > max(base, here) and here < base + MAX_KEYS_PER_CALL
+            if until > max(base, here) and here < self._ends[lease]
         ]
 
     def _arrived(self, first: int, last: int) -> int:
@@ -192,7 +205,7 @@ class _Acquisition:
             case protocol.PagesReady(lease=lease, pages=pages):
                 base = self._bases[lease]
                 self._here |= {base + page.index for page in pages}
-                if self._here.issuperset(range(base, min(base + MAX_KEYS_PER_CALL, len(self._keys)))):
+                if self._here.issuperset(range(base, self._ends[lease])):
                     self._unanswered.discard(lease)
             case protocol.LowerTierHits(lease=lease, runs=runs):
                 self._below[lease] = runs
@@ -225,7 +238,8 @@ class PrefixLookup(_Acquisition):
 
 class PageFetch(_Acquisition):
     """Brings the pages of `keys`, which follow `parent`, into the device pages `pages`, one for one, in order of the
-    chain. With `wait` it is a hand-off, and nothing is to be decided; the last page may be a `partial` one then."""
+    chain. With `wait` it is a hand-off, and nothing is to be decided; the last page may be a `partial` one then. Pages
+    `apart` have keys behind those of the chain. Nothing counts before all of them do."""
 
     def __init__(
         self,
@@ -237,14 +251,25 @@ class PageFetch(_Acquisition):
         sources: Sequence[PageSource] = (),
         *,
         partial: bool = False,
+        apart: Sequence[bytes] = (),
     ) -> None:
-        if len(keys) != len(pages):
-            raise ValueError(f"{len(keys)} keys for {len(pages)} device pages")
-        super().__init__(leases, keys, wait, parent, sources, partial=partial)
+        if len(keys) + len(apart) != len(pages):
+            raise ValueError(f"{len(keys) + len(apart)} keys for {len(pages)} device pages")
+        super().__init__(leases, keys, wait, parent, sources, partial=partial, apart=apart)
         self._pages = pages
         self._copied: set[int] = set()
         self._counted: set[int] = set()
         self.covered = 0  # pages from the start whose bytes count
+
+    @property
+    def usable(self) -> int:
+        """Pages of the chain from the start that a step may read."""
+        return self.covered if len(self._keys) == self._chain else self._chain * self.complete
+
+    @property
+    def in_arena(self) -> int:
+        """Pages of the chain from the start that the arena has, whatever is lacking of those apart."""
+        return min(self._arrived(0, self._chain), self.limit)
 
     @property
     def ended(self) -> bool:
@@ -297,19 +322,20 @@ class PageFetch(_Acquisition):
 
 class StorePages:
     """Writes the device pages of `keys` (at most 1,024), which follow `parent`, into the store; the last of them may be
-    `partial`.
+    `partial`. Or they stand `apart`, without a parent.
 
     Pages are handed over with `ready` as their contents become complete, in any order."""
 
     def __init__(
-        self, lease: int, parent: bytes, keys: Sequence[bytes], hold: bool, *, partial: bool = False, prompt: int = 0
-    ) -> None:
+        self, lease: int, parent: bytes, keys: Sequence[bytes], hold: bool, *, partial: bool = False, prompt: int = 0,
+        apart: bool = False,
+    ) -> None:  # fmt: skip
         """`prompt`: which prompt waits for slots; 0 if none does."""
         if not 0 < len(keys) <= MAX_KEYS_PER_CALL:
             raise ValueError(f"a write takes 1 to {MAX_KEYS_PER_CALL} pages, not {len(keys)}")
         self.lease = lease
         self._parent, self._keys, self._hold, self._partial = parent, keys, hold, partial
-        self._prompt = prompt
+        self._prompt, self.apart = prompt, apart
         self._slots: tuple[int | None, ...] | None = None
         self._waiting: dict[int, int] = {}  # complete pages handed over before the slots were known: index → page
         self._missing = set(range(len(keys)))  # not known to be in the store yet
@@ -328,7 +354,9 @@ class StorePages:
 
     def start(self) -> list[protocol.StoreCall]:
         """Ask for slots."""
-        return [protocol.Reserve(self.lease, self._parent, b"".join(self._keys), self._partial, self._prompt)]
+        return [
+            protocol.Reserve(self.lease, self._parent, b"".join(self._keys), self._partial, self._prompt, self.apart)
+        ]
 
     def offer(self, index: int, page: int) -> list[protocol.StoreCall | Copy]:
         """The contents of page `index` lie complete in the device page `page`."""

@@ -30,6 +30,7 @@ class Lease(PageWaiter):
     prompt: int = 0  # which prompt of its owner's it is for, where that waits for slots
     parent: bytes = b""  # the key before the first
     partial: bool = False  # the last key is of a partial page
+    apart: bool = False  # no key follows another one
     sources: tuple[PageSource, ...] = ()  # other stores that may have its pages
     reached: int = 0  # pages before this index were granted or asked for, and never are again
     reservations: dict[int, SlotReservation] = field(default_factory=dict[int, SlotReservation])

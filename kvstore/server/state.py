@@ -262,7 +262,10 @@ class StoreState:
         if missing and call.prompt and self._line.bars(process, call.prompt, now):
             return self._reply(process, protocol.NotReserved(call.lease, "behind"))
         lease.prompt = call.prompt
-        result = self._pages.reserve(process, call.parent, lease.keys, partial=call.partial)
+        if call.apart:
+            result = self._pages.reserve_apart(process, lease.keys)
+        else:
+            result = self._pages.reserve(process, call.parent, lease.keys, partial=call.partial)
         if isinstance(result, str):
             behind = result == "full" and call.prompt and not self._line.refused(process, call.prompt, now)
             return self._reply(process, protocol.NotReserved(call.lease, "behind" if behind else result))
@@ -316,7 +319,7 @@ class StoreState:
         if len(call.parent) not in (0, msg.KEY_BYTES):
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
         lease = self._new_lease(process, call.lease, call.keys, now, reserving=False)
-        lease.wait, lease.parent, lease.partial = call.wait, call.parent, call.partial
+        lease.wait, lease.parent, lease.partial, lease.apart = call.wait, call.parent, call.partial, call.apart
         # Our own pages are found without asking; a fetch from ourselves would wait for itself.
         lease.sources = tuple(source for source in call.sources if source.store != self._me.incarnation)
         process.leases[lease.number] = lease

@@ -106,8 +106,7 @@ class TierManager:
     def below(self, lease: Lease, first: int) -> list[TierPages]:
         """What lower tiers have of the lease's pages from `first` on, without a gap."""
         runs: list[TierPages] = []
-        parent = lease.keys[first - 1] if first else lease.parent
-        if on_disk := self.disk.prefix(lease.keys[first:], parent):
+        if on_disk := self._on_disk(lease, first, len(lease.keys)):
             runs.append(TierPages(self.disk.speed, on_disk))
         most = max((source.pages for source in lease.sources), default=0)
         elsewhere = min(most, len(lease.keys)) - first - on_disk
@@ -128,9 +127,8 @@ class TierManager:
                 self._grant(lease, index, page, turn)
             else:
                 self.waiting.add_waiter(lease, index)
-        parent = lease.keys[first - 1] if first else lease.parent
-        on_disk = first + self.disk.prefix(lease.keys[first:until], parent)
-        chain = links(lease.keys, lease.parent)
+        on_disk = first + self._on_disk(lease, first, until)
+        chain = _chain(lease)
         turn.merge(self._settle(self.loads.read_disk(chain[first:on_disk], now), now))
         if on_disk < until:
             sources = [source for source in lease.sources if source.pages > on_disk]
@@ -141,6 +139,13 @@ class TierManager:
         contested = [key for key in lease.keys[first:until] if self._contested(key)]
         self._cancel_waiters(contested, turn, lambda waiter, index: waiter is lease)
         return turn
+
+    def _on_disk(self, lease: Lease, first: int, until: int) -> int:
+        """How many of the lease's pages from `first` on the disk has, without a gap."""
+        keys = lease.keys[first:until]
+        if lease.apart:
+            return next((index for index, key in enumerate(keys) if not self.disk.has(key)), len(keys))
+        return self.disk.prefix(keys, lease.keys[first - 1] if first else lease.parent)
 
     def hand_off(self, lease: Lease, now: float) -> TierResult:
         """Bring the pages that the lease waits for: those on the own disk from there, the others from its sources.
@@ -306,10 +311,14 @@ class TierManager:
     def _used(self, keys: Sequence[bytes]) -> list[interface.PeerOrder | DiskOrder]:
         """A page goes to the disk with everything before it; the deepest tells which those are."""
         deepest: HostPage | None = None
+        apart: list[HostPage] = []
         for key in keys:
             if self._admission.used(key) and self.disk.wants(key) and (page := self.pages.find(key)) is not None:
-                deepest = page
-        return self._demote([] if deepest is None else self.pages.chain(deepest))
+                if page.apart:
+                    apart.append(page)
+                else:
+                    deepest = page
+        return self._demote(apart if deepest is None else self.pages.chain(deepest))
 
     def _demote(self, chain: Sequence[HostPage]) -> list[interface.PeerOrder | DiskOrder]:
         batch: list[DiskPage] = []
@@ -404,7 +413,9 @@ class TierManager:
 
 
 def _chain(lease: Lease) -> list[ChainLink]:
-    """Its pages. A partial one is loose where it is brought."""
+    """Its pages. A partial one is loose where it is brought, and so are those that stand apart."""
+    if lease.apart:
+        return [(key, NOWHERE) for key in lease.keys]
     chain = links(lease.keys, lease.parent)
     if lease.partial:
         chain[-1] = lease.keys[-1], NOWHERE

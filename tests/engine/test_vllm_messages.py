@@ -19,7 +19,7 @@ EDITS = LogitsEdits(
 def test_a_draw_arrives_with_its_edits_and_its_mask(allowed: Bits | None) -> None:
     mask = ComputedMask(allowed, True, failure="" if allowed is not None else "no such state", ends=(7, 8))
     sent = TokenDraw(temperature=0.5, top_k=3, seed=2**63, logprobs=2, edits=EDITS, mask=mask)
-    order = decode_order(encode(Step([Row(1, False, [1, 2], 0, [0], None, sent)], [4])))
+    order = decode_order(encode(Step([Row(1, False, [1, 2], 0, [0], [], sent)], [4])))
     assert isinstance(order, Step)
     draw = order.rows[0].draw
     assert draw.mask is not None

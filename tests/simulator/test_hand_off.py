@@ -16,6 +16,7 @@ from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import Cancel, Decode, PageSource, Prefill, Resend, SamplingParams
 from decode_worker.sequence import SequencePhase
 from kvstore.keys import cacheable_pages, pack_tokens
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from prefill_worker.scheduler import PrefillScheduler
 from tests.support.thorough import automaton
 from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigMachine, RigStore, RigWorker, reference
@@ -45,6 +46,8 @@ class HandOff(RigMachine):
     )  # fmt: skip
     def start(self, slots: int, pages: int, chunk: int, copies: int, admit_after: int, share: float) -> None:
         self.rig = self.make_rig(slots, hold=5.0, nodes=NODES, admit_after=admit_after, load_share=share)
+        self.rig.groups = self.groups
+        pages *= 1 + self.groups.count
         self.pages = pages
         self.prefill_config = PrefillConfig(max_num_batched_tokens=chunk, max_num_seqs=3, store_timeout_ms=2_000)
         self.decode_config = DecodeConfig(max_num_batched_tokens=chunk, copies_per_step=copies, fetch_timeout_ms=2_000)
@@ -54,6 +57,7 @@ class HandOff(RigMachine):
             self.workers.append(self.rig.worker("decode", pages, self.decode_config, node))
 
     make_rig: Callable[..., Rig] = Rig
+    groups = NO_GROUPS  # of the model's layers
 
     def store(self, number: int) -> RigStore:
         return self.rig.stores[NODES[number]]
@@ -144,6 +148,9 @@ class HandOff(RigMachine):
     def somebody_stands_still(self, seconds: float) -> None:
         """Let time pass without any lease heartbeat."""
         self.rig.now += seconds
+        if self.groups.count:  # every prompt has several writes, and the head of the line asks again before it is lost
+            for worker in self.workers:
+                worker.handle(Tick())
 
     @rule(number=BIT, damage=SELDOM, times=st.integers(1, 4))
     def wires(self, number: int, damage: bool, times: int) -> None:
@@ -199,5 +206,11 @@ class HandOff(RigMachine):
                 )
 
 
+class WindowsHandOff(HandOff):
+    groups = WindowGroups(2, 7, PAGE)
+
+
 TestHandOff = HandOff.TestCase
 TestHandOff.settings = automaton(count=300, steps=60)
+TestWindowsHandOff = WindowsHandOff.TestCase
+TestWindowsHandOff.settings = automaton(count=150, steps=60)

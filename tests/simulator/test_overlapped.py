@@ -23,6 +23,7 @@ from decode_worker.sequence import Sequence as DecodeSequence
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CallStore, CopyQueue
 from kvstore.keys import pack_tokens
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from tests.simulator.test_hand_off import SHARED, HandOff
 from tests.support.overlapped_workers import (
     EVEN,
@@ -76,6 +77,7 @@ class Crowded(RigMachine):
     """One node, and pools and an arena that a few requests fill: what is given back is taken again at once."""
 
     window: int | None = None  # of the model; tokens
+    groups = NO_GROUPS  # of its layers
     longer = 1  # times as long are outputs
 
     @initialize(
@@ -93,6 +95,9 @@ class Crowded(RigMachine):
         again: float = 0.0,
     ) -> None:
         self.rig = OverlappedRig(delays, slots, slow_copies=slow_copies, hold=5.0)
+        self.rig.groups = self.groups
+        pages *= 1 + self.groups.count
+        again *= not self.groups.count  # with groups there is only vLLM's runner, which computes nothing again
         prefill = PrefillConfig(
             max_num_batched_tokens=chunk, copies_per_step=copies, max_num_seqs=3, store_timeout_ms=2_000
         )
@@ -211,6 +216,22 @@ class WindowedCrowd(Crowded):
 
 TestWindowedCrowd = WindowedCrowd.TestCase
 TestWindowedCrowd.settings = automaton(count=150, steps=50)
+
+
+class GroupsCrowd(Crowded):
+    groups = WindowGroups(2, 7, PAGE)
+
+
+TestGroupsCrowd = GroupsCrowd.TestCase
+TestGroupsCrowd.settings = automaton(count=100, steps=50)
+
+
+class GroupsOverlapped(Overlapped):
+    groups = WindowGroups(1, 5, PAGE)
+
+
+TestGroupsOverlapped = GroupsOverlapped.TestCase
+TestGroupsOverlapped.settings = automaton(count=60, steps=60)
 
 
 class MaskedCrowd(Crowded):

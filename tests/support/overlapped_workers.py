@@ -22,6 +22,7 @@ from engine.step.batch import Bits, Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, CopyIn, CopyOut, batches
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from simulator.clock import Body
 from simulator.device import digests
 from simulator.transport import SlotMemory
@@ -141,13 +142,14 @@ class OverlappedDevice(Device):
     delays: Iterator[int]
     slow_copies: int = 1  # by what the delays of copies are multiplied
     window: int | None = None
+    groups: WindowGroups = NO_GROUPS
     steps: deque[Operation] = field(default_factory=deque[Operation])
     coming: deque[Operation] = field(default_factory=deque[Operation])
     leaving: deque[Operation] = field(default_factory=deque[Operation])
     masks: list[RigMask] = field(default_factory=list[RigMask])  # that are being computed
 
     def __post_init__(self) -> None:
-        super().__init__(self.num_pages, PAGE, self.window)
+        super().__init__(self.num_pages, PAGE, self.window, self.groups)
 
     @property
     def under_way(self) -> bool:
@@ -170,10 +172,16 @@ class OverlappedDevice(Device):
             for position in range(self.first_read(chunk), chunk.end):
                 place, digest = (chunk.pages[position // PAGE], position % PAGE), expected[position]
                 (reads if position < chunk.start else writes)[place] = digest
+            for position, place, group in self.window_places(chunk):
+                (reads if position < chunk.start else writes)[place] = self.in_window(expected[position], group)
         delay = next(self.delays)
         copied = [  # as they are when it is launched
-            Chunk(each.tokens, each.start, list(each.pages), each.sample, follows=each.follows) for each in chunks
-        ]
+            Chunk(
+                each.tokens, each.start, list(each.pages), each.sample, follows=each.follows,
+                window_pages=list(each.window_pages),
+            )
+            for each in chunks
+        ]  # fmt: skip
         operation = Operation(lambda: None, reads, writes, max(delay, 0))
         operation.masks = [self._begin_mask(tokens, chunk) for tokens, chunk in zip(known, chunks, strict=True)]
 
@@ -216,6 +224,8 @@ class OverlappedDevice(Device):
         if void or (chunk.follows is not None and (drawn is None or drawn.token != token)):
             for position in range(chunk.start, chunk.end):
                 self.pages[chunk.pages[position // PAGE]][position % PAGE] = -1
+            for position, (page, at), _ in self.window_places(chunk):
+                self.pages[page][at] = -1 if position >= chunk.start else self.pages[page][at]
             return None
         if token is None:
             return self.run(known, chunk)
@@ -275,7 +285,7 @@ class OverlappedWorker(RigWorker):
         node: RigStore, window: int | None = None, recompute_share: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(rig, role, num_pages, config, node, window, recompute_share)
-        self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies, window)
+        self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies, window, rig.groups)
         self._turn: Generator[float, None, bool] | None = None
         self.most_steps = 2 if role == "decode" else 1
         self.ahead = 0  # chunks that were launched before their tokens were known

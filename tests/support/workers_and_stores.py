@@ -35,6 +35,7 @@ from kvstore.server.events import (
 )
 from kvstore.server.state import StoreState
 from kvstore.transport.interface import PeerOrder, SlotVerified, VerifySlot
+from kvstore.window_groups import NO_GROUPS
 from prefill_worker.scheduler import PrefillScheduler
 from simulator.clock import Body
 from simulator.device import CheckingDevice, PageMemory, digests
@@ -96,15 +97,16 @@ class RigWorker(WorkerShell):
         self.node = node
         self.num_pages = num_pages
         self.most_tokens = 1_000_000  # a step of more does not fit into the device's memory
-        self.device = Device(num_pages, PAGE, window)
+        self.device = Device(num_pages, PAGE, window, rig.groups)
         self.state: Any = (
             DecodeScheduler(
                 config, PAGE, num_pages, window=window, recompute_share=recompute_share,
-                copies_overlap=self.copies_overlap, grammars=rig.grammars,
+                copies_overlap=self.copies_overlap, grammars=rig.grammars, groups=rig.groups,
             )
             if isinstance(config, DecodeConfig)
             else PrefillScheduler(
-                config, PAGE, num_pages, recompute_share=recompute_share, copies_overlap=self.copies_overlap
+                config, PAGE, num_pages, recompute_share=recompute_share, copies_overlap=self.copies_overlap,
+                groups=rig.groups,
             )
         )  # fmt: skip
         self.pid = next(rig.ids)
@@ -265,6 +267,7 @@ class Rig(HeldAgenda):
 
     worker_class: type[RigWorker] = RigWorker
     grammars: Any = None
+    groups = NO_GROUPS  # of the model's layers
 
     def __init__(
         self, slots: int, hold: float = 30.0, nodes: Sequence[str] = ("n0",), admit_after: int = 1_000,

@@ -35,7 +35,19 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def step(runner: VllmRunner, *chunks: Chunk) -> StepResults:
-    return runner.launch(chunks).wait()
+    return launch(runner, chunks).wait()
+
+
+def launch(runner: VllmRunner, chunks: Sequence[Chunk]) -> RunningStep:
+    """Launch a step. Groups of layers with a window have pages behind those that tests name."""
+    return runner.launch([with_windows(runner, chunk) for chunk in chunks])
+
+
+def with_windows(runner: VllmRunner, chunk: Chunk) -> Chunk:
+    count = runner.groups.count
+    first = runner.num_pages // (1 + count)
+    window_pages = [first + page * count + group for page in chunk.pages for group in range(count)]
+    return structs.replace(chunk, window_pages=window_pages)
 
 
 def untimed(copied: CopiedIn | CopiedOut) -> CopiedIn | CopiedOut:
@@ -103,7 +115,7 @@ def run_ahead(runner: VllmRunner, sequences: Sequence[Generation], count: int, s
         places = [(one, drawing.get(id(one))) for one in members]
         ahead = [one.chunk(rng.choice((5, 40))) if at is None else one.follow(at) for one, at in places]
         followed += sum(chunk.follows is not None for chunk in ahead)
-        before = (members, ahead, runner.launch(ahead)) if members else None
+        before = (members, ahead, launch(runner, ahead)) if members else None
         for one, chunk, sampled in zip(running, chunks, launched.wait().sampled if launched else (), strict=True):
             one.take(chunk, sampled)
     return followed

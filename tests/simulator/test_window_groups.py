@@ -1,0 +1,84 @@
+"""Groups of layers with a window, over real workers and stores: what is computed, what moves and what stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.config import DecodeConfig, PrefillConfig
+from baton.messages import Decode, Prefill, Prefilled, SamplingParams, Tokens
+from kvstore.keys import pack_tokens
+from kvstore.window_groups import WindowGroups
+from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, reference
+
+GROUPS = WindowGroups(2, 2 * PAGE, PAGE)
+PREFILL = PrefillConfig(max_num_batched_tokens=16)
+PROMPT = [at * 7 % 50 for at in range(10 * PAGE + 1)]
+OTHER = [*PROMPT[: 6 * PAGE], *[at * 11 % 50 for at in range(4 * PAGE)]]
+THIRD = [*PROMPT[: 6 * PAGE], *[at * 13 % 50 for at in range(4 * PAGE)]]
+
+
+def make_rig() -> Rig:
+    rig = Rig(200)
+    rig.groups = GROUPS
+    return rig
+
+
+def prefill(worker: RigWorker, tokens: list[int]) -> Prefilled:
+    """Have a prompt computed and stored."""
+    worker.handle(Prefill(f"p{len(worker.messages)}", 1, ROOT, pack_tokens(tokens)))
+    worker.rig.settle()
+    message = worker.messages[-1]
+    assert isinstance(message, Prefilled)
+    return message
+
+
+def order(worker: RigWorker, prompt: list[int], count: int, *, remote: bool) -> None:
+    fetch = -(-(len(prompt) - 1) // PAGE) if remote else 0
+    greedy = SamplingParams(temperature=0)
+    worker.handle(Decode("r", 1, ROOT, pack_tokens(prompt), len(prompt), count, greedy, (), fetch, remote))
+
+
+def drawn(worker: RigWorker) -> list[int]:
+    messages = [message for message in worker.messages if isinstance(message, Tokens)]
+    return [token for message in messages for delta in message.deltas for token in delta.tokens]
+
+
+def test_the_store_has_window_pages_of_the_window_alone() -> None:
+    rig = make_rig()
+    assert prefill(rig.worker("prefill", 60, PREFILL), PROMPT[:-1]).stored == 10 + 2 * GROUPS.count
+    assert rig.store.stats(0.0).sealed == 10 + 2 * GROUPS.count
+
+
+@pytest.mark.technique("Pages by groups of layers")
+def test_a_decode_worker_holds_window_pages_of_the_window_alone() -> None:
+    rig = make_rig()
+    decode = rig.worker("decode", 60, DecodeConfig())
+    prefill(rig.worker("prefill", 60, PREFILL), PROMPT[:-1])
+    order(decode, PROMPT, 24, remote=True)
+    (sequence,) = decode.state._sequences.values()
+    most = 0
+    while sequence.finish is None:
+        decode.turn()
+        most = max(most, sequence.window_pages.num_held)
+    assert drawn(decode) == reference(PROMPT, 24)
+    assert most <= 4 * GROUPS.count
+
+
+def test_a_prompt_that_leaves_another_in_its_middle_is_computed_once_from_its_start() -> None:
+    """On workers without a cache of their own. The second finds no window pages where the prompts part, and stores
+    them. The third goes on from there."""
+    rig = make_rig()
+    computed = [prefill(rig.worker("prefill", 60, PREFILL), each).computed for each in (PROMPT, OTHER, THIRD, PROMPT)]
+    assert computed == [len(PROMPT), len(OTHER), len(THIRD) - 6 * PAGE, 0]
+
+
+def test_a_decode_worker_goes_on_from_what_another_has_stored() -> None:
+    """All that the first one has generated is in the store, with the window pages behind it."""
+    rig = make_rig()
+    first = rig.worker("decode", 80, DecodeConfig())
+    order(first, PROMPT, 12, remote=False)
+    rig.settle()
+    tokens = PROMPT + drawn(first)
+    rig.kill(first)
+    again = prefill(rig.worker("prefill", 80, PREFILL), tokens[:-1])
+    assert again.computed == (len(tokens) - 1) % PAGE
