@@ -32,7 +32,7 @@ NOT_RUN = {
     "baton run-batch -i in.jsonl -o out.jsonl --url router:8000": "`tests/router/test_batches.py` runs it",
     "baton adapters load poet /models/poet-lora": "needs vLLM",
     "baton adapters unload poet": "needs vLLM",
-    "baton up --model ./model.gguf": "needs a GGUF file",
+    "baton up --model ./model.gguf": "needs the network",
     "baton quantize smollm2 --format int4 --group 32 --head -o ./smollm2-int4": "needs the network",
     "baton bench": "takes minutes",
     "baton bench interactive-chat --users 16 --requests 200 --report chat.html": "takes minutes",

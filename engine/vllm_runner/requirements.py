@@ -145,8 +145,8 @@ def _lacks(
     named: list[str] = [str(name) for name in config.get("architectures") or ()]
     if vllm.architectures is not None and named and not vllm.architectures.intersection(named):
         yield f"vLLM {vllm.version} does not know architecture {', '.join(named)}"
-    quantization = config.get("quantization_config")
-    if isinstance(quantization, dict) and quantization.get("quant_method") == "gguf":
+    quantization: Mapping[str, Any] = config.get("quantization_config") or {}
+    if quantization.get("quant_method") == "gguf":
         yield "its weights are in a GGUF file, which only our own engine reads"
     text: Mapping[str, Any] = config.get("text_config") or config  # of a model that also takes images
     try:

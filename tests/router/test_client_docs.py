@@ -16,7 +16,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 async def test_every_example_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with router(tmp_path) as running, connected(running):
-        assert len(EXAMPLES) == 4
+        assert len(EXAMPLES) == 5
         for example in EXAMPLES:
             code = example.replace("127.0.0.1:50051", running.addresses.grpc)
             code = code.replace("127.0.0.1:8000", running.addresses.api)
