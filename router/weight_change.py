@@ -33,7 +33,6 @@ class WeightChange:
         self, config: Config, members: ClusterMembership, manager: RequestManager, pinner: PrefixPinner, outbox: Outbox
     ) -> None:
         self._again = config.cluster.heartbeat_ms / 1_000  # seconds until workers are told again
-        self._adapters = config.model.lora_modules
         self._members = members
         self._manager, self._pinner = manager, pinner
         self._out = outbox
@@ -47,9 +46,9 @@ class WeightChange:
     def ask(self, order: ReloadWeights, now: float) -> None:
         """Begin with a change, or change the time limit and the path of one for which workers still drain. Raises
         InvalidRequest where none can be made."""
-        if self._adapters:
-            names = ", ".join(self._adapters)
-            raise InvalidRequest(f"the LoRA adapters {names} belong to the present weights; restart with new ones")
+        if adapters := self._members.adapters:
+            names = ", ".join(sorted(adapters))
+            raise InvalidRequest(f"the LoRA adapters {names} belong to the present weights; unload them, or restart")
         if self._order is not None and self._members.reloading:
             raise InvalidRequest(
                 f"the weights of {self._order.path} are being loaded; wait until all workers have them"

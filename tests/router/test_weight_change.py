@@ -147,6 +147,12 @@ def test_what_can_not_be_is_refused(lab: Lab) -> None:
         other.tell(RELOAD)
 
 
+def test_adapters_that_were_loaded_meanwhile_are_refused_too(lab: Lab) -> None:
+    lab.join("decode", "decode-0", model=card(adapters={"added": "digest"}))
+    with pytest.raises(InvalidRequest, match="the LoRA adapters added belong to the present weights; unload them"):
+        lab.tell(RELOAD)
+
+
 def test_a_change_of_role_is_called_off(lab: Lab) -> None:
     busy, _ = lab.colocated(2)
     lab.say(busy, Heartbeat(lab.counts[busy], LoadReport(running=1), others=LoadReport(running=1)))
