@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -131,6 +133,47 @@ def test_a_prompt_is_handed_over_between_degrees(
     assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
     arena.slot(11)[-5] ^= 1  # the last rank's
     assert untimed(into.start(copies).wait()) == CopiedIn(3, (0, 2), (1,))
+
+
+BESIDE = """
+import sys
+import msgspec
+from engine.vllm_runner import child
+loaded = child.Child.loaded
+child.Child.loaded = lambda self: msgspec.structs.replace(loaded(self), copies_beside=True)
+child.main(int(sys.argv[1]))
+"""
+"""The child of vLLM's process, whose ranks copy beside their steps as on GPUs."""
+
+
+def test_ranks_copy_beside_their_steps(path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By orders of their own, while a step is under way. Then one of them dies."""
+
+    def launch(fd: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", BESIDE, str(fd)], pass_fds=[fd], env=environment)
+
+    monkeypatch.setattr(VllmRunner, "launch_child", staticmethod(launch))
+    model, prompt = load(path, ranks=2), prompt_of(3 * PAGE + 7, 3)
+    try:
+        assert model.copies_overlap
+        mover = model.mover(verify=True)
+        mover.attach(arena)
+        step(model, Chunk(prompt[: 3 * PAGE], 0, [9, 3, 4]))
+        beside = model.launch([Chunk(prompt_of(8 * PAGE, 5), 0, range(40, 48))])
+        copied = mover.start([CopyOut(1, i, page, 10 + i) for i, page in enumerate([9, 3, 4])]).wait()
+        copies = [CopyIn(2, i, 10 + i, 20 + i, checksum) for i, checksum in enumerate(copied.checksums)]
+        assert untimed(mover.start(copies).wait()) == CopiedIn(2, (0, 1, 2), ())
+        beside.wait()
+        one = Generation(prompt, range(20, 28))
+        one.chunk(3 * PAGE)  # takes the pages
+        one.computed = 3 * PAGE
+        run(model, [one], 20)
+        assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
+        os.kill(ranks_of(model)[1], signal.SIGKILL)
+        with pytest.raises(DeviceLost):
+            mover.start(copies).wait()
+    finally:
+        model.close()
 
 
 def test_pages_of_two_ranks_are_those_of_one_up_to_rounding(runner: Loaded, arena: Arena) -> None:
