@@ -18,13 +18,13 @@ from tests.support.metrics_page import metric
 pytestmark = pytest.mark.native  # its rows have one numerics
 OUTPUT = 100  # tokens
 _RNG = random.Random(5)
-_FEW = dict.fromkeys(_RNG.sample(range(3, checkpoints.VOCAB), 6), 9.0)
-"""Tokens that outputs consist of, nearly: what came before comes again, and is not always right."""
+_TWO = {7: 30.0, 9: 27.0}
+"""Outputs consist of these: mostly the first, and sometimes the second. So most guesses are right, and some wrong."""
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"temperature": 1.0, "seed": 7, "logit_bias": _FEW},
-    {"temperature": 0.8, "top_p": 0.9, "seed": 8, "logit_bias": _FEW, "frequency_penalty": 0.02},
-    {"temperature": 1.0, "seed": 9, "logit_bias": _FEW, "logprobs": 2, "repetition_penalty": 1.05},
+    {"temperature": 1.0, "seed": 7, "logit_bias": _TWO},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 8, "logit_bias": _TWO, "frequency_penalty": 0.02},
+    {"temperature": 1.0, "seed": 9, "logit_bias": _TWO, "logprobs": 2, "repetition_penalty": 1.05},
 ]
 PROMPTS = [[_RNG.randrange(3, checkpoints.VOCAB) for _ in range(_RNG.choice([3, 20, 130, 300]))] for _ in range(16)]
 
@@ -44,7 +44,10 @@ def answers_of(cluster: LocalCluster, during: Callable[[], None] = lambda: None)
 @pytest.mark.technique("Speculation by n-grams, token-identical")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_64_requests_at_once_have_the_tokens_that_they_have_without(path: Path, dtype: str, tmp_path: Path) -> None:
-    more: dict[str, object] = {"model.dtype": dtype, "cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000}
+    more: dict[str, object] = {
+        "model.dtype": dtype, "cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000,
+        "decode.max_num_seqs": 8,  # rows of proposals are worth more in small steps
+    }  # fmt: skip
     with LocalCluster(workload.settings(path, 1, 1, **more, **{"model.speculation": "off"}), tmp_path / "off") as off:
         expected = answers_of(off)
         assert not metric(off, "decode-0", "spec_decode_num_drafts_total")
@@ -66,9 +69,14 @@ def test_64_requests_at_once_have_the_tokens_that_they_have_without(path: Path, 
             assert answer.token_ids == right.token_ids, f"request {number}"
         assert max(answer.work.attempts for answer in answers) > 1
         eventually(lambda: at_rest(cluster), what="everything freed")
-        verified = metric(cluster, survivor, "spec_decode_num_draft_tokens_total")
-        accepted = metric(cluster, survivor, "spec_decode_num_accepted_tokens_total")
-        assert verified > accepted > 0
+
+        def verified_some() -> bool:
+            verified, accepted = (
+                metric(cluster, survivor, f"spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted")
+            )
+            return verified > accepted > 100
+
+        eventually(verified_some, what="proposals of which some were wrong")
         again = workload.ask(cluster.address, PROMPTS[0], OUTPUT, **SETTINGS[1])
         assert again.token_ids == expected[1].token_ids
 
