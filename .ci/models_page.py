@@ -254,7 +254,8 @@ def _vllm_families() -> Iterator[str]:
     if (groups := vllm_source("groups")) is not None:
         file = VLLM_TESTS["groups"][0]
         for recipe in _constant(groups, "EXACT"):
-            cells = f"[exact; 1P+1D, colocated, SIGKILL](../{file}) | [handed over](../{file}) | see above"
+            killed = ", SIGKILL" if recipe == "gpt-oss" else ""
+            cells = f"[exact; 1P+1D, colocated{killed}](../{file}) | see above | see above"
             yield f"| `{everything[recipe].model.__name__}` (groups) | {recipe} | {cells} |"
     if (latents := vllm_source("MLA")) is not None:
         file = VLLM_TESTS["MLA"][0]
