@@ -423,7 +423,7 @@ class ChangeRole(Message, frozen=True):
 
 
 class LoadWeights(Message, frozen=True):
-    """Replace the weights by those of the checkpoint in the directory `path`: a new incarnation around them, with other
+    """Replace the weights by those of the checkpoint at the absolute `path`: a new incarnation around them, with other
     page keys. All work of this incarnation, of every router, is dropped, and messages on their way to it are lost."""
 
     path: str

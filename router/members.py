@@ -103,6 +103,7 @@ class MemberRecord:
     free_pages: int = (
         0  # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
     )
+    reported_at: float = float("-inf")  # when its last heartbeat came, seconds
     other_routers_requests: int = 0  # sequences or prompts of other routers, as the last heartbeat told
     other_routers_context: float = 0.0  # and tokens of theirs that run
     other_routers_tokens: int = 0  # and those that are to be computed
@@ -236,7 +237,7 @@ class MemberRecord:
         goes_on = self.unresponsive and not unresponsive
         if load.prefill_rate < _SLOWEST:
             load = msgspec.structs.replace(load, prefill_rate=0.0)
-        self.load, self.unresponsive = load, unresponsive
+        self.load, self.unresponsive, self.reported_at = load, unresponsive, now
         if self.peer.role == "prefill" or not self.pending_prefills:  # how far ours are, only prefill workers tell
             self.prefill_busy_since = now
         self.other_routers_requests = others.running + others.waiting

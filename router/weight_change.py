@@ -8,8 +8,9 @@ before all are empty, and requests that come meanwhile wait in the queue. The fi
 what is served from then on. A request that is still under way when the time is up fails if it has tokens: its text
 would be of two models.
 
-Every router is asked, and each waits for the attempts of all. Should a router die, another has told the workers, or the
-operator asks again. Pure.
+Every router is asked, and each waits for the attempts of all: of others' it knows by heartbeats. So only those count
+that come two intervals or more after the order, when every router has heard of it. Should a router die, another has
+told the workers, or the operator asks again. Pure.
 """
 
 # pyright: strict
@@ -37,7 +38,7 @@ class WeightChange:
         self._manager, self._pinner = manager, pinner
         self._out = outbox
         self._order: ReloadWeights | None = None
-        self._until = self._next_order = 0.0
+        self._until = self._next_order = self._known_by = 0.0
 
     @property
     def under_way(self) -> bool:
@@ -55,7 +56,7 @@ class WeightChange:
             )
         if not self._workers():
             raise InvalidRequest("no worker is live, so none can load weights; `baton status` lists the processes")
-        self._order, self._until = order, now + order.patience
+        self._order, self._until, self._known_by = order, now + order.patience, now + 2 * self._again
         self._out.log(f"all workers drain, and load the weights of {order.path} then", kind="weights")
 
     def settle(self, now: float) -> None:
@@ -68,7 +69,8 @@ class WeightChange:
             for member in workers:
                 if not member.draining:  # it has joined meanwhile
                     member.drain(draining=True)
-            if now < self._until and not all(member.is_empty for member in workers):
+            empty = all(member.is_empty and member.reported_at >= self._known_by for member in workers)
+            if now < self._until and not empty:
                 return
             reloading |= {member.incarnation for member in workers}
             self._next_order = now

@@ -362,6 +362,8 @@ class WorkerLoop:
                     self.tracer.stop(mark)
                 case RouterMessage(message=ChangeRole(role=role)):
                     self._change_role(role)
+                case RouterMessage(message=LoadWeights(path=path)) if not path.startswith("/"):
+                    of_peers.warning("ignores an order for the weights of %r, which is no absolute path", path)
                 case RouterMessage(message=LoadWeights(path=path)):
                     of_peers.info("loads the weights of %s; all work here is forgotten", path)
                     self.next_weights = path

@@ -103,7 +103,7 @@ class HttpApi:
         connection.request("GET", "/openapi.json")
         self._schema = Schema(json.loads(connection.getresponse().read()))
         connection.close()
-        self._posts = [path for path in self._schema.paths if "post" in self._schema.paths[path]]
+        self._posts = [path for path in self._schema.paths if self._schema.body_of(path)]
         self._paths = [*self._schema.paths, "/openapi.json", "/v1/models/x"]
         self._kinds = (
             (45, self._body), (8, self._bytes), (12, self._head), (8, self._route), (5, self._pipelined),

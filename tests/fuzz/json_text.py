@@ -58,12 +58,9 @@ class Schema:
         self.paths: dict[str, Any] = document["paths"]
 
     def body_of(self, path: str) -> dict[str, Any] | None:
-        """The schema of a path's body, with its properties."""
-        post = self.paths[path].get("post")
-        if post is None:
-            return None
-        content = post["requestBody"]["content"]
-        return self._resolved(next(iter(content.values()))["schema"])
+        """The schema of a path's JSON body, with its properties; none: it takes no such body."""
+        content = self.paths[path].get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
+        return self._resolved(content["schema"]) if content else None
 
     def value(self, rng: random.Random, schema: Any, depth: int = 0) -> Any:
         """A value of that schema, if it is one that says much; at its edges."""

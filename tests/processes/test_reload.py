@@ -28,7 +28,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    settings = workload.settings(path, 1, 2, **{"cluster.routers": 2})
+    # Without proposals, so that a text of 1,500 tokens takes its time.
+    settings = workload.settings(path, 1, 2, **{"cluster.routers": 2, "model.speculation": "off"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LOADS, "3")
         with LocalCluster(settings, tmp_path_factory.mktemp("reload")) as cluster:

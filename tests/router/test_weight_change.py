@@ -22,9 +22,32 @@ def draining(lab: Lab) -> set[str]:
     return {view.peer.name for view in lab.state.processes(lab.now) if view.gone is None and view.draining}
 
 
+def tell(lab: Lab, *workers: str) -> None:
+    """Order new weights. Then time passes until all routers know of it, and these workers tell that they are empty."""
+    lab.tell(RELOAD)
+    lab.advance(2 * CONFIG.cluster.heartbeat_ms / 1_000)
+    for worker in workers:
+        lab.beat(worker)
+
+
+def test_what_another_router_gave_before_it_heard_of_the_order_is_waited_for(lab: Lab) -> None:
+    (decode,) = lab.colocated()
+    lab.beat(decode)
+    lab.tell(RELOAD)
+    assert not orders(lab, decode), "its last heartbeat is older than the order"
+    lab.advance(CONFIG.cluster.heartbeat_ms / 1_000)
+    lab.beat(decode)
+    assert not orders(lab, decode)
+    lab.advance(CONFIG.cluster.heartbeat_ms / 1_000)
+    lab.say(decode, Heartbeat(lab.counts[decode], LoadReport(running=1), others=LoadReport(running=1)))
+    assert not orders(lab, decode)
+    lab.say(decode, Heartbeat(lab.counts[decode], LoadReport()))
+    assert orders(lab, decode) == ["/new"]
+
+
 def test_idle_workers_are_told_at_once_and_the_first_decides_what_is_served(lab: Lab) -> None:
     decode, prefill, _ = lab.split()
-    lab.tell(RELOAD)
+    tell(lab, decode, prefill)
     assert orders(lab, decode) == orders(lab, prefill) == ["/new"]
     assert lab.state.card is None
     lab.join("prefill", "prefill-0", incarnation="prefill-0.2", model=NEW)
@@ -46,6 +69,10 @@ def test_all_wait_for_the_last_request_and_later_ones_wait_for_all(lab: Lab) -> 
     assert not orders(lab, second)
     lab.tokens(busy, "r", 1, 10, 9, finish="length")
     assert lab.end("r").outcome == Finished("length")
+    lab.advance(2 * CONFIG.cluster.heartbeat_ms / 1_000)
+    lab.beat(first)
+    assert not orders(lab, first)
+    lab.beat(second)
     assert orders(lab, first) == orders(lab, second) == ["/new"]
     assert len(lab.sent(msg.Decode)) == 1
     lab.join("decode", "decode-1", incarnation="decode-1.2", model=NEW)
@@ -54,8 +81,8 @@ def test_all_wait_for_the_last_request_and_later_ones_wait_for_all(lab: Lab) -> 
 
 def test_other_routers_requests_are_waited_for(lab: Lab) -> None:
     (decode,) = lab.colocated()
+    tell(lab)
     lab.say(decode, Heartbeat(lab.counts[decode], LoadReport(running=1), others=LoadReport(running=1)))
-    lab.tell(RELOAD)
     assert not orders(lab, decode)
     lab.say(decode, Heartbeat(lab.counts[decode], LoadReport()))
     assert orders(lab, decode) == ["/new"]
@@ -80,7 +107,7 @@ def test_when_the_time_is_up_texts_of_two_models_fail_and_others_begin_anew(lab:
 
 def test_workers_are_told_until_they_have_gone(lab: Lab) -> None:
     decode, other = lab.colocated(2)
-    lab.tell(RELOAD)
+    tell(lab, decode, other)
     lab.advance(0.25)
     lab.beat(decode)
     lab.beat(other)
@@ -93,16 +120,14 @@ def test_workers_are_told_until_they_have_gone(lab: Lab) -> None:
 
 
 def test_the_same_weights_again(lab: Lab) -> None:
-    lab.colocated()
-    lab.tell(RELOAD)
+    tell(lab, *lab.colocated())
     lab.join("decode", "decode-0", incarnation="decode-0.2")
     lab.submit("r")
     assert lab.to(lab.decode) == "decode-0.2"
 
 
 def test_a_worker_with_the_weights_before_may_not_join(lab: Lab) -> None:
-    lab.colocated(2)
-    lab.tell(RELOAD)
+    tell(lab, *lab.colocated(2))
     lab.join("decode", "decode-0", incarnation="decode-0.2", model=NEW)
     lab.hello("decode", "decode-1", incarnation="decode-1.2")
     (refusal,) = lab.sent(msg.Rejected, "decode-1.2")
@@ -119,23 +144,24 @@ def test_a_worker_that_joins_or_is_undrained_meanwhile_takes_no_work(lab: Lab) -
     assert draining(lab) == {"decode-0", "decode-1"}
     assert len(lab.sent(msg.Decode)) == 1
     lab.tokens(decode, "r", 1, 10, 9, finish="length")
+    lab.advance(2 * CONFIG.cluster.heartbeat_ms / 1_000)
+    lab.beat(decode)
+    lab.beat("decode-1.1")
     assert orders(lab, "decode-1.1") == ["/new"]
 
 
 def test_a_worker_that_dies_while_it_loads_holds_nothing_up(lab: Lab) -> None:
-    lab.colocated(2)
-    lab.tell(RELOAD)
+    tell(lab, *lab.colocated(2))
     lab.leaves("decode-1.1")
     lab.join("decode", "decode-0", incarnation="decode-0.2", model=NEW)
-    lab.tell(RELOAD)  # that change is over, so there may be another
+    tell(lab, "decode-0.2")  # that change is over, so there may be another
     assert orders(lab, "decode-0.2") == ["/new"]
 
 
 def test_what_can_not_be_is_refused(lab: Lab) -> None:
     with pytest.raises(InvalidRequest, match="no worker is live, so none can load weights"):
         lab.tell(RELOAD)
-    lab.colocated(2)
-    lab.tell(RELOAD)
+    tell(lab, *lab.colocated(2))
     with pytest.raises(InvalidRequest, match="the weights of /new are being loaded; wait"):
         lab.tell(RELOAD)
     with pytest.raises(InvalidRequest, match="all workers load new weights"):
@@ -154,10 +180,10 @@ def test_adapters_that_were_loaded_meanwhile_are_refused_too(lab: Lab) -> None:
 
 
 def test_a_change_of_role_is_called_off(lab: Lab) -> None:
-    busy, _ = lab.colocated(2)
+    busy, idle = lab.colocated(2)
     lab.say(busy, Heartbeat(lab.counts[busy], LoadReport(running=1), others=LoadReport(running=1)))
     lab.tell(SetRole("decode-0", "prefill", 30.0))
-    lab.tell(RELOAD)
+    tell(lab, idle)
     lab.say(busy, Heartbeat(lab.counts[busy], LoadReport()))
     assert orders(lab, busy) == ["/new"]
     assert not lab.sent(msg.ChangeRole)
