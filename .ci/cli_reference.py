@@ -30,6 +30,8 @@ NOT_RUN = {
     "baton size Qwen/Qwen3-0.6B --context 8192 --concurrency 16": "needs the network",
     "baton run-batch -i requests.jsonl -o results.jsonl": "`tests/router/test_batches.py` runs it",
     "baton run-batch -i in.jsonl -o out.jsonl --url router:8000": "`tests/router/test_batches.py` runs it",
+    "baton reload ./checkpoint-2000": "`tests/processes/test_reload.py` runs it",
+    "baton reload ./checkpoint-2000 --patience 5": "`tests/processes/test_reload.py` runs it",
     "baton adapters load poet /models/poet-lora": "needs vLLM",
     "baton adapters unload poet": "needs vLLM",
     "baton up --model ./model.gguf": "needs the network",
