@@ -23,7 +23,7 @@ from tokenizers import models
 from baton.errors import ModelError
 from baton.messages import TOKEN_BYTES
 from kvstore.keys import unpack_tokens
-from router.frontend.fast_encoder import fast_encoder
+from router.frontend.fast_encoder import FastEncoder, shared_encoder
 from router.generation_request import DEFAULT_TEXT, GenerationRequest, TextOptions
 
 LOST = "\N{REPLACEMENT CHARACTER}"
@@ -51,13 +51,13 @@ _PATIENCE = 16  # tokens to wait for the end of a character; after that they are
 class Tokenizer:
     """A checkpoint's `tokenizer.json`."""
 
-    def __init__(self, tokenizer: _Tokenizer, *, fast: bool = False) -> None:
-        """`fast`: a faster library is used if it is installed and makes the same tokens."""
+    def __init__(self, tokenizer: _Tokenizer, fast: FastEncoder | None = None) -> None:
+        """`fast` makes the same tokens."""
         self._tokenizer = tokenizer
         # A tokenizer.json may carry training-time truncation and padding; a prompt is served as it was sent.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._fast = fast_encoder(tokenizer) if fast else None
+        self._fast = fast
         self._byte_level = any(
             part["type"] == "ByteLevel" for part in (*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer))
         )
@@ -74,7 +74,8 @@ class Tokenizer:
     def load(cls, file: Path) -> Tokenizer:
         """Raises ModelError for a file that is no tokenizer."""
         try:
-            return cls(_Tokenizer.from_file(str(file)), fast=True)
+            tokenizer = _Tokenizer.from_file(str(file))
+            return cls(tokenizer, shared_encoder(tokenizer))
         except Exception as error:  # noqa: BLE001 the library raises plain Exception
             raise ModelError(f"{file} is no tokenizer that can be read: {error}") from None
 

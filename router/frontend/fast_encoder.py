@@ -9,6 +9,7 @@ library serves. It also takes each text that `fastokens` refuses, such as a mill
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import logging
@@ -48,6 +49,17 @@ class FastEncoder:
             return None
         tokens: list[int] = np.frombuffer(ids, "<u4").tolist()
         return [tokens[start:end] for start, end in pairwise(np.frombuffer(offsets, "<u8").tolist())]
+
+
+_shared: dict[bytes, FastEncoder | None] = {}
+
+
+def shared_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
+    """Return `fast_encoder` of this tokenizer, one for all equal ones of this process: each takes 20 MB or more."""
+    digest = hashlib.blake2b(tokenizer.to_str().encode()).digest()
+    if digest not in _shared:
+        _shared[digest] = fast_encoder(tokenizer)
+    return _shared[digest]
 
 
 def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:

@@ -16,7 +16,9 @@ from hypothesis import given
 from tokenizers import Tokenizer as RawTokenizer
 
 from deploy.models import DEMO_MODEL
+from router.frontend import fast_encoder as fast_encoder_module
 from router.frontend.detokenizer import Tokenizer
+from router.frontend.fast_encoder import fast_encoder
 from tests.router import tokenizers
 from tests.router.test_token_cache import PIECES, RAW, SAFE, UNSAFE, with_tokens
 from tests.support.real_weights import needs_smollm2, smollm2
@@ -48,6 +50,7 @@ class Slower:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What stands in for the library: the odd text, and the encoders that it has made."""
+    monkeypatch.setattr(fast_encoder_module, "_shared", {})
     state: dict[str, Any] = {"odd": None, "encoders": []}
 
     def encoder(text: str) -> Slower:
@@ -79,6 +82,7 @@ def test_it_encodes_where_it_makes_the_same_tokens(
             right = [one.ids for one in raw.encode_batch_fast(texts, add_special_tokens=special)]
             assert tokenizer.encode_all(texts, special_tokens=special) == right
     assert fast.calls == tried + 6
+    monkeypatch.setattr(fast_encoder_module, "_shared", {})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert load(tmp_path, raw).encode("x") == tokenizer.encode("x")
     assert len(library["encoders"]) == 1
@@ -105,7 +109,7 @@ def test_it_is_left_out_where_it_can_not_read_the_tokenizer(
 @cache
 def both(name: str) -> tuple[RawTokenizer, Tokenizer]:
     raw = RawTokenizer.from_file(str(DEMO if name == "demo" else smollm2() / "tokenizer.json"))
-    tokenizer = Tokenizer(raw, fast=True)
+    tokenizer = Tokenizer(raw, fast_encoder(raw))
     assert tokenizer._fast is not None
     return raw, tokenizer
 
@@ -133,7 +137,8 @@ def test_a_text_that_it_refuses_is_encoded() -> None:
 
 @cache
 def tried(kind: str, added: str) -> Tokenizer:
-    return Tokenizer(with_tokens(kind, added)._tokenizer, fast=True)
+    raw = with_tokens(kind, added)._tokenizer
+    return Tokenizer(raw, fast_encoder(raw))
 
 
 @needs_fastokens
