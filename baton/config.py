@@ -365,7 +365,7 @@ class PrefillConfig(WorkerConfig, frozen=True):
 class DecodeConfig(WorkerConfig, frozen=True):
     """Decode workers."""
 
-    max_num_seqs: Annotated[int, Meta(ge=4)] = 256  # of a step at most; vLLM reserves memory for so many
+    max_num_seqs: Positive = 256  # of a step at most; vLLM reserves memory for so many
     max_num_batched_tokens: Positive = 512  # per step, decoding ones first; prompts get at least two pages, or 256
     itl_ms: Natural = 0  # what a step with both decoding sequences and prompts may take; 0: eight steps without prompts
     first_step_ms: Natural = 200  # a sequence that lacks a page at most waits no longer for others' tokens

@@ -1,6 +1,7 @@
 """Sends requests to a router over gRPC and notes when each token comes back. One event loop, one channel."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 
@@ -11,10 +12,10 @@ from deploy.load.workload import Planned
 
 
 class Sender:
-    """Sends requests. Its clock starts with it."""
+    """Sends requests. Its clock starts with it. `salted`: no two of its requests share a cached page."""
 
-    def __init__(self, client: AsyncClient, timeout: float) -> None:
-        self._client, self._timeout = client, timeout
+    def __init__(self, client: AsyncClient, timeout: float, *, salted: bool = False) -> None:
+        self._client, self._timeout, self._salted = client, timeout, salted
         self.restart()
 
     def restart(self) -> None:
@@ -30,8 +31,9 @@ class Sender:
         times: list[float] = []
         try:
             stream = self._client.generate(
-                prompt, timeout=self._timeout, max_tokens=output, temperature=0, ignore_eos=True
-            )
+                prompt, timeout=self._timeout, max_tokens=output, temperature=0, ignore_eos=True,
+                cache_salt=secrets.token_hex(16) if self._salted else "",
+            )  # fmt: skip
             async for delta in stream:
                 times += [self.now()] * len(delta.token_ids)
             result = await stream.result()

@@ -12,7 +12,7 @@ from deploy.load.sender import Sender
 class Users:
     """Simulates users; each takes the next conversation when its last one has ended.
 
-    `on_outcome` is called with each outcome when its request ends.
+    `on_outcome` is called with each outcome when its request ends. `salted`: no two requests share a cached page.
     """
 
     def __init__(
@@ -21,8 +21,10 @@ class Users:
         talks: Iterator[list[Turn]],
         timeout: float,
         on_outcome: Callable[[Outcome], None] = lambda _: None,
+        *,
+        salted: bool = False,
     ) -> None:
-        self._sender = Sender(client, timeout)
+        self._sender = Sender(client, timeout, salted=salted)
         self._talks = talks
         self._on_outcome = on_outcome
         self._left = 0
