@@ -29,7 +29,8 @@ AT_ONCE = 32  # requests of a batch that are under way
 MAX_LINE = 32 * 2**20  # bytes
 _MAX_ID = 512  # characters
 _PREFIX = "batch_req_"
-_PAUSE = 1.0  # seconds before a refused request is sent again, where its answer names no time
+_PAUSE = 1.0  # seconds before a refused request is sent again, where its answer names no number of them
+_LEAST_PAUSE, _MOST_PAUSE = 0.1, 60.0
 _OVERRIDES = {"priority": Raw(str(LOWEST_CLASS).encode()), "stream": Raw(b"false")}
 
 
@@ -88,7 +89,10 @@ class Answer:
         """Seconds after which another try is worth it. None: this answer is final."""
         if self.status not in (429, 503) or self.headers.get("baton-reason") == AttemptsExhausted.reason:
             return None
-        return float(self.headers.get("retry-after", _PAUSE))
+        try:
+            return max(_LEAST_PAUSE, min(_MOST_PAUSE, float(self.headers["retry-after"])))
+        except (KeyError, ValueError):  # a proxy may name a date
+            return _PAUSE
 
 
 Send = Callable[[str, bytes, str], Awaitable[Answer]]

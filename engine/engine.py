@@ -210,10 +210,12 @@ class Engine:
             raise
 
     def add_adapter(self, name: str, path: str) -> AdapterCard:
-        raise UnsupportedModel("adapters are served by vLLM's runner; worker.engine_choice sees to it")
+        raise UnsupportedModel(
+            "LoRA adapters need vLLM's runner, and this worker's engine is native: set model.engine to vllm"
+        )
 
     def remove_adapter(self, digest: str) -> None:
-        raise NotImplementedError("there is none")
+        raise UnsupportedModel(f"there is no LoRA adapter {digest} to remove")
 
     def duplicate(self, source: int, dest: int) -> None:
         if self._cuda is None:

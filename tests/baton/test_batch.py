@@ -150,3 +150,12 @@ async def test_results_of_another_input_or_another_process_are_left_alone(tmp_pa
     with pytest.raises(InvalidRequest, match="no result"):
         Results(tmp_path / "letter")
     assert (tmp_path / "letter").read_text() == "Dear all\n"
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [({}, 1.0), ({"retry-after": "2.5"}, 2.5), ({"retry-after": "Fri, 27 Nov 2026 01:00:00 GMT"}, 1.0),
+     ({"retry-after": "0"}, 0.1), ({"retry-after": "-1"}, 0.1), ({"retry-after": "1e9"}, 60.0)],
+)  # fmt: skip
+def test_a_refused_request_is_sent_again_after_a_pause_with_bounds(headers: dict[str, str], seconds: float):
+    assert Answer(429, headers, b"").retry_after == seconds

@@ -308,7 +308,7 @@ async def _receive(request: Request, tenant: TenantBatches, file: BinaryIO) -> N
         unchecked += len(piece)
         if limit is not None and size > limit:
             raise PayloadTooLarge(f"the file has more than the {limit} bytes that this API key may send; send less")
-        file.write(piece)
+        await asyncio.to_thread(file.write, piece)
         if unchecked >= _CHECKED:
             unchecked = 0
             await asyncio.to_thread(tenant.check_room, 0)
