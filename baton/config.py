@@ -143,7 +143,7 @@ class ModelConfig(_Section, frozen=True):
         "exact"  # workers whose arithmetic gives other bits: exact refuses them; mixed: tokens may depend on the path
     )
     speculation: Literal["auto", "off", "ngram"] = (
-        "auto"  # proposes tokens, which steps verify; auto: ngram where exact
+        "auto"  # proposes tokens, which steps verify; ngram: all of them; auto: those that pay, where exact
     )
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 

@@ -119,6 +119,7 @@ class DecodeScheduler:
         recompute_share: float = 0.0,
         fixed_borders: bool = False,
         proposer: Callable[[], Proposer] | None = None,
+        verify_all: bool = False,
     ) -> None:
         """`growth_reserve`: the rule for admission, the learned one by default. `calibration`: steps that were run
         before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it would
@@ -127,7 +128,8 @@ class DecodeScheduler:
         model looks beyond, a token's own included; none: some layer attends to all. `groups`: those of its layers that
         attend to a window beside it. `adapters`: digests of those that orders may name. `recompute_share`: part of the
         pages that is checked. `fixed_borders`: see `engine.runner.Runner`. `proposer`: makes those of sequences; none:
-        nothing is proposed. No step may be planned while one with proposals runs."""
+        nothing is proposed. No step may be planned while one with proposals runs. `verify_all`: whatever they cost, all
+        are verified."""
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
@@ -141,7 +143,8 @@ class DecodeScheduler:
         )
         self._router_fairness = RouterFairness()
         self._planner = StepPlanner(config, page_size, calibration, fixed_borders=fixed_borders)
-        self._speculation = Speculation(proposer, self._planner.costs, self._pages, page_size) if proposer else None
+        costs = None if verify_all else self._planner.costs
+        self._speculation = Speculation(proposer, costs, self._pages, page_size) if proposer else None
         leases = itertools.count(1)
         self._fetches = PageFetches(self._pages.blocks, leases, page_size)
         self._write_through = WriteThrough(self._pages.blocks, leases, page_size)

@@ -49,9 +49,14 @@ class Speculation:
     """Adds proposals to plans, and learns."""
 
     def __init__(
-        self, make: Callable[[], Proposer], costs: WorkerStepTimes, pages: SequencePages, page_size: int
+        self,
+        make: Callable[[], Proposer],
+        costs: WorkerStepTimes | None,
+        pages: SequencePages,
+        page_size: int,
     ) -> None:
-        """`make`: a proposer for a sequence. `pages`: from which the next one is taken early."""
+        """`make`: a proposer for a sequence. `costs`: of steps; none: every guess is verified, whatever it costs.
+        `pages`: from which the next one is taken early."""
         self.stats = SpeculationStats()
         self._make, self._costs, self._pages, self._page_size = make, costs, pages, page_size
         self._right = _FIRST
@@ -106,6 +111,8 @@ class Speculation:
 
     def _counts(self, plan: ScheduledBatch, guessed: Items[tuple[AttemptName, Sequence, Proposals]]) -> list[int]:
         """How many proposals of each are worth their rows."""
+        if self._costs is None:
+            return [len(proposals.guess) for _, _, proposals in guessed]
         work, cost = sample_of(list(plan.values()), 0.0), self._costs.cost
         seconds = cost.of(work.tokens, work.pairs, work.rows, work.context)
         if not seconds:

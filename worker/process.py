@@ -120,6 +120,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         adapters=worker.adapters.digests,
         recompute_share=config.pages.recompute_share,
         proposer=NgramProposer if _speculates(config, worker.runner) else None,
+        verify_all=config.model.speculation == "ngram",
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 

@@ -35,11 +35,15 @@ class Guesses:
         return known[len(tokens) :]
 
 
-def worker(share: float, steps: Sequence[StepSample] = FREE_ROWS, pages: int = 64, **config: Any) -> RigWorker:
+def worker(
+    share: float, steps: Sequence[StepSample] = FREE_ROWS, pages: int = 64, verify_all: bool = False, **config: Any
+) -> RigWorker:
     settings = DecodeConfig(**config)
     one = Rig(64).worker("decode", pages, settings)
     rng = random.Random(1)
-    one.state = DecodeScheduler(settings, PAGE, pages, calibration=steps, proposer=lambda: Guesses(rng, share))
+    one.state = DecodeScheduler(
+        settings, PAGE, pages, calibration=steps, proposer=lambda: Guesses(rng, share), verify_all=verify_all
+    )
     one.handle(StoreUp(64, PAGE_BYTES))
     return one
 
@@ -99,6 +103,7 @@ def test_dear_rows_and_wrong_guesses_are_not_verified() -> None:
     one = worker(1.0, DEAR_ROWS)
     assert steps_of(one, 40) > 35
     assert one.state.stats().speculation.drafts == 0
+    assert steps_of(worker(1.0, DEAR_ROWS, verify_all=True), 40) < 20
     half = [StepSample(0, 0, rows, rows * context, 0.01 + 0.004 * rows) for rows in (1, 2, 4) for context in (2, 40)]
     one = worker(0.0, half)
     steps_of(one, 120)

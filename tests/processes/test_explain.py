@@ -17,6 +17,7 @@ from tests.processes.test_failures import expected
 from tests.support import checkpoints, workload
 from tests.support.cluster import Streams, at_rest, process
 from tests.support.eventually import eventually
+from tests.support.metrics_page import metric
 
 _RNG = random.Random(11)
 PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(200)]  # 12 full pages, and 8 tokens
@@ -123,7 +124,8 @@ def test_a_worker_is_drained_and_given_work_again(cluster: LocalCluster, path: P
         answer = workload.ask(cluster.address, PROMPT[start : start + 40], 4)
         assert list(answer.work.decode_workers) != [busy]
     finished = future.result(DEADLINE)
-    assert list(finished.work.decode_workers) == [busy], "what it had it goes on with"
+    stayed = list(finished.work.decode_workers) == [busy]
+    assert stayed or metric(cluster, "router-0", "attempts_moved_total"), "only one that is slow loses what it had"
     assert baton(cluster, "drain", busy, "--wait", "30")["attempts"] == 0
     assert not baton(cluster, "drain", busy, "--undo")["draining"]
     status = process(cluster, busy)
