@@ -54,7 +54,7 @@ TECHNIQUES = (
     Technique("Grey failure: slow workers are left", "Huang et al., HotOS 2017", "router/placement"),
     Technique("Fair queueing of tenants", "VTC, OSDI 2024", "router/queueing"),
     Technique("Admission by objectives", "DistServe, OSDI 2024", "router/queueing"),
-    Technique("Batches that fill gaps", "OpenAI's Batch API; vLLM's run-batch", "router/requests/lifecycle.py"),
+    Technique("Batches that fill gaps", "OpenAI's Batch API; vLLM's run-batch", "router/requests/gap_fillers.py"),
     Technique("Warm requests first, within a bound of age", "Locality-aware fair scheduling, 2025", "router/queueing"),
     Technique("A quantum of service for runaways", "FastServe, 2023", "router/requests/lifecycle.py"),
     Technique("Adapters at run time", "vLLM", "engine/vllm_runner"),

@@ -85,8 +85,9 @@ from router.prefix_pinning.pinner import PrefixPinner
 from router.prefix_pinning.worker_messages import PinMessageHandler
 from router.queueing.admission import AdmissionControl, ModelLimits
 from router.request import Attempt, Request, RequestPhase
+from router.requests.counts import PageCounts, RequestCounts
 from router.requests.explain import Explanations, RequestRecord
-from router.requests.lifecycle import PageCounts, RequestCounts, RequestManager, cached_share
+from router.requests.lifecycle import RequestManager, cached_share
 from router.requests.slo_attainment import Objective, SloAttainment
 from router.requests.worker_messages import WorkerMessageHandler
 from router.role_changes import RoleChanges

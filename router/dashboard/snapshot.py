@@ -18,8 +18,8 @@ from router.dashboard.notices import Notice
 from router.dashboard.operator_views import counts, hops, ms, process, request_summary
 from router.dashboard.samples import Sample
 from router.events import Cancelled, Failed
+from router.requests.counts import PageCounts
 from router.requests.explain import RequestRecord
-from router.requests.lifecycle import PageCounts
 from router.state import ProcessView, RouterState, RouterStats
 
 RECORDS = 1_000

@@ -8,9 +8,7 @@ workers' messages about an attempt. `router.state` knows which processes are liv
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from math import inf
 
 from msgspec.structs import replace
@@ -23,7 +21,7 @@ from router.adapters import RuntimeAdapters
 from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome
 from router.generation_request import GenerationRequest
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
-from router.not_cached import NotCached, Reason
+from router.not_cached import NotCached
 from router.outbox import Outbox
 from router.placement.cached_prefix import CacheablePrefix
 from router.placement.cluster_view import ClusterView
@@ -38,24 +36,12 @@ from router.placement.utilization import UtilizationMonitor
 from router.queueing.admission import AdmissionControl, ModelLimits, check_tokens, settle_length
 from router.queueing.queue_scan import QueueScan
 from router.request import Attempt, Request, RequestPhase
+from router.requests.counts import RequestCounts
 from router.requests.explain import ConsideredPlacements, Explanations
+from router.requests.gap_fillers import GapFillers
 from router.requests.slo_attainment import SloAttainment
 
-_SLOWER = 0.03  # of a step's time that requests of the lowest class may add for more urgent ones
-_STEPS_BETWEEN = 200  # beside more urgent ones, from one of them that joins to the next: its pages make a step longer
 _MIXED = "model.numerics is mixed: on other workers, or with other pages in caches, its tokens may differ"
-
-
-@dataclass(frozen=True)
-class PageCounts:
-    """Pages that one worker reported since the start. A prefill worker stores and finds them. A decode worker fetches
-    them from its node's store, or finds them on its device."""
-
-    stored: int = 0
-    hits: int = 0
-    fetched: int = 0
-    fetched_across: int = 0  # of the fetched ones, at most so many came from the store of another node
-    on_device: int = 0
 
 
 MAX_FRUITLESS = 64
@@ -67,44 +53,6 @@ _LATE = 0.1  # seconds: of a shorter delay nothing is moved, nor for a smaller g
 _SETTLED = 0.5  # seconds for which an attempt that runs stays where it was placed
 _MOVES = 4  # requests that are moved at a time
 _WORTH = 1.5  # times what a request takes elsewhere
-_PAGE_COUNTS = 1_024  # workers, by name; those that reported first are forgotten first
-
-
-@dataclass
-class RequestCounts:
-    """What has happened since the start."""
-
-    finished: Counter[str] = field(default_factory=Counter[str])  # by reason
-    failed: Counter[str] = field(default_factory=Counter[str])  # by reason
-    cancelled: int = 0
-    attempts: int = 0
-    split: int = 0
-    local: int = 0
-    resends: int = 0
-    yielded: int = 0  # attempts that gave their place to others
-    moved: int = 0  # attempts that were taken from a slow worker
-    prompt_tokens: int = 0  # of requests that finished
-    cached_tokens: int = 0  # of requests that finished
-    not_cached_tokens: Counter[Reason] = field(default_factory=Counter[Reason])  # the same, by why they are not
-    generated_tokens: int = 0
-    pages: dict[str, PageCounts] = field(default_factory=dict[str, PageCounts])  # by the worker's name
-
-    def count_pages(
-        self, worker: str, *, stored: int = 0, hits: int = 0, fetched: int = 0, across: int = 0, on_device: int = 0
-    ) -> None:
-        """A worker reports what it did for one attempt."""
-        old = self.pages.get(worker)
-        if old is None:
-            old = PageCounts()
-            if len(self.pages) >= _PAGE_COUNTS:
-                del self.pages[next(iter(self.pages))]
-        self.pages[worker] = PageCounts(
-            old.stored + stored,
-            old.hits + hits,
-            old.fetched + fetched,
-            old.fetched_across + across,
-            old.on_device + on_device,
-        )
 
 
 class RequestManager:
@@ -144,8 +92,7 @@ class RequestManager:
         self._scan = QueueScan(admission.queue, members.changes)
         self._held = False  # a request is held here that could as well wait at a worker
         self._paused = False  # a request waits for the end of its pause
-        self._gap_fillers: dict[str, Request] = {}  # of the lowest class, with an attempt
-        self._gap_filled: dict[str, float] = {}  # when one was last given to a decode worker, by incarnation
+        self._gap_fillers = GapFillers(config, members, costs)
         self._next_expiry = -inf  # until then no request has waited for too long
         self._adapters = adapters
         self._explanations, self._utilization, self._counts = explanations, utilization, counts
@@ -276,12 +223,15 @@ class RequestManager:
             self._view.mark_used(choice)
             if self._should_hold(request, choice, considered):
                 return False
-            if request.lowest and not self._fits_gap(request, choice, now):
+            if request.lowest and not self._gap_fillers.fits(request, choice, now):
                 self._held = True
                 self._explanations.kept_waiting(request, "it would slow more urgent requests", considered)
                 return False
             self._begin(request, ask, choice, considered, now)
-            self._make_way(request, choice, now)
+            if request.lowest:
+                self._gap_fillers.add(request, choice, now)
+            for other in self._gap_fillers.in_the_way(request, choice):
+                self.give_way(other, f"{request.name} is more urgent", now)
             return True
         self._explanations.kept_waiting(request, choice.why, considered)
         if isinstance(choice, Reject) and not request.history.ever_accepted:
@@ -354,60 +304,12 @@ class RequestManager:
         self._held = True
         return True
 
-    # --- the lowest class --------------------------------------------------------------------------------------------
-
-    def _fits_gap(self, request: Request, plan: Placement, now: float) -> bool:
-        """Whether a request of the lowest class would slow no more urgent one by more than `_SLOWER`."""
-        for worker in filter(None, (plan.decode, plan.prefill)):
-            prompts = self._members.require_live(worker).pending_prefills
-            full = len(prompts) >= self._config.prefill.max_num_seqs
-            if full or not all(prompt.fills_gap for prompt in prompts.values()):
-                return False
-        decoder = self._members.require_live(plan.decode)
-        if not self._urgent_rows(decoder)[0]:
-            return True
-        rows = len(decoder.assigned) + decoder.other_routers_requests
-        pause = _STEPS_BETWEEN * self._costs.step(plan.decode).seconds(rows, int(decoder.context))
-        rested = now - self._gap_filled.get(plan.decode, -inf) > pause
-        return rested and plan.prefill is not None and not self._slows(decoder, 1, request.known)
-
-    def _make_way(self, request: Request, plan: Placement, now: float) -> None:
-        """Note a request of the lowest class that has been placed. For another one, have those leave that slow it."""
-        if request.lowest:
-            self._gap_fillers[request.name] = request
-            self._gap_filled[plan.decode] = now
-            return
-        if not self._gap_fillers:
-            return
-        decoder = self._members.require_live(plan.decode)
-        for other in reversed(list(self._gap_fillers.values())):
-            attempt = other.attempt
-            assert attempt is not None, other.name
-            computes = attempt.needs_prefill and (attempt.prefill or attempt.decode) in (plan.prefill, plan.decode)
-            if computes or (attempt.decode == plan.decode and self._slows(decoder)):
-                self.give_way(other, f"{request.name} is more urgent", now)
+    # --- yielding ----------------------------------------------------------------------------------------------------
 
     def _clear_gaps(self, now: float) -> None:
         """Have all requests of the lowest class leave while more urgent ones wait for room."""
-        if self._gap_fillers and not self._queue.only_lowest:
-            for request in reversed(list(self._gap_fillers.values())):
-                self.give_way(request, "more urgent requests wait", now)
-
-    def _urgent_rows(self, member: MemberRecord) -> tuple[int, float]:
-        """Sequences of a decode worker that are not of the lowest class, other routers' included, and their tokens."""
-        mine = [work.context for name, work in member.assigned.items() if name.request not in self._gap_fillers]
-        return len(mine) + member.other_routers_requests, sum(mine) + member.other_routers_context
-
-    def _slows(self, member: MemberRecord, rows: int = 0, context: int = 0) -> bool:
-        """Whether the lowest class, with so many more rows, makes steps of a decode worker too long for the others.
-        While nothing is known of its steps, it does."""
-        urgent, tokens = self._urgent_rows(member)
-        if not urgent:
-            return False
-        cost = self._costs.step(member.incarnation)
-        all_rows = len(member.assigned) + member.other_routers_requests + rows
-        seconds = cost.seconds(all_rows, int(member.context + member.other_routers_context) + context)
-        return seconds >= (1 + _SLOWER) * cost.seconds(urgent, int(tokens))
+        for request in () if self._queue.only_lowest else self._gap_fillers:
+            self.give_way(request, "more urgent requests wait", now)
 
     def may_yield(self, request: Request, now: float) -> None:
         """Have a request that runs yield once it has had its class's quantum and others wait for room to decode."""
@@ -514,7 +416,7 @@ class RequestManager:
     def member_gone(self, member: MemberRecord, now: float) -> None:
         """`member` is no longer listed; whatever it had is placed anew."""
         names = {*member.assigned, *member.pending_prefills}
-        self._gap_filled.pop(member.incarnation, None)
+        self._gap_fillers.forget(member.incarnation)
         if member.peer.role == "store":
             names = {name for name, attempt in self._attempts() if member.incarnation in attempt.stores}
         for name in sorted(names):
@@ -654,7 +556,7 @@ class RequestManager:
         attempt, request.attempt = request.attempt, None
         if attempt is None:
             return
-        self._gap_fillers.pop(request.name, None)
+        self._gap_fillers.discard(request)
         request.account.prefill_unreported += attempt.prefill_unreported
         self.release_prefill(request, attempt)
         decoder = self._members.get(attempt.decode)
@@ -748,7 +650,7 @@ class RequestManager:
         """Check every invariant; for tests."""
         self._admission.validate()
         fillers = {request.name for request in self._requests.values() if request.lowest and request.attempt}
-        assert fillers == self._gap_fillers.keys()
+        assert fillers == {request.name for request in self._gap_fillers}
         expected: dict[str, set[AttemptName]] = {member.incarnation: set() for member in self._members}
         slots: dict[str, set[AttemptName]] = {member.incarnation: set() for member in self._members}
         for request in self._requests.values():

@@ -22,8 +22,9 @@ from router.placement.prediction_error import PredictionErrors
 from router.placement.utilization import UtilizationMonitor
 from router.queueing.admission import AdmissionControl, ModelLimits
 from router.request import Attempt, Request, RequestPhase
+from router.requests.counts import RequestCounts
 from router.requests.explain import Explanations
-from router.requests.lifecycle import RequestCounts, RequestManager
+from router.requests.lifecycle import RequestManager
 
 _MOST_MS = 86_400_000  # that a worker's account tells of anything
 _TURNED_AWAY = 32  # times that busy prefill workers refuse a prompt before those that still do are not asked again
