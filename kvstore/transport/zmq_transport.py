@@ -219,7 +219,7 @@ class Carrier:
                 self._ask(order)
             case interface.RetractFetch(fetch=fetch):
                 self._expected.pop(fetch, None)
-                self._mailbox.tell(interface.FetchRetracted(fetch))
+                self.retract(fetch)
             case interface.AnswerPeer(peer=peer, reply=reply):
                 self._server.send(peer, reply)
             case interface.SendPages():
@@ -270,6 +270,10 @@ class Carrier:
             del self._sending[number]
             self._mailbox.tell(interface.PagesSent(number))
         self._look = _FIRST_LOOK if done else min(2 * self._look, _LAST_LOOK)
+
+    def retract(self, fetch: int) -> None:
+        """No page of this fetch is expected any more: say so when none is being written either."""
+        self._mailbox.tell(interface.FetchRetracted(fetch))
 
     # --- words and pages in -----------------------------------------------------------------------------------------
 

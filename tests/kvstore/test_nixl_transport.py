@@ -3,6 +3,8 @@
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -13,7 +15,7 @@ from baton.messages import Peer
 from baton.peer_protocol import FetchHeartbeat, FetchStatus, FetchUnavailable, NixlOffer, SentPage
 from kvstore.checksum import page_checksum
 from kvstore.transport import interface
-from kvstore.transport.nixl_transport import NixlTransport
+from kvstore.transport.nixl_transport import NixlTransport, _Agent
 from tests.kvstore.test_zmq_transport import PAGE, SLOTS, Store
 
 try:
@@ -38,8 +40,8 @@ def stores() -> Iterator[Callable[..., Store]]:
         yield make
 
 
-@pytest.mark.skipif(HAVE, reason="the package nixl is installed")
-def test_without_the_package_it_says_so() -> None:
+def test_without_the_package_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
     with pytest.raises(StartupError, match="nixl"):
         NixlTransport(Peer("store", "a", "a", "a", 1))
 
@@ -176,3 +178,60 @@ def test_offers_that_lie_write_nothing_and_end(stores: Callable[..., Store]) -> 
     a.until(lambda: a.landed(1) == [0], b)
     assert a.slot(0) == b.slot(0)
     b.heard(interface.PagesSent(99))
+
+
+@needs_nixl
+def test_a_fetch_is_retracted_only_when_nothing_is_read_into_its_slots(
+    stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, over = _Agent.state, threading.Event()
+    monkeypatch.setattr(_Agent, "state", lambda self, handle: state(self, handle) if over.is_set() else "PROC")
+    a, b = stores("a"), stores("b")
+    a.expect(1, {0: 0})
+    a.want(b)
+    b.fill(0)
+    b.serve(1, "a", 1, {0: 0})
+    a.until(lambda: bool(a.transport._carrier._reads), b)  # type: ignore[attr-defined]
+    a.do(interface.RetractFetch(1), interface.VerifySlot(7, 5, page_checksum(a.slot(5), 1)))
+    a.heard(interface.SlotVerified(7, True))
+    assert interface.FetchRetracted(1) not in a.events
+    over.set()
+    a.heard(interface.FetchRetracted(1))
+    b.heard(interface.PagesSent(1))
+    assert a.landed(1) == []
+
+
+@needs_nixl
+@pytest.mark.parametrize("outcome", ["PROC", "ERR"])
+def test_a_read_that_fails_or_does_not_end_is_ended_with_its_agent(
+    stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    """Pages that another store has offered meanwhile are read by the next agent, without being offered again."""
+    state, both = _Agent.state, threading.Event()
+
+    def outcome_of(agent: _Agent, handle: object) -> str:
+        return state(agent, handle) if agent.name != "a/2" else outcome if both.is_set() else "PROC"
+
+    monkeypatch.setattr(_Agent, "state", outcome_of)
+    a, b, c = stores("a", silence_s=2.0 if outcome == "PROC" else 30.0), stores("b"), stores("c")
+    carrier = a.transport._carrier  # type: ignore[attr-defined]
+    first, second = (0, 1), (2, 3)  # slots
+    a.expect(1, dict(enumerate(first)))
+    a.expect(2, dict(enumerate(second)))
+    a.want(b, 1)
+    a.want(c, 2)
+    closed = weakref.ref(carrier._reader._agent)
+    for number, store, slots in ((1, b, first), (2, c, second)):
+        for slot in slots:
+            store.fill(slot)
+        store.serve(number, "a", number, dict(enumerate(slots)))
+        a.until(lambda number=number: len(carrier._reads) == number or closed() is None, b, c)
+    both.set()
+    a.until(lambda: sorted(a.landed(2)) == [0, 1], c)
+    assert closed() is None
+    assert a.landed(1) == []
+    b.serve(3, "a", 1, dict(enumerate(first)))  # as the state asks again
+    a.until(lambda: sorted(a.landed(1)) == [0, 1], b)
+    assert [a.slot(slot) for slot in (*first, *second)] == [*map(b.slot, first), *map(c.slot, second)]
+    for store, number in ((b, 1), (c, 2), (b, 3)):
+        store.heard(interface.PagesSent(number))
