@@ -18,7 +18,7 @@
 namespace baton {
 namespace {
 
-constexpr int kTile = 64;          // outputs
+constexpr int kTile = kTileOutputs;
 constexpr int kStepBytes = 256;    // of a tile for one word of input
 constexpr int kBlockSteps = 64;    // 16 KiB, which stay in the first-level cache while rows pass over them
 // With a large cache the next block fits in there as well. Else it would push this one out: it is asked for into the second
@@ -28,17 +28,23 @@ static_assert(!kLargeCache || FIRST_LEVEL_CACHE > 2 * kBlockSteps * kStepBytes);
 constexpr int kPageSteps = 16;     // 4 KiB, beyond whose end processors foresee nothing
 constexpr int kPageStart = 6;      // lines from which they see what comes
 constexpr int kPageStartsOnly = -1;
-template <class T>                 // what many registers hold: 6 × 4 sums, 4 vectors of weights and one of input
-constexpr int kPassRows = kMany || sizeof(T) == 4 ? 6 : 4;
-template <class T>                 // in few, the weights and the input of bf16 are two vectors each
+template <class T>                 // weights and inputs may be two vectors each
+constexpr bool kTwo = sizeof(Factors<T>) > sizeof(Floats);
+template <class T>                 // what registers hold: 6 × 4 sums, or 8 × 2, and vectors of weights and of input
+constexpr int kPassRows = kMany ? (kTwo<T> ? 8 : 6) : kTwo<T> ? 4 : 6;
+template <class T>
 constexpr int kPassSums = kMany ? 24 : kPassRows<T>;
-template <class T>                 // of codes, which are made words anew in each pass
-constexpr int kCodeRows = kMany ? 8 : kPassRows<T>;
+template <class T, int R>          // vectors of outputs at a time
+constexpr int kColumns = R * 4 <= kPassSums<T> / (kTwo<T> ? 2 : 1) ? 4 : R * 2 <= kPassSums<T> ? 2 : 1;
+template <class T>                 // of codes, which are made factors anew in each pass
+constexpr int kCodeRows = kMany && !kTwo<T> ? 8 : kPassRows<T>;
 constexpr int64_t kFewRows = 64;     // that each thread norms for itself: it costs less than waiting for each other would
 constexpr int64_t kBlockRows = 256;  // with fewer, the weights are read more often; with more, less stays in the cache
 constexpr int64_t kShares = 8;       // for each thread, so that none waits long for another
 constexpr int kMostThreads = 256;
-constexpr int64_t kBlockInputs = 128;  // of codes that are made words at a time, for many rows; groups are no larger
+constexpr int64_t kCodesAhead = 8192;  // bytes of codes that are asked for before they are read
+constexpr int64_t kBlockInputs = 128;  // of codes that are made factors at a time, for many rows; groups are no larger
+static_assert(kBlockInputs >= 2 * kBlockSteps);
 
 }  // namespace
 
@@ -113,12 +119,31 @@ namespace {
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-// One pass of R rows over a block of a tile. `x` is the rows' words, `stride` words apart; `sums` is [R][kTile]. Each step
-// asks for `Lines` cache lines from `ahead` on, or for one of those that the block's next page starts with.
+// Inputs of some rows, `stride` apart.
+template <class T>
+struct Inputs {
+  const Kept<T>* at;
+  int64_t stride;
+};
+
+// Inputs as a pass reads them: as they are, or kept in `room`, [kPassRows][kBlockInputs].
+template <class T>
+Inputs<T> kept_inputs(const T* x, int64_t stride, int64_t rows, int64_t count, Kept<T>* room) {
+  if constexpr (std::is_same_v<T, Kept<T>>) {
+    return {x, stride};
+  } else {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = 0; i < count; i += kLanes) store16(room + r * kBlockInputs + i, load16(x + r * stride + i, count - i));
+    return {room, kBlockInputs};
+  }
+}
+
+// One pass of R rows over a block of a tile. `sums` is [R][kTile]. Each step asks for `Lines` cache lines from `ahead` on, or
+// for one of those that the block's next page starts with.
 template <class T, int R, int Lines>
-void pass(const char* weights, const uint32_t* x, int64_t stride, int64_t steps, bool first, float* sums, const char* ahead) {
-  constexpr int V = R * 4 <= kPassSums<T> ? 4 : R * 2 <= kPassSums<T> ? 2 : 1;  // vectors of outputs at a time
-  constexpr int kAsked = (Lines * V + 3) / 4;                                    // lines meanwhile, at each step
+void pass(const char* weights, const Inputs<T>& x, int64_t steps, bool first, float* sums, const char* ahead) {
+  constexpr int V = kColumns<T, R>;
+  constexpr int kAsked = (Lines * V + 3) / 4;  // lines meanwhile, at each step
   for (int column = 0, asked = 0; column < kTile; column += V * kLanes, asked += kAsked) {
     Floats sum[R][V];
 #pragma GCC unroll 8
@@ -139,7 +164,7 @@ void pass(const char* weights, const uint32_t* x, int64_t stride, int64_t steps,
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const Factors<T> word = factors<T>(filled(static_cast<int32_t>(x[r * stride + s])));
+        const Factors<T> word = kept(T{}, x.at + r * x.stride, s);
 #pragma GCC unroll 4
         for (int j = 0; j < V; ++j) sum[r][j] = add_products(T{}, w[j], word, sum[r][j]);
       }
@@ -152,18 +177,14 @@ void pass(const char* weights, const uint32_t* x, int64_t stride, int64_t steps,
 }
 
 template <class T, int Lines>
-void pass(int64_t rows, const char* weights, const uint32_t* x, int64_t stride, int64_t steps, bool first, float* sums,
-          const char* ahead) {
-  with_count<kPassRows<T>>(rows, [&](auto some) {
-    pass<T, some, Lines>(weights, x, stride, steps, first, sums, ahead);
-  });
+void pass(int64_t rows, const char* weights, const Inputs<T>& x, int64_t steps, bool first, float* sums, const char* ahead) {
+  with_count<kPassRows<T>>(rows, [&](auto some) { pass<T, some, Lines>(weights, x, steps, first, sums, ahead); });
 }
 
 // One tile for all rows: `x` [rows][steps] words → `sums` [rows][kTile]. `next` is what this thread reads after it.
 template <class T>
-void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* sums, const char* next) {
-  const auto* words = reinterpret_cast<const uint32_t*>(x);
-  const int64_t passes = (rows + kPassRows<T> - 1) / kPassRows<T>;
+void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* sums, const char* next, Kept<T>* room) {
+  const int64_t inputs = steps * kWord<T>, passes = (rows + kPassRows<T> - 1) / kPassRows<T>;
   for (int64_t from = 0; from < steps; from += kBlockSteps) {
     const int64_t count = least(steps - from, kBlockSteps);
     const char* block = weights + from * kStepBytes;
@@ -171,17 +192,17 @@ void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* s
     for (int64_t p = 0; p < passes; ++p) {
       const Range own = share(rows, static_cast<int>(p), static_cast<int>(passes));
       const int64_t n = own.last - own.first;
-      const uint32_t* input = words + own.first * steps + from;
+      const Inputs<T> input = kept_inputs(x + own.first * inputs + from * kWord<T>, inputs, n, count * kWord<T>, room);
       float* output = sums + own.first * kTile;
       // Between them the passes ask for the four lines of every step of the next block, once each.
       if (passes == 1) {
-        pass<T, kLargeCache ? 4 : kPageStartsOnly>(n, block, input, steps, count, from == 0, output, ahead);
+        pass<T, kLargeCache ? 4 : kPageStartsOnly>(n, block, input, count, from == 0, output, ahead);
       } else if (passes <= 3 && p < 2) {
-        pass<T, 2>(n, block, input, steps, count, from == 0, output, ahead + p * count * 128);
+        pass<T, 2>(n, block, input, count, from == 0, output, ahead + p * count * 128);
       } else if (passes > 3 && p < 4) {
-        pass<T, 1>(n, block, input, steps, count, from == 0, output, ahead + p * count * 64);
+        pass<T, 1>(n, block, input, count, from == 0, output, ahead + p * count * 64);
       } else {
-        pass<T, 0>(n, block, input, steps, count, from == 0, output, ahead);
+        pass<T, 0>(n, block, input, count, from == 0, output, ahead);
       }
     }
   }
@@ -192,15 +213,29 @@ void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* s
 int64_t scale_bytes(const Weight& weight) { return kTile * ((weight.wide ? 4 : 2) + (weight.minimums ? 4 : 0)); }
 int64_t group_bytes(const Weight& weight) { return scale_bytes(weight) + weight.group / 2 * kTile * 2 * weight.bits / 8; }
 
-// Where the words of a group come from: its codes, or a block in which they were made words before.
+// Where the factors of a group come from: its codes, or a block of those made before. Passes ask for what comes later: with
+// codes for as many bytes as they read, `Columns` vectors of outputs at a time, and else for one line with each word.
 template <class T, class Bits>
 struct Codes {
-  const char* at;
-  Words operator()(int64_t step, int vector) const { return decoded(T{}, Bits{}, at, step, vector); }
+  const char *at, *ahead;
+  Factors<T> operator()(int64_t step, int vector) const { return decoded(T{}, Bits{}, at, step, vector); }
+  template <int Columns>
+  void ask(int64_t step, int column) const {
+    constexpr int64_t kBytes = kWord<T> * Bits::kPairBytes / 2, kLine = kBytes < 64 ? kBytes : 64;
+    for (int line = 0; line < Columns; ++line)
+      if ((column + line) * kLine < kBytes)
+        _mm_prefetch(ahead + step * kBytes + (column + line) * kLine, kLargeCache ? _MM_HINT_T0 : _MM_HINT_T1);
+  }
 };
-struct Block256 {
-  const char* at;
-  Words operator()(int64_t step, int vector) const { return load_words(at + step * kStepBytes + vector * 64); }
+template <class T>
+struct Decoded {
+  const Factors<T>* at;
+  const char* ahead;
+  const Factors<T>& operator()(int64_t step, int vector) const { return at[step * (kTile / kLanes) + vector]; }
+  template <int>
+  void ask(int64_t step, int column) const {
+    if (column == 0) _mm_prefetch(ahead + step * 64, _MM_HINT_T1);
+  }
 };
 
 // What a group multiplies its sums with.
@@ -222,10 +257,13 @@ Floats total(const T* x, int64_t count) {
   return filled(sum_of(sum));
 }
 
-// One pass of R rows over a group of a tile. `x` is the rows' inputs, `stride` apart; `sums` is [R][kTile].
+// One pass of R rows over a group of a tile. `sums` is [R][kTile].
 template <class T, int R, class From>
-void group_pass(const From& from, const Scales& scales, const T* x, int64_t stride, int64_t group, bool first, float* sums) {
-  constexpr int V = R * 4 <= kPassSums<T> ? 4 : R * 2 <= kPassSums<T> ? 2 : 1;
+void group_pass(const From& from, const Scales& scales, const Inputs<T>& x, int64_t group, bool first, float* sums) {
+  constexpr int V = kColumns<T, R>;
+  Floats inputs[R];  // all of each row
+  if (scales.weight.minimums)
+    for (int r = 0; r < R; ++r) inputs[r] = total(x.at + r * x.stride, group);
   for (int column = 0; column < kTile; column += V * kLanes) {
     Floats sum[R][V];
 #pragma GCC unroll 8
@@ -235,63 +273,72 @@ void group_pass(const From& from, const Scales& scales, const T* x, int64_t stri
     for (int64_t s = 0; s < group / kWord<T>; ++s) {
       Factors<T> w[V];
 #pragma GCC unroll 4
-      for (int j = 0; j < V; ++j) w[j] = factors<T>(from(s, column / kLanes + j));
+      for (int j = 0; j < V; ++j) w[j] = from(s, column / kLanes + j);
+      from.template ask<V>(s, column / kLanes);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        int32_t input;
-        std::memcpy(&input, x + r * stride + s * kWord<T>, sizeof input);
-        const Factors<T> word = factors<T>(filled(input));
+        const Factors<T> word = kept(T{}, x.at + r * x.stride, s);
 #pragma GCC unroll 4
         for (int j = 0; j < V; ++j) sum[r][j] = add_products(T{}, w[j], word, sum[r][j]);
       }
     }
+    Floats scale[V], minimum[V];
+#pragma GCC unroll 4
+    for (int j = 0; j < V; ++j) {
+      scale[j] = scales.scale(column + j * kLanes);
+      if (scales.weight.minimums) minimum[j] = scales.minimum(column + j * kLanes);
+    }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Floats inputs = scales.weight.minimums ? total(x + r * stride, group) : zeros();
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < V; ++j) {
         float* const to = sums + r * kTile + column + j * kLanes;
-        Floats sum_so_far = fma(sum[r][j], scales.scale(column + j * kLanes), first ? zeros() : load16(to));
-        if (scales.weight.minimums) sum_so_far = fma(inputs, scales.minimum(column + j * kLanes), sum_so_far);
-        store16(to, sum_so_far);
+        Floats so_far = fma(sum[r][j], scale[j], first ? zeros() : load16(to));
+        if (scales.weight.minimums) so_far = fma(inputs[r], minimum[j], so_far);
+        store16(to, so_far);
       }
-    }
   }
 }
 
-// Makes the codes of a group words.
+// One tile of codes for all rows: `x` [rows][inputs] → `sums` [rows][kTile]. Few rows have factors made in registers, many in
+// `block`, for [kBlockInputs][kTile] codes. `next` is what this thread reads after it.
 template <class T, class Bits>
-void make_words(const Codes<T, Bits>& codes, int64_t steps, char* to) {
-  for (int64_t s = 0; s < steps; ++s)
-#pragma GCC unroll 4
-    for (int j = 0; j < kTile / kLanes; ++j) store_words(to + s * kStepBytes + j * 64, codes(s, j));
-}
-
-// One tile of codes for all rows: `x` [rows][inputs] → `sums` [rows][kTile]. Few rows have codes made words in registers,
-// many in `block`, [kBlockInputs][kTile] numbers.
-template <class T, class Bits>
-void code_tile(const Weight& weight, const char* tile, const T* x, int64_t rows, int64_t inputs, float* sums, char* block) {
+void code_tile(const Weight& weight, const char* tile, const T* x, int64_t rows, int64_t inputs, float* sums,
+               const char* next, Factors<T>* block, Kept<T>* room) {
   const int64_t group = weight.group, bytes = group_bytes(weight), steps = group / kWord<T>;
-  const bool few = rows <= 2 * kCodeRows<T>;
+  const bool few = rows <= kCodeRows<T>;
   const int64_t most = few ? kCodeRows<T> : kPassRows<T>, passes = (rows + most - 1) / most;
   for (int64_t begin = 0; begin < inputs; begin += kBlockInputs) {
-    const Range groups{begin / group, least(begin + kBlockInputs, inputs) / group};
-    const auto at = [&](int64_t g) { return tile + g * bytes; };
-    const auto codes = [&](int64_t g) { return Codes<T, Bits>{at(g) + scale_bytes(weight)}; };
-    const auto words = [&](int64_t g) { return block + (g - groups.first) * steps * kStepBytes; };
-    for (int64_t g = groups.first; !few && g < groups.last; ++g) make_words(codes(g), steps, words(g));
+    const int64_t count = least(begin + kBlockInputs, inputs) - begin;
+    const auto at = [&](int64_t i) { return tile + (begin + i) / group * bytes; };
+    const auto codes = [&](int64_t i) {
+      const int64_t later = (begin + i) / group * bytes + kCodesAhead - inputs / group * bytes;
+      return Codes<T, Bits>{at(i) + scale_bytes(weight), later < 0 ? at(i) + kCodesAhead : next + later};
+    };
+    const auto made = [&](int64_t i) { return block + i / kWord<T> * (kTile / kLanes); };
+    for (int64_t i = 0; !few && i < count; i += group) {
+      const Codes<T, Bits> from = codes(i);
+      for (int64_t s = 0; s < steps; ++s)
+#pragma GCC unroll 4
+        for (int j = 0; j < kTile / kLanes; ++j) made(i)[s * (kTile / kLanes) + j] = from(s, j);
+    }
     for (int64_t p = 0; p < passes; ++p) {
       const Range own = share(rows, static_cast<int>(p), static_cast<int>(passes));
+      const int64_t n = own.last - own.first;
+      const Inputs<T> input = kept_inputs(x + own.first * inputs + begin, inputs, n, count, room);
       const auto pass = [&](auto some, const auto& from) {
-        for (int64_t g = groups.first; g < groups.last; ++g)
-          group_pass<T, some>(from(g), {weight, at(g)}, x + own.first * inputs + g * group, inputs, group, g == 0,
+        for (int64_t i = 0; i < count; i += group)
+          group_pass<T, some>(from(i), {weight, at(i)}, {input.at + i, input.stride}, group, begin + i == 0,
                               sums + own.first * kTile);
       };
       if (few)
-        with_count<kCodeRows<T>>(own.last - own.first, [&](auto some) { pass(some, codes); });
+        with_count<kCodeRows<T>>(n, [&](auto some) { pass(some, codes); });
       else
-        with_count<kPassRows<T>>(own.last - own.first, [&](auto some) {
-          pass(some, [&](int64_t g) { return Block256{words(g)}; });
+        with_count<kPassRows<T>>(n, [&](auto some) {
+          pass(some, [&](int64_t i) {
+            const int64_t asked = p * steps * 64;
+            return Decoded<T>{made(i), asked < bytes ? codes(i).ahead + asked : reinterpret_cast<const char*>(made(i))};
+          });
         });
     }
   }
@@ -320,7 +367,8 @@ class Carver {
 template <class T>
 struct Private {
   T* normed;          // [up to kFewRows][hidden]
-  char* block;        // codes made words, [kBlockInputs][kTile]
+  Factors<T>* block;  // of [kBlockInputs][kTile] codes
+  Kept<T>* room;      // inputs, [as many rows as a pass has][kBlockInputs]
   float* sums;        // [rows of a block, or samples][kTile]
   float* more_sums;   // likewise
   float* best;        // [samples][kLanes]: the largest logit of each lane so far
@@ -388,7 +436,8 @@ class Step {
     for (int thread = 0; thread < threads_; ++thread) {
       Private<T>& own = own_[thread];
       own.normed = carve.take<T>(few * m.hidden);
-      own.block = carve.take<char>(kBlockInputs * kTile * sizeof(T));
+      own.block = carve.take<Factors<T>>(kBlockInputs / kWord<T> * (kTile / kLanes));
+      own.room = carve.take<Kept<T>>(kPassRows<T> * kBlockInputs);
       own.sums = carve.take<float>(std::max(rows, least(samples, kFewRows)) * kTile);
       own.more_sums = carve.take<float>(rows * kTile);
       own.best = carve.take<float>(samples * kLanes);
@@ -588,9 +637,9 @@ class Step {
     const T* const input = x + first * matrix.inputs;
     const auto one = [&](int64_t index, float* sums, const char* then) {
       const char* const tiles = tile_of(matrix, index);
-      if (!matrix.weight.bits) return tile<T>(tiles, input, count, matrix.inputs / kWord<T>, sums, then);
+      if (!matrix.weight.bits) return tile<T>(tiles, input, count, matrix.inputs / kWord<T>, sums, then, own.room);
       const auto multiply_codes = matrix.weight.bits == 4 ? code_tile<T, FourBits> : code_tile<T, EightBits>;
-      multiply_codes(matrix.weight, tiles, input, count, matrix.inputs, sums, own.block);
+      multiply_codes(matrix.weight, tiles, input, count, matrix.inputs, sums, then, own.block, own.room);
     };
     const int64_t second = t + tiles_of(matrix);
     one(t, own.sums, matrix.twice ? tile_of(matrix, second) : next);

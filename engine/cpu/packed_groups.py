@@ -1,7 +1,7 @@
 """Products on a CPU whose weights stay in 8 or 4 bits: packed as the kernels of `forward.cpp` read them.
 
 A tile of 64 outputs has for each group of inputs 64 scales, 64 minimums if there are any, and for every two inputs
-their codes. In 8 bits these are [64][2] bytes. In 4 bits they are 16 words. Word i has the codes of the outputs i,
+their codes. In 8 bits these are [2][64] bytes. In 4 bits they are 16 words. Word i has the codes of the outputs i,
 i + 16, i + 32 and i + 48. Those for the first input are in its lower half, the lowest bits first.
 """
 
@@ -91,7 +91,7 @@ def _tiled(groups: AffineGroups, wide: bool) -> torch.Tensor:
     # [tiles, vectors, outputs, groups, pairs, two inputs]
     codes = codes.unflatten(1, (-1, groups.group // 2, 2)).unflatten(0, (-1, 4, TILE // 4))
     if groups.bits == 8:
-        packed = codes.permute(0, 3, 4, 1, 2, 5).flatten(2)
+        packed = codes.permute(0, 3, 4, 5, 1, 2).flatten(2)
     else:
         words = torch.zeros(codes[:, 0, ..., 0].shape, dtype=torch.int32, device=codes.device)
         for vector in range(4):

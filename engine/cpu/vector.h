@@ -24,8 +24,9 @@
 // load_beside(rows, i, count, x) makes kBeside factors, each of 16 numbers from place i on: of one row of float32, or of two
 // rows of bf16 beside each other. What is summed with those of 32 numbers is put in their order by `in_order` afterwards.
 //
-// to_floats converts whole numbers. decoded(T{}, bits, codes, step, vector) makes words, of the 16 outputs from 16 · `vector`
-// on, of codes that lie as `packed_groups.py` packs them: exact numbers, from the middle of what the bits can say.
+// to_floats converts whole numbers. Of codes that lie as `packed_groups.py` packs them, number(bits, codes, input, vector) is
+// what they say of the 16 outputs from 16 · `vector` on: exact numbers, from the middle of what the bits can say. And
+// decoded(T{}, bits, codes, step, vector) makes factors of those for a word of inputs.
 //
 // transpose makes rows of 16 words columns.
 //
@@ -50,6 +51,7 @@ struct fp16 {
 };
 
 constexpr int kLanes = 16;
+constexpr int kTileOutputs = 64;  // whose codes stand together
 
 // How many bits a code has, and how many bytes those of two inputs of a tile.
 struct FourBits {
@@ -67,29 +69,21 @@ inline float sum_of(__m256 x) {
 
 }  // namespace baton
 
-namespace baton {
-struct Words;
-Words decoded(float, FourBits, const char* codes, int64_t step, int vector);
-Words decoded(float, EightBits, const char* codes, int64_t step, int vector);
-}  // namespace baton
-
+// The processors of Intel that know fp16 need 2.2 cycles for a bf16 dot product, and 0.55 for each of the two float32 ones
+// that come to the same bits.
 #if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #include "vector_avx512.h"
+#ifdef __AVX512FP16__
+#include "vector_pairs.h"
+#else
+#include "vector_dots.h"
+#endif
 #else
 #include "vector_avx2.h"
+#include "vector_pairs.h"
 #endif
 
 namespace baton {
-
-inline Words decoded(float, FourBits, const char* codes, int64_t step, int vector) {
-  const Words all = load_words(codes + step / 2 * FourBits::kPairBytes);
-  const Words code = shifted_right(all, static_cast<int>(step % 2 * 16) + 4 * vector) & filled(15);
-  return as_words(to_floats(code - filled(8)));
-}
-inline Words decoded(float, EightBits, const char* codes, int64_t step, int vector) {
-  const auto* pairs = reinterpret_cast<const bf16*>(codes + step / 2 * EightBits::kPairBytes) + vector * kLanes;
-  return as_words(to_floats(signed_right<24>(shifted_left(load_halves(pairs, kLanes), 24 - static_cast<int>(step % 2) * 8))));
-}
 
 class FlushDenormals {
  public:

@@ -167,6 +167,7 @@ inline Words rounded(Floats x) {
   return select(unequal(x, x), bits | filled(0x00400000), bits + filled(0x7fff) + odd);
 }
 inline Words upper_halves() { return filled(static_cast<int32_t>(0xffff0000)); }
+inline Floats as_bf16(Floats x) { return as_floats(rounded(x) & upper_halves()); }
 inline Words pairs(Floats low, Floats high) { return shifted_right<16>(rounded(low)) | (rounded(high) & upper_halves()); }
 
 inline void store16(float* to, Floats x) { store_words(to, as_words(x)); }
@@ -183,54 +184,16 @@ inline void store16(bf16* to, Floats x, int64_t count) {
   if (count > 0) std::memcpy(to, part, count * sizeof(bf16));
 }
 
-// --- sums of products ------------------------------------------------------------------------------------------------
+// --- codes -----------------------------------------------------------------------------------------------------------
 
-struct Pair {
-  Floats even, odd;  // the two of each word
-};
-template <class T>
-struct FactorsOf {
-  using Type = Floats;
-};
-template <>
-struct FactorsOf<bf16> {
-  using Type = Pair;
-};
-template <class T>
-using Factors = typename FactorsOf<T>::Type;
-template <class T>
-Factors<T> factors(Words x) {
-  if constexpr (sizeof(T) == 2)
-    return {as_floats(shifted_left<16>(x)), as_floats(x & upper_halves())};
-  else
-    return as_floats(x);
+inline Floats number(FourBits, const char* codes, int64_t input, int vector) {
+  const Words all = load_words(codes + input / 2 * FourBits::kPairBytes);
+  return to_floats((shifted_right(all, 4 * vector + 16 * static_cast<int>(input % 2)) & filled(15)) - filled(8));
 }
-inline Floats add_products(float, Floats a, Floats b, Floats sum) { return fma(a, b, sum); }
-inline Floats add_products(bf16, Pair a, Pair b, Floats sum) { return fma(a.even, b.even, fma(a.odd, b.odd, sum)); }
-
-// Codes have no more bits than a bf16.
-template <class Bits>
-Words decoded(bf16, Bits bits, const char* codes, int64_t step, int vector) {
-  return shifted_right<16>(decoded(float{}, bits, codes, 2 * step, vector)) |
-         decoded(float{}, bits, codes, 2 * step + 1, vector);
+inline Floats number(EightBits, const char* codes, int64_t input, int vector) {
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + input * kTileOutputs + vector * kLanes));
+  return to_floats(Words{_mm256_cvtepi8_epi32(all), _mm256_cvtepi8_epi32(_mm_srli_si128(all, 8))});
 }
-
-template <class T>
-using Kept = float;
-inline void keep(float, float* to, Floats x) { store16(to, x); }
-inline void keep(bf16, float* to, Floats x) { store16(to, as_floats(rounded(x) & upper_halves())); }
-inline Floats kept(float, const float* from, int64_t word) { return filled(from[word]); }
-inline Pair kept(bf16, const float* from, int64_t word) { return {filled(from[2 * word]), filled(from[2 * word + 1])}; }
-
-constexpr int kBeside = 1;
-inline void load_beside(const float* const* rows, int64_t i, int64_t count, Floats (&x)[kBeside]) {
-  x[0] = load16(rows[0] + i, count);
-}
-inline void load_beside(const bf16* const* rows, int64_t i, int64_t count, Pair (&x)[kBeside]) {
-  x[0] = {load16(rows[0] + i, count), load16(rows[1] + i, count)};
-}
-template <class T>
-void in_order(T, Floats&, Floats&) {}
 
 // --- across lanes ----------------------------------------------------------------------------------------------------
 

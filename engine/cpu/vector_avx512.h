@@ -105,70 +105,25 @@ inline void store16(bf16* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first_lanes(count).all, rounded(x));
 }
 
+inline Floats as_bf16(Floats x) { return as_floats(shifted_left<16>(widened(rounded(x)))); }
 inline Words pairs(Floats low, Floats high) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return {_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high.all, low.all))};
 }
 
-// --- sums of products ------------------------------------------------------------------------------------------------
+// --- codes -----------------------------------------------------------------------------------------------------------
 
-template <class T>
-using Factors = Words;
-template <class T>
-Factors<T> factors(Words x) {
-  return x;
+// A code of four bits has its number looked up, by the lowest bits of a word.
+inline Floats number(FourBits, const char* codes, int64_t input, int vector) {
+  const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  const __m512i all = load_words(codes + input / 2 * FourBits::kPairBytes).all;
+  const int place = 4 * vector + 16 * static_cast<int>(input % 2);
+  return {_mm512_permutexvar_ps(_mm512_srlv_epi32(all, _mm512_set1_epi32(place)), table)};
 }
-inline Floats add_products(float, Words a, Words b, Floats sum) { return fma(as_floats(a), as_floats(b), sum); }
-inline Floats add_products(bf16, Words a, Words b, Floats sum) {
-  return {_mm512_dpbf16_ps(sum.all, (__m512bh)a.all, (__m512bh)b.all)};
-}
-
-// A code has its bf16 looked up, by the lowest five bits, of which the fifth is another code's.
-inline Words decoded(bf16, FourBits, const char* codes, int64_t step, int vector) {
-  const __m512i table = _mm512_set_epi16(
-      0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0, -0x4080, -0x4000, -0x3fc0, -0x3f80, -0x3f60, -0x3f40,
-      -0x3f20, -0x3f00, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0, -0x4080, -0x4000, -0x3fc0, -0x3f80,
-      -0x3f60, -0x3f40, -0x3f20, -0x3f00);
-  const __m512i all = load_words(codes + step * FourBits::kPairBytes).all;
-  const __m512i lowest = _mm512_srlv_epi16(all, _mm512_set1_epi16(static_cast<int16_t>(4 * vector)));
-  return {_mm512_permutexvar_epi16(lowest, table)};
-}
-inline Words decoded(bf16, EightBits, const char* codes, int64_t step, int vector) {
-  const auto* pairs = reinterpret_cast<const __m128i*>(codes + step * EightBits::kPairBytes + vector * 32);
-  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(pairs)));
-  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(pairs + 1)));
-  return {(__m512i)_mm512_cvtne2ps_pbh(high, low)};
-}
-
-template <class T>
-using Kept = T;
-template <class T>
-void keep(T, T* to, Floats x) {
-  store16(to, x);
-}
-template <class T>
-Words kept(T, const T* from, int64_t word) {
-  return filled(reinterpret_cast<const int32_t*>(from)[word]);
-}
-
-constexpr int kBeside = 2;
-inline void load_beside(const float* const* rows, int64_t i, int64_t count, Words (&x)[kBeside]) {
-  x[0] = load_words(rows[0] + i, count);
-  x[1] = load_words(rows[0] + i + kLanes, count - kLanes);
-}
-// Quarters of a register are interleaved each by itself.
-inline void load_beside(const bf16* const* rows, int64_t i, int64_t count, Words (&x)[kBeside]) {
-  const __mmask32 there = count >= 32 ? __mmask32(0xffffffff) : __mmask32((1u << count) - 1);
-  const __m512i low = _mm512_maskz_loadu_epi16(there, rows[0] + i), high = _mm512_maskz_loadu_epi16(there, rows[1] + i);
-  x[0].all = _mm512_unpacklo_epi16(low, high);
-  x[1].all = _mm512_unpackhi_epi16(low, high);
-}
-inline void in_order(float, Floats&, Floats&) {}
-inline void in_order(bf16, Floats& first, Floats& second) {
-  const __m512 one = _mm512_shuffle_f32x4(first.all, second.all, 0x44), two = _mm512_shuffle_f32x4(first.all, second.all, 0xee);
-  first.all = _mm512_shuffle_f32x4(one, one, 0xd8);
-  second.all = _mm512_shuffle_f32x4(two, two, 0xd8);
+inline Floats number(EightBits, const char* codes, int64_t input, int vector) {
+  const auto* at = reinterpret_cast<const __m128i*>(codes + input * kTileOutputs + vector * kLanes);
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at)))};
 }
 
 // --- across lanes ----------------------------------------------------------------------------------------------------

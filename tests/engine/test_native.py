@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cpu import build
+from engine.cpu import build, numerics
 from engine.cpu.packed_linear import PackedLinear, tiled
 from engine.cpu.thread_pool import ThreadPool
 from engine.engine import Engine
@@ -327,6 +327,21 @@ def test_narrower_vectors_come_to_the_same(
         chunks = [Chunk(prompt_of(length - i, seed=i), 0, own, EVERYTHING) for i, own in enumerate(pages)]
         for mine, theirs in zip(narrow.step(chunks), plain.step(chunks), strict=True):
             assert (dense(mine) - dense(theirs)).abs().mean() < tolerance
+
+
+@native
+@pytest.mark.skipif(
+    "avx512_fp16" not in build.cpu_description().split(), reason="this CPU multiplies bf16 one way only"
+)
+def test_dot_products_of_bf16_come_to_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+    """The kernels as they are on a CPU whose dot products of bf16 are quick."""
+    ours = build.library()
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-avx512fp16"))
+    dots = build.load(build.SOURCES, build.cache_root())
+    assert ours is not None
+    assert ours._name != dots._name
+    for forms in ((), ("int8",), ("int4",)):
+        assert numerics.probe(ours, forms) == numerics.probe(dots, forms)
 
 
 # --- the library -----------------------------------------------------------------------------------------------------
