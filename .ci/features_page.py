@@ -72,6 +72,7 @@ TECHNIQUES = (
     Technique("Steps launched ahead", "SGLang's overlap scheduler; vLLM", "worker/loop.py"),
     Technique("Sliding windows", "Mistral 7B, 2023", "decode_worker"),
     Technique("Pages by groups of layers", "Jenga, SOSP 2025; vLLM", "kvstore/window_groups.py"),
+    Technique("Snapshots of recurrent states", "Marconi, MLSys 2025; vLLM", "engine/vllm_runner"),
     Technique("Mixture of experts", "GShard, 2020; Mixtral, 2024", "engine/models"),
     Technique("Latent attention", "DeepSeek-V2, 2024", "engine/vllm_runner"),
     Technique("Tensor parallelism", "Megatron-LM, 2019", "engine/vllm_runner"),

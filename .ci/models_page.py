@@ -136,6 +136,7 @@ VLLM_TESTS = {
     "TP 2": ("tests/vllm_runner/test_ranks.py", "test_tokens_are_those_of_transformers_and_of_one_rank"),
     "LoRA": ("tests/vllm_runner/test_adapters.py", "test_rows_of_one_batch_have_their_own_adapters"),
     "MLA": ("tests/vllm_runner/test_latents.py", "test_greedy_tokens_are_those_of_transformers"),
+    "states": ("tests/vllm_runner/test_states.py", "test_greedy_tokens_are_those_of_transformers"),
     "groups": ("tests/vllm_runner/test_groups.py", "test_greedy_tokens_are_those_of_transformers"),
     "formats": ("tests/vllm_runner/test_formats.py", "test_tokens_are_the_likeliest_of_the_numbers_that_are_meant"),
     "LoRA of formats": ("tests/vllm_runner/test_formats.py", "test_adapters_of_quantized_checkpoints"),
@@ -257,6 +258,11 @@ def _vllm_families() -> Iterator[str]:
             killed = ", SIGKILL" if recipe == "gpt-oss" else ""
             cells = f"[exact; 1P+1D, colocated{killed}](../{file}) | see above | see above"
             yield f"| `{everything[recipe].model.__name__}` (groups) | {recipe} | {cells} |"
+    if (states := vllm_source("states")) is not None:
+        file = VLLM_TESTS["states"][0]
+        for recipe in _constant(states, "EXACT"):
+            cells = f"[exact; 1P+1D, colocated, SIGKILL](../{file}) | refused | {_NOT_RUN}"
+            yield f"| `{everything[recipe].model.__name__}` (states) | {recipe} | {cells} |"
     if (latents := vllm_source("MLA")) is not None:
         file = VLLM_TESTS["MLA"][0]
         for recipe in _constant(latents, "EXACT"):

@@ -42,6 +42,9 @@ class RequestReader:
             raise MalformedMessage(message)
         if order.sampling.grammar is not None and self.grammars is None:
             raise InvalidGrammar("this worker follows no grammars")
+        if order.sampling.grammar is not None and self.groups.states:
+            # A token whose mask is late is drawn again, and its input would change the states twice.
+            raise InvalidGrammar("a model with recurrent states follows no grammar; leave it out")
         # A tokenizer may have more tokens than the model, which never draws them.
         stops = [each for each in order.stop_token_ids if self.vocab_size is None or 0 <= each < self.vocab_size]
         priority = max(-LOWEST_CLASS, min(order.priority, LOWEST_CLASS))

@@ -478,7 +478,7 @@ class DecodeScheduler:
         match end:
             case StepDone():
                 return self._step_done(end, now)
-            case StepOutOfMemory(plan=plan) if self._planner.out_of_memory(plan):
+            case StepOutOfMemory(plan=plan) if self._planner.out_of_memory(plan) and not self._groups.states:
                 return []  # its sequences are in the next, smaller step, or take turns
             case StepOutOfMemory(plan=plan, message=message) | StepFailed(plan=plan, message=message):
                 return self._step_failed(plan, message)

@@ -140,12 +140,14 @@ class Sequence:
 
     @property
     def chunk_limit(self) -> int:
-        """The most tokens that one chunk may hold. Where a prompt is scored, its last token is a step of its own.
+        """The most tokens that one chunk may hold. With states none goes beyond a page. Where a prompt is scored, its
+        last token is a step of its own.
 
         It scores nothing. Without it, the rows of a step are those that transformers runs to score the same prompt, so
         that equal kernels give equal bits.
         """
-        return self.prompt - 1 - self.next_start if self.unscored else self.next_pending
+        most = self.prompt - 1 - self.next_start if self.unscored else self.next_pending
+        return self.groups.longest_chunk(self.next_start, most)
 
     def scoring(self, end: int) -> PromptScoring | None:
         """What a chunk up to the token before `end` scores."""

@@ -5,6 +5,9 @@ group without a window are *main* pages: they make the chain that routers, store
 key that is derived from the main page of the same tokens. It stands apart: no page follows it. A missing window page is
 no miss, unless the next token looks at it.
 
+A recurrent state is a window page too: that of a page is the state at the page's end, and the next token looks at the
+state alone, which is a window of two positions. No chunk goes beyond the end of a page, so that each page has its own.
+
 In tables and lists of keys, window pages of the same tokens lie side by side, `count` for each main page. A model
 without such groups has none: then all lists are empty. Pure.
 """
@@ -32,11 +35,17 @@ class Allocation(NamedTuple):
 
 
 class WindowGroups(Struct, frozen=True):
-    """`count` groups whose layers attend to `tokens` positions, a token's own among them."""
+    """`count` groups whose layers attend to `tokens` positions, a token's own among them. `states`: the model has
+    recurrent states, and a token can be computed once only."""
 
     count: int = 0
     tokens: int = 1
     page_size: int = 1
+    states: bool = False
+
+    def longest_chunk(self, start: int, tokens: int) -> int:
+        """How many of so many tokens from position `start` on a chunk may have."""
+        return min(tokens, self.page_size - start % self.page_size) if self.states else tokens
 
     def first_page(self, computed: int) -> int:
         """The first page that the token after `computed` tokens looks at."""

@@ -125,7 +125,7 @@ def share_pages(ranks: Ranks, cost: PageSeconds, seconds: float, most: int) -> S
         """One more page, if there is one and room for it."""
         nonlocal seconds, most
         count = shares.get(job, 0)
-        if not most or count == job.total - job.ready:
+        if not most or count == job.steppable:
             return False
         price = cost(job, count)
         if price > seconds and shares:
@@ -153,7 +153,7 @@ def _count_skipped(ranks: Ranks, cost: PageSeconds, shares: Shares) -> None:
     part = sum(times.values()) / len(ranks)
     for _, (job, *behind) in ranks:
         count = shares.get(job, 0)
-        served = count == job.total - job.ready or (count and times[job] + cost(job, count) > part)
+        served = count == job.steppable or (count and times[job] + cost(job, count) > part)
         for each in (job, *behind):
             each.skipped_steps = 0 if served else each.skipped_steps + 1
 

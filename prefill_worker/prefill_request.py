@@ -99,6 +99,11 @@ class PrefillRequest:
         return self.computed // self.page_size if self.pending else self.total
 
     @property
+    def steppable(self) -> int:
+        """Pages that one step may compute: with states one, so that each page has its own."""
+        return min(self.total - self.ready, 1 if self.groups.states else self.total)
+
+    @property
     def to_keep(self) -> list[int]:
         """The pages whose window pages the store gets: those that a prompt needs which goes on behind the last full
         page, or behind `branch`."""

@@ -161,7 +161,7 @@ class PrefillScheduler:
                 return [*self._recomputation.compared(event)]
             case StepDone(plan=plan, seconds=seconds):
                 return self._step_done(plan, now - self._planned if seconds is None else seconds, now)
-            case StepOutOfMemory(plan=plan) if self._step_limit.out_of_memory(plan.values()):
+            case StepOutOfMemory(plan=plan) if self._can_run_again(plan):
                 # Its prompts are in the next, smaller step.
                 return [c for job in self._in_step(plan) if job.looks_again for c in self._look_again(job)]
             case StepFailed(plan=plan, message=message) | StepOutOfMemory(plan=plan, message=message):
@@ -598,6 +598,10 @@ class PrefillScheduler:
                 job.phase = PrefillPhase.COMMITTING
             commands += self._look_again(job) if job.looks_again else self._offer_pages(job)
         return commands
+
+    def _can_run_again(self, plan: ScheduledBatch) -> bool:
+        """Whether a step that ran out of memory can be run again, smaller. It may have changed states."""
+        return self._step_limit.out_of_memory(plan.values()) and not self._groups.states
 
     def _look_again(self, job: PrefillRequest) -> list[PrefillCommand]:
         job.looks_again = False

@@ -79,9 +79,14 @@ class CheckingDevice:
         first = max(0, chunk.start - self._groups.tokens + 1) if count else chunk.end
         if isinstance(chunk.window_pages, BlockTable):
             assert chunk.window_pages.first <= first // size * count, "a window page was given back"
-        for position in range(first, chunk.end):
+        positions = range(first, chunk.end)
+        if self._groups.states:  # a page has one, which each chunk there changes
+            assert self._groups.longest_chunk(chunk.start, len(chunk.tokens)) == len(chunk.tokens), "no state is kept"
+            positions = [position for position in (chunk.start - 1, chunk.end - 1) if position >= 0]
+        for position in positions:
+            at = 0 if self._groups.states else position % size
             for group in range(count):
-                yield position, (chunk.window_pages[position // size * count + group], position % size), group
+                yield position, (chunk.window_pages[position // size * count + group], at), group
 
     def in_window(self, digest: int, group: int) -> int:
         """What that group keeps where others keep `digest`."""

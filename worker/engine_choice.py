@@ -76,7 +76,7 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
     if isinstance(context, int) and model.max_model_len > context:
         longer = f"model.max_model_len is {model.max_model_len} and the checkpoint's context is {context} tokens"
         raise ConfigError(f"{longer} (max_position_embeddings): lower it")
-    own = (ranks, model.kv_cache_dtype, model.quantization, model.enable_expert_parallel)
+    own = (ranks, model.kv_cache_dtype, model.quantization, model.enable_expert_parallel, model.dtype)
     lacks = [problem(vllm, raw, config.pages.page_size, device, *own) for device in devices]
     lack = next(filter(None, lacks), "")
     if len({device.partition(":")[0] for device in devices}) > 1:

@@ -347,7 +347,8 @@ def check_engine(config: Config) -> None:
         if not count:
             continue
         device = resolve_device(config.device_of(role), gpus)
-        own = (config.ranks_of(role), held, config.model.quantization, config.model.enable_expert_parallel)
+        model = config.model
+        own = (config.ranks_of(role), held, model.quantization, model.enable_expert_parallel, model.dtype)
         if lack := problem(Installation.find(), raw, config.pages.page_size, device, *own):
             raise ConfigError(f"{why}, and vLLM's runner can't: {lack}")
 

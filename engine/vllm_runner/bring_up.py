@@ -24,6 +24,8 @@ _MLA_ON_CPU = {
     # vLLM's own operation for rotary embeddings leaves the strided tensors of MLA as they are: wrong tokens, no error.
     "compilation_config": {"custom_ops": ["none"]},
 }
+STATE_WINDOW = 2
+"""A recurrent state as a window: a token looks at the state after the one before it."""
 NULL_BLOCKS = 1  # vLLM keeps its first block for padding; page i is block i + 1
 
 
@@ -73,8 +75,8 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
         # What VLLM_KV_CACHE_LAYOUT would do; without it vLLM prefers other layouts.
         config.cache_config.kv_cache_layout = _BLOCKWISE
     layout = core.resolve_kv_cache_layout(config, supported, [one for worker in specs for one in worker.values()])
-    has_windows = order.device == "cpu" and _has_windows(specs[0])
-    config.scheduler_config.disable_hybrid_kv_cache_manager = not has_windows
+    has_groups = order.device == "cpu" and (_has_windows(specs[0]) or _has_states(specs[0]))
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not has_groups
     more: list[Any] = []
     if hasattr(core, "get_global_kv_cache_groups"):  # 0.33
         more.append(groups := core.get_global_kv_cache_groups(config, specs))
@@ -94,9 +96,10 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
     for cache in caches:
         cache.kv_cache_layout = config.cache_config.kv_cache_layout
     whole = generate_scheduler_kv_cache_config(caches)
-    if len(whole.kv_cache_groups) != 1 and not has_windows:
+    if len(whole.kv_cache_groups) != 1 and not has_groups:
         raise UnsupportedModel(f"vLLM keeps {len(whole.kv_cache_groups)} kinds of pages for this model; one is served")
-    block_size = whole.kv_cache_groups[0].kv_cache_spec.block_size
+    windows = _windows(whole.kv_cache_groups)
+    block_size = whole.kv_cache_groups[windows.index(0)].kv_cache_spec.block_size
     if block_size != order.page_size:
         raise UnsupportedModel(f"vLLM's kernels take pages of {block_size} tokens; set pages.page_size to that")
     config.cache_config.num_gpu_blocks = whole.num_blocks
@@ -109,7 +112,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
     for request in lora_requests(order).values():
         if request is not None:
             add_adapter(executor, request)
-    return config, executor, context, _windows(whole.kv_cache_groups)
+    return config, executor, context, windows
 
 
 def _has_windows(specs: Mapping[str, Any]) -> bool:
@@ -124,10 +127,28 @@ def _has_windows(specs: Mapping[str, Any]) -> bool:
     return alike and len(count) == 2 and 0 < main <= windowed
 
 
+def _has_states(specs: Mapping[str, Any]) -> bool:
+    """Whether layers with recurrent states stand beside at most as many that attend to all positions, and vLLM keeps
+    each state in as many bytes as a block of these."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    count = Counter(specs.values())
+    main = sum(layers for kind, layers in count.items() if isinstance(kind, FullAttentionSpec))
+    states = sum(layers for kind, layers in count.items() if isinstance(kind, MambaSpec))
+    alike = len({kind.page_size_bytes for kind in count}) == 1
+    return alike and len(count) == 2 and 0 < main <= states and states % main == 0
+
+
 def _windows(groups: Sequence[Any]) -> Sequence[int]:
     """The window of each of vLLM's groups of layers, 0 for the one without; of a single group that is left to vLLM."""
-    windows = [getattr(group.kv_cache_spec, "sliding_window", None) or 0 for group in groups]
-    return windows if len(groups) > 1 else (0,)
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    if len(groups) == 1:
+        return (0,)
+    specs = [group.kv_cache_spec for group in groups]
+    return [
+        STATE_WINDOW if isinstance(spec, MambaSpec) else getattr(spec, "sliding_window", None) or 0 for spec in specs
+    ]
 
 
 def engine_arguments(order: Load) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Child:
     def __init__(self, order: Load) -> None:
         import torch
 
-        from engine.vllm_runner.bring_up import NULL_BLOCKS, bring_up, lora_requests
+        from engine.vllm_runner.bring_up import NULL_BLOCKS, STATE_WINDOW, bring_up, lora_requests
         from engine.vllm_runner.steps import Steps
 
         torch.set_num_threads(max(1, order.threads // order.ranks))
@@ -73,7 +73,11 @@ class Child:
             self._config, executor, self._context, self._windows = bring_up(order)
         self._ranks = self._copiers = Ranks(executor, order.ranks, order.deadline)
         self.shape = self._ranks.call("baton_prepare")[0]
-        self._steps = Steps(self._ranks, lora_requests(order), self._windows, companion=order.companion)
+        self._states = STATE_WINDOW in self._windows
+        page_size = order.page_size if self._states else 0
+        self._steps = Steps(
+            self._ranks, lora_requests(order), self._windows, companion=order.companion, state_page=page_size
+        )
 
     @property
     def has_ranks(self) -> bool:
@@ -90,6 +94,7 @@ class Child:
             num_pages=pages, **shape, computed_in=str(model.dtype).removeprefix("torch."),
             vocab_size=model.get_vocab_size(), max_positions=self._context, process_ids=self._ranks.process_ids,
             copies_beside=self.shape["beside"], window_groups=len(self._windows) - 1, window=max(self._windows),
+            states=self._states,
         )  # fmt: skip
 
     def copy_beside(self) -> None:

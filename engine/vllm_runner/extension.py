@@ -131,13 +131,17 @@ class BatonExtension:
         self,
         order: Any,
         fresh: Sequence[int],
+        states: Sequence[tuple[int, int]],
         draws: Mapping[str, tuple[TokenDraw, int]],
         scored: Mapping[str, Row],
         lengths: Mapping[str, int],
     ) -> tuple[Mapping[str, Sampled], Mapping[str, list[PromptTokenLogprob]]]:
-        """Run a step: zero the blocks `fresh`, compute, score the rows `scored`, draw. Return the tokens and the scores
-        by request. Every rank does all of it: a draw is a pure function of logits that all ranks have."""
+        """Run a step: zero the blocks `fresh`, copy `states` from block to block, compute, score the rows `scored`,
+        draw. Return the tokens and the scores by request. Every rank does all of it: a draw is a pure function of
+        logits that all ranks have."""
         self.baton_zero(fresh)
+        for source, dest in states:
+            self.baton_duplicate(source, dest)
         draw = self.baton_draw
         draw.draws, draw.drawn = draws, {}
         try:
@@ -171,7 +175,9 @@ class BatonExtension:
     def _baton_caches(self) -> Sequence[torch.Tensor]:
         """[blocks, kv_heads, page_size, 2 · head_dim] of each layer of a group: all groups share this memory, and each
         block is one group's. On a CPU the last two dimensions lie otherwise than they say."""
-        distinct = {cache.data_ptr(): cache for cache in self.model_runner.kv_caches}
+        # States lie in such memory as bytes, one row to a block.
+        caches = [cache for cache in self.model_runner.kv_caches if cache.dtype != torch.int8]
+        distinct = {cache.data_ptr(): cache for cache in caches}
         return [distinct[address] for address in sorted(distinct)]
 
 

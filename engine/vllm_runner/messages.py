@@ -142,6 +142,7 @@ class Loaded(Struct, frozen=True, tag=True):
     copies_beside: bool = False  # the child takes `Beside`
     window_groups: int = 0  # groups of layers with a window, each with pages of its own
     window: int = 0  # of these, tokens
+    states: bool = False  # their pages are recurrent states
 
 
 class Drawn(Struct, frozen=True, tag=True):

@@ -12,11 +12,15 @@ from typing import Any
 
 from baton.errors import ModelError
 from engine.models.config_file import DTYPES, ConfigFile
-from kvstore.layout import LATENT, PageLayout
+from kvstore.layout import DTYPE_BYTES, LATENT, PageLayout
 
 FP8: Mapping[str, str] = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """The values of `model.kv_cache_dtype` that vLLM's runner alone takes, each with the dtype of its pages."""
 
+_CPU_STATES = 32
+"""Beside states, the tokens of a page are a multiple of this."""
+WITH_STATES = "granitemoehybrid"
+"""The `model_type` of models with recurrent states that were tried: Granite 4."""
 _CPU_FLAGS = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
 """What torch calls AVX-512, as the kernel names it. vLLM computes with FP8 pages on no lesser CPU."""
 _CPU_LATENT = 576
@@ -65,6 +69,41 @@ def lacks_for_latents(config: Mapping[str, Any], device: str, kv_cache_dtype: st
         yield "its sparse attention (index_topk) has no kernel for CPUs"
     if vllm_kv_dtype(config, kv_cache_dtype) != "auto":
         yield "its kernel for latents (MLA) on CPUs takes the model's dtype only: set model.kv_cache_dtype to auto"
+
+
+def state_page(config: Mapping[str, Any], dtype: str) -> int:
+    """Return the fewest tokens whose K and V in a layer, computed in `dtype`, take as many bytes as a Mamba 2 state."""
+    own, width = ConfigFile(config), DTYPE_BYTES[largest_page(config, dtype, 1, "auto").dtype]
+    heads, size, groups = own.count("mamba_n_heads"), own.count("mamba_d_state"), own.count("mamba_n_groups", 1)
+    inner = own.count("mamba_expand", 2) * own.count("hidden_size")
+    convolution = (own.count("mamba_d_conv", 4) - 1) * (inner + 2 * groups * size) * width
+    state = convolution + heads * (inner // heads) * size * DTYPE_BYTES["float32"]
+    token = 2 * own.count("num_key_value_heads", own.count("num_attention_heads")) * own.head_dim() * width
+    return -(-state // token)
+
+
+def lacks_for_states(
+    config: Mapping[str, Any], page_size: int, device: str, ranks: int, kv_cache_dtype: str, dtype: str
+) -> Iterator[str]:
+    """Say why vLLM's runner can't keep the recurrent states of a model."""
+    attending = [kind for kind in config.get("layer_types") or () if kind in ("attention", "full_attention")]
+    layers = config.get("num_hidden_layers")
+    if device != "cpu":
+        yield "recurrent states are kept on a CPU only"
+    if ranks > 1:
+        yield f"recurrent states are not divided by {ranks} ranks: set tensor_parallel_size to 1"
+    if vllm_kv_dtype(config, kv_cache_dtype) != "auto":
+        yield "recurrent states stand beside pages in the model's dtype only: set model.kv_cache_dtype to auto"
+    try:
+        least = -(-state_page(config, dtype) // _CPU_STATES) * _CPU_STATES
+    except ModelError as error:
+        yield str(error)
+        return
+    if page_size < least:
+        wrong = f"a state takes as much as {least} tokens and pages.page_size is {page_size}"
+        yield f"{wrong}: --set pages.page_size={least}"
+    if not attending or not isinstance(layers, int) or layers % len(attending) or layers < 2 * len(attending):
+        yield f"layers with recurrent states must be a multiple of those with attention: {len(attending)} of {layers}"
 
 
 def lacks(

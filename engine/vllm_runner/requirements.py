@@ -38,6 +38,8 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_PART = 32
 """The elements of a gpt-oss expert that a rank has are a multiple of this. vLLM pads experts of other activations."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_STATE_LAYERS = {"attention", "linear_attention", "mamba"}
+"""Further names of layers in configs of models whose states are kept."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def problem(
     kv_cache_dtype: str = "auto",
     quantization: str = "",
     expert_parallel: bool = False,
+    dtype: str = "auto",
 ) -> str:
     """Return why vLLM's runner can't serve a checkpoint with this parsed config.json, "" if nothing speaks against it.
 
@@ -136,11 +139,17 @@ def problem(
         return f"vLLM {vllm.version} ends in a crash with model.enable_expert_parallel on a CPU: leave it out"
     if config is None:
         return ""
-    return "; ".join(_lacks(vllm, config, page_size, device, ranks, kv_cache_dtype))
+    return "; ".join(_lacks(vllm, config, page_size, device, ranks, kv_cache_dtype, dtype))
 
 
 def _lacks(
-    vllm: Installation, config: Mapping[str, Any], page_size: int, device: str, ranks: int, kv_cache_dtype: str
+    vllm: Installation,
+    config: Mapping[str, Any],
+    page_size: int,
+    device: str,
+    ranks: int,
+    kv_cache_dtype: str,
+    dtype: str,
 ) -> Iterator[str]:
     named: list[str] = [str(name) for name in config.get("architectures") or ()]
     if vllm.architectures is not None and named and not vllm.architectures.intersection(named):
@@ -155,6 +164,9 @@ def _lacks(
         yield str(error)
         return
     kinds = {str(kind) for kind in text.get("layer_types") or ()}
+    if text.get("model_type") == pages.WITH_STATES:
+        yield from pages.lacks_for_states(text, page_size, device, ranks, kv_cache_dtype, dtype)
+        kinds -= _STATE_LAYERS
     if others := kinds - _ATTENTION_LAYERS:
         yield f"layers of kind {', '.join(sorted(others))} keep no K and V"
     multiple = CPU_PAGE if device == "cpu" and not latent else CUDA_PAGE

@@ -137,7 +137,7 @@ class VllmRunner:
         )
         self.tracer = Tracer()
         self.num_pages = loaded.num_pages
-        self.groups = WindowGroups(loaded.window_groups, loaded.window, order.page_size)
+        self.groups = WindowGroups(loaded.window_groups, loaded.window, order.page_size, loaded.states)
         if self.groups.count:
             self.fingerprint = _digest(self.fingerprint, f"{loaded.num_layers} layers to a group")
         self.device = device
@@ -389,6 +389,8 @@ class VllmRunner:
         # What a worker measures at its start has pages alone: there all groups write to these, and nothing reads them.
         groups = self.groups.count
         window_pages = list(chunk.window_pages[: covering * groups]) or [page for page in pages for _ in range(groups)]
+        if chunk.window_pages and self.groups.longest_chunk(chunk.start, len(chunk.tokens)) < len(chunk.tokens):
+            raise ValueError(f"{len(chunk.tokens)} tokens at {chunk.start} go beyond a page, which has one state")
         if len(window_pages) < covering * groups:
             raise ValueError(f"{covering} pages need {covering * groups} window pages, not {len(window_pages)}")
         if min(*pages, *window_pages, 0) < 0 or max(*pages, *window_pages, 0) >= self.num_pages:
@@ -417,6 +419,7 @@ class VllmRunner:
             known is not None
             and chunk.sample is not None
             and known.end == chunk.start
+            and not (self.groups.states and chunk.start % self.layout.page_size == 0)  # its state moves on
             and (chunk.follows is not None or (known.token is not None and list(chunk.tokens) == [known.token]))
             and pages[: len(known.pages)] == known.pages
             and window_pages[: len(known.window_pages)] == known.window_pages

@@ -25,11 +25,14 @@ _COMPANION = Row(-1, False, [0], 0, [-NULL_BLOCKS], (), None)  # it fills the fi
 class Steps:
     """Runs steps on all ranks. Remembers which requests vLLM knows."""
 
-    def __init__(self, ranks: Ranks, adapters: dict[int, Any], windows: Sequence[int], *, companion: bool) -> None:
+    def __init__(
+        self, ranks: Ranks, adapters: dict[int, Any], windows: Sequence[int], *, companion: bool, state_page: int
+    ) -> None:
         """`adapters`: vLLM's LoRA requests by the numbers that rows have. `windows`: of its groups of layers, 0 for the
-        one without. `companion`: no step has a single row."""
+        one without. `companion`: no step has a single row. `state_page`: the tokens of a page, if the other groups have
+        recurrent states; else 0."""
         self._ranks, self._adapters, self._companion = ranks, adapters, companion
-        self._main, self._groups = windows.index(0), len(windows) - 1
+        self._main, self._groups, self._state_page = windows.index(0), len(windows) - 1, state_page
         self._companion_row = structs.replace(_COMPANION, window_pages=[-NULL_BLOCKS] * self._groups)
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
         self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
@@ -88,6 +91,7 @@ class Steps:
                 "baton_step",
                 order,
                 [page + NULL_BLOCKS for row in rows for page in row.fresh],
+                [copy for row in rows for copy in self._state_copies(row)],
                 {name: (row.draw, row.start + len(row.tokens)) for name, row in named if row.draw is not None},
                 {name: row for name, row in named if row.targets},
                 {name: len(row.tokens) for name, row in named},
@@ -163,9 +167,18 @@ class Steps:
     def _blocks(self, row: Row) -> tuple[list[int], ...]:
         """The blocks of a row's pages, for each of vLLM's groups in its order."""
         window_blocks = [page + NULL_BLOCKS for page in row.window_pages]
+        if self._state_page:
+            window_blocks = window_blocks[-self._groups :]  # vLLM knows one state of a sequence, and changes it
         groups = [window_blocks[group :: self._groups] for group in range(self._groups)]
         groups.insert(self._main, [page + NULL_BLOCKS for page in row.pages])
         return tuple(groups)
+
+    def _state_copies(self, row: Row) -> list[tuple[int, int]]:
+        """A row that begins a page has its state there from now on: that of the page before it is kept as it is."""
+        if not self._state_page or not row.start or row.start % self._state_page:
+            return []
+        blocks, count = [page + NULL_BLOCKS for page in row.window_pages], self._groups
+        return list(zip(blocks[-2 * count : -count], blocks[-count:], strict=True))
 
     def _forget(self, row: int) -> None:
         if (name := self._names.pop(row, None)) is not None:

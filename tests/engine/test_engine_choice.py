@@ -15,12 +15,18 @@ from engine.vllm_runner.pages import largest_page
 from engine.vllm_runner.requirements import Installation, problem, read_architectures
 from worker.engine_choice import EngineFacts, choose, devices_of, engine_facts, engine_of
 
-RIGHT = Installation(VLLM_VERSION, frozenset({"LlamaForCausalLM", "Gemma2ForCausalLM", "DeepseekV3ForCausalLM"}))
+KNOWN = ("LlamaForCausalLM", "Gemma2ForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeHybridForCausalLM")
+RIGHT = Installation(VLLM_VERSION, frozenset(KNOWN))
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 128,
     "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
 }  # fmt: skip
 MLA = LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+GRANITE = LLAMA | {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_hidden_layers": 4,
+    "layer_types": ["mamba", "mamba", "mamba", "attention"], "num_key_value_heads": 2, "mamba_n_heads": 4,
+    "mamba_d_state": 16, "dtype": "float32",
+}  # fmt: skip
 GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
 
 
@@ -64,6 +70,12 @@ def test_the_rule(setting: Any, native: str, vllm: str, on_gpu: bool, engine: st
         (MLA | {"kv_lora_rank": 256}, 16, "cpu", "takes 576 elements of a token, not 320"),
         (MLA | {"kv_lora_rank": -1}, 16, "cpu", "kv_lora_rank"),
         (MLA | {"index_topk": 2048}, 16, "cpu", "sparse attention"),
+        (GRANITE, 64, "cpu", ""),
+        (GRANITE, 32, "cpu", "--set pages.page_size=64"),
+        (GRANITE | {"dtype": "bfloat16"}, 64, "cpu", "--set pages.page_size=96"),
+        (GRANITE | {"mamba_d_state": None}, 64, "cpu", "mamba_d_state"),
+        (GRANITE, 64, "cuda", "on a CPU only"),
+        (GRANITE | {"layer_types": ["mamba", *["attention"] * 3]}, 64, "cpu", "3 of 4"),
         ({"layer_types": ["full_attention", "linear_attention"]}, 32, "cpu", "linear_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, 32, "cpu", ""),
         ({"text_config": {"hidden_size": 64, "num_attention_heads": 4}}, 32, "cpu", "not 16"),

@@ -34,6 +34,15 @@ def test_the_first_page_that_the_next_token_looks_at(computed: int, first: int) 
     assert GROUPS.first_page(computed) == first
 
 
+def test_a_state_is_a_window_of_two_positions_and_no_chunk_goes_beyond_its_page() -> None:
+    states = WindowGroups(2, 2, PAGE, states=True)
+    assert [states.first_page(each * PAGE + 1) for each in range(3)] == [0, 1, 2]
+    assert states.first_page(3 * PAGE) == 2
+    assert states.match(cached(states, 6, 5), KEYS) == 5
+    assert [states.longest_chunk(start, 9) for start in (0, 1, PAGE - 1, PAGE)] == [PAGE, PAGE - 1, 1, PAGE]
+    assert GROUPS.longest_chunk(1, 9) == 9
+
+
 def test_keys_differ_between_groups_and_pages() -> None:
     keys = [*KEYS, *GROUPS.keys(KEYS)]
     assert len(set(keys)) == 3 * len(KEYS)

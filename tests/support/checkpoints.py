@@ -28,6 +28,8 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -90,6 +92,14 @@ _LATENT = {  # the sizes that vLLM's kernel for CPUs takes
     "moe_intermediate_size": 64,
     "first_k_dense_replace": 1,
     "n_group": 1,
+}
+_STATES = {  # of Mamba 2 layers
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
 }
 _LONGROPE = {
     "rope_type": "longrope",
@@ -210,6 +220,19 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
             "n_group": 2,
             "topk_group": 1,
             "rope_parameters": {**_YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "granite4": Recipe(
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            **_STATES,
+            "hidden_size": 128,
+            "initializer_range": 0.1,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 160,
+            "position_embedding_type": "rope",
         },
     ),
 }
