@@ -1,4 +1,4 @@
-"""Outgoing connections from a chosen local port, as any program of the machine may have them."""
+"""Outgoing connections from a local port, as any program of the machine may have them."""
 
 import socket
 import struct
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 class Outgoing:
     """A connection whose local end is at `port` of 127.0.0.1."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._client = socket.socket()
-        self._client.bind(("127.0.0.1", port))
+        self._client.bind(("127.0.0.1", 0))
         self._client.connect(self._server.getsockname())
         self._accepted, _ = self._server.accept()
         self.port: int = self._client.getsockname()[1]
@@ -34,9 +34,9 @@ class Outgoing:
 
 
 @contextmanager
-def outgoing(port: int = 0) -> Iterator[Outgoing]:
-    """A connection from that port (0: any) that is closed at the end of the block, if it has not been ended."""
-    connection = Outgoing(port)
+def outgoing() -> Iterator[Outgoing]:
+    """A connection from any port that is closed at the end of the block, if it has not been ended."""
+    connection = Outgoing()
     try:
         yield connection
     finally:
