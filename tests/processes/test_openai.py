@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,37 +95,6 @@ def test_chat(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
     ]
     assert "".join(parts) == tokenizer.decode(right)
     assert sum(map(bool, parts)) > 1
-
-
-def test_responses(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
-    rendered = tokenizer.encode(f"user {PROMPT} assistant", add_special_tokens=False).ids
-    right = tokenizer.decode(greedy(path, rendered, 16))
-    fields: Any = {"model": "", "input": PROMPT, "max_output_tokens": 16, "temperature": 0.0}
-    fields |= {"extra_body": {"ignore_eos": True}}
-    assert client.responses.create(**fields).output_text == right
-    streamed: Any = list(client.responses.create(stream=True, **fields))
-    assert "".join(event.delta for event in streamed if event.type == "response.output_text.delta") == right
-    assert streamed[-1].response.output_text == right
-
-
-def test_logprobs_of_both(client: openai.OpenAI) -> None:
-    chat = client.chat.completions.create(
-        model="", messages=MESSAGES, max_completion_tokens=5, logprobs=True, top_logprobs=3, **GREEDY
-    )
-    logprobs = chat.choices[0].logprobs
-    assert len(logprobs.content) == 5
-    for one in logprobs.content:
-        assert len(one.top_logprobs) == 3
-        assert one.logprob == max(top.logprob for top in one.top_logprobs) <= 0
-    # A part of a character adds no text, and its bytes are its own.
-    joined = b"".join(bytes(one.bytes or ()) for one in logprobs.content).decode(errors="replace")
-    assert joined.startswith(shown := "".join(one.token for one in logprobs.content))
-    assert (chat.choices[0].message.content or "").startswith(shown)
-    plain = client.completions.create(model="", prompt=PROMPT, max_tokens=5, logprobs=2, **GREEDY).choices[0].logprobs
-    assert plain.text_offset is not None
-    for token, logprob, top in zip(plain.tokens, plain.token_logprobs, plain.top_logprobs, strict=True):
-        assert top[token] == logprob
-    assert plain.text_offset[0] == 0
 
 
 def test_many_at_once_and_what_goes_away(cluster: LocalCluster, tokenizer: Tokenizer, path: Path) -> None:
@@ -244,25 +212,6 @@ def test_an_answer_matches_its_schema(client: openai.OpenAI, temperature: float)
         model="", input=PROMPT, max_output_tokens=200, temperature=temperature, text={"format": format_}
     )
     jsonschema.validate(json.loads(response.output_text), PERSON)
-
-
-def test_vllms_structured_outputs(client: openai.OpenAI) -> None:
-    def ask(**outputs: Any) -> str:
-        body: Any = {"structured_outputs": outputs}
-        answer = client.completions.create(model="", prompt=PROMPT, max_tokens=60, temperature=1.0, extra_body=body)
-        assert answer.choices[0].finish_reason == "stop"
-        return answer.choices[0].text
-
-    assert re.fullmatch(r"[a-f]{2,4}-\d", ask(regex=r"[a-f]{2,4}-\d"))
-    assert ask(choice=["yes", "no"]) in ("yes", "no")
-    assert re.fullmatch("(ab|cd){1,3}!", ask(grammar='start: ("ab" | "cd"){1,3} "!"'))
-    assert ask(grammar='root ::= "one" | "two"') in ("one", "two")
-    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
-        ask(json={"type": "array", "uniqueItems": True})
-    assert caught.value.param == "structured_outputs"
-    body: Any = {"structured_outputs": {"choice": ["y"]}, "bad_words": ["y"]}
-    with pytest.raises(openai.BadRequestError, match="leave no token"):
-        client.completions.create(model="", prompt=PROMPT, extra_body=body)
 
 
 def busy(cluster: LocalCluster) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
@@ -133,13 +135,15 @@ async def test_at_the_door(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: py
 
     async with door(tmp_path) as client:
         fields = basis | {"prompt": [7] * 5, "logprobs": 5}
-        (choice,) = (await client.complete(**fields, seed=1))["choices"]
+        (choice,) = (answer := await client.complete(**fields, seed=1))["choices"]
+        Completion.model_validate(answer)
         check(choice["text"], [choice["logprobs"]])
         events = await client.events("/v1/completions", fields | {"stream": True, "seed": 2})
         pieces = [event["choices"][0] for event in events]
         check("".join(one["text"] for one in pieces), [one["logprobs"] for one in pieces if one["logprobs"]])
         body = basis | {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 5}
         _, answer, _ = await client.post("/v1/chat/completions", body | {"seed": 3})
+        ChatCompletion.model_validate(answer)
         content = answer["choices"][0]["logprobs"]["content"]
         text = "".join(one["token"] for one in content)
         assert text.strip() == SAMPLE == answer["choices"][0]["message"]["content"].strip()
