@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from baton.config import Config
+from baton.config import Config, FurtherModel
 from baton.hosts import bracketed
 from baton.operator_address import FIRST_ROUTER
 
@@ -24,6 +24,7 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
     http: str
     operator: str = ""
     api: str = ""
+    further: tuple[str, ...] = ()  # as `internal`, for the workers and stores of each further model
 
     def pin(self, config: Config) -> Config:
         """Return the configuration with which the first router listens at the same addresses when it is restarted."""
@@ -32,7 +33,8 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
         if config.router.operator and self.operator:  # else chosen again: its folder may have gone
             pinned = msgspec.structs.replace(pinned, operator=self.operator)
         api = msgspec.structs.replace(config.api, port=_port(self.api)) if self.api else config.api
-        return msgspec.structs.replace(config, router=pinned, api=api)
+        models = _with_ports(config, map(_port, self.further)) if self.further else config.models
+        return msgspec.structs.replace(config, router=pinned, api=api, models=models)
 
     def reached_at(self, ip: str) -> ServiceAddresses:
         """Return the same addresses with `ip` in place of "every interface", which means nothing on another machine."""
@@ -40,12 +42,17 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
         fixed = {kind: getattr(self, kind) for kind in ("grpc", "internal", "http", "api")}
         for wildcard in wildcards:
             fixed = {kind: address.replace(f"{wildcard}:", f"{bracketed(ip)}:") for kind, address in fixed.items()}
-        return ServiceAddresses(**fixed, operator=self.operator)
+        return ServiceAddresses(**fixed, operator=self.operator, further=self.further)
 
     @property
     def endpoint(self) -> str:
-        """The ZMQ endpoint for workers and stores."""
-        return self.internal if "://" in self.internal else f"tcp://{self.internal}"
+        """The ZMQ endpoint for workers and stores of the first model."""
+        return self.endpoint_of(0)
+
+    def endpoint_of(self, pool: int) -> str:
+        """Return the ZMQ endpoint for the workers and stores of a model."""
+        internal = (self.internal, *self.further)[pool]
+        return internal if "://" in internal else f"tcp://{internal}"
 
 
 def _port(address: str) -> int:
@@ -61,7 +68,14 @@ def listening(config: Config, router: str, known: Mapping[str, ServiceAddresses]
         return config
     own = {kind: _port(getattr(known[router], kind)) if router in known else 0 for kind in ("internal", "http")}
     ports = {f"{kind}_port": port for kind, port in own.items()}
-    return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, **ports))
+    further = map(_port, known[router].further) if router in known else [0] * len(config.models)
+    pinned = msgspec.structs.replace(config.router, **ports)
+    return msgspec.structs.replace(config, router=pinned, models=_with_ports(config, further))
+
+
+def _with_ports(config: Config, ports: Iterable[int]) -> tuple[FurtherModel, ...]:
+    pairs = zip(config.models, ports, strict=True)
+    return tuple(msgspec.structs.replace(each, internal_port=port) for each, port in pairs)
 
 
 def operator_target(routers: Iterable[ServiceAddresses]) -> str:

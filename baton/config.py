@@ -158,10 +158,21 @@ class ModelConfig(_Section, frozen=True):
         return self.served_names[0]
 
 
+class FurtherModel(_Section, frozen=True):
+    """One more model behind the same routers, with workers and stores of its own."""
+
+    model: ModelConfig  # as the first one's
+    prefill: Natural = 1  # prefill workers; 0 is the colocated mode
+    decode: Positive = 1  # decode workers
+    internal_port: Port = 0  # where its workers and stores connect, on router.host; 0: any free port
+
+
 class ClusterConfig(_Section, frozen=True):
     """How many of what, and where they meet."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")] = "baton"  # tells clusters of one machine apart
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}(\.m[0-9]+)?$")] = (
+        "baton"  # tells clusters of one machine apart; the end with a point is `Config.pools`'
+    )
     prefill: Natural = 1  # prefill workers; 0 is the colocated mode
     decode: Positive = 1  # decode workers
     routers: Positive = 1  # each takes requests; all listen at the same ports for clients
@@ -378,6 +389,7 @@ class Config(_Section, frozen=True):
     """The whole configuration."""
 
     model: ModelConfig = ModelConfig()
+    models: tuple[FurtherModel, ...] = ()
     cluster: ClusterConfig = ClusterConfig()
     pages: PagesConfig = PagesConfig()
     router: RouterConfig = RouterConfig()
@@ -388,6 +400,27 @@ class Config(_Section, frozen=True):
     disk: DiskConfig = DiskConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
+
+    def pools(self) -> tuple[Config, ...]:
+        """The configuration of each model's router state, workers and stores; the first model's is this one, without
+        the others. Each has another cluster's name, so that it meets no store and no disk folder but its own."""
+        mine = msgspec.structs.replace(self, models=())
+        return (mine, *(self._pool(number, each) for number, each in enumerate(self.models, 1)))
+
+    def _pool(self, number: int, each: FurtherModel) -> Config:
+        cluster = msgspec.structs.replace(
+            self.cluster,
+            name=f"{self.cluster.name}.m{number}",
+            prefill=each.prefill,
+            decode=each.decode,
+            log_dir=str(self.cluster.logs),
+            trace_dir=str(self.cluster.traces),
+            key_file=str(self.cluster.key_path),
+        )
+        router = msgspec.structs.replace(self.router, internal_port=each.internal_port)
+        path = str(Path(self.disk.path) / f"m{number}") if self.disk.path else ""
+        disk = msgspec.structs.replace(self.disk, path=path)
+        return msgspec.structs.replace(self, model=each.model, models=(), cluster=cluster, router=router, disk=disk)
 
     def worker(self, role: WorkerRole) -> PrefillConfig | DecodeConfig:
         """The section of that role's workers."""
@@ -500,18 +533,7 @@ def _check(config: Config) -> None:
             f"four heartbeats of {cluster.heartbeat_ms} ms: one lost message would look like a death; raise it, or "
             "lower cluster.heartbeat_ms"
         )
-    if isinstance(config.model.served_model_name, tuple) and not all(config.model.served_model_name):
-        raise ConfigError("model.served_model_name has an empty name; remove it")
-    for name in config.model.lora_modules:
-        if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
-            raise ConfigError(f"model.lora_modules has {name!r}; a name has 1 to {MAX_NAME} printable characters")
-        if name in config.model.served_names:
-            raise ConfigError(f"model.lora_modules has {name!r}, which is a name of the model; give it another")
-    if 0 < config.model.max_loras < len(config.model.lora_modules):
-        raise ConfigError(
-            f"model.max_loras is {config.model.max_loras}, and model.lora_modules names "
-            f"{len(config.model.lora_modules)} adapters; raise it, or leave it out"
-        )
+    _check_models(config)
     operator = parse_operator(config.router.operator)
     tls = config.tls
     if bool(tls.cert_file) != bool(tls.key_file):
@@ -537,6 +559,7 @@ def _check(config: Config) -> None:
             f"tracing.endpoint is {config.tracing.endpoint!r}; it must be a URL, such as http://localhost:4318"
         )
     ports = (config.router.grpc_port, config.router.internal_port, config.router.http_port, config.api.port)
+    ports += tuple(each.internal_port for each in config.models)
     fixed = [p for p in (*ports, operator.port if isinstance(operator, Loopback) else 0) if p]
     if len(fixed) != len(set(fixed)):
         raise ConfigError(f"router ports {fixed} must differ from each other")
@@ -545,3 +568,26 @@ def _check(config: Config) -> None:
             f"prefill.max_num_batched_tokens is {config.prefill.max_num_batched_tokens}, below one page of "
             f"{config.pages.page_size} tokens"
         )
+
+
+def _check_models(config: Config) -> None:
+    names_so_far: set[str] = set()
+    for model in (config.model, *(each.model for each in config.models)):
+        if isinstance(model.served_model_name, tuple) and not all(model.served_model_name):
+            raise ConfigError("model.served_model_name has an empty name; remove it")
+        for name in model.lora_modules:
+            if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+                raise ConfigError(f"model.lora_modules has {name!r}; a name has 1 to {MAX_NAME} printable characters")
+            if name in model.served_names:
+                raise ConfigError(f"model.lora_modules has {name!r}, which is a name of the model; give it another")
+        if 0 < model.max_loras < len(model.lora_modules):
+            raise ConfigError(
+                f"model.max_loras is {model.max_loras}, and model.lora_modules names "
+                f"{len(model.lora_modules)} adapters; raise it, or leave it out"
+            )
+        names = {*model.served_names, *model.lora_modules}
+        if clash := names_so_far & names:
+            raise ConfigError(
+                f"two models have the name {min(clash)!r}; set served_model_name of one of them to another"
+            )
+        names_so_far |= names

@@ -7,6 +7,8 @@ the ages of its loop, and its memory, are read when a page is made: `read_at_scr
 `baton_` are those that Prometheus' clients of all languages have.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -175,6 +177,7 @@ class Metrics(Collector):
         self._histograms: dict[tuple[str, tuple[str, ...]], Histogram] = {}
         self._lock = threading.Lock()
         self._server: MetricsServer | None = None
+        self._beside: Mapping[str, Metrics] = {}  # by model, this one among them
         self._page = b""
         self._page_until = float("-inf")
         self._rendering = threading.Lock()
@@ -185,6 +188,11 @@ class Metrics(Collector):
         for name in values:
             TABLE[name]
         self._published = values
+
+    def beside(self, others: Mapping[str, Metrics], mine: str) -> None:
+        """Show the metrics of other models on this page, too. Then the label `model_name` of each sample, which vLLM's
+        have in any case, says whose it is: `mine`, or the name in `others`."""
+        self._beside = {mine: self, **others}
 
     def read_at_scrape(self, read: Callable[[], Mapping[str, Sample]]) -> None:
         """Call `read` for more values whenever a page is made, from the thread that makes it. A name that the table
@@ -241,7 +249,7 @@ class Metrics(Collector):
 
     def text(self) -> bytes:
         """The page as it is now."""
-        return generate_latest(self.registry)
+        return generate_latest(_OfModels(self._beside) if self._beside else self.registry)
 
     def page(self) -> bytes:
         """The page as it was at most half a second ago. However many ask, it is rendered twice a second at most."""
@@ -255,3 +263,22 @@ class Metrics(Collector):
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+class _OfModels(CollectorRegistry):
+    """The families of several registries as one page may hold them: once each, with a label for the model."""
+
+    def __init__(self, models: Mapping[str, Metrics]) -> None:
+        super().__init__()
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for model, metrics in self._models.items():
+            for family in metrics.registry.collect():
+                if family.name.startswith("process_"):  # all models of a router share its process
+                    families[family.name] = family
+                    continue
+                known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                known.samples += [one._replace(labels={**one.labels, "model_name": model}) for one in family.samples]
+        yield from families.values()

@@ -45,7 +45,7 @@ from baton.operator_address import FIRST_ROUTER, operator_of_router
 from baton.operator_api import Status
 from baton.operator_port import MAX_PATH_BYTES
 from baton.wire import ClusterKeys
-from deploy.placement.desired import ClusterScale, ProcessSpec, plan, scale_of, worker_role, workers_on
+from deploy.placement.desired import ClusterScale, ProcessSpec, plan, pool_of, scale_of, worker_role, workers_on
 from deploy.placement.gpu_sharing import GpuShare, share_gpus, uses_assigned_gpu, wanted_gpus, with_share
 from deploy.processes import ProcessIdentity, end, share_cores
 from engine.device.gpus import visible_gpus
@@ -303,7 +303,8 @@ class LocalCluster:
     def _place(self, name: str, node: str) -> list[ProcessSpec]:
         """Place a worker, on `node` if given. Return the stores that must start for it."""
         role, _, index = name.rpartition("-")
-        if role not in ("prefill", "decode") or not index.isdigit():
+        role, pool = role.partition("-")[0], pool_of(name)
+        if role not in ("prefill", "decode") or not index.isdigit() or pool > len(self.config.models):
             raise StartupError(f"{name!r} names no process; write prefill-N, decode-N, or one that was started before")
         if node and node not in self.nodes:
             raise StartupError(f"there is no node {node!r}; this cluster has {self.nodes}")
@@ -311,11 +312,12 @@ class LocalCluster:
         placed |= {name: node} if node else {}
         numbered = [known for known in (name, *placed) if known not in self._routers]
         count = max(int(known.rpartition("-")[2]) for known in numbered) + 1
-        planned = plan(self.config, ClusterScale(count, count), self.nodes, placed, one_machine=True)
+        scale = ClusterScale(count, count, tuple((count, count) for _ in self.config.models))
+        planned = plan(self.config, scale, self.nodes, placed, one_machine=True)
         worker = next(spec for spec in planned if spec.name == name)
-        served = {spec.node for spec in self._specs.values() if spec.role == "store"}
-        lacks_store = worker.node not in served
-        stores = [spec for spec in planned if lacks_store and spec.role == "store" and spec.node == worker.node]
+        served = {(spec.pool, spec.node) for spec in self._specs.values() if spec.role == "store"}
+        needed = {(pool, worker.node)} - served
+        stores = [spec for spec in planned if spec.role == "store" and (spec.pool, spec.node) in needed]
         self._specs |= {spec.name: spec for spec in (*stores, worker)}
         return stores
 
@@ -333,7 +335,9 @@ class LocalCluster:
         if spec.role != "router":
             if not self._addresses:
                 raise StartupError(f"{spec.name} needs a router; start that first")
-            argv += [word for router in self._addresses.values() for word in ("--router", router.endpoint)]
+            argv += [
+                word for router in self._addresses.values() for word in ("--router", router.endpoint_of(spec.pool))
+            ]
         with (self.directory / f"{spec.name}.out").open("wb") as out, self.log(spec.name).open("wb") as err:
             process = self._spawner.submit(type(self).launch, node.enter, argv, out, err).result()
         self._running[spec.name] = _Running(process, ProcessIdentity.of(process.pid))
@@ -346,15 +350,16 @@ class LocalCluster:
         """
         workers = [each for each in self._specs.values() if each.role in ("prefill", "decode")]
         shares: dict[str, float | None] = {}
+        pools = self.config.pools()
         for each in workers:
             role = worker_role(each.role)
-            if uses_assigned_gpu(self.config.device_of(role)):
-                shares[each.name] = wanted_gpus(self.config, role)
+            if uses_assigned_gpu(pools[each.pool].device_of(role)):
+                shares[each.name] = wanted_gpus(pools[each.pool], role)
         if spec.name not in shares or not (gpus := len(visible_gpus().gpus)):
             return None
         self._gpus = share_gpus(shares, gpus, self._gpus)
         if spec.name not in self._gpus:
-            if (ranks := self.config.ranks_of(worker_role(spec.role))) > 1:
+            if (ranks := pools[spec.pool].ranks_of(worker_role(spec.role))) > 1:
                 raise StartupError(
                     f"{spec.name} has no room: its {ranks} ranks need {ranks} GPUs that no other worker holds, and "
                     f"this machine has {gpus}; lower {spec.role}.tensor_parallel_size"
@@ -364,7 +369,9 @@ class LocalCluster:
 
     def _config_of(self, spec: ProcessSpec) -> Config:
         """Return the configuration of a process. A router that has served keeps its addresses."""
-        return listening(self.config, spec.name, self._addresses) if spec.role == "router" else self.config
+        if spec.role == "router":
+            return listening(self.config, spec.name, self._addresses)
+        return self.config.pools()[spec.pool]
 
     def _operator(self, setting: str) -> str:
         """Return the path of the routers' operator sockets, unless the configuration sets one.

@@ -13,9 +13,10 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from msgspec import structs
@@ -74,37 +75,42 @@ async def serve(
     Where router.host is every interface, the link to workers and stores, which is told to them by its address, takes
     `host`, this node's own. Raises PortInUse, StartupError or ModelError when it
     can't start."""
-    model = replace(await asyncio.to_thread(load, config.model), json_whitespace=config.api.json_whitespace)
-    for note in model.notes:
+    pools = config.pools()
+    models = [
+        replace(await asyncio.to_thread(load, pool.model), json_whitespace=config.api.json_whitespace) for pool in pools
+    ]
+    for note in chain.from_iterable(model.notes for model in models):
         log.warning("%s", note)
     router, clock = config.router, MonotonicClock()
-    me = Peer("router", name, node, f"{name}.{secrets.token_hex(8)}", os.getpid())
     async with contextlib.AsyncExitStack() as cleanup:
         inner = host if hosts.is_wildcard(router.host) else router.host
         others = OtherRouters(config, name, operator_key())
+        links = [
+            await _link(cleanup, pool, Peer("router", name, node, _incarnation(name), os.getpid()), inner)
+            for pool in pools
+        ]
+        tracer = await _tracer(cleanup, config, links[0].me, clock)
+        drivers = [
+            RouterDriver(link.me, pool, model, link.sockets, clock, Metrics(), tracer=tracer)
+            for pool, model, link in zip(pools, models, links, strict=True)
+        ]
+        driver, *further = drivers
+        if further:
+            driver.metrics.beside({each.model.name: each.metrics for each in further}, driver.model.name)
         ports = RouterPorts.of(config, inner, partners=others.targets)
-
-        async def listen_inside() -> Listener:
-            return Listener(hosts.endpoint(inner, router.internal_port), me)
-
-        listener = await ports.internal.claim(listen_inside)
-        cleanup.callback(listener.close)
-        sockets = RouterSockets(listener)
-        cleanup.push_async_callback(sockets.close)
-        tracer = await _tracer(cleanup, config, me, clock)
-        driver = RouterDriver(me, config, model, sockets, clock, Metrics(), tracer=tracer)
         keys = KeyRing(config.api_keys_path, required=config.api.require_keys, operator_key=operator_key())
         check_keys(config, keys)
         gate, tls = Gatekeeper(keys), server_tls(config.tls)
-        http = HttpServer(driver, gate)
+        http = HttpServer(drivers, gate)
         cleanup.push_async_callback(http.stop)
         http_address = await http.start(await ports.http.listener(), router.host)
         tokenizing = TokenizerThreads()
         cleanup.callback(tokenizing.close)
-        service = GenerationService(driver, clock, tokenizing, tracer=tracer)
+        beside = [GenerationService(each, clock, tokenizing, tracer=tracer) for each in further]
+        service = GenerationService(driver, clock, tokenizing, tracer=tracer, beside=beside)
         cleanup.push_async_callback(service.close)
         feed = DashboardFeed(driver, clock)
-        calls = OperatorCalls(driver, clock, others, feed.snapshot)
+        calls = OperatorCalls(drivers, clock, others, feed.snapshot)
         client_server, operator = ClientServer(service, gate), OperatorServer(service, gate, calls)
         cleanup.push_async_callback(_stop, client_server, operator)
         operator_setting = operator_of_router(router.operator, name) if others.names else router.operator
@@ -120,28 +126,57 @@ async def serve(
         api = ApiServer(routes.app, router.max_concurrent_rpcs, tls)
         cleanup.push_async_callback(api.stop)
         await api.serve(door)
-        cleanup.callback(driver.stop)  # before the servers stop: their streams still say why they end
+        for each in drivers:
+            cleanup.callback(each.stop)  # before the servers stop: their streams still say why they end
         driver.address = _reachable(http_address, router.host)
         settle()
-        log.info("router %s serves %s: gRPC %s, HTTP API %s", me.incarnation, model.name, grpc_address, api_address)
+        names = ", ".join(model.name for model in models)
+        log.info("router %s serves %s: gRPC %s, HTTP API %s", driver.me.incarnation, names, grpc_address, api_address)
         log.info("the operator is served at %s", operator_address)
         needed = f"an API key of {config.api_keys_path}" if keys.required else "no API key"
         log.info("clients need %s; they connect %s TLS", needed, "with" if tls else "without")
-        addresses = ServiceAddresses(grpc_address, listener.endpoint, http_address, operator_address, api_address)
+        internal, *inside = [link.listener.endpoint for link in links]
+        addresses = ServiceAddresses(grpc_address, internal, http_address, operator_address, api_address, tuple(inside))
         ready(addresses)
         again = _listen_again(
             driver, operator, operator_setting, lambda target: ready(structs.replace(addresses, operator=target))
         )
         loops = (
             again,
-            _listen(driver, listener),
-            _follow(driver, sockets),
+            *(_listen(each, link.listener) for each, link in zip(drivers, links, strict=True)),
+            *(_follow(each, link.sockets) for each, link in zip(drivers, links, strict=True)),
             _follow_files(keys, tls),
             feed.run(),
             routes.run(),
-            _watch(driver, client_server, listener, clock),
+            _watch(drivers, client_server, [link.listener for link in links], clock),
         )
-        await _until_stopped(_drained(driver, stop, api, client_server), *loops)
+        await _until_stopped(_drained(drivers, stop, api, client_server), *loops)
+
+
+@dataclass(frozen=True)
+class _Link:
+    """Where the workers and stores of one model connect."""
+
+    me: Peer
+    listener: Listener
+    sockets: RouterSockets
+
+
+def _incarnation(name: str) -> str:
+    return f"{name}.{secrets.token_hex(8)}"
+
+
+async def _link(cleanup: contextlib.AsyncExitStack, pool: Config, me: Peer, inner: str) -> _Link:
+    """Listen for the workers and stores of one model."""
+
+    async def listen() -> Listener:
+        return Listener(hosts.endpoint(inner, pool.router.internal_port), me)
+
+    listener = await RouterPorts.of(pool, inner).internal.claim(listen)
+    cleanup.callback(listener.close)
+    sockets = RouterSockets(listener)
+    cleanup.push_async_callback(sockets.close)
+    return _Link(me, listener, sockets)
 
 
 async def _tracer(cleanup: contextlib.AsyncExitStack, config: Config, me: Peer, clock: Clock) -> SpanSink | None:
@@ -166,12 +201,16 @@ async def _tracer(cleanup: contextlib.AsyncExitStack, config: Config, me: Peer, 
     return tracer
 
 
-async def _drained(driver: RouterDriver, stop: asyncio.Event, api: ApiServer, client_server: ClientServer) -> None:
+async def _drained(
+    drivers: Sequence[RouterDriver], stop: asyncio.Event, api: ApiServer, client_server: ClientServer
+) -> None:
     """Wait for `stop`. Then take no more requests, and wait until those that run have ended or time is up.
 
     Where other routers share the ports, new connections go to them, and those that are open end with an answer."""
     await stop.wait()
-    driver.stopping = True
+    for each in drivers:
+        each.stopping = True
+    driver = drivers[0]
     patience = driver.config.router.shutdown_timeout_ms / 1_000
     shared = driver.config.cluster.routers > 1
     if shared:
@@ -180,7 +219,9 @@ async def _drained(driver: RouterDriver, stop: asyncio.Event, api: ApiServer, cl
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(patience):
             # Streams end in many places, and this is once in a router's life.
-            while driver.busy or (shared and api.has_connections and driver.state.unready is None):  # noqa: ASYNC110
+            while any(each.busy for each in drivers) or (  # noqa: ASYNC110
+                shared and api.has_connections and any(each.state.unready is None for each in drivers)
+            ):
                 await asyncio.sleep(_DRAIN_LOOK)
 
 
@@ -208,15 +249,20 @@ async def _stop(client_server: ClientServer, operator: OperatorServer) -> None:
     await asyncio.gather(client_server.stop(_GRACE), operator.stop())
 
 
-async def _watch(driver: RouterDriver, server: ClientServer, listener: Listener, clock: Clock) -> None:
-    """Tell the state the time, and whether this loop was itself paused: then no other process is to blame."""
-    beat = driver.config.cluster.heartbeat_ms / 1_000
+async def _watch(
+    drivers: Sequence[RouterDriver], server: ClientServer, listeners: Sequence[Listener], clock: Clock
+) -> None:
+    """Tell the states the time, and whether this loop was itself paused: then no other process is to blame."""
+    beat = drivers[0].config.cluster.heartbeat_ms / 1_000
     pauses = PauseDetector(tolerance=beat)
     while True:
-        driver.handle(Tick(pauses.tick(clock.now())))
-        driver.metrics.loop_turned()
-        driver.publish(listener.malformed + server.undecodable, refused())
-        server.set_serving(driver.unready is None)
+        tick, strangers = Tick(pauses.tick(clock.now())), (server.undecodable, refused())
+        for driver, listener in zip(drivers, listeners, strict=True):
+            driver.handle(tick)
+            driver.metrics.loop_turned()
+            driver.publish(listener.malformed + strangers[0], strangers[1])
+            strangers = (0, 0)  # are counted with the first model
+        server.set_serving(any(driver.unready is None for driver in drivers))
         await asyncio.sleep(beat / 5)
 
 

@@ -1,6 +1,7 @@
 """`baton scale`: set the desired number of workers, and wait until they are live."""
 
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -53,8 +54,10 @@ def rescale(state: State, prefill: int | None, decode: int | None, patience: flo
     cluster.connect(state.ray, namespace_of(state.name))
     before = ask_overview(state.name, _PATIENCE)
     watch(before)
-    target = ClusterScale(
-        before.scale.prefill if prefill is None else prefill, before.scale.decode if decode is None else decode
+    target = replace(
+        before.scale,
+        prefill=before.scale.prefill if prefill is None else prefill,
+        decode=before.scale.decode if decode is None else decode,
     )
     _tell(state.name, target)
     deadline = time.monotonic() + patience
@@ -86,4 +89,4 @@ def _tell(name: str, target: ClusterScale) -> None:
     from deploy.control_plane.actor_registry import SUPERVISOR
 
     supervisor: Any = ray.get_actor(SUPERVISOR, namespace=namespace_of(name))
-    ray.get(supervisor.scale.remote(target.prefill, target.decode), timeout=_PATIENCE)
+    ray.get(supervisor.scale.remote(target), timeout=_PATIENCE)

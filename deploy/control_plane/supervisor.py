@@ -108,11 +108,11 @@ class Supervisor:
         with self._lock:
             return msgspec.json.encode(self._overview())
 
-    def scale(self, prefill: int, decode: int) -> None:
+    def scale(self, target: ClusterScale) -> None:
         """Set the desired number of workers and return at once. The overview shows when they are live."""
         with self._lock:
-            log.info("scale: %d prefill, %d decode", prefill, decode)
-            self._keep(msgspec.structs.replace(self._desired, scale=ClusterScale(prefill, decode)))
+            log.info("scale: %s (prefill, decode) of each model", target.by_pool)
+            self._keep(msgspec.structs.replace(self._desired, scale=target))
 
     def reload(self, path: str) -> None:
         """Start workers with the weights in the directory `path` from now on. A router tells those that run."""
@@ -163,11 +163,14 @@ class Supervisor:
         config, known = self._desired.config, self._desired.routers
         if spec.role != "router" and len(known) < config.cluster.routers:
             return  # it must get the addresses of all routers at its start
+        routers: tuple[str, ...] = ()
         if spec.role == "router":
             if spec.name != FIRST_ROUTER and FIRST_ROUTER not in known:
                 return  # it listens where the first one does
             config = listening(config, spec.name, known)
-        routers = () if spec.role == "router" else tuple(router.endpoint for router in known.values())
+        else:
+            config = config.pools()[spec.pool]
+            routers = tuple(router.endpoint_of(spec.pool) for router in known.values())
         workers = workers_on(spec.node, self._specs())
         order = Order(
             self._namespace,

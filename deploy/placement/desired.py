@@ -37,13 +37,24 @@ class ProcessSpec:
     gpu: GpuShare | None = None  # of its node; None: it needs none
     blocked: str = ""  # why it can't start now
 
+    @property
+    def pool(self) -> int:
+        """The number of its model; the first has 0. It is a part of the name: decode-0, and decode-m1-0."""
+        return pool_of(self.name)
+
 
 @dataclass(frozen=True)
 class ClusterScale:
-    """The number of workers of each role."""
+    """The number of workers of each role, and of those of each further model."""
 
     prefill: int
     decode: int
+    further: tuple[tuple[int, int], ...] = ()  # prefill and decode
+
+    @property
+    def by_pool(self) -> Sequence[tuple[int, int]]:
+        """The numbers of prefill and decode workers of each model, the first model's first."""
+        return ((self.prefill, self.decode), *self.further)
 
 
 def role_of(name: str) -> Role:
@@ -52,7 +63,19 @@ def role_of(name: str) -> Role:
 
 
 def scale_of(config: Config) -> ClusterScale:
-    return ClusterScale(config.cluster.prefill, config.cluster.decode)
+    further = tuple((each.prefill, each.decode) for each in config.models)
+    return ClusterScale(config.cluster.prefill, config.cluster.decode, further)
+
+
+def name_of(role: Role, pool: int, index: int) -> str:
+    """Return the name of a worker or store of a model."""
+    return f"{role}-m{pool}-{index}" if pool else f"{role}-{index}"
+
+
+def pool_of(name: str) -> int:
+    """Return the number of the model that the process of that name works for; 0 for a router."""
+    parts = name.split("-")
+    return int(parts[1].removeprefix("m")) if len(parts) == 3 else 0
 
 
 def reachable_nodes(config: Config, nodes: Sequence[str]) -> Sequence[str]:
@@ -70,7 +93,8 @@ def plan(
     hardware: Mapping[str, NodeHardware] | None = None,
     held: Mapping[str, GpuShare] | None = None,
 ) -> list[ProcessSpec]:
-    """Return every process of the cluster in start order.
+    """Return every process of the cluster in start order. Each model has its own workers, and a store on each node with
+    one of them.
 
     `placed` maps names to the nodes where processes run now, or shall run. They stay there as long as the node is up.
     `one_machine`: the nodes are names on one machine, so a router on loopback can be reached from each. `hardware`: of
@@ -83,15 +107,20 @@ def plan(
     ordered = [router_node, *(node for node in nodes if node != router_node)]
     usable = ordered if one_machine else reachable_nodes(config, ordered)
 
-    workers = _on_gpus(config, _workers(config, scale, usable, placed, hardware or {}), hardware or {}, held or {})
+    pools = config.pools()
+    workers = _on_gpus(pools, _workers(pools, scale, usable, placed, hardware or {}), hardware or {}, held or {})
     # Stores are numbered in the order of their nodes. A running store keeps its name.
-    stores = _stores(usable, {w.node for w in workers}, placed)
+    stores = [
+        store
+        for pool in range(len(pools))
+        for store in _stores(pool, usable, {w.node for w in workers if w.pool == pool}, placed)
+    ]
     routers = [ProcessSpec(name, "router", router_node) for name in router_names(config.cluster.routers)]
     return [*routers, *stores, *workers]
 
 
 def _workers(
-    config: Config,
+    pools: Sequence[Config],
     scale: ClusterScale,
     usable: Sequence[str],
     placed: Mapping[str, str],
@@ -100,13 +129,18 @@ def _workers(
     """Return the workers with their nodes. On CPUs they take turns; on GPUs each goes where the fewest share one.
 
     Workers with the most ranks choose first: they need a node with so many GPUs, and others fit in between."""
-    roles: Sequence[tuple[WorkerRole, int]] = [("decode", scale.decode), ("prefill", scale.prefill)]
-    names: list[tuple[WorkerRole, str]] = [(role, f"{role}-{index}") for role, count in roles for index in range(count)]
+    names: list[tuple[WorkerRole, str]] = []
+    for pool, (prefill, decode) in enumerate(scale.by_pool):
+        counts: Mapping[WorkerRole, int] = {"decode": decode, "prefill": prefill}
+        for role, count in counts.items():
+            names.extend((role, name_of(role, pool, index)) for index in range(count))
     turns = {name: turn for turn, (_, name) in enumerate(names)}
     specs: dict[str, ProcessSpec] = {}
     used: dict[str, int] = defaultdict(int)  # ranks, by node
     # Workers that run stay, so they come before all others.
-    for role, name in sorted(names, key=lambda each: (placed.get(each[1]) not in usable, -config.ranks_of(each[0]))):
+    ranked = {name: pools[pool_of(name)].ranks_of(role) for role, name in names}
+    for role, name in sorted(names, key=lambda each: (placed.get(each[1]) not in usable, -ranked[each[1]])):
+        config = pools[pool_of(name)]
         nodes, why = nodes_for(config, role, usable, hardware)
         node = placed[name] if placed.get(name) in usable else ""
         if not node and nodes:
@@ -124,7 +158,7 @@ def _have_gpus(nodes: Iterable[str], hardware: Mapping[str, NodeHardware]) -> bo
 
 
 def _on_gpus(
-    config: Config,
+    pools: Sequence[Config],
     workers: Sequence[ProcessSpec],
     hardware: Mapping[str, NodeHardware],
     held: Mapping[str, GpuShare],
@@ -134,18 +168,20 @@ def _on_gpus(
     on_gpus = {
         spec.name: spec
         for spec in workers
-        if _have_gpus([spec.node], hardware) and uses_assigned_gpu(config.device_of(worker_role(spec.role)))
+        if _have_gpus([spec.node], hardware) and uses_assigned_gpu(pools[spec.pool].device_of(worker_role(spec.role)))
     }
     for node in {spec.node for spec in on_gpus.values()}:
         requests = {
-            name: wanted_gpus(config, worker_role(spec.role)) for name, spec in on_gpus.items() if spec.node == node
+            name: wanted_gpus(pools[spec.pool], worker_role(spec.role))
+            for name, spec in on_gpus.items()
+            if spec.node == node
         }
         has = {name: share for name, share in held.items() if name in requests}
         shares |= share_gpus(requests, hardware[node].gpus, has)
     return [
         replace(spec, gpu=shares[spec.name])
         if spec.name in shares
-        else replace(spec, blocked=_no_room(spec, wanted_gpus(config, worker_role(spec.role)), hardware))
+        else replace(spec, blocked=_no_room(spec, wanted_gpus(pools[spec.pool], worker_role(spec.role)), hardware))
         if spec.name in on_gpus
         else spec
         for spec in workers
@@ -178,7 +214,9 @@ def workers_on(node: str, specs: Iterable[ProcessSpec]) -> int:
     return sum(spec.node == node and spec.role in ("prefill", "decode") for spec in specs)
 
 
-def _stores(nodes: Sequence[str], used: set[str], placed: Mapping[str, str]) -> list[ProcessSpec]:
-    names = {node: name for name, node in placed.items() if name.startswith("store-") and node in used}
-    free = (name for index in range(len(nodes) + len(names)) if (name := f"store-{index}") not in names.values())
+def _stores(pool: int, nodes: Sequence[str], used: set[str], placed: Mapping[str, str]) -> list[ProcessSpec]:
+    stores = {name: node for name, node in placed.items() if role_of(name) == "store" and pool_of(name) == pool}
+    names = {node: name for name, node in stores.items() if node in used}
+    named = (name_of("store", pool, index) for index in range(len(nodes) + len(names)))
+    free = (name for name in named if name not in names.values())
     return [ProcessSpec(names.get(node) or next(free), "store", node) for node in nodes if node in used]

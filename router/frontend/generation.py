@@ -23,7 +23,15 @@ from google.protobuf.message import Message
 from msgspec.structs import replace
 
 from baton.clock import Clock
-from baton.errors import BatonError, ContextTooLong, InvalidGrammar, InvalidRequest, UnsupportedField, shown
+from baton.errors import (
+    BatonError,
+    ContextTooLong,
+    InvalidGrammar,
+    InvalidRequest,
+    ModelMismatch,
+    UnsupportedField,
+    shown,
+)
 from baton.messages import MAX_GRAMMAR, Grammar, LogitsRules, SamplingParams
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
@@ -79,21 +87,48 @@ class GenerationService:
         tokenizing: TokenizerThreads,
         *,
         tracer: SpanSink | None = None,
+        beside: Sequence[GenerationService] = (),
     ) -> None:
-        """`tracer`: takes the spans of requests; none: there are none."""
+        """`tracer`: takes the spans of requests; none: there are none. `beside`: the services of further models, which
+        share the doors with this one."""
         self.driver = driver
+        self.all = (self, *beside)
         self.clock = clock
         self.tracer = tracer
         self._tokenizing = tokenizing
         self.grammars = GrammarChecker(driver.model)
 
     async def close(self) -> None:
-        """End what runs beside the service."""
-        await self.grammars.close()
+        """End what runs beside the services."""
+        for service in self.all:
+            await service.grammars.close()
 
     @property
     def model(self) -> ServedModel:
         return self.driver.model
+
+    def of(self, name: str | None) -> GenerationService:
+        """Return the service of the model that a request names; without a name, this one. Raises ModelMismatch."""
+        if not name or len(self.all) == 1:
+            self.model.check(name)
+            return self
+        if (service := next((one for one in self.all if one.model.has(name)), None)) is not None:
+            return service
+        known = ", ".join(repr(one.model.name) for one in self.all)
+        raise ModelMismatch(f"model {shown(name)!r} is not served here; this cluster serves {known}")
+
+    @property
+    def unready(self) -> str | None:
+        """Why no request of any model can be served now; none: one can."""
+        reasons = [one.driver.unready for one in self.all]
+        return None if None in reasons else reasons[0]
+
+    @property
+    def most_bytes(self) -> tuple[int, int]:
+        """The most tokens of a prompt, and bytes of its text, that any of the models takes."""
+        limits = [one.model.limits.max_context for one in self.all]
+        texts = [one.model.tokenizer.max_bytes(one.model.limits.max_context) for one in self.all if one.model.tokenizer]
+        return max(limits), max(texts, default=0)
 
     def fingerprint(self, model: str) -> str:
         """What decides the tokens of a request that has begun to be answered, besides the request: see

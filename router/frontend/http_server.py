@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -41,8 +41,9 @@ _OF_STRANGERS.disabled = True
 class HttpServer:
     """The server; it reads the router and changes nothing."""
 
-    def __init__(self, driver: RouterDriver, gate: Gatekeeper) -> None:
-        self._driver = driver
+    def __init__(self, drivers: Sequence[RouterDriver], gate: Gatekeeper) -> None:
+        """`drivers`: one for each model, the first model's first."""
+        self._drivers = drivers
         self._gate = gate
         self._open = True  # on loopback
         self._routes: dict[str, Callable[[], Awaitable[web.Response]]] = {
@@ -106,7 +107,7 @@ class HttpServer:
     async def page(self) -> bytes:
         """Render the page of metrics on a thread. Calls at one time share one rendering."""
         if self._rendering is None or self._rendering.done():
-            self._rendering = asyncio.create_task(asyncio.to_thread(self._driver.metrics.page))
+            self._rendering = asyncio.create_task(asyncio.to_thread(self._drivers[0].metrics.page))
         return await asyncio.shield(self._rendering)
 
     async def _metrics(self) -> web.Response:
@@ -114,7 +115,8 @@ class HttpServer:
 
     async def _discovery(self) -> web.Response:
         """Every live process's metrics address, as Prometheus' `http_sd_configs` takes it."""
-        me, others = self._driver.processes()
+        me, others = self._drivers[0].processes()
+        others = [*others, *(view for each in self._drivers[1:] for view in each.processes()[1])]
         targets = [
             {
                 "targets": [view.metrics],
@@ -127,9 +129,10 @@ class HttpServer:
 
     async def _healthz(self) -> web.Response:
         """200 while a request that comes now can be served."""
-        if (reason := self._driver.unready) is None:
+        reasons = [each.unready for each in self._drivers]
+        if None in reasons:
             return web.Response(text="serving\n")
-        return web.Response(status=503, text=f"{reason}\n")
+        return web.Response(status=503, text=f"{reasons[0]}\n")
 
 
 class _HttpServer(web.Server):

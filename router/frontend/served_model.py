@@ -112,9 +112,13 @@ class ServedModel:
         """The special tokens with some texts."""
         return [self.tokenizer.special_tokens[text] for text in texts] if self.tokenizer else []
 
+    def has(self, name: str) -> bool:
+        """Whether clients may call it, or one of its adapters, so."""
+        return name in (self.name, *self.aliases, *self.adapters)
+
     def check(self, name: str | None) -> None:
         """Raise ModelMismatch if a request asks for another model; no name is this one."""
-        if name and name not in (self.name, *self.aliases, *self.adapters):
+        if name and not self.has(name):
             raise ModelMismatch(f"model {shown(name)!r} is not served here; this cluster serves {self.name!r}")
 
     def adapter_of(self, name: str | None) -> str:

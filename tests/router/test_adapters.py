@@ -109,7 +109,7 @@ def test_the_model_field_names_the_adapter(tmp_path: Path) -> None:
 
 
 def test_adapters_are_listed_with_their_parent(tmp_path: Path) -> None:
-    cards = {each["id"]: each for each in msgspec.to_builtins(ModelCards(model(tmp_path), 1).all({}))["data"]}
+    cards = {each["id"]: each for each in msgspec.to_builtins(ModelCards([model(tmp_path)], 1).all({}))["data"]}
     assert {name: (each["parent"], each["root"]) for name, each in cards.items()} == {
         "small": (None, "small"), "tiny": (None, "small"), "one": ("small", "/1"),
     }  # fmt: skip

@@ -1,8 +1,9 @@
 """A running cluster, as its router's status tells it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 from baton.client import Client, Generated
 from baton.messages import LoadReport
@@ -47,14 +48,14 @@ class Streams:
         self._pool = ThreadPoolExecutor(16)
         self.seen: list[list[int]] = []
 
-    def start(self, prompt: Sequence[int], count: int) -> Future[Generated]:
+    def start(self, prompt: Sequence[int], count: int, **more: Any) -> Future[Generated]:
         seen: list[int] = []
         self.seen.append(seen)
-        return self._pool.submit(self._run, prompt, count, seen)
+        return self._pool.submit(self._run, prompt, seen, {"max_tokens": count, "temperature": 0.0, **more})
 
-    def _run(self, prompt: Sequence[int], count: int, seen: list[int]) -> Generated:
+    def _run(self, prompt: Sequence[int], seen: list[int], options: Mapping[str, Any]) -> Generated:
         with Client(self._cluster.address) as client:
-            stream = client.generate(prompt, max_tokens=count, temperature=0.0, ignore_eos=True, timeout=DEADLINE)
+            stream = client.generate(prompt, ignore_eos=True, timeout=DEADLINE, **options)
             for delta in stream:
                 seen += delta.token_ids
             return stream.result()

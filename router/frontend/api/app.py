@@ -59,7 +59,7 @@ from router.frontend.api.openai_chat import ChatBuilder, ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionBuilder, CompletionRequest
 from router.frontend.api.openai_responses import ResponsesBuilder, ResponsesRequest, chat_of_response
 from router.frontend.api.operator_server import ADAPTER_SECONDS, OperatorCalls
-from router.frontend.api.prompts import ChatOrder, PromptBuilder
+from router.frontend.api.prompts import ChatOrder, PromptBuilder, TemplateRenderer
 from router.frontend.api.protocol import (
     DetokenizeRequest,
     GenerationFields,
@@ -100,6 +100,7 @@ _JSON = "application/json"
 class PlannedChat:
     """A checked chat of any API."""
 
+    prompts: PromptBuilder  # of its model
     fields: ChatCompletionRequest
     plan: ToolPlan
     order: ChatOrder
@@ -126,11 +127,11 @@ class HttpApi:
         self._config = config
         self._metrics_page = metrics_page
         self._linger = linger
-        model = service.model
-        text = model.tokenizer.max_bytes(model.limits.max_context) if model.tokenizer else 0
         self._bodies = BodyReader(service)
-        self._prompts = PromptBuilder(service, max(text, 2**20), trust_templates=config.trust_request_chat_template)
-        self._cards, self._calls = ModelCards(model, int(time.time())), dashboard
+        self._templates = TemplateRenderer(max(service.most_bytes[1], 2**20))
+        trust = config.trust_request_chat_template
+        self._prompts = {each: PromptBuilder(each, self._templates, trust_templates=trust) for each in service.all}
+        self._cards, self._calls = ModelCards([each.model for each in service.all], int(time.time())), dashboard
         self._batches = BatchRoutes(batches, service, gate, self._bodies, self._guarded) if batches else None
         get = partial(Route, methods=["GET"])
         post = partial(Route, methods=["POST"])
@@ -172,14 +173,19 @@ class HttpApi:
 
     async def close(self) -> None:
         """End what runs beside the application."""
-        await self._prompts.close()
+        await self._templates.close()
+
+    def _of(self, name: str | None) -> PromptBuilder:
+        """Return what makes the prompts of the model that a request names, which knows its service. Raises
+        ModelMismatch."""
+        return self._prompts[self._service.of(name)]
 
     # --- generation --------------------------------------------------------------------------------------------------
 
     async def _completions(self, request: Request) -> Response:
         received = self._service.clock.now()
         work = partial(self._completion_of, caller.get().tenant)
-        fields, most, prompts, echo = await self._bodies.read(request, CompletionRequest, work)
+        service, fields, most, prompts, echo = await self._bodies.read(request, CompletionRequest, work)
         scored = fields.prompt_logprobs
         if fields.echo and scored is None:
             scored = fields.logprobs
@@ -187,35 +193,37 @@ class HttpApi:
         order = GenerationOrder(fields, prompts, most, fields.logprobs, self._config.clamp_max_tokens, scored)
 
         def builder() -> ResponseBuilder:
-            options = self._options(CompletionBuilder, request, fields, logprobs=fields.logprobs is not None, echo=echo)
+            scores = fields.logprobs is not None
+            options = self._options(CompletionBuilder, service, request, fields, logprobs=scores, echo=echo)
             return CompletionBuilder(options, _choices_of(prompts, samples(fields)))
 
-        return await self._answered(request, order, received, builder)
+        return await self._answered(service, request, order, received, builder)
 
     def _completion_of(
         self, tenant: str, fields: CompletionRequest
-    ) -> tuple[CompletionRequest, int, list[Sequence[int]], str | None]:
-        """Check a completion. Return it with its max_tokens, the tokens of its prompts and the text to echo."""
+    ) -> tuple[GenerationService, CompletionRequest, int, list[Sequence[int]], str | None]:
+        """Check a completion. Return it with its model's service, its max_tokens, the tokens of its prompts and the
+        text to echo."""
         refuse_unserved(fields)
-        self._service.model.check(fields.model)
+        builder = self._of(fields.model)
         if fields.prompt is None:
             raise InvalidRequest("the request has no prompt; send a text, token ids, or a list of either")
         most = fields.max_tokens if fields.max_tokens is not None else _DEFAULT_COMPLETION
-        prompts = self._prompts.of_completion(fields, most, tenant)
+        prompts = builder.of_completion(fields, most, tenant)
         echo = None
         if fields.echo:
             if len(prompts) > 1:
                 raise InvalidRequest("echo is true for several prompts; send them one by one")
-            tokenizer = self._service.model.tokenizer
+            tokenizer = builder.service.model.tokenizer
             echo = tokenizer.decode(prompts[0]) if tokenizer else ""
         _check_prompt_logprobs(fields)
-        return fields, most, prompts, echo
+        return builder.service, fields, most, prompts, echo
 
     async def _count_tokens(self, request: Request) -> Response:
         repairs: Repairs = request.state.repairs
         work = partial(self._chat_of, chat_of_messages, repairs)
         _, chat = await self._bodies.read(request, CountTokensRequest, work)
-        return json_response(MessageTokensCount(len((await self._prompts.of_chat(chat.order, repairs)).tokens)))
+        return json_response(MessageTokensCount(len((await chat.prompts.of_chat(chat.order, repairs)).tokens)))
 
     def _chat_of(
         self, converted: Callable[[T, Repairs], ChatCompletionRequest], repairs: Repairs, body: T
@@ -225,13 +233,13 @@ class HttpApi:
         if fields.max_completion_tokens is not None:
             fields.max_tokens = fields.max_completion_tokens
         refuse_unserved(fields)
-        model = self._service.model
-        model.check(fields.model)
+        prompts = self._of(fields.model)
+        model = prompts.service.model
         fields, plan = planned(fields, model.format_of(tools=fields.tools))
         if fields.top_logprobs and not fields.logprobs:
             raise InvalidRequest("top_logprobs is set and logprobs is not true; set both")
         _check_prompt_logprobs(fields)
-        return body, PlannedChat(fields, plan, self._prompts.chat_order(fields, repairs))
+        return body, PlannedChat(prompts, fields, plan, prompts.chat_order(fields, repairs))
 
     async def _chat(
         self, kind: type[T], converted: Callable[[T, Repairs], ChatCompletionRequest], builder: type[ResponseBuilder],
@@ -240,9 +248,10 @@ class HttpApi:
         received = self._service.clock.now()
         repairs: Repairs = request.state.repairs
         body, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted, repairs))
-        plan, model = chat.plan, self._service.model
-        prompt = await self._prompts.of_chat(chat.order, repairs)
-        fields, frame = await fitted(chat.fields, plan, prompt, self._service, repairs)
+        plan, service = chat.plan, chat.prompts.service
+        model = service.model
+        prompt = await chat.prompts.of_chat(chat.order, repairs)
+        fields, frame = await fitted(chat.fields, plan, prompt, service, repairs)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         form = model.format_of(tools=fields.tools)
         order = GenerationOrder(
@@ -260,7 +269,8 @@ class HttpApi:
 
         def built() -> ResponseBuilder:
             echo = _last_text(fields) if fields.echo else None
-            options = self._options(builder, request, fields, logprobs=logprobs is not None, echo=echo, body=body)
+            scores = logprobs is not None
+            options = self._options(builder, service, request, fields, logprobs=scores, echo=echo, body=body)
             outputs = _choices_of(order.prompts, samples(fields))
             schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in fields.tools or ()}
             tools = {name: schemas[name] for name in plan.names if name in schemas}
@@ -272,26 +282,26 @@ class HttpApi:
                 )  # fmt: skip
             return builder(options, outputs)
 
-        return await self._answered(request, order, received, built)
+        return await self._answered(service, request, order, received, built)
 
     def _options(
-        self, builder: type[ResponseBuilder], request: Request, fields: GenerationFields, *, logprobs: bool,
-        echo: str | None, body: Any = None,
+        self, builder: type[ResponseBuilder], service: GenerationService, request: Request, fields: GenerationFields,
+        *, logprobs: bool, echo: str | None, body: Any = None,
     ) -> ResponseOptions:  # fmt: skip
         streamed = fields.stream_options
         return ResponseOptions(
             request=body,
             id=f"{builder.prefix}{_name_of(request, fields)}",
-            model=self._service.model.answered_as(fields.model),
+            model=service.model.answered_as(fields.model),
             created=int(time.time()),
-            fingerprint=lambda: self._service.fingerprint(fields.model or "") or None,
-            names=TokenNames(self._service.model.tokenizer, bool(fields.return_tokens_as_token_ids)),
+            fingerprint=lambda: service.fingerprint(fields.model or "") or None,
+            names=TokenNames(service.model.tokenizer, bool(fields.return_tokens_as_token_ids)),
             logprobs=logprobs,
             token_ids=bool(fields.return_token_ids),
             usage_at_end=bool(streamed and streamed.include_usage),
             usage_always=bool(streamed and streamed.continuous_usage_stats),
             echo=echo,
-            reasoning_end=self._service.model.reasoning_end,
+            reasoning_end=service.model.reasoning_end,
             prompt_logprobs=fields.prompt_logprobs is not None,
             not_cached=request.headers.get(NOT_CACHED, "false").lower() in ("1", "true"),
             prompt_only=_shows_prompt_alone(fields, echo),
@@ -303,8 +313,9 @@ class HttpApi:
         return "reasoning" in repairs.allowed
 
     async def _answered(
-        self, request: Request, order: GenerationOrder, received: float, builder: Callable[[], ResponseBuilder]
-    ) -> Response:
+        self, service: GenerationService, request: Request, order: GenerationOrder, received: float,
+        builder: Callable[[], ResponseBuilder],
+    ) -> Response:  # fmt: skip
         """Start the generations of a request, then begin with its response. Raises BatonError if one is refused."""
         name, started = _name_of(request, order.fields), list[Generation]()
         rules = rule_entries(order.fields)
@@ -322,9 +333,9 @@ class HttpApi:
                 # Tokens of an array are copied at once, 1 ms for a million.
                 size = TOKEN_BYTES * (rules + (0 if isinstance(prompt, array) else len(prompt)))
                 try:
-                    most = self._fitting(order, len(prompt), request.state.repairs)
+                    most = _fitting(service, order, len(prompt), request.state.repairs)
                     fields = partial(read, prompt, most)
-                    generations = await self._service.start(name, received, size, fields, further=bool(started))
+                    generations = await service.start(name, received, size, fields, further=bool(started))
                 except InvalidGrammar as error:
                     error.field = error.field or order.grammar_of
                     raise name_field(error, order.fields) from None
@@ -332,45 +343,38 @@ class HttpApi:
                     started.append(generation)
                     undo.callback(generation.close)
             answering = EventStream if order.fields.stream else WholeResponse
-            response = answering(order, builder(), started, self._linger, name, self._service.apart)
+            response = answering(order, builder(), started, self._linger, name, service.apart)
             undo.pop_all()  # the answer closes them
         return response
-
-    def _fitting(self, order: GenerationOrder, prompt: int, repairs: Repairs) -> int | None:
-        """The tokens to generate: as many as were asked for, or where that may be lowered as many as fit."""
-        most = order.max_tokens
-        if most is None or not order.clamped:
-            return most
-        room = self._service.driver.state.most_tokens - prompt
-        return room if 0 < room < most and repairs.make("limit") else most
 
     # --- everything else ---------------------------------------------------------------------------------------------
 
     async def _tokenize(self, request: Request) -> Response:
         repairs: Repairs = request.state.repairs
-        fields, prompt = await self._bodies.read(request, TokenizeRequest, partial(self._prompt_of, repairs))
-        tokens = (await self._prompts.of_chat(prompt, repairs)).tokens if isinstance(prompt, ChatOrder) else prompt
-        strings = None
+        builder, fields, prompt = await self._bodies.read(request, TokenizeRequest, partial(self._prompt_of, repairs))
+        tokens = (await builder.of_chat(prompt, repairs)).tokens if isinstance(prompt, ChatOrder) else prompt
+        strings, model = None, builder.service.model
         if fields.return_token_strs:
-            spell = TokenNames(self._service.model.tokenizer).own
+            spell = TokenNames(model.tokenizer).own
             strings = await self._service.apart(TOKEN_BYTES * len(tokens), lambda: [*map(spell, tokens)])
-        limit = self._service.model.limits.max_context
+        limit = model.limits.max_context
         return json_response(
             openapi.Tokens(count=len(tokens), max_model_len=limit, tokens=list(tokens), token_strs=strings)
         )
 
     def _prompt_of(
         self, repairs: Repairs, fields: TokenizeRequest
-    ) -> tuple[TokenizeRequest, ChatOrder | Sequence[int]]:
-        """Check what is to be tokenized. Return it with its tokens, or with the chat that is to be rendered."""
-        self._service.model.check(fields.model)
+    ) -> tuple[PromptBuilder, TokenizeRequest, ChatOrder | Sequence[int]]:
+        """Check what is to be tokenized. Return it with its model's builder, and with its tokens or the chat that is to
+        be rendered."""
+        builder = self._of(fields.model)
         if (fields.prompt is None) == (fields.messages is None):
             raise InvalidRequest("send either prompt or messages")
         if fields.prompt is not None:
             special = fields.add_special_tokens is not False
-            return fields, tokenized([fields.prompt], self._service.model, special_tokens=special)[0]
+            return builder, fields, tokenized([fields.prompt], builder.service.model, special_tokens=special)[0]
         fields.tools = list(checked(fields.tools or ()).values())  # as a chat has them
-        return fields, self._prompts.chat_order(fields, repairs)
+        return builder, fields, builder.chat_order(fields, repairs)
 
     async def _detokenize(self, request: Request) -> Response:
         return json_response(
@@ -378,8 +382,7 @@ class HttpApi:
         )
 
     def _text_of(self, fields: DetokenizeRequest) -> str:
-        model = self._service.model
-        model.check(fields.model)
+        model = self._service.of(fields.model).model
         if model.tokenizer is None:
             raise InvalidRequest(f"{model.name} has no tokenizer.json, so there is no text")
         limits = model.limits
@@ -420,7 +423,7 @@ class HttpApi:
         return json_response(openapi.Status("live"))
 
     async def _ready(self, request: Request) -> Response:
-        if (reason := self._service.driver.unready) is None:
+        if (reason := self._service.unready) is None:
             return json_response(openapi.Status("ready"))
         return json_response(errors.described(503, reason), 503)
 
@@ -460,6 +463,15 @@ class HttpApi:
             return response
 
         return guarded
+
+
+def _fitting(service: GenerationService, order: GenerationOrder, prompt: int, repairs: Repairs) -> int | None:
+    """The tokens to generate: as many as were asked for, or where that may be lowered as many as fit."""
+    most = order.max_tokens
+    if most is None or not order.clamped:
+        return most
+    room = service.driver.state.most_tokens - prompt
+    return room if 0 < room < most and repairs.make("limit") else most
 
 
 def _choices_of(prompts: Sequence[Sequence[int]], n: int) -> list[Choice]:

@@ -218,9 +218,7 @@ class BodyReader:
     """Counts the bytes of all bodies that are being read."""
 
     def __init__(self, service: GenerationService) -> None:
-        model = service.model
-        context = model.limits.max_context
-        text = model.tokenizer.max_bytes(context) if model.tokenizer else 0
+        context, text = service.most_bytes
         self.max_body = _OTHER_BYTES + _BYTES_PER_ID * context + _BYTES_PER_BYTE * text
         self._max_containers = _CONTAINERS + context  # a prompt's text has some, too
         self._apart = service.apart

@@ -1,4 +1,4 @@
-"""The served model as the clients' APIs list it: a card for each of its names, and one for each LoRA adapter.
+"""The served models as the clients' APIs list them: a card for each name, and one for each LoRA adapter.
 
 OpenAI's and Anthropic's clients ask at the same path. Anthropic's send a header of their own.
 """
@@ -7,7 +7,7 @@ OpenAI's and Anthropic's clients ask at the same path. Anthropic's send a header
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -63,36 +63,38 @@ def is_anthropic(headers: Mapping[str, str]) -> bool:
 
 
 class ModelCards:
-    """The cards of one model. `created` is when its names were first served, in seconds since the epoch."""
+    """The cards of some models. `created` is when their names were first served, in seconds since the epoch."""
 
-    def __init__(self, model: ServedModel, created: int) -> None:
-        self._model = model
+    def __init__(self, models: Sequence[ServedModel], created: int) -> None:
+        self._models = models
         self._created = created
 
     def all(self, headers: Mapping[str, str]) -> ModelList | AnthropicModelList:
-        """The cards of all names, the one that answers have first."""
-        names = (self._model.name, *self._model.aliases, *self._model.adapters)
+        """The cards of all names, of each model the one that answers have first."""
+        named = [(model, name) for model in self._models for name in (model.name, *model.aliases, *model.adapters)]
         if is_anthropic(headers):
-            return AnthropicModelList([self._anthropic(name) for name in names], False, names[0], names[-1])
-        return ModelList([self._openai(name) for name in names])
+            cards = [self._anthropic(*each) for each in named]
+            return AnthropicModelList(cards, False, cards[0].id, cards[-1].id)
+        return ModelList([self._openai(*each) for each in named])
 
     def one(self, name: str, headers: Mapping[str, str]) -> Model | AnthropicModel:
         """The card of a name. Raises ModelMismatch."""
-        self._model.check(name)
-        return self._anthropic(name) if is_anthropic(headers) else self._openai(name)
+        model = next((model for model in self._models if model.has(name)), self._models[0])
+        model.check(name)
+        return self._anthropic(model, name) if is_anthropic(headers) else self._openai(model, name)
 
-    def _anthropic(self, name: str) -> AnthropicModel:
-        context = self._model.limits.max_context
+    def _anthropic(self, model: ServedModel, name: str) -> AnthropicModel:
+        context = model.limits.max_context
         created = datetime.fromtimestamp(self._created, UTC)
         return AnthropicModel(
             id=name, display_name=name, created_at=created, lifecycle="active", max_input_tokens=context,
             max_tokens=context,
         )  # fmt: skip
 
-    def _openai(self, name: str) -> Model:
-        root = self._model.adapters.get(name, self._model.name)
-        parent = self._model.name if name in self._model.adapters else None
+    def _openai(self, model: ServedModel, name: str) -> Model:
+        root = model.adapters.get(name, model.name)
+        parent = model.name if name in model.adapters else None
         return Model(
             id=name, created=self._created, owned_by="baton", root=root, parent=parent,
-            max_model_len=self._model.limits.max_context, permission=[],
+            max_model_len=model.limits.max_context, permission=[],
         )  # fmt: skip

@@ -248,10 +248,13 @@ async def _no_route(request: Request, error: Exception) -> Response:
 class OperatorCalls:
     """Does what each call asks for, for one router or for all routers of the cluster."""
 
-    def __init__(self, driver: RouterDriver, clock: Clock, others: OtherRouters, snapshot: Callable[[], bytes]) -> None:
-        """`snapshot` returns the data of the page at /dashboard, as JSON."""
-        self._driver, self._clock, self._others, self._snapshot = driver, clock, others, snapshot
-        self._state = driver.state
+    def __init__(
+        self, drivers: Sequence[RouterDriver], clock: Clock, others: OtherRouters, snapshot: Callable[[], bytes]
+    ) -> None:
+        """`drivers`: one for each model, the first model's first. `snapshot` returns the data of the page at
+        /dashboard, as JSON."""
+        self._drivers, self._clock, self._others, self._snapshot = drivers, clock, others, snapshot
+        self._driver = drivers[0]
 
     async def answer_of(self, router: str, call: OperatorCall[A]) -> A:
         """Return the answer of the router of that name alone; "": of this one. Raises BatonError."""
@@ -262,16 +265,18 @@ class OperatorCalls:
     async def answer(self, call: OperatorCall[Any] | events.PinPrefix, *, alone: bool) -> Any:
         """Return the answer for all routers, or for this one `alone`. `checked` has looked at the call. Raises
         BatonError."""
-        driver, state, now = self._driver, self._state, self._clock.now()
+        driver, states, now = self._driver, [each.state for each in self._drivers], self._clock.now()
         ask = _ask_none if alone else self._others.ask_all
         match call:
             case GetHealth():
-                return driver.unready or ""
+                reasons = [each.unready for each in self._drivers]
+                return "" if None in reasons else reasons[0]
             case GetStatus():
                 return reduce(joined, await ask(call), self._status())
             case ListRequests():
                 count = call.last or _LISTED
-                mine = [views.request_summary(record, now) for record in state.recent(count, None, call.session)]
+                records = chain.from_iterable(state.recent(count, None, call.session) for state in states)
+                mine = [views.request_summary(record, now) for record in records]
                 every = chain(mine, *await ask(call))
                 return sorted(every, key=lambda request: request.age_ms)[:count]
             case Explain():
@@ -283,13 +288,13 @@ class OperatorCalls:
             case Profile():
                 return self._profile(call)
             case Drain():
-                driver.handle(events.DrainWorker(call.worker, call.now, call.undo))
+                self._with(call.worker).handle(events.DrainWorker(call.worker, call.now, call.undo))
                 worker = views.process(self._view(call.worker))
                 attempts = sum(other.attempts for other in await ask(call))
                 return structs.replace(worker, attempts=worker.attempts + attempts)
             case SetRole():
                 patience = PATIENCE if call.patience_ms is None else call.patience_ms / 1_000
-                driver.handle(events.SetRole(call.worker, call.role, patience))
+                self._with(call.worker).handle(events.SetRole(call.worker, call.role, patience))
                 return views.process(self._view(call.worker))
             case ReloadWeights():
                 await ask(call)
@@ -309,15 +314,19 @@ class OperatorCalls:
             case ListAdapters():
                 return [LoraAdapter(name, path) for name, path in sorted(driver.state.served_adapters.items())]
             case ListPins():
-                every = chain(state.pins(None, now), *await ask(call))
+                every = chain(*(state.pins(None, now) for state in states), *await ask(call))
                 return sorted(every, key=lambda pin: (pin.id, pin.tenant))
             case _:
                 raise AssertionError(f"no call is {call}")
 
     def _status(self) -> Status:
-        driver, state = self._driver, self._state
+        """Return this router's status: of all models, the processes and counts together."""
+        first, *further = map(self._status_of, self._drivers)
+        return reduce(_with_model, further, first)
+
+    def _status_of(self, driver: RouterDriver) -> Status:
         me, others = driver.processes()
-        card, stats = state.card, state.stats()
+        card, stats = driver.state.card, driver.state.stats()
         return Status(
             processes=[structs.replace(views.process(me), heartbeat_age_ms=None), *map(views.process, others)],
             log_dir=str(driver.config.cluster.logs),
@@ -341,36 +350,49 @@ class OperatorCalls:
     def _record_of(self, name: str) -> RequestRecord:
         """The request of that name, or of an answer's id. Raises RequestNotFound."""
         prefix = next((prefix for prefix in _ID_PREFIXES if name.startswith(prefix)), "")
-        try:
-            return self._state.explain(name, None)
-        except RequestNotFound:
-            if not prefix:
-                raise
-            return self._state.explain(name.removeprefix(prefix), None)
+        *others, last = [
+            (each, one) for one in dict.fromkeys((name, name.removeprefix(prefix))) for each in self._drivers
+        ]
+        for each, one in others:
+            with contextlib.suppress(RequestNotFound):
+                return each.state.explain(one, None)
+        return last[0].state.explain(last[1], None)
 
     def _profile(self, call: Profile) -> TraceFile:
         if call.stop and call.steps:
             raise InvalidRequest(f"steps is {call.steps} beside stop; ask for steps or for a stop, not for both")
         if call.stop:
-            steps, (mark, node) = 0, self._state.tracing(call.process)
-            self._driver.handle(events.StopProfile(call.process))
+            steps, (mark, node) = 0, self._with(call.process).state.tracing(call.process)
+            self._with(call.process).handle(events.StopProfile(call.process))
         else:
             steps, mark = call.steps or _STEPS, new_mark()
-            self._driver.handle(events.ProfileProcess(call.process, mark, steps))
+            self._with(call.process).handle(events.ProfileProcess(call.process, mark, steps))
             node = self._view(call.process).peer.node
         path = trace_path(self._driver.config.cluster.traces, call.process, mark)
         return TraceFile(str(path), node, steps)
 
     async def _unpin(self, call: Unpin, ask: Callable[..., Any]) -> None:
+        missing: list[PinNotFound] = []
         elsewhere = await ask(call)
-        try:
-            self._driver.handle(events.UnpinPrefix(call.id, call.tenant))
-        except PinNotFound:
-            if not elsewhere:
-                raise
+        for driver in self._drivers:
+            try:
+                driver.handle(events.UnpinPrefix(call.id, call.tenant))
+            except PinNotFound as error:
+                missing.append(error)
+        if not elsewhere and len(missing) == len(self._drivers):
+            raise missing[0]
 
     def _view(self, name: str) -> ProcessView:
-        return next(view for view in self._state.processes(self._clock.now()) if view.peer.name == name)
+        processes = chain.from_iterable(each.state.processes(self._clock.now()) for each in self._drivers)
+        return next(view for view in processes if view.peer.name == name)
+
+    def _with(self, process: str) -> RouterDriver:
+        """Return the driver of the model whose worker or store has that name; where none has it, the first."""
+        now = self._clock.now()
+        return next(
+            (one for one in self._drivers if any(view.peer.name == process for view in one.state.processes(now))),
+            self._driver,
+        )
 
 
 async def _ask_none(call: object) -> list[Any]:
@@ -462,6 +484,13 @@ class OtherRouters:
 
     def _target(self, name: str) -> str:
         return operator_port.target_of(self._config.router.operator, self._config.cluster.name, name)
+
+
+def _with_model(first: Status, further: Status) -> Status:
+    """Return a router's status with another model's processes and requests added."""
+    counts = structs.asdict(further.counts)
+    sums = {name: count + counts[name] for name, count in structs.asdict(first.counts).items()}
+    return structs.replace(first, processes=[*first.processes, *further.processes[1:]], counts=Counts(**sums))
 
 
 def joined(mine: Status, other: Status) -> Status:

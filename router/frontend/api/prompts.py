@@ -66,20 +66,16 @@ class ChatOrder:
 
 
 class PromptBuilder:
-    """Makes prompts. It owns the process that renders chat templates.
+    """Makes prompts of one model.
 
     What takes time in proportion to a request is a plain function here: the doors run it by `apart`."""
 
-    def __init__(self, service: GenerationService, max_text: int, *, trust_templates: bool) -> None:
-        """`max_text`: characters of a rendered chat. `trust_templates`: requests may bring templates of their own."""
-        self._service = service
+    def __init__(self, service: GenerationService, templates: TemplateRenderer, *, trust_templates: bool) -> None:
+        """`trust_templates`: requests may bring templates of their own."""
+        self.service = service
         self._model = service.model
         self._trust_templates = trust_templates
-        self._templates = TemplateRenderer(max_text)
-
-    async def close(self) -> None:
-        """End the process that renders templates."""
-        await self._templates.close()
+        self._templates = templates
 
     def of_completion(self, fields: CompletionRequest, max_tokens: int, tenant: str) -> list[Sequence[int]]:
         """The tokens of each prompt, of which `max_tokens` are to be generated. Raises InvalidRequest."""
@@ -152,7 +148,7 @@ class PromptBuilder:
         """The prompt of a chat of this task's caller. Raises InvalidRequest and Overloaded."""
         owner = TextOwner(caller.get().tenant, order.salt)
         text = await self._templates.render(order.rendering, owner.tenant, repairs)
-        return await self._service.apart(len(text), partial(self._chat_prompt, order, text, owner))
+        return await self.service.apart(len(text), partial(self._chat_prompt, order, text, owner))
 
     def _chat_prompt(self, order: ChatOrder, text: str, owner: TextOwner) -> ChatPrompt:
         if order.continued is not None:

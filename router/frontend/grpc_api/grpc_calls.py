@@ -75,6 +75,7 @@ class GenerateCall:
             request_id = self._request_id = name_of(self._request)
             with connected():
                 await context.send_initial_metadata(((REQUEST_ID, request_id),))
+            self._service = self._service.of(self._request.model)
             self._generations = await self._service.start(
                 request_id, self._received, self._request.ByteSize(), partial(message_fields, self._request), deadline
             )

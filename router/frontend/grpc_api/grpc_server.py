@@ -58,9 +58,8 @@ class ClientServer:
     def __init__(self, service: GenerationService, gate: Gatekeeper) -> None:
         driver = service.driver
         max_rpcs = driver.config.router.max_concurrent_rpcs
-        limits, tokenizer = driver.model.limits, driver.model.tokenizer
-        max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
-        max_text = tokenizer.max_bytes(limits.max_context) if tokenizer else 0
+        context, max_text = service.most_bytes
+        max_bytes = _OTHER_BYTES + _ID_BYTES * context
         self._guard = MessageGuard(abort, max_rpcs, max_bytes, _TEXTS, admit=partial(_admit, gate))
         self._grpc = grpc.aio.server(
             interceptors=(self._guard,),

@@ -1,0 +1,84 @@
+"""Two models behind one router: each answers with its own tokens, and loses nothing when the other's worker dies."""
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.client import Client
+from baton.config import Config, FurtherModel
+from baton.errors import BatonError, ModelMismatch
+from deploy.local import LocalCluster
+from tests.processes.test_failures import LONG, expected
+from tests.support import checkpoints, workload
+from tests.support.cluster import Streams, at_rest
+from tests.support.eventually import DEADLINE, eventually
+
+PROMPTS = [LONG[:300], LONG[300:450], LONG[500:540]]
+TOKENS = 100
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A checkpoint of the same shape, with other weights and another context."""
+    return checkpoints.make("llama", tmp_path / "other", seed=5)
+
+
+def settings(path: Path, other: Path) -> Config:
+    quick = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000, **workload.SLOW_ENGINE}
+    first = workload.settings(path, 1, 1, **quick, **{"model.served_model_name": "first"})
+    model = msgspec.structs.replace(first.model, path=str(other), served_model_name="second")
+    return msgspec.structs.replace(first, models=(FurtherModel(model=model, prefill=1, decode=1),))
+
+
+def post(cluster: LocalCluster, model: str, prompt: list[int]) -> Any:
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    url, kind = f"http://{cluster.api_of('router')}/v1/completions", {"content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), kind)
+    with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
+        return json.load(answer)
+
+
+def test_each_model_answers_while_a_worker_of_the_other_dies(path: Path, other: Path, tmp_path: Path) -> None:
+    paths = {"first": path, "second": other}
+    with LocalCluster(settings(path, other), tmp_path) as cluster:
+        assert set(cluster.pids) == {
+            "router", "store-0", "prefill-0", "decode-0", "store-m1-0", "prefill-m1-0", "decode-m1-0"
+        }  # fmt: skip
+        streams = Streams(cluster)
+        futures = {
+            (name, number): streams.start(prompt, TOKENS, model=name)
+            for number, prompt in enumerate(PROMPTS)
+            for name in paths
+        }
+        eventually(lambda: all(len(seen) > 5 for seen in streams.seen), what="all streams under way")
+        cluster.kill("decode-m1-0")
+        for (name, _), future in futures.items():
+            if name == "first":
+                assert future.result(DEADLINE).work.attempts == 1, "it should not have noticed"
+        cluster.start("decode-m1-0")
+        for ((name, number), future), seen in zip(futures.items(), streams.seen, strict=True):
+            work = future.result(DEADLINE).work
+            assert seen == expected(paths[name], PROMPTS[number], TOKENS)
+            assert set(work.decode_workers) == {"decode-0" if name == "first" else "decode-m1-0"}
+            assert work.prefill_worker in ("", "prefill-0" if name == "first" else "prefill-m1-0")
+        for name, folder in paths.items():  # over HTTP, and no page of one model serves the other
+            answer = post(cluster, name, LONG[600:700])
+            assert answer["model"] == name
+            assert answer["choices"][0]["token_ids"] == expected(folder, LONG[600:700], 8)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            post(cluster, "third", PROMPTS[0])
+        with Client(cluster.address, cluster.operator) as client:
+            with pytest.raises(ModelMismatch, match="this cluster serves 'first', 'second'"):
+                client.generate(PROMPTS[0], model="third", timeout=DEADLINE).result()
+            assert client.explain(client.requests(1)[0].name).request.name
+            with pytest.raises(BatonError, match="decode worker"):  # of this model, whatever the other one has
+                client.set_role("decode-m1-0", "prefill")
+        with urllib.request.urlopen(f"http://{cluster.api_of('router')}/metrics", timeout=DEADLINE) as page:
+            text = page.read().decode()
+        assert all(f'model_name="{name}"' in text for name in paths)
+        eventually(lambda: at_rest(cluster), what="everything freed")
