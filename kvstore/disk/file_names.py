@@ -19,6 +19,8 @@ BLOCK: Final = 4_096  # what direct I/O aligns to, and a file's size is rounded 
 MAX_NAMESPACE: Final = 64  # bytes of a namespace's digest: its folder's name has to fit into 255
 UNFINISHED: Final = ".tmp"
 """What a name ends in while its file is written."""
+SPARE: Final = ".old"
+"""What the name of an evicted page ends in while its file waits for another page."""
 
 PAGE_NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32}|start)-([0-9a-f]{16})-([0-9a-f]{16})\.kv")
 

@@ -5,6 +5,7 @@
         <namespace>-<page bytes>/          0700, one for each kind of page that was ever served
             00/ … ff/                      0700, by the last byte of the key
                 <name>.kv                  0600, one page (`kvstore.disk.file_names`)
+                <name>.kv.old              the file of an evicted page, which another page is written over
                 <name>.kv.tmp              a page that is being written, or whose writing was cut off
 
 Only files with these names are ever read, counted or deleted. Other files are left alone.
@@ -20,12 +21,13 @@ import fcntl
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import StartupError
-from kvstore.disk.file_names import BLOCK, PAGE_NAME, UNFINISHED, FileNames, PageFile, footprint
+from kvstore.disk.file_names import BLOCK, PAGE_NAME, SPARE, UNFINISHED, FileNames, PageFile, footprint
 from kvstore.disk.orders import FoundFolder
 
 T = TypeVar("T")
@@ -131,7 +133,7 @@ def page_files(folder: Path) -> Iterator[os.DirEntry[str]]:
     for spread in spreads:
         with os.scandir(spread) as entries:
             for entry in entries:
-                named = PAGE_NAME.fullmatch(entry.name.removesuffix(UNFINISHED))
+                named = PAGE_NAME.fullmatch(entry.name.removesuffix(UNFINISHED).removesuffix(SPARE))
                 if named and entry.is_file(follow_symlinks=False):
                     yield entry
 
@@ -142,9 +144,13 @@ class PageFiles:
     Where the file system takes it, bytes pass the page cache by: the arena is the cache, and its bytes go from and to
     the disk without a copy."""
 
-    def __init__(self, folder: Path, names: FileNames) -> None:
+    def __init__(self, folder: Path, names: FileNames, spares: int = 0) -> None:
+        """`spares`: so many files of evicted pages are kept."""
         self.folder = folder
         self._names = names
+        self._spares = spares
+        self._spare: dict[str, None] = {}  # paths of these
+        self._lock = threading.Lock()  # of _spare and the places of its files
         self._aligned = names.page_bytes % BLOCK == 0
 
     def write_page(self, page: PageFile, content: memoryview) -> None:
@@ -159,7 +165,8 @@ class PageFiles:
 
         try:
             direct = self._aligned and len(content) >= _DIRECT_FROM
-            _opened(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, direct, put)
+            self._take_spare(beside)
+            _opened(beside, os.O_WRONLY | os.O_CREAT, direct, put)
             os.rename(beside, place)  # noqa: PTH104
         except OSError:
             with contextlib.suppress(OSError):
@@ -181,11 +188,28 @@ class PageFiles:
         """Remove a page's file, if it is there. A read that has begun is not disturbed. Raises OSError."""
         remove(self._place(page))
 
+    def evict(self, page: PageFile) -> None:
+        """Keep the file of a page for another page, or remove it. Raises OSError.
+
+        Writing over a file costs half of deleting one and making one."""
+        place = self._place(page)
+        with self._lock, contextlib.suppress(FileNotFoundError):
+            if len(self._spare) < self._spares:
+                os.rename(place, place + SPARE)  # noqa: PTH104
+                self._spare[place + SPARE] = None
+                return
+        remove(place)
+
     def make_folders(self) -> None:
         """Make the folders of all files, where they are missing. Raises OSError."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         for spread in range(256):
             (self.folder / f"{spread:02x}").mkdir(mode=0o700, exist_ok=True)
+
+    def _take_spare(self, beside: str) -> None:
+        """Move a spare file to `beside`, if there is one."""
+        with self._lock, contextlib.suppress(FileNotFoundError, KeyError):
+            os.rename(self._spare.popitem()[0], beside)  # noqa: PTH104
 
     def _place(self, page: PageFile) -> str:
         return f"{self.folder}/{self._names.name(page)}"

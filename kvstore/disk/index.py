@@ -67,10 +67,13 @@ class _Outbox:
     orders: list[disk.DiskOrder] = field(default_factory=list[disk.DiskOrder])
     ended: list[disk.DiskOutcome] = field(default_factory=list[disk.DiskOutcome])
     deletes: list[PageFile] = field(default_factory=list[PageFile])
+    evicted: list[PageFile] = field(default_factory=list[PageFile])
 
     def result(self, epoch: int) -> disk.DiskResult:
         if self.deletes:
             self.orders.append(disk.Delete(epoch, tuple(self.deletes)))
+        if self.evicted:
+            self.orders.append(disk.Evict(epoch, tuple(self.evicted)))
         return disk.DiskResult(self.orders, self.ended)
 
 
@@ -256,7 +259,8 @@ class DiskIndex:
         if self._hopeless:
             self._fail(f"disk.max_bytes is {self._limit}, too little for pages of {page_bytes} bytes; raise it")
         else:
-            self._out.orders.append(disk.Open(self._epoch, namespace, page_bytes, kv_heads))
+            spares = self._reserve() // self._footprint
+            self._out.orders.append(disk.Open(self._epoch, namespace, page_bytes, kv_heads, spares))
 
     def _pages_listed(self, event: disk.PagesListed) -> None:
         pages = [StoredPage(file) for file in event.pages]
@@ -266,7 +270,7 @@ class DiskIndex:
                 self._pages.plant(page)
                 self._pages.place(page)
             else:  # its parent has turned out to be unreadable meanwhile
-                self._delete(page)
+                self._delete(page, self._out.deletes)
         for page in pages:
             self._pages.unpin(page)
 
@@ -309,7 +313,7 @@ class DiskIndex:
             if outcome == "ok":
                 self._count.written += 1
                 if page.node is None:
-                    self._delete(page)  # it was dropped meanwhile
+                    self._delete(page, self._out.deletes)  # it was dropped meanwhile
                 else:
                     self._pages.place(page)
                     self._pages.unpin(page)
@@ -362,9 +366,7 @@ class DiskIndex:
 
     def _reclaim(self) -> None:
         """Start on what makes enough room: first folders of other namespaces, then pages."""
-        queue = self._settings.queue_pages * self._footprint
-        free = max(self._footprint, min(queue, self._limit // _RESERVE))
-        while self._used - self._going > self._limit - free:
+        while self._used - self._going > self._limit - self._reserve():
             name = next((name for name, folder in self._folders.items() if folder.state == "idle"), None)
             if name is not None:
                 self._folders[name].state = "deleting"
@@ -375,20 +377,24 @@ class DiskIndex:
             else:
                 return
 
+    def _reserve(self) -> int:
+        """Return the bytes that are kept free. Spare files, which count as deleted, take no more than these."""
+        return max(self._footprint, min(self._settings.queue_pages * self._footprint, self._limit // _RESERVE))
+
     def _evict(self) -> None:
-        self._delete(self._pages.evict())
+        self._delete(self._pages.evict(), self._out.evicted)
         self._count.evictions += 1
 
     def _drop(self, page: StoredPage) -> None:
         """A page is not on the disk, or can't be read: it goes, and what hangs from it."""
         for each in self._pages.drop(page):
             if each.placed:
-                self._delete(each)
+                self._delete(each, self._out.deletes)
 
-    def _delete(self, page: StoredPage) -> None:
+    def _delete(self, page: StoredPage, order: list[PageFile]) -> None:
         """Have the file of a page deleted that can't be found any more."""
         self._deleting.add(page.file.key)
-        self._out.deletes.append(page.file)
+        order.append(page.file)
         self._going += self._footprint
 
     def _deleted(self, event: disk.Deleted) -> None:

@@ -205,7 +205,7 @@ class DiskTier:
         if listing is None:
             return
         others = tuple(directory.others(folder))
-        files = PageFiles(folder, names)
+        files = PageFiles(folder, names, order.spares)
         if not directory.read_only:
             files.make_folders()
         self._namespace = _Namespace(order.epoch, order.page_bytes, order.kv_heads, files)
@@ -290,7 +290,8 @@ class DiskTier:
         reason = ""
         for page in order.pages:
             try:
-                self._opened(order.epoch).files.delete(page)
+                files = self._opened(order.epoch).files
+                (files.evict if isinstance(order, disk.Evict) else files.delete)(page)
                 deleted.append(page)
             except OSError as error:
                 left.append(page)

@@ -1,14 +1,14 @@
 """Which pages a namespace's folder holds, by the names of its files. No file is opened.
 
-Files that can't be used are deleted and counted: torn ones, whose writing was cut off, damaged names, duplicates, and
-orphans, whose parents are not there.
+Spare files are deleted. Files that can't be used are deleted and counted: torn ones, whose writing was cut off, damaged
+names, duplicates, and orphans, whose parents are not there.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore.disk.file_names import UNFINISHED, FileNames, PageFile, footprint
+from kvstore.disk.file_names import SPARE, UNFINISHED, FileNames, PageFile, footprint
 from kvstore.disk.files import page_files, remove
 from kvstore.keys import START
 
@@ -36,6 +36,9 @@ def list_pages(folder: Path, names: FileNames, abandoned: Callable[[], bool]) ->
         try:
             info = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
+            continue
+        if entry.name.endswith(SPARE):
+            useless.append((entry.path, info.st_size))
             continue
         spread, name = entry.path.rsplit("/", 2)[1:]
         try:

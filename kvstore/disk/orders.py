@@ -42,6 +42,7 @@ class Open(DiskOrder, frozen=True):
     namespace: bytes
     page_bytes: int
     kv_heads: int
+    spares: int  # files of evicted pages that may lie there for pages to come
 
 
 class SlotPage(NamedTuple):
@@ -68,6 +69,10 @@ class Delete(DiskOrder, frozen=True):
     """Delete the files of these pages. One that is not there counts as deleted."""
 
     pages: tuple[PageFile, ...]
+
+
+class Evict(Delete, frozen=True):
+    """Delete these files, which are not being read, or keep them as spares: later pages are written over them."""
 
 
 class DeleteFolder(DiskOrder, frozen=True):

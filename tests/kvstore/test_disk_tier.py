@@ -100,13 +100,18 @@ def test_one_store_at_a_time(tmp_path: Path) -> None:
 def test_room_is_made_and_what_is_used_stays(tmp_path: Path) -> None:
     with Rig(tmp_path, room=32) as rig:
         rig.write("abc")
+        spares: set[int] = set()
         for number in range(60):
             rig.write("".join("abc"[number // 3**place % 3] for place in range(4)) + "ab")
             rig.index.touch(keys("abc"))
             rig.settle()
             assert len(rig.files()) == rig.index.stats().pages
-            assert rig.index.stats().bytes == 4_096 * len(rig.files()) <= rig.settings.max_bytes
+            assert rig.index.stats().bytes == 4_096 * len(rig.files())
+            spares = {file.stat().st_ino for file in rig.folder.glob("*/*.old")}
+            assert 4_096 * (len(rig.files()) + len(spares)) <= rig.settings.max_bytes
         assert rig.index.stats().evictions > 50
+        rig.write("ccc")
+        assert spares & {file.stat().st_ino for file in rig.files()}, "no file of an evicted page was written over"
         here = rig.readable()
         assert prefixes("abc") <= here
     with Rig(tmp_path, room=32) as rig:
