@@ -40,6 +40,7 @@ TECHNIQUES = (
     Technique("Several prompts in one prefill step", "Orca, OSDI 2022", "prefill_worker/chunking.py"),
     Technique("Prefill and decode apart", "Splitwise, ISCA 2024; DistServe, OSDI 2024", "router/placement"),
     Technique("Prefix reuse by a radix tree", "SGLang, NeurIPS 2024", "kvstore/prefix_map"),
+    Technique("Prefixes shared within a page", "SGLang, NeurIPS 2024", "kvstore/client/device_block_manager.py"),
     Technique("KV-aware placement by predicted time to first token", "Mooncake, FAST 2025", "router/placement"),
     Technique("Placement rules of other systems", "llm-d, Dynamo, SGLang, Mooncake, load balancers", "router/policies"),
     Technique("Tiers: device, shared memory, disk, other nodes", "Mooncake, FAST 2025; LMCache", "kvstore/server"),

@@ -114,6 +114,7 @@ TABLE: Mapping[str, MetricSpec] = {
     "num_preemptions": _counter("Sequences whose device pages were taken."),
     "growth_reserve_pages": _gauge("Device pages that admission leaves to those that have some already."),
     "prompt_tokens_computed": _counter("Prompt tokens computed by this worker."),
+    "prefix_tokens_copied": _counter("Tokens behind the last cached page that came with a copy of a device page."),
     "prompt_pages_cached": _counter("Prompt pages found instead of computed.", ("tier",)),
     "kv_loads_incomplete": _counter("Fetches that ended before every page was here."),
     "pages_refilled": _counter("Cached device pages written to a store that came up after them."),

@@ -85,6 +85,7 @@ class DecodeStats:
     preemptions: int
     tokens_generated: int
     prompt_tokens_computed: int
+    tokens_copied: int  # that came with copies of pages which begin with them
     prompt_pages_device: int
     prompt_pages_fetched: int
     kv_loads_incomplete: int
@@ -134,7 +135,9 @@ class DecodeScheduler:
         self._copies_overlap = copies_overlap
         self._page_size = page_size
         sliding = None if window is None else SlidingWindow(window, page_size, num_pages)
-        self._pages = SequencePages(num_pages, page_size, sliding, groups, tell_tokens=event_tokens)
+        self._pages = SequencePages(
+            num_pages, page_size, sliding, groups, tell_tokens=event_tokens, fixed_borders=fixed_borders
+        )
         self._groups = groups
         self._reader = RequestReader(page_size, sliding, groups, vocab_size, adapters, grammars, config.ageing_ms)
         self._sequences = AttemptTable[Sequence]()
@@ -159,7 +162,7 @@ class DecodeScheduler:
         self._looked_at: list[Sequence] = []  # those that a plan which runs was seen to change
         self._step = 0
         self._preemptions = self._generated = self._computed = 0
-        self._device_pages = self._fetched_pages = 0
+        self._device_pages = self._fetched_pages = self._tokens_copied = 0
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -277,12 +280,14 @@ class DecodeScheduler:
             return self._run(sequence, now)
         if not self._store_up:
             return self._end_fetch(sequence, "the node's store is gone", now)
+        sequence.computed, sequence.copied = have * self._page_size, 0  # a fetched page comes over the one copied to
         return [*self._fetches.start(sequence, keys, now)]
 
     def _run(self, sequence: Sequence, now: float) -> list[DecodeCommand]:
         sequence.phase = SequencePhase.RUNNING
         self._pages.give_back_unseen(sequence)
         sequence.running_since, sequence.remaining_prefill = now, sequence.pending
+        self._tokens_copied += sequence.copied
         loading = sequence.loading
         predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
         pages = (sequence.device_pages, sequence.fetched_pages)
@@ -548,8 +553,6 @@ class DecodeScheduler:
             if not drawn:
                 sequence.computed = end
             else:
-                if chunk.known == sequence.first_new:
-                    self._pages.share_beginnings(sequence)
                 position = len(sequence.tokens)
                 sequence.append(drawn)
                 self._generated += len(sequence.tokens) - position
@@ -558,6 +561,8 @@ class DecodeScheduler:
                 if not computed:
                     sequence.computed = min(sequence.computed, chunk.known + right_proposals(chunk, drawn))
             self._pages.cache_full(sequence)
+            if drawn and chunk.known == sequence.first_new:
+                self._pages.share_last(sequence)
             if self._store_up:
                 commands += self._write_through.store(sequence, now)
             if sequence.finish is not None:
@@ -675,6 +680,7 @@ class DecodeScheduler:
             preemptions=self._preemptions,
             tokens_generated=self._generated,
             prompt_tokens_computed=self._computed,
+            tokens_copied=self._tokens_copied,
             prompt_pages_device=self._device_pages,
             prompt_pages_fetched=self._fetched_pages,
             kv_loads_incomplete=self._fetches.short,

@@ -95,6 +95,7 @@ class Sequence:
     known_at_first: int = 0  # tokens known when pages were last reserved
     in_parts: bool = False  # it was given pages for a part of these only
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
+    copied: int = 0  # of these, the last ones, which came with a copy of another sequence's page
     cached_pages: int = 0  # pages from the start that this sequence has handed to the device cache
     stored_pages: int = 0  # pages from the start that need no write-through any more
     branch: int = 0  # pages from the start that were to be fetched: another prompt may go on behind them
@@ -303,13 +304,16 @@ class Sequence:
         known = len(self.keys)
         full = len(self.tokens) // self.page_size
         if full > known:
-            parent = self.keys[-1] if self.keys else self.root
             new = pack_tokens(self.tokens[known * self.page_size : full * self.page_size])
-            self.keys += split_keys(page_keys(parent, new, self.page_size))
+            self.keys += split_keys(page_keys(self.chain_before(known), new, self.page_size))
 
     def parent_of(self, page: int) -> bytes:
         """Key of the page before `page`, empty at the start of the chain."""
         return self.keys[page - 1] if page else b""
+
+    def chain_before(self, page: int) -> bytes:
+        """Key of the page before `page`, the root at the start of the chain."""
+        return self.keys[page - 1] if page else self.root
 
     def reusable_keys(self) -> Items[bytes]:
         """Keys of the pages that may come from elsewhere: the last token must be computed to sample from it, and every
@@ -323,7 +327,7 @@ class Sequence:
         """The key of the page that ends after the first `length` tokens; empty if that page is full then, or empty."""
         full = length // self.page_size
         rest = self.tokens[full * self.page_size : length]
-        return partial_key(self.keys[full - 1] if full else self.root, pack_tokens(rest)) if rest else b""
+        return partial_key(self.chain_before(full), pack_tokens(rest)) if rest else b""
 
     def fetchable_keys(self) -> list[bytes]:
         """Those, and that of the partial page after them where a prefill worker makes it."""

@@ -1,11 +1,20 @@
-"""The device pages of sequences: which each refers to, and what of them others may begin with."""
+"""The device pages of sequences: which each refers to, and what of them others may begin with.
+
+Whole pages are shared by reference. Where a prompt leaves the cached pages in the middle of one, the longest beginning
+in common is copied, and computed from there (as SGLang's radix tree matches tokens). A model whose layers have groups
+has no such copies: its window pages would have to be copied, too. A prompt that is scored computes all of its tokens.
+"""
 
 # pyright: strict
 
+from collections.abc import Sequence as Items
+
+from decode_worker.batching import chunk_alignment
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.sliding_window import SlidingWindow
 from engine.step.block_table import BlockTable
-from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
+from kvstore.client.device_block_manager import FEWEST_COPIED, DeviceBlockManager, DuplicatePage
+from kvstore.keys import pack_tokens
 from kvstore.window_groups import WindowGroups
 
 
@@ -13,13 +22,16 @@ class SequencePages:
     """Lends pages of the device to sequences and takes them back."""
 
     def __init__(
-        self, num_pages: int, page_size: int, window: SlidingWindow | None, groups: WindowGroups, *, tell_tokens: bool
-    ) -> None:
+        self, num_pages: int, page_size: int, window: SlidingWindow | None, groups: WindowGroups, *,
+        tell_tokens: bool, fixed_borders: bool,
+    ) -> None:  # fmt: skip
         """`window`: what every layer of the model has; none: some layer attends to all. `groups`: those that have one
-        beside it. `tell_tokens`: events of cached pages have their tokens."""
+        beside it. `tell_tokens`: events of cached pages have their tokens. `fixed_borders`: see
+        `engine.runner.Runner`."""
         self.blocks = DeviceBlockManager(num_pages, tell_tokens=tell_tokens)
         self.total = num_pages
         self._page_size, self._window, self._groups = page_size, window, groups
+        self._fixed_borders = fixed_borders
 
     def can_hold(self, sequence: Sequence) -> bool:
         """Whether the sequence, or of it what its window looks at, has room if it is the only one."""
@@ -28,14 +40,12 @@ class SequencePages:
         return most <= self.total or (self._window is not None and self._window.fits)
 
     def reserve(self, sequence: Sequence) -> list[DuplicatePage] | None:
-        """Lend pages for every known token, or for a part of them, the cached prefix among them; all or nothing. If the
-        whole prefix is here, so may be the beginning of the page after it: that is copied."""
+        """Lend pages for every known token, or for a part of them, the cached prefix among them; all or nothing. The
+        beginning of the page after it is copied if it is here."""
         keys, needed = sequence.reservation()
         in_parts = sequence.must_be_in_parts
         cached = self._groups.match(self.blocks, keys)
-        whole = cached == len(keys) and not sequence.unscored and not in_parts and not self._groups.count
-        rest = sequence.partial_key(len(sequence.tokens) - 1) if whole else b""
-        beginning = self.blocks.find_beginning(rest) if rest else None
+        beginning, copied = (0, 0) if sequence.unscored or in_parts else self._find_beginning(sequence, cached)
         allocation = self._groups.allocate(self.blocks, keys, needed, sequence.coming)
         if allocation is None:
             return None
@@ -45,13 +55,28 @@ class SequencePages:
         fresh = window_pages[max(0, cached - first) * self._groups.count :]
         sequence.in_limbo = self.blocks.in_limbo([*pages[cached:], *fresh])
         sequence.known_at_first, sequence.in_parts = len(sequence.tokens), in_parts
-        sequence.computed = cached * self._page_size
+        sequence.computed, sequence.copied = cached * self._page_size, 0
         sequence.cached_pages = cached
         sequence.stored_pages = max(sequence.stored_pages, cached)
-        if beginning is None or pages[cached] in sequence.in_limbo:
+        if not copied or pages[cached] in sequence.in_limbo:
             return []
-        sequence.computed = len(sequence.tokens) - 1
+        sequence.computed += copied
+        sequence.copied = copied
         return [] if pages[cached] == beginning else [DuplicatePage(beginning, pages[cached])]
+
+    def _find_beginning(self, sequence: Sequence, cached: int) -> tuple[int, int]:
+        """Return a page that goes on as the sequence does after its first `cached` pages, and for how many tokens it is
+        to be copied. The last token of the page, or of all, is computed."""
+        start = cached * self._page_size
+        rest = sequence.tokens[start : min(start + self._page_size, len(sequence.tokens)) - 1]
+        if not rest or self._groups.count:
+            return 0, 0
+        page, count = self.blocks.find_beginning(sequence.chain_before(cached), pack_tokens(rest))
+        if start + count == len(sequence.tokens) - 1:
+            return page, count
+        if self._fixed_borders:
+            count -= count % chunk_alignment(self._page_size)
+        return page, count if count >= FEWEST_COPIED else 0
 
     def grow(self, sequence: Sequence, pages: int | None = None) -> bool:
         """Lend the pages that its table should have and lacks, or those up to so many. Return whether there were as
@@ -75,6 +100,7 @@ class SequencePages:
             tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
             key = sequence.keys[page]
             self.blocks.cache_block(key, sequence.parent_of(page), sequence.pages[page], tokens)
+            self._share_beginning(sequence, page, tokens)
             # A sequence below a cached page must refer to it. Otherwise the page would count as free once its maker has
             # gone.
             sequence.pages.exchange(page, self.blocks.deduplicate(key, sequence.pages[page]))
@@ -89,12 +115,21 @@ class SequencePages:
                 self.blocks.cache_block(key, main, table[entry], apart=True)
                 table.exchange(entry, self.blocks.deduplicate(key, table[entry]))
 
-    def share_beginnings(self, sequence: Sequence) -> None:
-        """Let others copy the page in which the tokens that the attempt began with end: with the last of these, which a
-        sample of the same prompt computes itself, and without it."""
-        for length in (sequence.first_new - 1, sequence.first_new):
-            if key := sequence.partial_key(length):
-                self.blocks.share_beginning(key, sequence.pages[length // self._page_size])
+    def share_last(self, sequence: Sequence) -> None:
+        """Let others copy the page in which its computed tokens end."""
+        page = sequence.computed // self._page_size
+        tokens = sequence.tokens[page * self._page_size : sequence.computed]
+        if not tokens or sequence.unscored or sequence.in_parts or page < sequence.pages.first:
+            return
+        self._share_beginning(sequence, page, tokens)
+
+    def _share_beginning(self, sequence: Sequence, page: int, tokens: Items[int]) -> None:
+        """Let others copy a page from the beginning. A page is found below the page before it, if that is cached."""
+        if self._groups.count:
+            return
+        above = self.blocks.find(sequence.keys[page - 1]) if page else None
+        if page == 0 or (above is not None and above.page == sequence.pages[page - 1]):
+            self.blocks.share_beginning(sequence.chain_before(page), pack_tokens(tokens), sequence.pages[page])
 
     def give_back_unseen(self, sequence: Sequence) -> None:
         """Take back the pages that no layer looks at any more. Copies of them that are under way have references of
@@ -115,7 +150,9 @@ class SequencePages:
             sequence.in_limbo = [page for page in sequence.in_limbo if page not in unseen]
 
     def release(self, sequence: Sequence) -> None:
-        """Take back all."""
+        """Take back all. Others may copy the last page until it is handed out."""
+        if sequence.pages:
+            self.share_last(sequence)
         self.blocks.free([*sequence.pages.held, *sequence.window_pages.held])
         sequence.pages, sequence.window_pages, sequence.in_limbo = BlockTable(), BlockTable(), []
 

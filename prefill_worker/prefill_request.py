@@ -49,6 +49,7 @@ class PrefillRequest:
     arrival: float  # seconds
     deadline: float | None
     pages: BlockTable
+    root: bytes = b""  # the parent of its first page
     groups: WindowGroups = NO_GROUPS
     window_pages: BlockTable = field(default_factory=BlockTable)  # of the groups with a window
     adapter: str = ""  # digest of the LoRA adapter that it is computed with
@@ -168,6 +169,10 @@ class PrefillRequest:
     def loading_now(self) -> bool:
         """Pages of its prefix are on their way to the arena."""
         return self.phase is PrefillPhase.LOOKUP and self.loading is not None and not self.loading.seconds
+
+    def chain_before(self, page: int) -> bytes:
+        """Key of the page before `page`, the root at the start of the chain."""
+        return self.keys[page - 1] if page else self.root
 
     def in_common(self, keys: Sequence[bytes]) -> int:
         """How many pages at the start of `keys` are this prompt's, too. A key stands for everything before it."""

@@ -40,7 +40,7 @@ from engine.step.limit import StepLimit
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from engine.step.recomputation import ComparePages, PagesCompared, Recomputation
 from engine.step.timing import WorkerStepTimes
-from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.client.device_block_manager import FEWEST_COPIED, DeviceBlockManager, DuplicatePage
 from kvstore.client.refill import StoreRefill
 from kvstore.client.transfer import (
     CallStore,
@@ -55,7 +55,7 @@ from kvstore.client.transfer import (
     StoreUp,
     TransferEvent,
 )
-from kvstore.keys import prompt_keys, unpack_tokens
+from kvstore.keys import pack_tokens, prompt_keys, unpack_tokens
 from kvstore.load_or_recompute import LoadInProgress, LoadRegret, choose_load_length
 from kvstore.window_groups import NO_GROUPS, WindowGroups
 from prefill_worker import shared_prefix
@@ -67,7 +67,7 @@ _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
 _PATIENCE = 0.05  # of a step's time, at most waited for the store before it
 
 
-PrefillCommand: TypeAlias = SendToRouter | CallStore | ComparePages
+PrefillCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages
 PrefillEvent: TypeAlias = (
     Prefill | Cancel | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
     | RouterLost | Tick | StepDone | StepOutOfMemory | StepFailed | PagesCompared
@@ -84,6 +84,7 @@ class PrefillStats:
     pages_free: int
     pages_total: int
     tokens_computed: int
+    tokens_copied: int  # that came with copies of pages which begin with them
     pages_hit: int
     pages_hit_in_store: int  # of these, those that the store had; the device had the others
     pages_stored: int
@@ -109,12 +110,15 @@ class PrefillScheduler:
         groups: WindowGroups = NO_GROUPS,
         adapters: Collection[str] = (),
         recompute_share: float = 0.0,
+        fixed_borders: bool = False,
     ) -> None:
         """`calibration`: steps that were run before there was any work. `vocab_size`, where known: a token id of an
         order must be lower, because it would fail the whole step. `copies_overlap`: copies are made beside steps.
         `groups`: those of the model's layers that attend to a window. `adapters`: digests of those that orders may
-        name. `recompute_share`: part of the pages that is checked."""
+        name. `recompute_share`: part of the pages that is checked. `fixed_borders`: see `engine.runner.Runner`; no
+        prompt begins in the middle of a page."""
         self._config = config
+        self._fixed_borders = fixed_borders
         self._vocab_size = vocab_size
         self._adapters = adapters
         self._page_size = page_size
@@ -137,7 +141,7 @@ class PrefillScheduler:
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._regret = LoadRegret()
         self._step = 0
-        self._computed = self._hit = self._hit_in_store = self._pages_stored = 0
+        self._computed = self._copied = self._hit = self._hit_in_store = self._pages_stored = 0
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -234,6 +238,7 @@ class PrefillScheduler:
             arrival=now,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             pages=BlockTable(pages),
+            root=order.root,
             groups=self._groups,
             window_pages=table,
             sources=order.sources,
@@ -275,6 +280,7 @@ class PrefillScheduler:
         for page in range(before, min(job.ready, job.full)):
             tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
             self._blocks.cache_block(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
+            self._share_beginning(job, page)
             for entry, key in enumerate(self._groups.keys([job.keys[page]]), page * self._groups.count):
                 if entry >= job.window_pages.first:
                     self._blocks.cache_block(key, job.keys[page], job.window_pages[entry], apart=True)
@@ -338,6 +344,7 @@ class PrefillScheduler:
         if hits <= have:
             return self._compute(job)
         job.phase = PrefillPhase.LOADING
+        job.mark_complete(have)  # a page that is loaded comes over one that was copied in part
         groups = self._groups
         first = max(have, groups.first_page(min(hits * self._page_size, len(job.tokens))))
         pages = job.pages[have:hits] + job.window_pages[first * groups.count : hits * groups.count]
@@ -348,7 +355,30 @@ class PrefillScheduler:
 
     def _compute(self, job: PrefillRequest) -> list[PrefillCommand]:
         job.phase = PrefillPhase.COMPUTING if job.pending else PrefillPhase.COMMITTING
-        return self._reserve(job) + self._offer_pages(job)
+        return self._copy_beginning(job) + self._reserve(job) + self._offer_pages(job)
+
+    def _copy_beginning(self, job: PrefillRequest) -> list[PrefillCommand]:
+        """Begin in the middle of the next page, if a page is here that begins alike. Its last token is computed: copies
+        out of the device come after steps, and after nothing else."""
+        start = job.ready * self._page_size
+        if not job.pending or job.computed > start or self._groups.count or self._fixed_borders:
+            return []
+        if job.pages[job.ready] in job.in_limbo:
+            return []
+        rest = job.tokens[start : min(start + self._page_size, len(job.tokens)) - 1]
+        source, count = self._blocks.find_beginning(job.chain_before(job.ready), pack_tokens(rest))
+        if count < FEWEST_COPIED:
+            return []
+        job.computed += count
+        self._copied += count
+        return [DuplicatePage(source, job.pages[job.ready])]
+
+    def _share_beginning(self, job: PrefillRequest, page: int) -> None:
+        """Let others copy a complete page. It is found below the page before it, if that is cached."""
+        above = self._blocks.find(job.keys[page - 1]) if page else None
+        if not self._groups.count and (page == 0 or (above is not None and above.page == job.pages[page - 1])):
+            tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
+            self._blocks.share_beginning(job.chain_before(page), pack_tokens(tokens), job.pages[page])
 
     def _reserve(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Ask for slots for the next pages that the store lacks."""
@@ -422,6 +452,8 @@ class PrefillScheduler:
         return [c for lease in leases for c in self._drop(lease)]
 
     def _finish(self, job: PrefillRequest, now: float) -> list[PrefillCommand]:
+        if job.phase is PrefillPhase.COMMITTING and job.total > job.full:
+            self._share_beginning(job, job.full)
         job.phase = PrefillPhase.DONE
         job.in_step = False  # where others have sealed its pages meanwhile: the end of the step must not revive it
         left, job.line_number = self._drop(job.line_number) if job.line_number is not None else [], None
@@ -706,6 +738,7 @@ class PrefillScheduler:
             pages_free=self._blocks.available,
             pages_total=self._num_pages,
             tokens_computed=self._computed,
+            tokens_copied=self._copied,
             pages_hit=self._hit,
             pages_hit_in_store=self._hit_in_store,
             pages_stored=self._pages_stored,

@@ -79,6 +79,7 @@ def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) ->
         vocab_size=worker.runner.vocab_size,
         copies_overlap=worker.runner.copies_overlap,
         groups=worker.runner.groups,
+        fixed_borders=worker.runner.fixed_borders,
         adapters=worker.adapters.digests,
         recompute_share=config.pages.recompute_share,
     )
@@ -93,6 +94,7 @@ def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
         "kv_cache_usage_perc": {("device",): used / stats.pages_total},
         "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
         "prompt_tokens_computed": stats.tokens_computed,
+        "prefix_tokens_copied": stats.tokens_copied,
         "pages_refilled": stats.pages_refilled,
         "pages_recomputed": stats.pages_recomputed,
         "pages_differing": stats.pages_differing,
@@ -141,6 +143,7 @@ def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
         "growth_reserve_pages": stats.growth_reserve,
         "generation_tokens": stats.tokens_generated,
         "prompt_tokens_computed": stats.prompt_tokens_computed,
+        "prefix_tokens_copied": stats.tokens_copied,
         "pages_refilled": stats.pages_refilled,
         "pages_recomputed": stats.pages_recomputed,
         "pages_differing": stats.pages_differing,

@@ -12,25 +12,29 @@ limbo* until all that was under way at that moment has ended, since until then t
 in limbo can be handed out, so that admission does not depend on the device's progress. But no step and no copy that
 gives it new contents is launched before it has left limbo (`in_limbo`).
 
-The beginning of a page can be found, too, by the key of the partial page that it is. Such a page belongs to a sequence
-that goes on in it, or has been freed. A sequence that continues from there copies it (copy on write). It is found until
-it is handed out anew.
+A page can also be found by the tokens that it begins with, below the key of the page before it. A sequence that goes on
+with some of these tokens copies the page (copy on write). The page may be cached, belong to a sequence that goes on in
+it, or have been freed. It is found until it is handed out anew. Tokens are compared themselves, not by hashes.
 
 Pure: page numbers and keys, no tensors and no clock. The tree of keys is `kvstore.arena.radix_tree`, the order
 `kvstore.arena.eviction`.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
 
+from baton.messages import TOKEN_BYTES
 from kvstore.arena.eviction import LeafFirstLru
 from kvstore.arena.radix_tree import RadixNode, RadixTree
 from kvstore.events.changes import CacheChange, ChangeLog
 from kvstore.keys import START
+
+FEWEST_COPIED = 2
+"""Tokens for which a page is copied: it takes less than they do."""
 
 
 class DuplicatePage(Struct, frozen=True):
@@ -74,8 +78,9 @@ class DeviceBlockManager:
         self._free = deque(range(num_pages - 1, -1, -1))  # taken from the right
         self._tree: RadixTree[int] = RadixTree()
         self._lru: LeafFirstLru[int] = LeafFirstLru()
-        self._partial: dict[bytes, int] = {}  # pages by the keys of their beginnings
-        self._beginnings: dict[int, set[bytes]] = {}  # the same the other way round
+        # By the key before them: pages in the order of the packed tokens that they begin with.
+        self._beginnings: dict[bytes, list[tuple[bytes, int]]] = {}
+        self._begins: dict[int, tuple[bytes, bytes]] = {}  # of each of these pages the key before it, and its tokens
         self._apart: set[int] = set()  # cached pages of which others are not told
         self._changes = ChangeLog()
         self._epochs = 0  # begun so far
@@ -141,17 +146,24 @@ class DeviceBlockManager:
         else:
             self._changes.stored(key, parent, tokens if self._tell_tokens else ())
 
-    def share_beginning(self, key: bytes, page: int) -> None:
-        """The tokens of `key`, that of a partial page, are computed at the beginning of `page`, which the caller refers
-        to and never changes there."""
+    def share_beginning(self, parent: bytes, tokens: bytes, page: int) -> None:
+        """The packed `tokens` are computed at the beginning of `page`, which the caller refers to and never changes
+        there. `parent` is the key of the page before it, or the root of the chain."""
         assert self._references[page] > 0, "shared without a reference"
-        if key not in self._partial:
-            self._partial[key] = page
-            self._beginnings.setdefault(page, set()).add(key)
+        if page in self._begins:
+            if len(self._begins[page][1]) >= len(tokens):
+                return
+            self._forget_beginning(page)
+        self._begins[page] = (parent, tokens)
+        insort(self._beginnings.setdefault(parent, []), (tokens, page))
 
-    def find_beginning(self, key: bytes) -> int | None:
-        """The page that begins with the tokens of `key`. Copy it before the next step, which may write into it."""
-        return self._partial.get(key)
+    def find_beginning(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
+        """Return the page after `parent` that begins with the most of the packed `tokens`, and how many these are. Copy
+        it before the next step, which may write into it."""
+        pages = self._beginnings.get(parent, [])
+        place = bisect_left(pages, (tokens,))  # the tokens on both sides of it have the most in common
+        return max(((page, _in_common(tokens, each)) for each, page in pages[max(0, place - 1) : place + 1]),
+                   key=lambda pair: pair[1], default=(-1, 0))  # fmt: skip
 
     def deduplicate(self, key: bytes, page: int) -> int:
         """The page under which `key` is cached, in exchange for `page`, which the caller refers to and whose contents
@@ -182,7 +194,7 @@ class DeviceBlockManager:
             node = self._nodes[page]
             if node is not None:
                 self._lru.unpin(node)
-            elif self._under_way:
+            elif self._under_way or page in self._begins:
                 self._free.appendleft(page)  # to be taken last
             else:
                 self._free.append(page)
@@ -215,7 +227,8 @@ class DeviceBlockManager:
         for node in [] if top is None else self._tree.subtree(top):
             self._lru.forget(node)
             self._forget(node)
-            self._forget_beginnings(node.value)
+            for page in [node.value, *(page for _, page in self._beginnings.get(node.key, ()))]:
+                self._forget_beginning(page)
             if not self._references[node.value]:
                 self._free.append(node.value)
 
@@ -281,7 +294,10 @@ class DeviceBlockManager:
         assert len(self._tree) == sum(node is not None for node in self._nodes)
         assert {(epoch, page) for page, epoch in self._limbo.items()} <= set(self._leaving)
         assert self._under_way or not self._leaving, "a page is in limbo and waits for nothing"
-        assert self._partial == {key: page for page, keys in self._beginnings.items() for key in keys}
+        begins = [(page, (parent, tokens)) for parent, pages in self._beginnings.items() for tokens, page in pages]
+        assert self._begins == dict(begins)
+        assert len(self._begins) == len(begins)
+        assert all(pages and pages == sorted(pages) for pages in self._beginnings.values())
 
     def _new_blocks_needed(self, cached: Sequence[RadixNode[int]], total: int) -> int:
         return total - len(cached) + (self._lru.exempted_by(cached[-1]) if cached else 0)
@@ -299,7 +315,7 @@ class DeviceBlockManager:
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._incref(page)
-            self._forget_beginnings(page)
+            self._forget_beginning(page)
         return pages
 
     def _evict(self) -> None:
@@ -316,6 +332,17 @@ class DeviceBlockManager:
         else:
             self._changes.removed(node.key)
 
-    def _forget_beginnings(self, page: int) -> None:
-        for key in self._beginnings.pop(page, ()):
-            del self._partial[key]
+    def _forget_beginning(self, page: int) -> None:
+        if page not in self._begins:
+            return
+        parent, tokens = self._begins.pop(page)
+        pages = self._beginnings[parent]
+        del pages[bisect_left(pages, (tokens, page))]
+        if not pages:
+            del self._beginnings[parent]
+
+
+def _in_common(one: bytes, other: bytes) -> int:
+    """How many tokens two packed runs begin with alike."""
+    most = min(len(one), len(other)) // TOKEN_BYTES
+    return bisect_left(range(most), True, key=lambda n: one[: (n + 1) * TOKEN_BYTES] != other[: (n + 1) * TOKEN_BYTES])

@@ -1,9 +1,12 @@
 """The decode worker's decisions, with a real store state and a device that notices a wrong page."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton import messages as msg
 from baton.clock import Tick
@@ -13,6 +16,7 @@ from baton.store_protocol import Acquire, EndLease, LeasedPage, PagesReady, Rese
 from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Sampled
 from engine.step.outcome import StepDone, StepFailed
+from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, StoreUp
 from kvstore.keys import pack_tokens
 from tests.support.workers_and_stores import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
@@ -440,6 +444,55 @@ def test_a_prompt_that_goes_on_with_the_first_token_of_another_is_computed_from_
         assert computed_of(one.messages, f"r{number}") == (len(known) if number == 0 else 1)
         known += tokens_of(one.messages, f"r{number}")
     assert known == PROMPT + reference(PROMPT, 9)
+
+
+@pytest.mark.parametrize("common", range(len(PROMPT) + 1))
+def test_a_prompt_that_leaves_another_one_within_a_page_is_computed_from_there(one: RigWorker, common: int) -> None:
+    one.handle(order(PROMPT, 5, "first"))
+    one.rig.settle()
+    prompt = [*PROMPT[:common], *[0] * (2 * PAGE)]
+    one.handle(order(prompt, 9, "second"))
+    one.rig.settle()
+    copied = common % PAGE if common % PAGE >= 2 else 0
+    assert computed_of(one.messages, "second") == len(prompt) - common // PAGE * PAGE - copied
+    assert one.state.stats().tokens_copied == copied
+    assert tokens_of(one.messages, "second") == reference(prompt, 9)
+
+
+@given(data=st.data())
+def test_whatever_prompts_have_in_common_tokens_are_those_of_the_reference(data: st.DataObject) -> None:
+    """With few pages, which are handed out again and again, and among them those of sequences that are preempted."""
+    one, prompts = worker(pages=10), dict[str, list[int]]()
+    for number in range(data.draw(st.integers(2, 6))):
+        prompt = prompts[f"r{number}"] = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3 * PAGE))
+        one.handle(order(prompt, 6, f"r{number}"))
+        for _ in range(data.draw(st.integers(0, 9))):
+            one.step()
+    one.rig.settle()
+    for name, prompt in prompts.items():
+        refused = any(isinstance(m, msg.Refused) and m.request == name for m in one.messages)
+        assert refused or tokens_of(one.messages, name) == reference(prompt, 6)
+
+
+def _one_token_too_many(page: int, count: int) -> tuple[int, int]:
+    return page, count + (count == 2)
+
+
+def _the_page_beside(page: int, count: int) -> tuple[int, int]:
+    return page ^ 1, count
+
+
+@pytest.mark.parametrize("mistake", [_one_token_too_many, _the_page_beside])
+def test_a_mistake_in_copied_tokens_is_noticed(
+    mistake: Callable[[int, int], tuple[int, int]], one: RigWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = DeviceBlockManager.find_beginning
+    monkeypatch.setattr(DeviceBlockManager, "find_beginning", lambda *args: mistake(*find(*args)))
+    one.handle(order(PROMPT, 5, "first"))
+    one.rig.settle()
+    one.handle(order([*PROMPT[:6], *[0] * PAGE], 9, "second"))
+    with pytest.raises(AssertionError):
+        one.rig.settle()
 
 
 def test_the_beginning_of_a_page_is_forgotten_when_the_page_is_handed_out() -> None:

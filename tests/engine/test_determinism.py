@@ -148,6 +148,31 @@ def test_no_path_changes_a_bit(name: str, dtype: str, data: st.DataObject, engin
     assert_same_bits(first, mixed(other, tokens, rng))
 
 
+@pytest.mark.technique("Prefixes shared within a page")
+@pytest.mark.parametrize("name", RECIPES)
+@both
+@examples(6)
+@given(data=st.data())
+def test_a_page_that_is_copied_in_part_changes_no_bit(
+    name: str, dtype: str, data: st.DataObject, engines: Engines
+) -> None:
+    """Two sequences part in the middle of a page. The second has the full pages by reference, and copies that one."""
+    rng = random.Random(data.draw(st.integers(0, 2**32), "seed"))
+    engine, common, pages = engines(name, dtype), rng.choice([3, 70, 300, 525]), rng.sample(range(PAGES), PAGES)
+    common += common % PAGE == 0
+    tokens = [rng.randrange(VOCAB) for _ in range(common + 40)]
+    first, full = whole(engine, tokens), common // PAGE
+    engine.pool.normal_()
+    source = Computing(engine, [*tokens[:common], *prompt_of(30, seed=1)], pages[:OWN])
+    step([source], [len(source.tokens)])
+    second = Computing(engine, tokens, [*pages[:full], *pages[OWN : 2 * OWN - full]])
+    engine.duplicate(pages[full], second.pages[full])
+    second.at = common
+    while second.at < len(tokens):
+        step([second], [rng.choice([1, 3, 40])])
+    assert_same_bits(first, second.computed())
+
+
 MISTAKES: dict[str, list[tuple[str, str, str]]] = {  # in which file, what, and what instead
     "a residual stream in bf16, of many rows": [
         (

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
+from kvstore.keys import pack_tokens
 from tests.kvstore.chains import CHAINS, key, keys, parent
 from tests.support.thorough import automaton, run_machine
 
@@ -326,3 +329,42 @@ def test_allocation_costs_and_unshared_pages() -> None:
     cache.free(first)
     assert cache.new_blocks_needed(keys("abc"), 4) == 2  # the third is cached, but it could have been evicted
     assert cache.available == 5
+
+
+def in_common(one: list[int], other: list[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+@pytest.mark.technique("Prefixes shared within a page")
+@given(data=st.data())
+def test_the_page_with_the_most_tokens_in_common_is_found(data: st.DataObject) -> None:
+    """As by comparing with every page that was shared and not handed out since."""
+    cache, shared = DeviceBlockManager(PAGES), dict[int, tuple[bytes, list[int]]]()
+    words = st.lists(st.sampled_from([1, 2, 256, 65_536]), min_size=1, max_size=5)  # they differ in one byte
+    parents = st.sampled_from([b"a" * 16, b"b" * 16])
+    for _ in range(data.draw(st.integers(1, 12))):
+        pages = cache.allocate(data.draw(st.integers(1, 3))) or []
+        for page in pages:
+            shared.pop(page, None)
+        for page in pages[: data.draw(st.integers(0, 3))]:
+            shared[page] = above, tokens = data.draw(parents), data.draw(words)
+            for length in sorted({data.draw(st.integers(1, len(tokens))), len(tokens)}):
+                cache.share_beginning(above, pack_tokens(tokens[:length]), page)
+        cache.free(pages)
+        cache.validate()
+        above, tokens = data.draw(parents), data.draw(words)
+        alike = {page: in_common(tokens, other) for page, (under, other) in shared.items() if under == above}
+        page, count = cache.find_beginning(above, pack_tokens(tokens))
+        assert count == max(alike.values(), default=0)
+        assert not count or alike[page] == count
+
+
+def test_what_begins_after_a_wrong_page_is_forgotten_with_it() -> None:
+    cache = DeviceBlockManager(PAGES)
+    pages = cache.allocate(2) or []
+    cache.cache_block(key("a"), parent("a"), pages[0])
+    cache.share_beginning(key("a"), pack_tokens([1, 2]), pages[1])
+    assert cache.find_beginning(key("a"), pack_tokens([1, 3])) == (pages[1], 1)
+    cache.forget(key("a"))
+    assert cache.find_beginning(key("a"), pack_tokens([1, 3]))[1] == 0
+    cache.validate()

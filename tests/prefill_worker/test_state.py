@@ -444,3 +444,28 @@ def test_a_prompt_on_pages_in_limbo_is_computed_when_they_have_left_it() -> None
     one.blocks.end(epoch)
     assert one.state.busy
     assert one.schedule()
+
+
+def test_a_prompt_that_leaves_another_one_within_a_page_is_computed_from_there() -> None:
+    one = worker()
+    for number, common in enumerate(range(len(PROMPT) - 1)):
+        one.handle(order(PROMPT, "first"))
+        one.rig.settle()
+        before = one.state.stats().tokens_copied
+        prompt = [*PROMPT[:common], *[20 + number] * (2 * PAGE)]
+        one.handle(handed(prompt, f"r{number}"))
+        one.rig.settle()
+        copied = common % PAGE if common % PAGE >= 2 else 0
+        assert one.state.stats().tokens_copied == before + copied
+        assert done(one.messages)[-1].computed == len(prompt) - 1 - common // PAGE * PAGE - copied
+
+
+def test_pages_begun_as_copies_are_handed_to_a_decode_worker() -> None:
+    rig = Rig(64)
+    prefill, decode = rig.worker("prefill", 32, PrefillConfig()), rig.worker("decode", 32, DecodeConfig())
+    for number, prompt in enumerate([PROMPT, [*PROMPT[:6], *[0] * 9], [*PROMPT[:11], 5]]):
+        decode.handle(awaits(prompt, 5, f"r{number}"))
+        prefill.handle(handed(prompt, f"r{number}"))
+        rig.settle()
+        assert tokens_of(decode.messages, f"r{number}") == reference(prompt, 5)
+    assert prefill.state.stats().tokens_copied == 2 + 2

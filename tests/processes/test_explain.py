@@ -71,6 +71,32 @@ def test_what_is_told_of_a_request_is_what_happened(cluster: LocalCluster) -> No
     assert reports["second"].request.cached_tokens in (192, 199)  # where another worker decodes it, or the same one
 
 
+@pytest.mark.technique("Prefixes shared within a page")
+@pytest.mark.parametrize("rest", [3, 40])
+def test_a_prompt_that_leaves_another_one_within_a_page_has_the_tokens_before_cached(
+    cluster: LocalCluster, rest: int
+) -> None:
+    """A decode worker copies the page, and where a full page is missing a prefill worker does."""
+    first = [rest, *PROMPT[:0:-1]]
+    prompt = [*first[: 3 * workload.PAGE + 5], *PROMPT[:rest]]
+
+    def known() -> dict[str, int]:
+        return {name: at.pages_known for name in ("decode-0", "decode-1") if (at := process(cluster, name))}
+
+    before = known()
+    (decode,) = workload.ask(cluster.address, first).work.decode_workers
+    eventually(lambda: known()[decode] >= before[decode] + 12, what="the router knows the pages")
+    answer = workload.ask(cluster.address, prompt, request_id=f"leaves-{rest}")
+    with Client(cluster.address, cluster.operator) as client:
+        (attempt,) = client.explain(f"leaves-{rest}").attempts
+    assert (attempt.prefill_worker == "prefill-0") == (rest == 40)
+    assert attempt.predicted.cached_tokens == 48, "the router counts full pages"
+    assert attempt.actual.cached_tokens == answer.usage.cached_tokens == 48 + 5
+    copied = attempt.prefill_worker or decode
+    eventually(lambda: metric(cluster, copied, "prefix_tokens_copied_total") >= 5, what="the copy in the metrics")
+    assert answer.token_ids == workload.ask(cluster.address, prompt, cache_salt="another cache").token_ids
+
+
 def test_the_command_and_unknown_names(cluster: LocalCluster) -> None:
     workload.ask(cluster.address, PROMPT[:20], request_id="named")
     report = baton(cluster, "explain", "named")
