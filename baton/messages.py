@@ -502,6 +502,7 @@ class Delta(Struct, frozen=True, omit_defaults=True):
     computed: Count = 0  # prompt tokens that this worker computed itself; said with the first delta of an attempt
     verified: Count = 0  # proposals of this attempt so far that steps have verified
     accepted: Count = 0  # and of those the right ones
+    saved: float = 0.0  # seconds by which speculation has brought its output forward so far; negative: held it up
 
 
 class Tokens(Message, frozen=True):

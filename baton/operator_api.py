@@ -189,6 +189,7 @@ class ExplainedAttempt(Struct, frozen=True):
     ended_because: str  # "": it is open, or the request ended with it
     proposals_verified: int = 0  # tokens proposed by speculation, which the decode worker's steps verified
     proposals_accepted: int = 0
+    speculation_saved_ms: float = 0.0  # as that worker's step costs tell (`decode_worker/speculation.py`)
 
 
 class Explanation(Struct, frozen=True):

@@ -146,8 +146,11 @@ class DecodeScheduler:
         )
         self._router_fairness = RouterFairness()
         self._planner = StepPlanner(config, page_size, calibration, fixed_borders=fixed_borders)
-        costs = None if verify_all else self._planner.costs
-        self._speculation = Speculation(proposer, costs, self._pages, page_size) if proposer else None
+        self._speculation = (
+            Speculation(proposer, self._planner.costs, self._pages, page_size, verify_all=verify_all)
+            if proposer
+            else None
+        )
         leases = itertools.count(1)
         self._fetches = PageFetches(self._pages.blocks, leases, page_size)
         self._write_through = WriteThrough(self._pages.blocks, leases, page_size)

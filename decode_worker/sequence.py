@@ -65,6 +65,7 @@ class Proposals:
     guess: Items[int] = ()  # how it goes on, until its next draw
     verified: int = 0  # proposals
     accepted: int = 0
+    saved: float = 0.0  # seconds
 
 
 @dataclass
@@ -296,8 +297,8 @@ class Sequence:
         """What its router is told of the tokens from `position` on, which this attempt has drawn."""
         computed = self.prompt_computed if position == self.first_new else 0
         tokens, logprobs = tuple(self.tokens[position:]), tuple(self.logprobs[position - self.first_new :])
-        own = (0, 0) if self.proposals is None else (self.proposals.verified, self.proposals.accepted)
-        return Delta(self.name.request, self.name.attempt, position, tokens, logprobs, self.finish, computed, *own)
+        counts = (0, 0, 0.0) if (own := self.proposals) is None else (own.verified, own.accepted, own.saved)
+        return Delta(self.name.request, self.name.attempt, position, tokens, logprobs, self.finish, computed, *counts)
 
     def extend_keys(self) -> None:
         """Derive the keys of the pages that have filled up since."""

@@ -7,7 +7,10 @@ those k that make
 
 largest. Its terms fall, so at the largest rate r each sequence has all proposals with aᵏ > r · row (Dinkelbach, 1967).
 Where a batch makes steps long, few or none are worth their rows. What was not verified is compared with the draws all
-the same: a sequence that begins to repeat itself is seen without a cost. Pure.
+the same: a sequence that begins to repeat itself is seen without a cost.
+
+By the same costs a step saves its sequence `accepted · seconds − Σ kᵢ · rowᵢ`: each accepted token is one that no step
+of its own has drawn, and the rows of all proposals have held up all. Pure.
 """
 
 # pyright: strict
@@ -51,18 +54,23 @@ class Speculation:
     def __init__(
         self,
         make: Callable[[], Proposer],
-        costs: WorkerStepTimes | None,
+        costs: WorkerStepTimes,
         pages: SequencePages,
         page_size: int,
+        *,
+        verify_all: bool = False,
     ) -> None:
-        """`make`: a proposer for a sequence. `costs`: of steps; none: every guess is verified, whatever it costs.
-        `pages`: from which the next one is taken early."""
+        """`make`: a proposer for a sequence. `costs`: of steps. `pages`: from which the next one is taken early.
+        `verify_all`: every guess is verified, whatever it costs."""
         self.stats = SpeculationStats()
         self._make, self._costs, self._pages, self._page_size = make, costs, pages, page_size
+        self._verify_all = verify_all
         self._right = _FIRST
+        self._seconds = self._longer = 0.0  # of the step without proposals, and what these add
 
     def extend(self, plan: ScheduledBatch, find: Callable[[AttemptName], Sequence | None], most_tokens: int) -> None:
         """Add proposals to the chunks of a plan, up to so many tokens in all."""
+        self._longer = 0.0
         guessed: list[tuple[AttemptName, Sequence, Proposals]] = []
         for name, chunk in plan.items():
             if len(chunk.tokens) > 1 or chunk.sample is None or (sequence := find(name)) is None:
@@ -77,6 +85,7 @@ class Speculation:
             if count > 0:
                 plan[name] = _with_proposals(plan[name], sequence, proposals.guess[:count])
                 room -= count
+                self._longer += len(plan[name].verify) * self._row(sequence)
 
     def learn(self, sequence: Sequence, chunk: Chunk, drawn: Items[Sampled]) -> None:
         """A chunk has run. `drawn`: its tokens, proposals accepted included."""
@@ -89,6 +98,8 @@ class Speculation:
             self.stats.accepted_tokens += right
             proposals.verified += len(chunk.verify)
             proposals.accepted += right
+            proposals.saved += right * self._seconds
+        proposals.saved -= self._longer
         for each, guess in zip(drawn, proposals.guess, strict=False):
             right = each.token == guess
             proposals.right += _WEIGHT * (right - proposals.right)
@@ -111,14 +122,14 @@ class Speculation:
 
     def _counts(self, plan: ScheduledBatch, guessed: Items[tuple[AttemptName, Sequence, Proposals]]) -> list[int]:
         """How many proposals of each are worth their rows."""
-        if self._costs is None:
-            return [len(proposals.guess) for _, _, proposals in guessed]
         work, cost = sample_of(list(plan.values()), 0.0), self._costs.cost
-        seconds = cost.of(work.tokens, work.pairs, work.rows, work.context)
+        seconds = self._seconds = cost.of(work.tokens, work.pairs, work.rows, work.context)
+        if self._verify_all:
+            return [len(proposals.guess) for _, _, proposals in guessed]
         if not seconds:
             return [0] * len(guessed)
         rights = [min(proposals.right, _HIGHEST) for _, _, proposals in guessed]
-        rows = [cost.row + cost.context * len(sequence.tokens) for _, sequence, _ in guessed]
+        rows = [self._row(sequence) for _, sequence, _ in guessed]
         counts = [0] * len(guessed)
         for _ in range(_ROUNDS):
             tokens = work.rows + sum(map(_expected, rights, counts))
@@ -131,6 +142,10 @@ class Speculation:
             if counts == before:
                 break
         return counts
+
+    def _row(self, sequence: Sequence) -> float:
+        """Seconds that one of its proposals adds to a step."""
+        return self._costs.cost.row + self._costs.cost.context * len(sequence.tokens)
 
     def _room(self, sequence: Sequence, count: int, sequences: int) -> int:
         """How many of so many proposals its pages have room for. The next page is taken only if each sequence of the

@@ -168,7 +168,9 @@ def _attempt(console: Console, attempt: ExplainedAttempt) -> None:
     hops = sorted(attempt.hops.items(), key=lambda hop: hop[1])
     console.print("hops, ms: received 0 " + " ".join(f"→ {name} {value:.1f}" for name, value in hops))
     if attempt.proposals_verified:
-        console.print(f"proposals: {attempt.proposals_verified} verified, {attempt.proposals_accepted} accepted")
+        proposals = f"{attempt.proposals_verified} verified, {attempt.proposals_accepted} accepted"
+        saved = attempt.speculation_saved_ms
+        console.print(f"proposals: {proposals}, {abs(saved):.0f} ms {'lost' if saved < 0 else 'saved'}")
     for note in attempt.notes:
         console.print(f"  {escape(note)}")
     if attempt.ended_because:

@@ -159,6 +159,7 @@ def _attempt(record: RequestRecord, account: AttemptAccount) -> ExplainedAttempt
         ended_because=account.end_reason,
         proposals_verified=account.verified,
         proposals_accepted=account.accepted,
+        speculation_saved_ms=account.saved * 1_000,
     )
 
 

@@ -9,6 +9,7 @@ Pure.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,7 @@ class AttemptAccount:
     decode_computed: int | None = None
     verified: int = 0  # proposals, by the decode worker's steps
     accepted: int = 0
+    saved: float = 0.0  # seconds, by speculation
     ended: float | None = None
     end_reason: str = ""  # why it ended; "": it has not, or it brought the request to its end
     notes: list[str] = field(default_factory=list[str])
@@ -257,10 +259,11 @@ class Explanations:
         if account := self._current(request):
             account.first_token, account.decode_computed = now, computed
 
-    def speculated(self, request: Request, verified: int, accepted: int) -> None:
-        """The decode worker has verified so many proposals for the current attempt in all."""
+    def speculated(self, request: Request, verified: int, accepted: int, saved: float) -> None:
+        """The decode worker has verified so many proposals for the current attempt, and saved so many seconds."""
         if account := self._current(request):
             account.verified, account.accepted = verified, min(accepted, verified)
+            account.saved = saved if math.isfinite(saved) else 0.0
 
     def attempt_ended(self, request: Request, why: str, now: float) -> None:
         """The current attempt ends, and the request does not. Call before the attempt is withdrawn."""

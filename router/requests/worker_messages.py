@@ -167,7 +167,7 @@ class WorkerMessageHandler:
         self._run(request, attempt, now)
         computed = min(delta.computed, attempt.start)
         if delta.verified:
-            self._explanations.speculated(request, delta.verified, delta.accepted)
+            self._explanations.speculated(request, delta.verified, delta.accepted, delta.saved)
         if request.account.decode_computed is None and delta.position == attempt.start:
             request.account.decode_computed = computed
         if new:

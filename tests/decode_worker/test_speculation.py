@@ -84,6 +84,9 @@ def test_tokens_are_those_without(share: float) -> None:
     last = [delta for m in one.messages if isinstance(m, msg.Tokens) for delta in m.deltas][-1]
     assert (last.verified, last.accepted) == (stats.draft_tokens, stats.accepted_tokens)
     if share == 1:
+        assert last.saved == pytest.approx(
+            0.01 * stats.accepted_tokens, rel=0.2
+        )  # each saves a step, and rows are free
         assert steps < 20
         assert stats.accepted_tokens == stats.draft_tokens
 
@@ -108,6 +111,17 @@ def test_dear_rows_and_wrong_guesses_are_not_verified() -> None:
     one = worker(0.0, half)
     steps_of(one, 120)
     assert 0 < one.state.stats().speculation.drafts < 30, "it goes on with guesses that are always wrong"
+
+
+def test_what_speculation_saves_is_steps_less_rows() -> None:
+    half = [StepSample(0, 0, rows, rows * context, 0.01 + 0.001 * rows) for rows in (1, 2, 4) for context in (2, 40)]
+    for share in (0.0, 1.0):
+        one = worker(share, half)
+        steps_of(one, 60)
+        last = [delta for m in one.messages if isinstance(m, msg.Tokens) for delta in m.deltas][-1]
+        expected = 0.011 * last.accepted - 0.001 * last.verified
+        assert last.saved == pytest.approx(expected, rel=0.3)
+        assert (last.saved > 0) == (share == 1)
 
 
 def test_a_step_holds_no_more_tokens_than_it_may() -> None:

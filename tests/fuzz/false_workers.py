@@ -5,6 +5,7 @@ can tell if it has got a token of another request, of an older attempt, or of a 
 must end, and at the end of a case the router must have none, and serve a plain one.
 """
 
+import math
 import random
 import threading
 import time
@@ -295,7 +296,10 @@ class FalseWorkers:
         first = order.attempt * 100 + order.client * _OF_REQUEST if own else _FOREIGN
         tokens = tuple(first + index % _OF_REQUEST for index in range(count))
         logprobs = tuple(msg.TokenLogprob(token, -1.0) for token in tokens) if scored else ()
-        self._say(worker, msg.Tokens(1, (msg.Delta(order.request, order.attempt, position, tokens, logprobs, finish),)))
+        delta = msg.Delta(
+            order.request, order.attempt, position, tokens, logprobs, finish, verified=2, accepted=3, saved=math.nan
+        )
+        self._say(worker, msg.Tokens(1, (delta,)))
 
     def _fail(self, worker: _Worker, order: _Order, reason: str = "internal") -> None:
         self._say(worker, msg.AttemptFailed(order.request, order.attempt, reason, "no more"))

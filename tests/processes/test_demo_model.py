@@ -1,7 +1,11 @@
 """The model that comes with Baton, served by a real cluster: it remembers, ends by itself, calls tools, writes JSON."""
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +27,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     settings = workload.settings(DEMO_MODEL, 1, 1)
     with (
         LocalCluster(settings, tmp_path_factory.mktemp("cluster")) as cluster,
-        Client(cluster.address, http=f"http://{cluster.api_of('router')}") as one,
+        Client(cluster.address, cluster.operator, http=f"http://{cluster.api_of('router')}") as one,
     ):
         yield one
 
@@ -65,3 +69,10 @@ def test_json(client: Client) -> None:
     request = "Give me the job and the home of Mara as JSON."
     answer = chat(client, notes, "I will remember that.", request)
     assert json.loads(answer.content) == {"name": "Mara", "job": "baker", "home": "Ashford"}
+
+
+def test_the_example_of_speculation_runs(client: Client) -> None:
+    script = Path(__file__).parents[2] / "examples" / "speculation.py"
+    command = [sys.executable, str(script), client.address, client.operator]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert re.search(r"attempt 1: \d+ of \d+ proposals accepted, -?[\d.]+ ms saved\n$", printed)

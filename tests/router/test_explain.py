@@ -49,8 +49,9 @@ def test_a_split_request_hop_by_hop(lab: Lab, decode: str, prefill: str, store: 
     lab.tokens(decode, "r", 1, 50, 9, 9, computed=2)
     assert account.actually_cached == 0
     lab.now += 3
-    lab.tokens(decode, "r", 1, 52, 9, 9, 9, 9, finish="length")
+    lab.tokens(decode, "r", 1, 52, 9, 9, 9, 9, finish="length", verified=3, accepted=2, saved=0.25)
     report = operator_views.explanation(explained(lab), lab.now)
+    assert (report.attempts[0].proposals_accepted, report.attempts[0].speculation_saved_ms) == (2, 250)
     assert report.attempts[0].hops == {
         "placed": 0,
         "accepted": 1_000,
