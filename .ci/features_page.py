@@ -69,6 +69,11 @@ TECHNIQUES = (
     Technique(
         "Speculation by n-grams, token-identical", "Saxena, 2023; Daliri et al., 2024", "decode_worker/speculation.py"
     ),
+    Technique(
+        "Speculation by a draft model, token-identical",
+        "Leviathan et al., 2023; Daliri et al., 2024",
+        "decode_worker/draft_model.py",
+    ),
     Technique("Known tokens of a chat are not tokenized again", "ours", "router/frontend"),
     Technique("Steps launched ahead", "SGLang's overlap scheduler; vLLM", "worker/loop.py"),
     Technique("Sliding windows", "Mistral 7B, 2023", "decode_worker"),

@@ -103,6 +103,9 @@ def decode_size(kind: type, value: object) -> object:
     raise NotImplementedError(kind)
 
 
+_DRAFT_SHARE = 8  # the draft model's pages take one part in so many of decode.kv_cache_bytes, besides
+
+
 class _Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pass
 
@@ -142,9 +145,10 @@ class ModelConfig(_Section, frozen=True):
     numerics: Literal["exact", "mixed"] = (
         "exact"  # workers whose arithmetic gives other bits: exact refuses them; mixed: tokens may depend on the path
     )
-    speculation: Literal["auto", "off", "ngram"] = (
-        "auto"  # proposes tokens, which steps verify; ngram: all of them; auto: those that pay, where exact
+    speculation: Literal["auto", "off", "ngram", "draft"] = (
+        "auto"  # proposes tokens, which steps verify; ngram, draft: all of them; auto: those that pay, where exact
     )
+    draft_model: str = ""  # a small checkpoint of the same vocabulary, which proposes tokens; as `path`
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property
@@ -430,6 +434,11 @@ class Config(_Section, frozen=True):
         """The processes that share the model of a worker of that role."""
         return self.worker(role).tensor_parallel_size or self.model.tensor_parallel_size
 
+    @property
+    def draft_cache_bytes(self) -> int:
+        """What the pages of a decode worker's draft model take at most."""
+        return self.decode.kv_cache_bytes.on_cpu // _DRAFT_SHARE if self.model.draft_model else 0
+
     def device_of(self, role: WorkerRole) -> str:
         """The torch device of that role's workers; it may be "auto"."""
         return self.worker(role).device or self.model.device
@@ -584,6 +593,11 @@ def _check_models(config: Config) -> None:
             raise ConfigError(
                 f"model.max_loras is {model.max_loras}, and model.lora_modules names "
                 f"{len(model.lora_modules)} adapters; raise it, or leave it out"
+            )
+        if bool(model.draft_model) != (model.speculation == "draft") and model.speculation != "auto":
+            raise ConfigError(
+                f"model.speculation is {model.speculation} and model.draft_model {model.draft_model!r}; "
+                "name a draft model if it is draft or auto, and none otherwise"
             )
         names = {*model.served_names, *model.lora_modules}
         if clash := names_so_far & names:

@@ -41,6 +41,7 @@ from baton.router_fairness import RouterFairness
 from baton.store_protocol import StoreReply
 from baton.waits import WaitEdge
 from decode_worker.admission import SequenceAdmission
+from decode_worker.draft_model import DraftModel
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
 from decode_worker.page_fetches import PageFetches
 from decode_worker.proposers import Proposer
@@ -120,6 +121,7 @@ class DecodeScheduler:
         recompute_share: float = 0.0,
         fixed_borders: bool = False,
         proposer: Callable[[], Proposer] | None = None,
+        draft_model: DraftModel | None = None,
         verify_all: bool = False,
     ) -> None:
         """`growth_reserve`: the rule for admission, the learned one by default. `calibration`: steps that were run
@@ -129,8 +131,8 @@ class DecodeScheduler:
         model looks beyond, a token's own included; none: some layer attends to all. `groups`: those of its layers that
         attend to a window beside it. `adapters`: digests of those that orders may name. `recompute_share`: part of the
         pages that is checked. `fixed_borders`: see `engine.runner.Runner`. `proposer`: makes those of sequences; none:
-        nothing is proposed. No step may be planned while one with proposals runs. `verify_all`: whatever they cost, all
-        are verified."""
+        they propose nothing. `draft_model`: guesses where they don't. No step may be planned while one with proposals
+        runs. `verify_all`: whatever they cost, all are verified."""
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
@@ -147,8 +149,10 @@ class DecodeScheduler:
         self._router_fairness = RouterFairness()
         self._planner = StepPlanner(config, page_size, calibration, fixed_borders=fixed_borders)
         self._speculation = (
-            Speculation(proposer, self._planner.costs, self._pages, page_size, verify_all=verify_all)
-            if proposer
+            Speculation(
+                proposer, self._planner.costs, self._pages, page_size, drafter=draft_model, verify_all=verify_all
+            )
+            if proposer or draft_model
             else None
         )
         leases = itertools.count(1)
@@ -432,7 +436,10 @@ class DecodeScheduler:
             return {}
         plan = self._planner.plan(self._sequences.values(), now)
         if self._speculation is not None:
-            self._speculation.extend(plan, lambda name: self._sequences.get(name.request), self._planner.tokens)
+            drafting = self._speculation.extend(
+                plan, lambda name: self._sequences.get(name.request), self._planner.tokens
+            )
+            self._planner.step_delayed(drafting)
         return plan if plan or self._under_way else self._recomputation.plan()
 
     def _must_await(self) -> bool:

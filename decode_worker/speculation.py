@@ -24,6 +24,8 @@ from itertools import takewhile
 from msgspec.structs import replace
 
 from baton.messages import AttemptName
+from baton.step_cost_model import pairs
+from decode_worker.draft_model import Draft, DraftModel
 from decode_worker.proposers import Proposer
 from decode_worker.sequence import Proposals, Sequence
 from decode_worker.sequence_pages import SequencePages
@@ -32,10 +34,13 @@ from engine.step.outcome import ScheduledBatch
 from engine.step.timing import WorkerStepTimes, sample_of
 
 MOST = 16  # proposals of a sequence and step
-_FIRST = 0.5  # probability that a guess is right, before anything is known
+_FIRST = (0.5, 0.8)  # probability that a guess is right before anything is known: a proposer's, the draft model's
 _WEIGHT = 0.1  # of the newest guess of a sequence
 _ALL = 0.005  # and of a worker's, with which new sequences begin
+_FORGET = 0.002  # of what is known of the draft model, with each step without it
 _HIGHEST = 0.98
+_DEPTH = 4  # guesses of the draft model, where costs don't count
+_CATCH_UP = 512  # tokens of contexts that the draft model computes before a step, at most
 _ROUNDS = 8
 
 
@@ -48,44 +53,68 @@ class SpeculationStats:
     accepted_tokens: int = 0
 
 
+@dataclass
+class _Candidate:
+    """A sequence that may have proposals."""
+
+    name: AttemptName
+    sequence: Sequence
+    proposals: Proposals
+    draw: TokenDraw
+    row: float  # seconds that each proposal adds to the step, and to one of the draft model
+    most: int
+    count: int = 0
+
+    @property
+    def right(self) -> float:
+        return min(self.proposals.rights[self.proposals.drafted], _HIGHEST)
+
+
 class Speculation:
     """Adds proposals to plans, and learns."""
 
     def __init__(
         self,
-        make: Callable[[], Proposer],
+        make: Callable[[], Proposer] | None,
         costs: WorkerStepTimes,
         pages: SequencePages,
         page_size: int,
         *,
+        drafter: DraftModel | None = None,
         verify_all: bool = False,
     ) -> None:
-        """`make`: a proposer for a sequence. `costs`: of steps. `pages`: from which the next one is taken early.
-        `verify_all`: every guess is verified, whatever it costs."""
+        """`make`: a proposer for a sequence; none: there is none. `costs`: of steps. `pages`: from which the next one
+        is taken early. `drafter`: guesses where the proposer has none. `verify_all`: every guess is verified, whatever
+        it costs."""
         self.stats = SpeculationStats()
         self._make, self._costs, self._pages, self._page_size = make, costs, pages, page_size
-        self._verify_all = verify_all
-        self._right = _FIRST
+        self._drafter, self._verify_all = drafter, verify_all
+        self._rights = [*_FIRST]
         self._seconds = self._longer = 0.0  # of the step without proposals, and what these add
 
-    def extend(self, plan: ScheduledBatch, find: Callable[[AttemptName], Sequence | None], most_tokens: int) -> None:
-        """Add proposals to the chunks of a plan, up to so many tokens in all."""
+    def extend(self, plan: ScheduledBatch, find: Callable[[AttemptName], Sequence | None], most_tokens: int) -> float:
+        """Add proposals to the chunks of a plan, up to so many tokens in all. Return the seconds that the draft model
+        has taken."""
         self._longer = 0.0
-        guessed: list[tuple[AttemptName, Sequence, Proposals]] = []
-        for name, chunk in plan.items():
-            if len(chunk.tokens) > 1 or chunk.sample is None or (sequence := find(name)) is None:
-                continue
-            if (proposals := self._guess(sequence, chunk.sample)) is not None:
-                guessed.append((name, sequence, proposals))
-        if not guessed:
-            return
+        candidates = [
+            candidate
+            for name, chunk in plan.items()
+            if len(chunk.tokens) == 1 and chunk.sample is not None and (sequence := find(name)) is not None
+            if (candidate := self._candidate(name, sequence, chunk.sample)) is not None
+        ]
+        if not candidates:
+            return 0.0
         room = most_tokens - sum(len(chunk.tokens) for chunk in plan.values())
-        for (name, sequence, proposals), count in zip(guessed, self._counts(plan, guessed), strict=True):
-            count = min(count, room, self._room(sequence, count, len(plan)))
-            if count > 0:
-                plan[name] = _with_proposals(plan[name], sequence, proposals.guess[:count])
-                room -= count
-                self._longer += len(plan[name].verify) * self._row(sequence)
+        for each, count in zip(candidates, self._counts(plan, candidates), strict=True):
+            each.count = min(count, room, self._room(each.sequence, count, len(plan)))
+            room -= max(0, each.count)
+        seconds = self._draft([each for each in candidates if each.proposals.drafted])
+        for each in candidates:
+            if each.count > 0 and (guess := each.proposals.guess[: each.count]):
+                plan[each.name] = _with_proposals(plan[each.name], each.sequence, guess)
+                self._longer += len(plan[each.name].verify) * self._row(each.sequence)
+        self._longer += seconds
+        return seconds
 
     def learn(self, sequence: Sequence, chunk: Chunk, drawn: Items[Sampled]) -> None:
         """A chunk has run. `drawn`: its tokens, proposals accepted included."""
@@ -100,48 +129,87 @@ class Speculation:
             proposals.accepted += right
             proposals.saved += right * self._seconds
         proposals.saved -= self._longer
+        kind = proposals.drafted
         for each, guess in zip(drawn, proposals.guess, strict=False):
             right = each.token == guess
-            proposals.right += _WEIGHT * (right - proposals.right)
-            self._right += _ALL * (right - self._right)
+            proposals.rights[kind] += _WEIGHT * (right - proposals.rights[kind])
+            self._rights[kind] += _ALL * (right - self._rights[kind])
             if not right:
                 break
         proposals.guess = ()
 
-    def _guess(self, sequence: Sequence, draw: TokenDraw) -> Proposals | None:
-        """Let the sequence's proposer guess; none: it has no guess, or is of a kind that goes without."""
-        if sequence.in_parts or (draw.mask is not None and draw.mask.slow):
+    def _candidate(self, name: AttemptName, sequence: Sequence, draw: TokenDraw) -> _Candidate | None:
+        """Let the sequence's proposer guess, and leave it to the draft model if it has no guess; none: the sequence is
+        of a kind that goes without, or nothing can guess."""
+        most = min(MOST, sequence.max_tokens - sequence.generated - 1)
+        if most <= 0 or sequence.in_parts or (draw.mask is not None and draw.mask.slow):
             return None
         if sequence.proposals is None:
-            sequence.proposals = Proposals(self._make(), self._right)
-        proposals = sequence.proposals
-        most = min(MOST, sequence.max_tokens - sequence.generated - 1)
-        guess = proposals.proposer.propose(sequence.tokens, most) if most > 0 else ()
+            sequence.proposals = Proposals(self._make() if self._make else None, [*self._rights])
+        proposals, row = sequence.proposals, self._row(sequence)
+        guess = proposals.proposer.propose(sequence.tokens, most) if proposals.proposer else ()
         proposals.guess = list(takewhile(lambda token: token not in sequence.stop_token_ids, guess))  # no row follows
-        return proposals if proposals.guess else None
+        proposals.drafted = not proposals.guess and self._drafter is not None
+        if self._drafter is not None and proposals.drafted:
+            row += self._drafter.costs.cost.row + self._drafter.costs.cost.context * len(sequence.tokens)
+            return _Candidate(name, sequence, proposals, draw, row, most)
+        return _Candidate(name, sequence, proposals, draw, row, len(proposals.guess)) if proposals.guess else None
 
-    def _counts(self, plan: ScheduledBatch, guessed: Items[tuple[AttemptName, Sequence, Proposals]]) -> list[int]:
+    def _draft(self, candidates: Items[_Candidate]) -> float:
+        """Have the draft model guess as much as is worth it. Return the seconds that it took."""
+        drafts: list[Draft] = []
+        for each in candidates:
+            if each.count > 0:
+                drafts.append(Draft(each.sequence, each.draw, each.count))
+            else:  # nothing is learned of it, and it may have become better
+                each.proposals.rights[True] += _FORGET * (_FIRST[True] - each.proposals.rights[True])
+        if not drafts or self._drafter is None:
+            return 0.0
+        budget = _CATCH_UP if self._verify_all else self._drafter.costs.tokens_within(self._seconds)
+        seconds = self._drafter.guess(drafts, min(_CATCH_UP, budget or _CATCH_UP))
+        for draft in drafts:
+            assert draft.sequence.proposals is not None
+            draft.sequence.proposals.guess = draft.guess
+        return seconds
+
+    def _counts(self, plan: ScheduledBatch, candidates: Items[_Candidate]) -> list[int]:
         """How many proposals of each are worth their rows."""
         work, cost = sample_of(list(plan.values()), 0.0), self._costs.cost
         seconds = self._seconds = cost.of(work.tokens, work.pairs, work.rows, work.context)
         if self._verify_all:
-            return [len(proposals.guess) for _, _, proposals in guessed]
+            return [min(_DEPTH, each.most) if each.proposals.drafted else each.most for each in candidates]
         if not seconds:
-            return [0] * len(guessed)
-        rights = [min(proposals.right, _HIGHEST) for _, _, proposals in guessed]
-        rows = [self._row(sequence) for _, sequence, _ in guessed]
-        counts = [0] * len(guessed)
+            return [0] * len(candidates)
+        step = self._drafter.costs.cost.fixed if self._drafter is not None else 0.0
+        counts = [0] * len(candidates)
+        rate = work.rows / seconds
         for _ in range(_ROUNDS):
-            tokens = work.rows + sum(map(_expected, rights, counts))
-            rate = tokens / (seconds + sum(row * count for row, count in zip(rows, counts, strict=True)))
             before = counts
+            counts = [min(each.most, _worth(each.right, rate * each.row)) for each in candidates]
+            depth = _depth([(each, count) for each, count in zip(candidates, counts, strict=True)], rate, step)
             counts = [
-                min(len(proposals.guess), _worth(right, rate * row))
-                for (_, _, proposals), right, row in zip(guessed, rights, rows, strict=True)
+                min(count, depth) if each.proposals.drafted else count
+                for each, count in zip(candidates, counts, strict=True)
             ]
             if counts == before:
                 break
-        return counts
+            pairs = list(zip(candidates, counts, strict=True))
+            tokens = work.rows + sum(_expected(each.right, count) for each, count in pairs)
+            rate = tokens / (seconds + depth * step + sum(each.row * count for each, count in pairs))
+        return [
+            count if self._catches_up(each, count, rate) else 0 for each, count in zip(candidates, counts, strict=True)
+        ]
+
+    def _catches_up(self, each: _Candidate, count: int, rate: float) -> bool:
+        """Whether its guesses are worth the tokens that the draft model must compute first, if it goes on as long as
+        it may."""
+        if not (count and each.proposals.drafted and self._drafter is not None):
+            return True
+        if (tokens := self._drafter.pending(each.sequence)) <= _DEPTH:
+            return True
+        gain = _expected(each.right, count)
+        steps = (each.sequence.max_tokens - each.sequence.generated) / (1 + gain)
+        return self._drafter.costs.seconds(tokens, pairs(tokens)) < steps * (gain / rate - count * each.row)
 
     def _row(self, sequence: Sequence) -> float:
         """Seconds that one of its proposals adds to a step."""
@@ -156,6 +224,17 @@ class Speculation:
         if count > room and self._pages.blocks.available > sequences and self._pages.grow(sequence, needed):
             return room if sequence.in_limbo else count
         return min(count, room)
+
+
+def _depth(drafts: Items[tuple[_Candidate, int]], rate: float, step: float) -> int:
+    """How many steps of the draft model are worth it, each for all that want so many: the last one whose expected
+    tokens are more than its seconds would bring elsewhere."""
+    drafts = [(each, count) for each, count in drafts if each.proposals.drafted]
+    for number in range(1, MOST + 1):
+        gains = [each.right**number - rate * each.row for each, count in drafts if count >= number]
+        if sum(gains) <= rate * step:
+            return number - 1
+    return MOST
 
 
 def accepted(chunk: Chunk, drawn: Items[Sampled | None]) -> list[Sampled]:

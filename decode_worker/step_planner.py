@@ -66,6 +66,10 @@ class StepPlanner:
         )  # fmt: skip
         return build_batch(decoding, partial_prefills, budget)
 
+    def step_delayed(self, seconds: float) -> None:
+        """So many seconds since the plan are no part of its step."""
+        self._planned += seconds
+
     def step_ended(self, plan: ScheduledBatch, now: float, seconds: float | None = None, steps: int = 1) -> None:
         """A step has run, or so many alike in a row. `seconds` is what each took; none: all the time since it was
         planned."""

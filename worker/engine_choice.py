@@ -84,8 +84,10 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
     if config.pages.recompute_share:
         lack = lack or "pages.recompute_share is set, and only our own engine compares pages"
     native, on_gpu = _setting_lack(config) or native_lack(path), set(devices) != {"cpu"}
-    if model.speculation == "ngram":
-        unverified = "model.speculation is ngram, and only our own kernels on CPUs verify proposals; set it to auto"
+    setting = "model.draft_model is set" if model.draft_model else "model.speculation is ngram"
+    if model.speculation == "ngram" or model.draft_model:
+        remedy = "leave it out" if model.draft_model else "set it to auto"
+        unverified = f"{setting}, and only our own kernels on CPUs verify proposals; {remedy}"
         lack = lack or unverified
         native = native or (unverified if on_gpu or not model.native else "")
     return EngineFacts(model.engine, native, lack, on_gpu=on_gpu)

@@ -22,10 +22,12 @@ from baton.hosts import LOOPBACK
 from baton.messages import WorkerRole
 from baton.process import settle
 from baton.samples import Sample
+from decode_worker.draft_model import DraftModel
 from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
 from engine.runner import Runner
 from prefill_worker.scheduler import PrefillScheduler, PrefillStats
+from worker import draft
 from worker.load_runner import load, reload
 from worker.loop import WorkerLoop
 
@@ -47,12 +49,15 @@ def run(
     serves: WorkerRole | None = role
     with contextlib.ExitStack() as held:
         runner = held.enter_context(contextlib.closing(load(config, role)))
+        drafter: DraftModel | None = None
         while serves is not None:
+            if serves == "decode" and config.model.draft_model and drafter is None:
+                drafter = draft.load(config, runner)
             with WorkerLoop(config, serves, name, node, routers, host, runner) as worker:
                 settle()
                 log.info("%s worker %s serves with %d pages", serves, worker.peer.incarnation, worker.num_pages)
                 try:
-                    _SERVE[serves](worker, config, stop)
+                    _SERVE[serves](worker, config, drafter, stop)
                 except DeviceLost as error:
                     log.error("this process ends and must be replaced: %s", error)
                     raise
@@ -69,7 +74,7 @@ def _with_model(config: Config, path: str) -> Config:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
 
 
-def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) -> None:
+def _serve_prefill(worker: WorkerLoop, config: Config, _: DraftModel | None, stop: threading.Event) -> None:
     state = PrefillScheduler(
         config.prefill,
         config.pages.page_size,
@@ -106,7 +111,8 @@ def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
     }
 
 
-def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> None:
+def _serve_decode(worker: WorkerLoop, config: Config, drafter: DraftModel | None, stop: threading.Event) -> None:
+    speculates = _speculates(config, worker.runner)
     state = DecodeScheduler(
         config.decode,
         config.pages.page_size,
@@ -121,8 +127,9 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         fixed_borders=worker.runner.fixed_borders,
         adapters=worker.adapters.digests,
         recompute_share=config.pages.recompute_share,
-        proposer=NgramProposer if _speculates(config, worker.runner) else None,
-        verify_all=config.model.speculation == "ngram",
+        proposer=NgramProposer if speculates and config.model.speculation != "draft" else None,
+        draft_model=drafter if speculates else None,
+        verify_all=config.model.speculation in ("ngram", "draft"),
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 
@@ -157,7 +164,7 @@ def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
     }
 
 
-_SERVE: Mapping[WorkerRole, Callable[[WorkerLoop, Config, threading.Event], None]] = {
+_SERVE: Mapping[WorkerRole, Callable[[WorkerLoop, Config, DraftModel | None, threading.Event], None]] = {
     "prefill": _serve_prefill,
     "decode": _serve_decode,
 }

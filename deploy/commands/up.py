@@ -55,6 +55,9 @@ def up(
         str,
         typer.Option(help="Directory of a checkpoint, GGUF file, hub id, or smollm2; by default the demo model."),
     ] = "",
+    draft_model: Annotated[
+        str, typer.Option(help="Small model of the same vocabulary that proposes tokens, which the model verifies.")
+    ] = "",
     engine: Annotated[
         EngineOption | None,
         typer.Option(metavar="ENGINE", help="native, vllm, or auto: `baton doctor MODEL` says which and why."),
@@ -98,7 +101,7 @@ def up(
 ) -> None:
     """Start a cluster and return once it serves. On a failure or Ctrl-C, print the cause and leave nothing behind."""
     flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
-    flags |= {"model.engine": engine and engine.value}
+    flags |= {"model.engine": engine and engine.value, "model.draft_model": draft_model}
     flags |= {"model.served_model_name": served_model_name, "model.max_model_len": max_model_len}
     flags |= {"model.kv_cache_dtype": kv_cache_dtype, "model.quantization": quantization}
     flags |= {"model.tensor_parallel_size": tensor_parallel_size, "model.enforce_eager": enforce_eager or None}

@@ -96,6 +96,7 @@ def _settle(config: Config, say: Say) -> Config:
     model = msgspec.structs.replace(
         config.model,
         path=config.model.path if by_name else str(path.resolve()),
+        draft_model=config.model.draft_model and str(hub.resolve(config.model.draft_model, say=say).resolve()),
         served_model_name=config.model.served_model_name or Path(config.model.path).resolve().name,
     )
     cluster = msgspec.structs.replace(

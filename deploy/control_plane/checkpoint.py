@@ -53,9 +53,11 @@ def check(config: Config) -> tuple[Config, Sequence[str]]:
     Where workers may run on other machines, their engine is not known here. If it is not set, of the weights only the
     files are looked at.
     """
+    from worker import draft
     from worker.engine_choice import devices_of, engine_of  # imports torch
 
     path = Path(config.model.path)
+    draft.check(config.model, path)
     if not is_loopback(config.router.host):
         report = examine(config, path, [("native" if config.model.engine == "native" else "vllm", "cpu")])
         notes: Sequence[str] = ()

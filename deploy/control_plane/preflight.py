@@ -233,13 +233,16 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
     checkpoint = hub.cached(config.model.path) if on_cpu else None
     weights = weight_bytes(checkpoint) if checkpoint else 0
     copies = sum(count for _, count in on_cpu)  # of the weights
+    pools += decode * config.draft_cache_bytes
+    draft = hub.cached(config.model.draft_model) if config.model.draft_model else None
+    loaded = copies * weights + (decode * weight_bytes(draft) if draft else 0)
     processes = sum(count * _process_bytes(config, role) for role, _, count in roles)
     arena = arena_bytes(config, room)
-    needed = arena + pools + processes + copies * weights
+    needed = arena + pools + processes + loaded
     if needed > room.available:
         raise NotEnoughMemory(
             f"the cluster needs about {_mib(needed)}: an arena of {_mib(arena)}, page pools of "
-            f"{_mib(pools)}, weights of {_mib(copies * weights)}, and processes of {prefill + decode} workers of "
+            f"{_mib(pools)}, weights of {_mib(loaded)}, and processes of {prefill + decode} workers of "
             f"{_mib(processes)}; {_mib(room.available)} are left ({room.bound}). Lower store.host_cache_bytes, "
             "prefill.kv_cache_bytes or decode.kv_cache_bytes, or start fewer workers"
         )

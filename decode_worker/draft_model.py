@@ -1,0 +1,130 @@
+"""Guesses of a draft model: a small model of the same vocabulary, which goes on alone from where sequences are.
+
+It draws with the random numbers that the model itself will draw with, so a guess is right wherever both find nearly the
+same logits. Its K and V are this worker's alone and lie in a pool of their own. They are computed from the tokens when
+a sequence is first drafted for, and forgotten when others need the room. The longest unused go first, so nothing need
+tell of a sequence's end. Pure, but for what runs the model.
+"""
+
+# pyright: strict
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from baton.messages import AttemptName, StepSample
+from decode_worker.sequence import Sequence
+from engine.step.batch import Chunk, Sampled, TokenDraw
+from engine.step.block_table import BlockTable
+from engine.step.timing import WorkerStepTimes, sample_of
+
+
+@dataclass
+class Draft:
+    """A sequence that is to be drafted for: up to `count` tokens."""
+
+    sequence: Sequence
+    draw: TokenDraw  # of its next token
+    count: int
+    guess: list[int] = field(default_factory=list[int])
+
+
+@dataclass
+class _Context:
+    """The pages of one sequence, and which tokens they hold."""
+
+    pages: BlockTable = field(default_factory=BlockTable)
+    computed: int = 0  # tokens of the sequence from its start
+    ahead: list[int] = field(default_factory=list[int])  # and the guesses behind these
+
+
+class DraftModel:
+    """A draft model, its pages, and what its steps take."""
+
+    def __init__(
+        self,
+        run: Callable[[Items[Chunk]], tuple[Items[Sampled | None], float]],
+        num_pages: int,
+        page_size: int,
+        max_positions: int,
+        calibration: Items[StepSample] = (),
+    ) -> None:
+        """`run`: a step of the model on `num_pages` pages, which returns what was drawn, and the seconds.
+        `calibration`: steps that were run before."""
+        self.costs = WorkerStepTimes(calibration)
+        self._run, self._page_size, self._max_positions = run, page_size, max_positions
+        self._free = list(range(num_pages))
+        self._contexts: dict[AttemptName, _Context] = {}  # the longest unused first
+
+    def pending(self, sequence: Sequence) -> int:
+        """Return how many of its tokens the model must compute before it guesses."""
+        context = self._contexts.get(sequence.name)
+        return len(sequence.tokens) - (0 if context is None else context.computed + len(context.ahead))
+
+    def guess(self, drafts: Items[Draft], budget: int) -> float:
+        """Fill in the guesses, all of them in as many steps as the longest has tokens. Return the seconds it took.
+
+        A sequence of which more than `budget` tokens are to be computed gets so many computed and no guess. It gets
+        none either if the pool has no room for it beside the others.
+        """
+        samples: list[StepSample] = []
+        names = {draft.sequence.name for draft in drafts}
+        chunks: list[tuple[Draft, Chunk]] = []
+        for draft in drafts:
+            if (chunk := self._first(draft, budget, names)) is not None:
+                budget -= len(chunk.tokens) - 1
+                chunks.append((draft, chunk))
+        while chunks:
+            sampled, seconds = self._run([chunk for _, chunk in chunks])
+            samples.append(sample_of([chunk for _, chunk in chunks], seconds))
+            pairs = zip(chunks, sampled, strict=True)
+            chunks = [(draft, follow) for (draft, chunk), drawn in pairs if (follow := self._next(draft, chunk, drawn))]
+        if samples:
+            self.costs.add_steps(samples)
+        return sum(sample.seconds for sample in samples)
+
+    def _first(self, draft: Draft, budget: int, names: Collection[AttemptName]) -> Chunk | None:
+        """The chunk that brings the model to the end of the sequence, or as near as the budget allows."""
+        sequence = draft.sequence
+        known = len(sequence.tokens)
+        end = min(known + draft.count, self._max_positions)
+        if end <= known:
+            return None
+        context = self._contexts.pop(sequence.name, None) or _Context()
+        self._contexts[sequence.name] = context
+        context.computed = min(context.computed, known - 1)
+        for token in context.ahead:
+            if context.computed == known - 1 or token != sequence.tokens[context.computed]:
+                break
+            context.computed += 1
+        context.ahead.clear()
+        tokens = sequence.tokens[context.computed : context.computed + max(1, budget)]
+        whole = context.computed + len(tokens) == known
+        reach = end - 1 if whole else context.computed + len(tokens)
+        if not self._grow(context, -(-reach // self._page_size), names):
+            return None
+        start, context.computed = context.computed, context.computed + len(tokens)
+        draw = replace(draft.draw, mask=None, logprobs=None) if whole else None
+        return Chunk(tokens, start, context.pages, draw)
+
+    def _next(self, draft: Draft, chunk: Chunk, drawn: Sampled | None) -> Chunk | None:
+        """The chunk that follows what was drawn; none: no more is wanted."""
+        if drawn is None or not drawn.finite or drawn.token in draft.sequence.stop_token_ids:
+            return None
+        draft.guess.append(drawn.token)
+        if len(draft.guess) == draft.count or chunk.end + 1 >= self._max_positions:
+            return None
+        self._contexts[draft.sequence.name].ahead.append(drawn.token)
+        return Chunk([drawn.token], chunk.end, chunk.pages, chunk.sample)
+
+    def _grow(self, context: _Context, pages: int, names: Collection[AttemptName]) -> bool:
+        """Give it so many pages, if need be those of sequences that are not drafted for now."""
+        missing = pages - len(context.pages)
+        while missing > len(self._free):
+            if (unused := next((name for name in self._contexts if name not in names), None)) is None:
+                return False
+            self._free += self._contexts.pop(unused).pages
+        context.pages.extend(self._free.pop() for _ in range(missing))
+        return True

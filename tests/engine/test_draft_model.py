@@ -1,0 +1,93 @@
+"""The draft model that comes with the demo model: it guesses well, and no token is another one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from baton.config import Config, load
+from baton.errors import ConfigError, ModelNotFound
+from baton.membership import SendToRouter
+from baton.messages import Decode, SamplingParams, Tokens
+from decode_worker.draft_model import DraftModel
+from decode_worker.scheduler import DecodeScheduler, DecodeStats
+from deploy.models import DEMO_MODEL, DRAFT_MODEL
+from engine.engine import Engine
+from engine.step.outcome import StepDone
+from kvstore.keys import pack_tokens
+from tools.demo_model import evaluate
+from worker import draft
+
+pytestmark = pytest.mark.native
+
+PAGES = 256
+OUTPUT = 40
+PROMPTS = evaluate.prompts(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), 300, 3)
+SAMPLING = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=6, logprobs=2),
+]
+
+
+def settings(**more: object) -> Config:
+    return load(None, {"model.path": str(DEMO_MODEL), "model.draft_model": str(DRAFT_MODEL), **more})
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load(DEMO_MODEL, "auto", "cpu", PAGES, 16, head=True, threads=1)
+
+
+def outputs(engine: Engine, drafter: DraftModel | None) -> tuple[list[list[int]], DecodeStats]:
+    """The tokens of each sampling, all of them at once."""
+    config = settings()
+    state = DecodeScheduler(config.decode, 16, PAGES, draft_model=drafter, verify_all=True)
+    for number, sampling in enumerate(SAMPLING):
+        prompt = PROMPTS[number].tokens
+        state.handle(Decode(f"r{number}", 1, b"r" * 16, pack_tokens(prompt), len(prompt), OUTPUT, sampling), 0.0)
+    drawn: list[list[int]] = [[] for _ in SAMPLING]
+    while state.stats().ended < len(SAMPLING):
+        state.prepare(0.0)
+        plan = state.schedule(0.0)
+        results = engine.launch(list(plan.values())).wait()
+        for command in state.handle(StepDone(plan, results.sampled, verified=results.verified), 0.0):
+            assert isinstance(command, SendToRouter)
+            assert isinstance(command.message, Tokens)
+            for delta in command.message.deltas:
+                drawn[int(delta.request[1:])] += delta.tokens
+    return drawn, state.stats()
+
+
+@pytest.mark.technique("Speculation by a draft model, token-identical")
+def test_tokens_are_those_without_and_most_guesses_are_right(engine: Engine) -> None:
+    without, _ = outputs(engine, None)
+    drafted, stats = outputs(engine, draft.load(settings(), engine))
+    assert drafted == without
+    assert stats.speculation.accepted_tokens > stats.speculation.draft_tokens / 3
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="no-such-folder"):
+        draft.check(settings(**{"model.draft_model": str(tmp_path / "no-such-folder")}).model, DEMO_MODEL)
+    other = shutil.copytree(DRAFT_MODEL, tmp_path / "other")
+    draft.check(settings(**{"model.draft_model": str(other)}).model, DEMO_MODEL)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    first, second, *_ = tokenizer["model"]["vocab"]
+    vocab = tokenizer["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json with other tokens"):
+        draft.check(settings(**{"model.draft_model": str(other)}).model, DEMO_MODEL)
+    config = json.loads((other / "config.json").read_text()) | {"vocab_size": 4_000}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="has 4000 tokens and the model's vocabulary 2113"):
+        draft.check(settings(**{"model.draft_model": str(other)}).model, DEMO_MODEL)
+
+
+@pytest.mark.parametrize(("speculation", "path"), [("draft", ""), ("ngram", "small"), ("off", "small")])
+def test_a_draft_model_is_named_where_it_is_used(speculation: str, path: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.draft_model"):
+        load(None, {"model.speculation": speculation, "model.draft_model": path})
