@@ -1,19 +1,22 @@
 """Speculation changes no token of whole clusters, greedy or drawn, while a decode worker dies."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from baton.client import Client, Generated
 from deploy.local import LocalCluster
+from deploy.models import DEMO_MODEL, DRAFT_MODEL
 from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest, load
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
+from tools.demo_model import evaluate
 
 pytestmark = pytest.mark.native  # its rows have one numerics
 OUTPUT = 100  # tokens
@@ -88,3 +91,44 @@ def test_64_requests_at_once_have_the_tokens_that_they_have_without(path: Path, 
             return attempt.proposals_verified >= attempt.proposals_accepted > 0
 
         eventually(explained, what="proposals that Explain shows")
+
+
+@pytest.mark.technique("Speculation by a draft model, token-identical")
+def test_a_draft_model_changes_no_token_while_a_worker_dies(tmp_path: Path) -> None:
+    questions = evaluate.prompts(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), 200, 6)
+    samplings: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}]
+    more: dict[str, object] = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000}
+
+    def ask_all(cluster: LocalCluster, during: Callable[[], None] = lambda: None) -> list[Sequence[int]]:
+        with ThreadPoolExecutor(12) as pool:
+            futures = [
+                pool.submit(workload.ask, cluster.address, one.tokens, OUTPUT, timeout=120.0, **sampling)
+                for one in questions
+                for sampling in samplings
+            ]
+            during()
+            return [future.result().token_ids for future in futures]
+
+    def metrics_of(cluster: LocalCluster, what: str) -> float:
+        names = [name for name in ("decode-0", "decode-1") if name != killed[0]]
+        return sum(metric(cluster, name, f"spec_decode_num_{what}_total") for name in names)
+
+    killed: list[str] = []
+    off = workload.settings(DEMO_MODEL, 1, 1, **more, **{"model.speculation": "off"})
+    with LocalCluster(off, tmp_path / "off") as cluster:
+        expected = ask_all(cluster)
+    drafted = {"model.speculation": "draft", "model.draft_model": str(DRAFT_MODEL)}
+    with LocalCluster(workload.settings(DEMO_MODEL, 1, 2, **more, **drafted), tmp_path / "on") as cluster:
+
+        def kill() -> None:
+            def busy() -> str:
+                return next((name for name in ("decode-0", "decode-1") if load(cluster, name).running), "")
+
+            killed.append(eventually(busy, what="streams on a worker"))
+            cluster.kill(killed[0])
+
+        assert ask_all(cluster, kill) == expected
+        assert ask_all(cluster) == expected
+        eventually(lambda: metrics_of(cluster, "accepted_tokens") > 100, what="guesses that are right")
+        assert metrics_of(cluster, "draft_tokens") > metrics_of(cluster, "accepted_tokens")
+        eventually(lambda: at_rest(cluster), what="everything freed")
