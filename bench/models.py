@@ -41,13 +41,21 @@ LLAMA_100M: dict[str, Any] = {
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
+DRAFT_100M = LLAMA_100M | {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 _VERSION = 1  # of what is written; a cache of another version is left alone
 
 
 def directory(name: str) -> Path:
-    """`tiny` (1 M parameters, float32) and `100m` (100 M, bfloat16) are made once and kept in the user's cache; any
-    other name is a directory already."""
-    writer = {"tiny": random_model.write, "100m": partial(write_shape, config=LLAMA_100M)}.get(name)
+    """`tiny` (1 M parameters, float32), `100m` (100 M, bfloat16) and its `100m-draft` (10 M) are made once and kept in
+    the user's cache; any other name is a directory already."""
+    writer = {
+        "tiny": random_model.write,
+        "100m": partial(write_shape, config=LLAMA_100M),
+        "100m-draft": partial(write_shape, config=DRAFT_100M),
+    }.get(name)
     if writer is None:
         return Path(name)
     cached = cache() / f"{name}-{_VERSION}"

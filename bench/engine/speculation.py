@@ -4,15 +4,19 @@
 
 The weights are random, so the text is given: every row is computed and drawn, and then counts as the token that the
 text has there. Texts are files of this checkout in the tokens of the demo model: `edit` repeats a source file of its
-prompt with changes, as agents do, and `open` goes on with a document. A ratio is tokens per second with over without.
-With one thread, seconds are those of the processor, so that other processes count less.
+prompt with changes, as agents do, and `open` goes on with a document. `draft` is the same text with a draft model
+besides: two layers of random weights, a tenth of the parameters. Its steps are computed, too, and its guesses are
+given: each is right with the share that the demo model's draft has (`docs/demo-model.md`). A ratio is tokens per second
+with over without. With one thread, seconds are those of the processor, so that other processes count less.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -20,6 +24,7 @@ from tokenizers import Tokenizer
 from baton.config import DecodeConfig
 from baton.messages import Decode, SamplingParams, StepSample
 from bench import models, report
+from decode_worker.draft_model import DraftModel
 from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
 from engine.engine import Engine
@@ -32,13 +37,17 @@ _ROOT = Path(__file__).parents[2]
 _TOKENIZER = _ROOT / "deploy/models/baton-demo/tokenizer.json"
 _PAGE, _PAGES = 16, 4_096
 _PROMPTS = {1: 700, 32: 200}  # tokens, by sequences
-_CASES = {("edit", 1): 1.6, ("open", 1): 0.98, ("edit", 32): 0.97, ("open", 32): 0.97}  # and the least ratios
-_FILES = {"edit": ("decode_worker", ".py"), "open": ("docs", ".md")}
+_CASES = {
+    ("edit", 1): 1.6, ("open", 1): 0.98, ("draft", 1): 1.3, ("edit", 32): 0.97, ("open", 32): 0.97, ("draft", 32): 0.97,
+}  # and the least ratios  # fmt: skip
+_FILES = {"edit": ("decode_worker", ".py"), "open": ("docs", ".md"), "draft": ("docs", ".md")}
+_AGREES, _WRONG = 0.94, 31_999  # share of the guesses that are right, and a token of no text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="100m")
+    parser.add_argument("--draft", default="100m-draft")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -48,13 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine = Engine.load(path, args.dtype, "cpu", _PAGES, _PAGE, head=True, threads=args.threads)
     now = time.process_time if args.threads == 1 else time.perf_counter
     steps = calibrate(lambda chunks: _seconds(engine, chunks, now), now, _PAGE, _PAGES, 4_096, decodes=True)
+    small = Engine.load(models.directory(args.draft), args.dtype, "cpu", _PAGES, _PAGE, head=True, threads=args.threads)
+    small_steps = calibrate(lambda chunks: _seconds(small, chunks, now), now, _PAGE, _PAGES, 4_096, decodes=True)
     report.say(report.machine())
     for (kind, batch), target in _CASES.items():
         texts = [text(kind, number, _PROMPTS[batch], args.tokens) for number in range(batch)]
         speeds: dict[bool, list[float]] = {False: [], True: []}
         for number in range(args.rounds):
             for speculates in (number % 2 == 0, number % 2 == 1):
-                speed, stats = run(engine, steps, texts, _PROMPTS[batch], now, speculates=speculates)
+                drafter: DraftModel | None = None
+                if kind == "draft" and speculates:
+                    guess = partial(_guesses, small, now, texts)
+                    drafter = DraftModel(guess, _PAGES, _PAGE, small.max_positions, small_steps)
+                speed, stats = run(engine, steps, texts, _PROMPTS[batch], now, drafter, speculates=speculates)
                 speeds[speculates].append(speed)
                 if speculates:
                     report.say(f"{kind}-{batch}: {stats.speculation}")
@@ -69,6 +84,22 @@ def _seconds(engine: Engine, chunks: Sequence[Chunk], now: Callable[[], float]) 
     return now() - began
 
 
+def _guesses(
+    small: Engine, now: Callable[[], float], texts: Sequence[Sequence[int]], chunks: Sequence[Chunk]
+) -> tuple[list[Sampled | None], float]:
+    """A step of the draft model, with the tokens of the texts in place of most that it draws."""
+    seconds = _seconds(small, chunks, now)
+    guesses: list[Sampled | None] = []
+    for chunk in chunks:
+        guess: Sampled | None = None
+        if chunk.sample is not None:
+            whole, place = texts[chunk.sample.seed], random.Random(f"{chunk.sample.seed} {chunk.end}")
+            right = chunk.end < len(whole) and place.random() < _AGREES
+            guess = Sampled(whole[chunk.end] if right else _WRONG)
+        guesses.append(guess)
+    return guesses, seconds
+
+
 def text(kind: str, number: int, prompt: int, output: int) -> list[int]:
     """Return the tokens of a prompt and its output."""
     folder, suffix = _FILES[kind]
@@ -78,7 +109,7 @@ def text(kind: str, number: int, prompt: int, output: int) -> list[int]:
     tokenizer = Tokenizer.from_file(str(_TOKENIZER))
     whole: list[int] = tokenizer.encode(source).ids
     at = 97 * number % max(1, len(whole) - prompt - output)
-    if kind == "open":
+    if kind != "edit":
         return whole[at : at + prompt + output]
     before = whole[at : at + prompt]
     lines = tokenizer.decode(before).splitlines(keepends=True)
@@ -92,17 +123,18 @@ def run(
     texts: Sequence[Sequence[int]],
     prompt: int,
     now: Callable[[], float],
+    drafter: DraftModel | None = None,
     *,
     speculates: bool,
 ) -> tuple[float, DecodeStats]:
     """Return tokens per second while all sequences decode, and what the scheduler has counted."""
     proposer: Callable[[], NgramProposer] | None = NgramProposer if speculates else None
     config = DecodeConfig(itl_ms=60_000, max_num_batched_tokens=2_048)  # the prompts first
-    state = DecodeScheduler(config, _PAGE, _PAGES, calibration=steps, proposer=proposer)
+    state = DecodeScheduler(config, _PAGE, _PAGES, calibration=steps, proposer=proposer, draft_model=drafter)
     for number, each in enumerate(texts):
         order = Decode(
             f"r{number}", 1, b"r" * 16, pack_tokens(each[:prompt]), prompt, len(each) - prompt,
-            SamplingParams(temperature=0),
+            SamplingParams(temperature=0, seed=number),
         )  # fmt: skip
         state.handle(order, now())
     began, before = 0.0, 0
