@@ -81,7 +81,7 @@ class CheckingDevice:
             assert chunk.window_pages.first <= first // size * count, "a window page was given back"
         positions = range(first, chunk.end)
         if self._groups.states:  # a page has one, which each chunk there changes
-            assert self._groups.longest_chunk(chunk.start, len(chunk.tokens)) == len(chunk.tokens), "no state is kept"
+            assert chunk.start // size == (chunk.end - 1) // size, "a page's state is not kept"
             positions = [position for position in (chunk.start - 1, chunk.end - 1) if position >= 0]
         for position in positions:
             at = 0 if self._groups.states else position % size

@@ -20,7 +20,7 @@ from engine.device.gpus import VisibleGpus, resolve_device, visible_gpus
 from engine.models.config_file import ConfigFile
 from engine.vllm_runner import TESTED_ARCHITECTURES
 from engine.vllm_runner.pages import largest_page
-from engine.vllm_runner.requirements import CPU_PAGE, CUDA_PAGE, Installation
+from engine.vllm_runner.requirements import Installation, page_size_lack
 from kvstore.arena.memory import arena_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def examine_model(config: Config, model: str) -> ModelReport:
         _device(config, device, gpus),
         _native(spec, facts, choice),
         _vllm(raw, installed, facts, choice),
-        _page_size(config, facts, choice, device),
+        _page_size(config, raw, choice, device),
         *_memory(config, path, raw, spec, choice, device, gpus),
         *_arena(config, raw),
     )
@@ -161,11 +161,15 @@ def _if_needed(choice: EngineChoice) -> Level:
     return "bad" if choice.engine is None else "ok"
 
 
-def _page_size(config: Config, facts: EngineFacts, choice: EngineChoice, device: str) -> Finding:
-    multiple = CPU_PAGE if device == "cpu" else CUDA_PAGE
-    text = f"{config.pages.page_size} tokens; our own engine takes any, vLLM's runner a multiple of {multiple}"
-    if config.pages.page_size % multiple and choice.engine != "native":
-        return Finding("bad", "page size", text, f"--set pages.page_size={multiple}")
+def _page_size(config: Config, raw: Mapping[str, Any], choice: EngineChoice, device: str) -> Finding:
+    tokens = config.pages.page_size
+    try:
+        lack = page_size_lack(raw.get("text_config") or raw, tokens, device, config.model.dtype)
+    except ModelError as error:
+        return Finding("warn", "page size", f"{tokens} tokens", str(error))
+    text = f"{tokens} tokens; our own engine takes any, vLLM's runner {'not these' if lack else 'these too'}"
+    if lack and choice.engine != "native":
+        return Finding("bad", "page size", text, lack)
     return Finding("ok", "page size", text)
 
 

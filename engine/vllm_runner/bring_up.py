@@ -185,6 +185,9 @@ def engine_arguments(order: Load) -> dict[str, Any]:
             "max_cpu_loras": places,
             "max_lora_rank": order.max_lora_rank,
         }
+    if order.device == "cpu":
+        # vLLM's choice depends on the CPU: this one with AVX512-BF16, else the model's dtype.
+        arguments["mamba_ssm_cache_dtype"] = "float32"
     if order.attention_backend:
         arguments["attention_backend"] = order.attention_backend
     if order.ranks > 1:

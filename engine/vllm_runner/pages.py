@@ -17,8 +17,6 @@ from kvstore.layout import DTYPE_BYTES, LATENT, PageLayout
 FP8: Mapping[str, str] = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """The values of `model.kv_cache_dtype` that vLLM's runner alone takes, each with the dtype of its pages."""
 
-_CPU_STATES = 32
-"""Beside states, the tokens of a page are a multiple of this."""
 WITH_STATES = "granitemoehybrid"
 """The `model_type` of models with recurrent states that were tried: Granite 4."""
 _CPU_FLAGS = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
@@ -71,8 +69,14 @@ def lacks_for_latents(config: Mapping[str, Any], device: str, kv_cache_dtype: st
         yield "its kernel for latents (MLA) on CPUs takes the model's dtype only: set model.kv_cache_dtype to auto"
 
 
-def state_page(config: Mapping[str, Any], dtype: str) -> int:
-    """Return the fewest tokens whose K and V in a layer, computed in `dtype`, take as many bytes as a Mamba 2 state."""
+def state_tokens(config: Mapping[str, Any], dtype: str) -> int:
+    """Return the fewest tokens whose K and V in a layer, computed in `dtype`, take as many bytes as a Mamba 2 state, 0
+    for models without states. A state is in float32, its convolution's part in `dtype`.
+
+    Raises ModelError for sizes that are none.
+    """
+    if config.get("model_type") != WITH_STATES:
+        return 0
     own, width = ConfigFile(config), DTYPE_BYTES[largest_page(config, dtype, 1, "auto").dtype]
     heads, size, groups = own.count("mamba_n_heads"), own.count("mamba_d_state"), own.count("mamba_n_groups", 1)
     inner = own.count("mamba_expand", 2) * own.count("hidden_size")
@@ -82,9 +86,7 @@ def state_page(config: Mapping[str, Any], dtype: str) -> int:
     return -(-state // token)
 
 
-def lacks_for_states(
-    config: Mapping[str, Any], page_size: int, device: str, ranks: int, kv_cache_dtype: str, dtype: str
-) -> Iterator[str]:
+def lacks_for_states(config: Mapping[str, Any], device: str, ranks: int, kv_cache_dtype: str) -> Iterator[str]:
     """Say why vLLM's runner can't keep the recurrent states of a model."""
     attending = [kind for kind in config.get("layer_types") or () if kind in ("attention", "full_attention")]
     layers = config.get("num_hidden_layers")
@@ -94,14 +96,6 @@ def lacks_for_states(
         yield f"recurrent states are not divided by {ranks} ranks: set tensor_parallel_size to 1"
     if vllm_kv_dtype(config, kv_cache_dtype) != "auto":
         yield "recurrent states stand beside pages in the model's dtype only: set model.kv_cache_dtype to auto"
-    try:
-        least = -(-state_page(config, dtype) // _CPU_STATES) * _CPU_STATES
-    except ModelError as error:
-        yield str(error)
-        return
-    if page_size < least:
-        wrong = f"a state takes as much as {least} tokens and pages.page_size is {page_size}"
-        yield f"{wrong}: --set pages.page_size={least}"
     if not attending or not isinstance(layers, int) or layers % len(attending) or layers < 2 * len(attending):
         yield f"layers with recurrent states must be a multiple of those with attention: {len(attending)} of {layers}"
 

@@ -142,6 +142,24 @@ def problem(
     return "; ".join(_lacks(vllm, config, page_size, device, ranks, kv_cache_dtype, dtype))
 
 
+def page_size_lack(text: Mapping[str, Any], page_size: int, device: str, dtype: str) -> str:
+    """Return why vLLM's kernels take no pages of so many tokens for a model in `dtype`, and the size to set; "" if they
+    do.
+
+    Raises ModelError for sizes in its config that are none.
+    """
+    least = multiple = CPU_PAGE if device == "cpu" else CUDA_PAGE
+    takes, fits = f"its kernels take pages of a multiple of {multiple} tokens", page_size % multiple == 0
+    if device == "cpu" and pages.latent_width(text):
+        least, fits = LATENT_PAGE, page_size == LATENT_PAGE
+        takes = f"its kernel for latents (MLA) on CPUs takes pages of {least} tokens"
+    elif states := pages.state_tokens(text, dtype):
+        least = -(-states // multiple) * multiple
+        takes = f"a recurrent state needs pages of {least} tokens or a larger multiple of {multiple}"
+        fits = fits and page_size >= least
+    return "" if fits else f"{takes} and pages.page_size is {page_size}: --set pages.page_size={least}"
+
+
 def _lacks(
     vllm: Installation,
     config: Mapping[str, Any],
@@ -159,27 +177,18 @@ def _lacks(
         yield "its weights are in a GGUF file, which only our own engine reads"
     text: Mapping[str, Any] = config.get("text_config") or config  # of a model that also takes images
     try:
-        latent = pages.latent_width(text)
+        latent, wrong_size = pages.latent_width(text), page_size_lack(text, page_size, device, dtype)
     except ModelError as error:
         yield str(error)
         return
     kinds = {str(kind) for kind in text.get("layer_types") or ()}
     if text.get("model_type") == pages.WITH_STATES:
-        yield from pages.lacks_for_states(text, page_size, device, ranks, kv_cache_dtype, dtype)
+        yield from pages.lacks_for_states(text, device, ranks, kv_cache_dtype)
         kinds -= _STATE_LAYERS
     if others := kinds - _ATTENTION_LAYERS:
         yield f"layers of kind {', '.join(sorted(others))} keep no K and V"
-    multiple = CPU_PAGE if device == "cpu" and not latent else CUDA_PAGE
-    if latent and device == "cpu" and page_size != LATENT_PAGE:
-        yield (
-            f"its kernel for latents (MLA) on CPUs takes pages of {LATENT_PAGE} tokens and pages.page_size is "
-            f"{page_size}: --set pages.page_size={LATENT_PAGE}"
-        )
-    elif page_size % multiple:
-        yield (
-            f"its kernels take pages of a multiple of {multiple} tokens and pages.page_size is {page_size}: "
-            f"--set pages.page_size={multiple}"
-        )
+    if wrong_size:
+        yield wrong_size
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
     if isinstance(heads, int) and heads % ranks and not latent:
         yield f"{heads} KV heads can't be shared evenly by {ranks} ranks: lower tensor_parallel_size"

@@ -71,7 +71,7 @@ def test_a_model_that_only_vllm_serves(model: Path, doctor: Doctor):
     assert "vLLM's runner can't: vLLM is not installed: pip install" in report["why"]
     code, report = doctor(model, vllm=RIGHT)
     assert (code, report["engine"]) == (1, None)
-    assert finding(report, "page size")["advice"] == "--set pages.page_size=32"
+    assert finding(report, "page size")["advice"].endswith(" --set pages.page_size=32")
     code, report = doctor(model, "--set", "pages.page_size=32", vllm=RIGHT)
     assert (code, report["engine"]) == (0, "vllm")
     assert "Baton's tests run no model like it" in finding(report, "vLLM's runner")["found"]
@@ -107,6 +107,19 @@ def test_pages_in_fp8_are_for_vllm_and_take_half(model: Path, doctor: Doctor, mo
     code, report = doctor(model, *fp8, vllm=RIGHT)
     assert (code, report["engine"]) == (1, None)
     assert "on a CPU with AVX-512 only" in finding(report, "vLLM's runner")["advice"]
+
+
+def test_the_page_that_a_recurrent_state_needs(model: Path, doctor: Doctor):
+    name = "GraniteMoeHybridForCausalLM"
+    sizes = {"head_dim": 32, "mamba_n_heads": 4, "mamba_d_state": 128, "layer_types": [*["mamba"] * 3, "attention"]}
+    changed(model, architectures=[name], model_type="granitemoehybrid", **sizes)
+    vllm = Installation(VLLM_VERSION, frozenset({name}))
+    code, report = doctor(model, "--set", "pages.page_size=32", vllm=vllm)
+    assert (code, report["engine"]) == (1, None)
+    for subject in ("vLLM's runner", "page size"):
+        assert finding(report, subject)["advice"].endswith(" --set pages.page_size=160")
+    code, report = doctor(model, "--set", "pages.page_size=160", vllm=vllm)
+    assert (code, report["engine"]) == (0, "vllm")
 
 
 def test_a_gpu_is_for_vllm_and_its_memory_is_looked_at(model: Path, doctor: Doctor):

@@ -72,6 +72,7 @@ def test_the_rule(setting: Any, native: str, vllm: str, on_gpu: bool, engine: st
         (MLA | {"index_topk": 2048}, 16, "cpu", "sparse attention"),
         (GRANITE, 64, "cpu", ""),
         (GRANITE, 32, "cpu", "--set pages.page_size=64"),
+        (GRANITE, 80, "cpu", "--set pages.page_size=64"),
         (GRANITE | {"dtype": "bfloat16"}, 64, "cpu", "--set pages.page_size=96"),
         (GRANITE | {"mamba_d_state": None}, 64, "cpu", "mamba_d_state"),
         (GRANITE, 64, "cuda", "on a CPU only"),

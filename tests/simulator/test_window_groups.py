@@ -85,7 +85,7 @@ def test_a_decode_worker_goes_on_from_what_another_has_stored(groups: WindowGrou
     """All that the first one has generated is in the store, with the window pages behind it."""
     rig = make_rig(groups)
     first = rig.worker("decode", 80, DecodeConfig())
-    order(first, PROMPT, 12, remote=False)
+    order(first, PROMPT, 14, remote=False)  # ends within a page, so that the next one looks at what is stored
     rig.settle()
     tokens = PROMPT + drawn(first)
     rig.kill(first)
