@@ -126,7 +126,7 @@ class ModelConfig(_Section, frozen=True):
     path: str = ""  # directory of a Hugging Face checkpoint, a GGUF file, or a hub id; required
     engine: Literal["auto", "native", "vllm"] = "auto"  # what computes; auto: docs/vllm.md has the rule
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] = (
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"] = (
         "auto"  # auto: as dtype, or FP8 where the checkpoint says so
     )
     served_model_name: str | tuple[str, ...] = ""  # names clients use, the first in answers; default: end of path

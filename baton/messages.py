@@ -98,7 +98,7 @@ class Namespace(Struct, frozen=True):
 
 def difference(theirs: Namespace, ours: Namespace) -> str:
     """Return in words what keeps a process from sharing our pages; "" if nothing does."""
-    for name in Namespace.__struct_fields__:
+    for name in ("kv_dtype", *Namespace.__struct_fields__):  # the model's digest may depend on it, and says less
         one, other = getattr(theirs, name), getattr(ours, name)
         if one == other:
             continue

@@ -48,7 +48,7 @@ from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
 from engine.spec import ModelSpec
 from engine.step.batch import Batch, Chunk, Sampled, TokenDraw, flatten
-from kvstore.layout import PageLayout
+from kvstore.layout import INT8, PageLayout
 from kvstore.window_groups import NO_GROUPS
 
 FittingPages: TypeAlias = "Callable[[Callable[[int], Engine]], int]"
@@ -384,7 +384,8 @@ def dtype_of(config: ModelSpec, dtype: str) -> str:
 def layout_of(config: ModelSpec, dtype: str, page_size: int, kv_cache_dtype: str = "auto") -> PageLayout:
     """The pages of a model that runs in `dtype`, and holds K and V in `kv_cache_dtype`, by "auto" in the same. Raises
     ModelError for others than these can be."""
-    held = dtype_of(config, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
+    own = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    held = INT8 if kv_cache_dtype == INT8 else dtype_of(config, own)
     return PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, held)
 
 
@@ -405,7 +406,7 @@ def _give_back() -> None:
 def _make_pool(num_pages: int, layout: PageLayout, device: str) -> torch.Tensor:
     """Zeros, since attention reads, behind a mask, what was never written."""
     try:
-        pool = torch.empty((num_pages, *layout.shape), dtype=TORCH_DTYPES[layout.dtype], device=device)
+        pool = torch.empty((num_pages, *layout.shape), dtype=getattr(torch, layout.dtype), device=device)
     except RuntimeError as error:
         size = num_pages * layout.page_bytes
         raise NotEnoughMemory(f"{num_pages} pages, {size:,} bytes, don't fit into {device}: {error}") from error

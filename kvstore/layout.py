@@ -9,6 +9,10 @@ them keep them. That order is the page's *form*:
     cpu-…       [kv_head, layer, 2 · page_size · head_dim]              vLLM on a CPU, packed for an instruction set
     latent      [1, layer, page_size, head_dim]                         vLLM, models with latent attention (MLA)
 
+Pages of int8 have form `split` too. They hold codes of one byte. Behind those of a layer lie the scales of its rows, in
+float32: [kv_head, layer, codes [2, page_size, head_dim], scales [2, page_size]]. A row is K or V of one token and head.
+Its numbers are its codes times its scale.
+
 A latent stands for the keys and values of all heads: a compressed part and a rotated one, side by side. It counts as
 one head, which every rank has whole.
 
@@ -24,7 +28,10 @@ from dataclasses import dataclass
 LAYOUT_VERSION = 2
 """Raised whenever the meaning of a page's bytes or of its checksum changes; part of every page key's namespace."""
 
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+INT8 = "int8"
+DTYPE_BYTES: Mapping[str, int] = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, INT8: 1
+}  # fmt: skip
 """Element types that a page may hold, with their size in bytes."""
 
 SPLIT, PAIRED, LATENT = "split", "paired", "latent"
@@ -37,7 +44,7 @@ FORMS = (SPLIT, PAIRED, LATENT, *(_PACKED + isa for isa in ("amx", "neon", "rvv"
 class PageLayout:
     """How `page_size` tokens' keys and values lie in one page.
 
-    Raises ValueError for a dimension below one, or a dtype or form that no page has.
+    Raises ValueError for a dimension below one, or a dtype or form that no page has, or not together.
     """
 
     num_layers: int
@@ -56,6 +63,10 @@ class PageLayout:
             raise ValueError(f"page layout: dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
         if self.form not in FORMS:
             raise ValueError(f"page layout: form {self.form!r} is none of {', '.join(FORMS)}")
+        if self.dtype == INT8 and (self.form != SPLIT or self.head_dim % 2):
+            raise ValueError(
+                f"page layout: int8 needs form split and an even head_dim, not {self.form}, {self.head_dim}"
+            )
 
     @property
     def version(self) -> int:
@@ -65,6 +76,8 @@ class PageLayout:
     def shape(self) -> tuple[int, ...]:
         """That of the form, in elements; KV heads first, then layers."""
         outer = (self.num_kv_heads, self.num_layers)
+        if self.dtype == INT8:
+            return (*outer, 2 * self.page_size * self._row_bytes)
         if self.form == SPLIT:
             return (*outer, 2, self.page_size, self.head_dim)
         if self.form == PAIRED:
@@ -77,7 +90,12 @@ class PageLayout:
     def token_bytes(self) -> int:
         """Bytes that one token's keys and values take, all layers and heads together."""
         kinds = 1 if self.form == LATENT else 2
-        return self.num_kv_heads * self.num_layers * kinds * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_kv_heads * self.num_layers * kinds * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        """Of K or V of one token, head and layer."""
+        return self.head_dim * DTYPE_BYTES[self.dtype] + (DTYPE_BYTES["float32"] if self.dtype == INT8 else 0)
 
     @property
     def page_bytes(self) -> int:

@@ -47,7 +47,7 @@ def size(
     concurrency: Annotated[int, typer.Option(min=1, help="Sequences on one decode worker at a time.")] = 8,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="Of pages: auto (as --dtype), one of the same, or fp8, vLLM's runner only.")
+        str, typer.Option(help="Of pages: auto (as --dtype), one of the same, int8, or fp8, vLLM's runner only.")
     ] = "auto",
     device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.AUTO,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = Config().pages.page_size,

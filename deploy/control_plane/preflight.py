@@ -339,7 +339,8 @@ def check_engine(config: Config) -> None:
     engine, held = config.model.engine, config.model.kv_cache_dtype
     if engine == "native" and held in FP8:
         raise ConfigError(
-            f"model.kv_cache_dtype is {held}, and our own engine has no FP8 pages; vLLM's runner has: --engine vllm"
+            f"model.kv_cache_dtype is {held}, and our own engine has no FP8 pages: set int8 there, or take vLLM's "
+            "runner, which has them: --engine vllm"
         )
     if not (why := _asks_for_vllm(config)) or not is_loopback(config.router.host):
         return

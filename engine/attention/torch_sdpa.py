@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from engine.device.uploads import upload
 from engine.step.batch import Batch, Ints, Span
-from kvstore.layout import PageLayout
+from kvstore.layout import INT8, PageLayout
 
 SMALLEST_BUCKET = 3
 """Sequences of up to 2³ pages are padded to one another: below that, one more call costs more than the padding."""
@@ -65,8 +65,10 @@ class TorchAttention:
         self.scale = scale
         self.pool = pool
         self.layout = layout
-        self.token_rows = pool.view(-1, layout.head_dim)
-        self.page_rows = pool.view(-1, layout.page_size * layout.head_dim)
+        self.codes = _Codes(pool, layout) if layout.dtype == INT8 else None
+        if self.codes is None:
+            self.token_rows = pool.view(-1, layout.head_dim)
+            self.page_rows = pool.view(-1, layout.page_size * layout.head_dim)
         gather_bytes = CPU_GATHER_BYTES if pool.device.type == "cpu" else CUDA_GATHER_BYTES
         self.gather_pages = gather_bytes * layout.num_layers // layout.page_bytes  # of one layer's K and V
 
@@ -80,6 +82,31 @@ class TorchAttention:
         """
         heads = np.arange(self.layout.num_kv_heads)[:, None]
         return (pages[..., None, :] * self.layout.num_kv_heads + heads) * (2 * self.layout.num_layers)
+
+
+class _Codes:
+    """The codes and the scales of int8 pages. Rows are counted as `TorchAttention` counts them."""
+
+    def __init__(self, pool: torch.Tensor, layout: PageLayout) -> None:
+        parts = pool.view(-1, layout.shape[-1])
+        end = 2 * layout.page_size * layout.head_dim
+        self._codes = parts[:, :end].view(len(parts), 2 * layout.page_size, layout.head_dim)
+        self._scales = parts[:, end:].view(torch.float32)
+        self._page_size = layout.page_size
+
+    def write(self, rows: torch.Tensor, x: torch.Tensor) -> None:
+        """Quantise `x`, [rows, head_dim]. The largest number of each row becomes 127 or −127."""
+        x = x.float()
+        scale = x.abs().amax(1) / 127
+        at = rows // (2 * self._page_size), rows % (2 * self._page_size)
+        inverse = torch.where(scale > 0, scale.reciprocal(), 0)
+        self._codes[at] = (x * inverse[:, None]).round().to(torch.int8)
+        self._scales[at] = scale
+
+    def read(self, pages: torch.Tensor) -> torch.Tensor:
+        """[...] → [..., page_size, head_dim]"""
+        codes = self._codes.unflatten(1, (2, self._page_size))[pages // 2, pages % 2]
+        return codes * self._scales.unflatten(1, (2, self._page_size))[pages // 2, pages % 2][..., None]
 
 
 @dataclass(frozen=True)
@@ -116,11 +143,14 @@ class TorchStep:
             backend.pool.index_fill_(0, self._tensor(batch.fresh_pages), 0)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        layout, rows = self._backend.layout, self._backend.token_rows
+        layout, codes = self._backend.layout, self._backend.codes
         slots = self._slots + layer * 2 * layout.page_size
-        keys, values = keys.to(rows.dtype), values.to(rows.dtype)
-        rows.index_copy_(0, slots, keys.reshape(-1, layout.head_dim))
-        rows.index_copy_(0, slots + layout.page_size, values.reshape(-1, layout.head_dim))
+        for at, new in ((slots, keys), (slots + layout.page_size, values)):
+            rows = new.reshape(-1, layout.head_dim)
+            if codes is None:
+                self._backend.token_rows.index_copy_(0, at, rows.to(self._backend.token_rows.dtype))
+            else:
+                codes.write(at, rows)
 
     def attend(self, layer: int, queries: torch.Tensor, window: int | None) -> torch.Tensor:
         if window not in self._plans:
@@ -137,7 +167,9 @@ class TorchStep:
 
     def _gather(self, rows: torch.Tensor, layer: int) -> torch.Tensor:
         """K and V of one layer: [2, ..., heads, pages] → [2, ..., heads, pages · page_size, head_dim]."""
-        pages = functional.embedding(rows + 2 * layer, self._backend.page_rows)
+        rows = rows + 2 * layer
+        codes = self._backend.codes
+        pages = functional.embedding(rows, self._backend.page_rows) if codes is None else codes.read(rows)
         return pages.view(*rows.shape[:-1], -1, self._backend.layout.head_dim)
 
     def _plan(self, window: int | None, dtype: torch.dtype) -> Iterator[_Singles | _PageRange]:

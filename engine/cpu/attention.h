@@ -33,8 +33,19 @@ alignas(64) const float kZeros[kMostHeadDim] = {};
 
 struct Shape {
   int64_t heads, kv_heads, head_dim, page_size, layers;
+  int64_t element;              // bytes of a number in a page; 1: codes, with a scale for each row
   int64_t group() const { return heads / kv_heads; }  // query heads that share a KV head
   int64_t padded() const { return round_up(head_dim, 32); }
+
+  // A page is [kv_heads][layers] parts. A part is the rows of K of all tokens, then of V, and of codes the rows' scales.
+  bool codes() const { return element == 1; }
+  int64_t row_bytes() const { return head_dim * element; }
+  int64_t scales_at() const { return 2 * page_size * row_bytes(); }
+  int64_t part_bytes() const { return scales_at() + (codes() ? 2 * page_size * int64_t{sizeof(float)} : 0); }
+  int64_t page_bytes() const { return kv_heads * layers * part_bytes(); }
+  int64_t part(int64_t page, int64_t head, int64_t layer) const {
+    return ((page * kv_heads + head) * layers + layer) * part_bytes();
+  }
 };
 
 // Rows of one sequence that follow each other; one alone is a run, too.
@@ -60,7 +71,7 @@ struct Ahead {
     const char* from;
     int64_t bytes;
   };
-  Stretch stretches[2 * kKeys];
+  Stretch stretches[4 * kKeys];
   int count, at;
   int64_t lines;  // of all
 
@@ -99,6 +110,7 @@ struct Scratch {
   alignas(64) uint32_t weights[kKeys * kWide];            // [words of keys][48], or [queries][64 numbers]
   alignas(64) uint32_t columns[kKeys * kMostHeadDim];     // values [words of keys][head_dim], or keys [4][words][16]
   alignas(64) float part[kFew * (kMostHeadDim + 2)];      // what few queries come to
+  alignas(64) float numbers[2 * kKeys * kMostHeadDim];    // keys and values of a block whose pages hold codes
   float shrink[kFew];
   const void* keys[kKeys + 1];
   const void* values[kKeys + 1];
@@ -107,7 +119,7 @@ struct Scratch {
 template <class T>
 struct Attention {
   const Shape& shape;
-  const T* pool;     // [pages][kv_heads][layers][2][page_size][head_dim]
+  const char* pool;  // [pages][kv_heads][layers] parts
   const T* queries;  // of each run in turn [kv_heads][its rows][group][padded]
   T* output;         // [rows][heads][head_dim]
   float* parts;      // of each run of few queries in turn [kv_heads][segments][its queries][padded + 2]
@@ -128,19 +140,23 @@ struct Attention {
     return output + ((run.row + query / group) * shape.heads + head * group + query % group) * shape.head_dim;
   }
 
-  // K of the sequence's page `index`, from `offset` on; V lies page_size rows later.
-  const T* key(const Run& run, int64_t head, int64_t index, int64_t offset) const {
-    const int64_t block = (run.pages[index] * shape.kv_heads + head) * shape.layers + layer;
-    return pool + (block * 2 * shape.page_size + offset) * shape.head_dim;
+  // A row of a part; of codes, made numbers in `to`.
+  const void* row_of(const char* part, int64_t row, T* to) const {
+    const char* const from = part + row * shape.row_bytes();
+    if (!shape.codes()) return from;
+    float scale;
+    std::memcpy(&scale, part + shape.scales_at() + row * sizeof scale, sizeof scale);
+    copy_row(reinterpret_cast<const int8_t*>(from), to, shape.head_dim, scale);
+    return to;
   }
 
-  // Calls with each page's part of [first, end): its keys, and how many.
+  // Calls with each page's part of [first, end): the first of its keys, and how many. V lies page_size rows later.
   template <class Work>
   void by_page(const Run& run, int64_t head, int64_t first, int64_t end, const Work& work) const {
     for (int64_t rows; first < end; first += rows) {
       const int64_t offset = first % shape.page_size;
       rows = least(shape.page_size - offset, end - first);
-      work(key(run, head, first / shape.page_size, offset), rows);
+      work(pool + shape.part(run.pages[first / shape.page_size], head, layer), offset, rows);
     }
   }
 
@@ -151,10 +167,11 @@ struct Attention {
       for (; at < until; ++at) scratch.keys[at] = scratch.values[at] = kZeros;
     };
     zeros_until(from - first);
-    by_page(run, head, from, end, [&](const T* keys, int64_t rows) {
-      for (int64_t i = 0; i < rows; ++i, ++at, keys += shape.head_dim) {
-        scratch.keys[at] = keys;
-        scratch.values[at] = keys + shape.page_size * shape.head_dim;
+    auto* to = reinterpret_cast<T*>(scratch.numbers);
+    by_page(run, head, from, end, [&](const char* part, int64_t row, int64_t rows) {
+      for (const int64_t last = row + rows; row < last; ++row, ++at, to += 2 * shape.head_dim) {
+        scratch.keys[at] = row_of(part, row, to);
+        scratch.values[at] = row_of(part, shape.page_size + row, to + shape.head_dim);
       }
     });
     zeros_until(kKeys);
@@ -163,10 +180,11 @@ struct Attention {
   // K and V of [first, end) are needed next.
   void look(const Run& run, int64_t head, int64_t first, int64_t end, Ahead& ahead) const {
     ahead.clear();
-    by_page(run, head, first, end, [&](const T* keys, int64_t rows) {
-      const int64_t bytes = rows * shape.head_dim * static_cast<int64_t>(sizeof(T));
-      ahead.add(keys, bytes);
-      ahead.add(keys + shape.page_size * shape.head_dim, bytes);
+    by_page(run, head, first, end, [&](const char* part, int64_t row, int64_t rows) {
+      for (int64_t at : {row, shape.page_size + row}) {
+        ahead.add(part + at * shape.row_bytes(), rows * shape.row_bytes());
+        if (shape.codes()) ahead.add(part + shape.scales_at() + at * sizeof(float), rows * sizeof(float));
+      }
     });
   }
 

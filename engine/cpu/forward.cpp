@@ -97,7 +97,8 @@ struct Model {
   const float* norm;         // [hidden]
   Weight head;
   const Layer* layer;        // [layers]
-  void* pool;                // [pages][kv_heads][layers][2][page_size][head_dim]
+  char* pool;                // [pages][kv_heads][layers] parts, as `Shape` says
+  int64_t element;           // bytes of a number there; 1: codes
 };
 
 struct Batch {
@@ -402,7 +403,7 @@ class Step {
  public:
   Step(const Model& model, const Batch& batch, Pool* pool, char* memory)
       : m(model), b(batch), pool_(pool), threads_(pool->threads()),
-        shape_{m.heads, m.kv_heads, m.head_dim, m.page_size, m.layers} {
+        shape_{m.heads, m.kv_heads, m.head_dim, m.page_size, m.layers, m.element} {
     qkv_size_ = round_up((m.heads + 2 * m.kv_heads) * m.head_dim, kTile);
     const int64_t rows = least(b.rows, block_end(0, b.rows) + kBlockRows / 4), few = least(rows, kFewRows);
     const int64_t group = shape_.group(), samples = b.logits ? b.sample_count : 0;
@@ -567,9 +568,8 @@ class Step {
 
   // The first meeting of the threads comes before anybody reads what is made here.
   void begin(int thread) {
-    const int64_t page_elements = m.kv_heads * m.layers * 2 * m.page_size * m.head_dim;
     for (int64_t i = thread; i < b.begun_count; i += threads_)
-      std::memset(static_cast<T*>(m.pool) + b.begun()[i] * page_elements, 0, page_elements * sizeof(T));
+      std::memset(m.pool + b.begun()[i] * shape_.page_bytes(), 0, shape_.page_bytes());
     const Range rows = share(b.rows, thread, threads_);
     for (int64_t row = rows.first; row < rows.last; ++row) {
       copy_row(static_cast<const T*>(m.embedding) + b.tokens()[row] * m.hidden, x_ + row * m.hidden, m.hidden,
@@ -818,32 +818,43 @@ class Step {
   // Norms and rotates queries and keys, and writes keys and values into their pages.
   void place(const Layer& layer, int64_t l, const Block& block, int thread) {
     const int64_t heads = layer.output.tiles ? m.heads : 0, all = heads + 2 * m.kv_heads, rest = m.head_dim - 2 * m.half;
-    const int64_t values = m.page_size * m.head_dim, group = shape_.group();
+    const int64_t group = shape_.group();
     const Range rows = share(block.rows(), thread, threads_);
     int64_t r = 0;
     for (int64_t i = rows.first; i < rows.last; ++i) {
       const int64_t row = block.first + i, position = b.positions()[row], slot = slot_[i];
       const int64_t page = reinterpret_cast<const int64_t*>(b.tables()[row])[position / m.page_size];
-      T* const to = static_cast<T*>(m.pool) +
-                    ((page * m.kv_heads * m.layers + l) * 2 * m.page_size + position % m.page_size) * m.head_dim;
+      const int64_t offset = position % m.page_size;
       while (slot >= 0 && runs_[r].row + runs_[r].rows <= slot) ++r;
       for (int64_t head = slot >= 0 ? 0 : heads; head < all; ++head) {
         float* const x = qkv_ + i * qkv_size_ + head * m.head_dim;
         const int64_t kv_head = head - heads;
         if (kv_head >= m.kv_heads) {
-          copy_row(x, to + (kv_head - m.kv_heads) * m.layers * 2 * values + values, m.head_dim);
+          write(x, m.pool + shape_.part(page, kv_head - m.kv_heads, l), m.page_size + offset);
           continue;
         }
         const float* const norm = layer.qk_norm + (kv_head < 0 ? head : m.heads + kv_head) * m.head_dim;
         if (layer.qk_norm) norm_row(x, norm, x, m.head_dim, m.norm_eps);
+        const int64_t angles = (layer.rope * b.rows + row) * m.half;
+        if (kv_head >= 0) {
+          rotate(x, cos_ + angles, sin_ + angles, x, m.half);
+          write(x, m.pool + shape_.part(page, kv_head, l), offset);
+          continue;
+        }
         T* const query = queries_ + (runs_[r].row * m.heads + (head / group * runs_[r].rows + slot - runs_[r].row) * group +
                                      head % group) * shape_.padded();
-        T* const turned = kv_head < 0 ? query : to + kv_head * m.layers * 2 * values;
-        const int64_t angles = (layer.rope * b.rows + row) * m.half;
-        rotate(x, cos_ + angles, sin_ + angles, turned, m.half);
-        if (rest) copy_row(x + 2 * m.half, turned + 2 * m.half, rest);
+        rotate(x, cos_ + angles, sin_ + angles, query, m.half);
+        if (rest) copy_row(x + 2 * m.half, query + 2 * m.half, rest);
       }
     }
+  }
+
+  // Puts K or V of a token into a part of its page.
+  void write(const float* x, char* part, int64_t row) const {
+    char* const to = part + row * shape_.row_bytes();
+    if (!shape_.codes()) return copy_row(x, reinterpret_cast<T*>(to), m.head_dim);
+    const float scale = quantise(x, reinterpret_cast<int8_t*>(to), m.head_dim);
+    std::memcpy(part + shape_.scales_at() + row * sizeof scale, &scale, sizeof scale);
   }
 
   // The residual stream of the block's sample rows.
@@ -854,7 +865,7 @@ class Step {
   }
 
   void attend(const Layer& layer, int64_t l, int thread) {
-    const Attention<T> attention{shape_, static_cast<const T*>(m.pool), queries_, attended_, parts_, ended_, l, layer.window,
+    const Attention<T> attention{shape_, m.pool, queries_, attended_, parts_, ended_, l, layer.window,
                                 static_cast<float>(m.attention_scale)};
     share_out(unit_count_, thread, [&](int64_t index) {
       const Unit& unit = units_[index];

@@ -70,6 +70,7 @@ class _Model(ctypes.Structure):
         ("expert_inner", _Count), ("norm_eps", _Double), ("embedding_scale", _Double),
         ("attention_scale", _Double), ("embedding", _Pointer), ("frequencies", _Pointer), ("rope_factors", _Pointer),
         ("norm", _Pointer), ("head", _Weight), ("layer", _Pointer), ("pool", _Pointer),
+        ("element", _Count),
     ]  # fmt: skip
 
 
@@ -103,7 +104,8 @@ class NativeForward:
         """`weights` and `pool` are such as `runs` says; both stay the caller's, and must stay."""
         assert runs(config, weights, pool, threads.threads)
         self._threads = threads
-        self._hidden_size, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, pool.dtype
+        self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
+        self._dtype = weights.embedding.dtype
         self._has_head = weights.head is not None
         self.forms = set[str]()  # of products that are not dense
         self._references: list[object] = [weights, pool]  # whatever C++ has pointers to
@@ -114,7 +116,7 @@ class NativeForward:
         logits = torch.empty((_KEPT_ROWS, config.vocab_size if self._has_head else 0), dtype=torch.float32)
         self._logits = [logits[:rows] for rows in range(_KEPT_ROWS + 1)]  # a slice costs more than the rest of a call
         self._best = np.empty(_KEPT_ROWS, dtype=np.int64)
-        self._hidden = torch.empty((_KEPT_ROWS, config.hidden_size), dtype=pool.dtype)
+        self._hidden = torch.empty((_KEPT_ROWS, config.hidden_size), dtype=self._dtype)
         self._addresses = (self._hidden.data_ptr(), logits.data_ptr(), self._best.__array_interface__["data"][0])
         self._forward: Callable[..., int] = library.baton_forward
         self._head: Callable[..., int] = library.baton_head
@@ -182,14 +184,14 @@ class NativeForward:
         head = _Weight() if weights.head is None else self._product(weights.head)[0]
         frequencies = torch.stack([rotary.inverse_frequencies(rope, config.head_dim) for rope in ropes])
         return _Model(
-            _DTYPES[pool.dtype], config.hidden_size, _inner_size(weights), config.num_heads, config.num_kv_heads,
+            _DTYPES[self._dtype], config.hidden_size, _inner_size(weights), config.num_heads, config.num_kv_heads,
             config.head_dim, config.num_layers, config.vocab_size, layout.page_size, config.activation == "gelu_tanh",
             *frequencies.shape, max((one.count for one in experts), default=0),
             max((one.top_k for one in experts), default=0), _expert_inner(weights), config.norm_eps,
-            float(torch.tensor(config.embedding_scale, dtype=pool.dtype)), config.attention_scale,
+            float(torch.tensor(config.embedding_scale, dtype=self._dtype)), config.attention_scale,
             self._keep(weights.embedding), self._keep(frequencies),
             self._keep(torch.tensor([rope.attention_factor for rope in ropes])), self._float(weights.norm), head,
-            ctypes.addressof(layers), self._keep(pool),
+            ctypes.addressof(layers), self._keep(pool), pool.element_size(),
         )  # fmt: skip
 
     def _describe_layer(self, layer: LayerWeights) -> _Layer:
@@ -254,13 +256,14 @@ def _expert_inner(weights: ModelWeights) -> int:
 
 
 def runs(config: ModelSpec, weights: ModelWeights, pool: torch.Tensor, threads: int) -> bool:
-    """Whether there are kernels for such a model: in float32 or bfloat16 as its pages, on a CPU."""
+    """Whether there are kernels for such a model: in float32 or bfloat16, on a CPU, with pages in the same or
+    in int8."""
     embedding = weights.embedding
     return (
         features.runs(config)
         and embedding.device.type == "cpu"
         and embedding.dtype in _DTYPES
-        and pool.dtype == embedding.dtype
+        and pool.dtype in (embedding.dtype, torch.int8)
         and config.hidden_size % 2 == 0  # two inputs of bfloat16 make a word
         and config.head_dim <= MOST_HEAD_DIM
         and threads <= MOST_THREADS

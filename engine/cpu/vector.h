@@ -10,7 +10,7 @@
 // filled, counted and zeros are the same number in all lanes, 0 to 15, and 0. largest_of is of all lanes, and so is
 // sum_of, which adds lane i to lane i + 8, then to i + 4, i + 2 and i + 1.
 //
-// load16 and store16 convert from and to the memory's type, to the nearest. With a count, they and what else takes one
+// load16 and store16 convert from and to the memory's type, to the nearest, which of int8 is within −128 and 127. With a count, they and what else takes one
 // touch only so many numbers, none for 0 or less, and those missing read as zero. load_halves leaves a bf16 as it is in
 // the lower half of a word; pairs(low, high) rounds to two of them in each word.
 //

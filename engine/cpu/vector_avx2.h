@@ -160,6 +160,15 @@ inline Floats load16(const fp16* from) {
 }
 inline Floats load16(const float* from, int64_t count) { return as_floats(load_words(from, count)); }
 inline Floats load16(const bf16* from, int64_t count) { return as_floats(shifted_left<16>(load_halves(from, count))); }
+inline Floats load16(const int8_t* from, int64_t count) {
+  int8_t part[kLanes] = {};
+  if (count < kLanes) {
+    if (count > 0) std::memcpy(part, from, count);
+    from = part;
+  }
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return to_floats({_mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))});
+}
 
 // As float32 with the lower half yet to be cut off; what is no number stays none.
 inline Words rounded(Floats x) {
@@ -182,6 +191,14 @@ inline void store16(bf16* to, Floats x, int64_t count) {
   bf16 part[kLanes];
   store16(part, x);
   if (count > 0) std::memcpy(to, part, count * sizeof(bf16));
+}
+inline void store16(int8_t* to, Floats x, int64_t count) {
+  const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
+  const __m256i halves = _mm256_permute4x64_epi64(mixed, 0xd8);
+  int8_t part[kLanes];
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(part),
+                   _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+  if (count > 0) std::memcpy(to, part, count < kLanes ? count : kLanes);
 }
 
 // --- codes -----------------------------------------------------------------------------------------------------------

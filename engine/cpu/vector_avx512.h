@@ -96,6 +96,9 @@ inline Floats load16(const fp16* from) {
 }
 inline Floats load16(const float* from, int64_t count) { return {_mm512_maskz_loadu_ps(first_lanes(count).all, from)}; }
 inline Floats load16(const bf16* from, int64_t count) { return as_floats(shifted_left<16>(load_halves(from, count))); }
+inline Floats load16(const int8_t* from, int64_t count) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(count).all, from)))};
+}
 
 inline __m256i rounded(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x.all); }
 inline void store16(float* to, Floats x) { _mm512_storeu_ps(to, x.all); }
@@ -103,6 +106,9 @@ inline void store16(bf16* to, Floats x) { _mm256_storeu_si256(reinterpret_cast<_
 inline void store16(float* to, Floats x, int64_t count) { _mm512_mask_storeu_ps(to, first_lanes(count).all, x.all); }
 inline void store16(bf16* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first_lanes(count).all, rounded(x));
+}
+inline void store16(int8_t* to, Floats x, int64_t count) {
+  _mm_mask_storeu_epi8(to, first_lanes(count).all, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.all)));
 }
 
 inline Floats as_bf16(Floats x) { return as_floats(shifted_left<16>(widened(rounded(x)))); }

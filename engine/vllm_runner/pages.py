@@ -12,7 +12,7 @@ from typing import Any
 
 from baton.errors import ModelError
 from engine.models.config_file import DTYPES, ConfigFile
-from kvstore.layout import DTYPE_BYTES, LATENT, PageLayout
+from kvstore.layout import DTYPE_BYTES, INT8, LATENT, PageLayout
 
 FP8: Mapping[str, str] = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """The values of `model.kv_cache_dtype` that vLLM's runner alone takes, each with the dtype of its pages."""
@@ -35,7 +35,7 @@ def vllm_kv_dtype(config: Mapping[str, Any], kv_cache_dtype: str) -> str:
 def largest_page(config: Mapping[str, Any], dtype: str, page_size: int, kv_cache_dtype: str) -> PageLayout:
     """Return the page of a model with the sizes that all configs name alike, computed in `dtype`.
 
-    Raises ModelError for a config without them, and a dtype that no model is computed in.
+    Raises ModelError for a config without them, a dtype that no model is computed in, and latents in int8.
     """
     own = ConfigFile(config)
     heads = own.count("num_key_value_heads", own.count("num_attention_heads"))
@@ -46,6 +46,8 @@ def largest_page(config: Mapping[str, Any], dtype: str, page_size: int, kv_cache
     chosen = vllm_kv_dtype(config, kv_cache_dtype)
     held = dtype if chosen == "auto" else FP8.get(chosen, chosen)
     if width := latent_width(config):
+        if held == INT8:
+            raise ModelError("latents (MLA) are not kept in int8: set model.kv_cache_dtype to auto")
         return PageLayout(own.count("num_hidden_layers"), 1, width, page_size, held, LATENT)
     return PageLayout(own.count("num_hidden_layers"), heads, own.head_dim(), page_size, held)
 

@@ -12,6 +12,13 @@ def test_a_hand_off_is_measured_beside_its_limit() -> None:
     assert all(result.value > 0 and result.ratio and result.limit for result in results)
 
 
+def test_pages_of_int8_are_handed_over_beside_bfloat16() -> None:
+    result = hand_off.int8_beside_bfloat16(1)
+    assert result.value > 0
+    assert result.ratio
+    assert result.case == "hand-off verifying, 8,192 tokens in int8 beside bfloat16"
+
+
 def test_round_trips_are_told_by_call() -> None:
     times = hand_off.round_trips(20)
     assert set(times) == {"Reserve", "Seal", "Acquire", "Release"}

