@@ -40,7 +40,11 @@ ROOFLINE_SHARES = {"decode-1": 0.75, "decode-8": 0.75}
 TARGET, CLEARLY, OFTEN = 1.0, 1.1, 3
 """In every case at least as fast as the best peer, and 1.1 times as fast in three of them."""
 
-_OPENVINO_STEP_TOKENS = 4_096  # its own default of 256 makes prefill slower; vLLM's default is 4,096 here
+_ROUNDING = {
+    "int8": ["--weight-format", "int8"],  # by row, its only way
+    "int4": ["--weight-format", "int4", "--group-size", "128", "--ratio", "1.0", "--sym"],  # as `baton quantize`
+}
+OPENVINO_STEP_TOKENS = 4_096  # its own default of 256 makes prefill slower; vLLM's default is 4,096 here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,17 +79,19 @@ def prepare(folder: Path, without: Sequence[str]) -> None:
         environments.tcmalloc(folder)
 
 
-def converted(folder: Path) -> Path:
-    """Return the checkpoint as OpenVINO reads it, made once; weights stay bfloat16. Raises NotPrepared."""
+def converted(folder: Path, form: str = "") -> Path:
+    """Return the checkpoint as OpenVINO reads it, made once. Weights stay bfloat16, or have the form "int8" or "int4".
+    Raises NotPrepared."""
     checkpoint = models.directory("100m")
-    place = folder / f"openvino-{checkpoint.name}"
+    place = folder / "-".join(filter(None, ("openvino", checkpoint.name, form)))
     if not place.exists():
         making = Path(tempfile.mkdtemp(dir=folder))
         tool = OPENVINO.folder(folder) / "bin" / "optimum-cli"
         command = [str(tool), "export", "openvino", "--model", str(checkpoint), "--task", "text-generation-with-past"]
         try:
             # Prompts are token ids, so no tokenizer is needed.
-            subprocess.run([*command, "--disable-convert-tokenizer", str(making)], stdout=sys.stderr, check=True)
+            command += ["--disable-convert-tokenizer", *_ROUNDING.get(form, ()), str(making)]
+            subprocess.run(command, stdout=sys.stderr, check=True)
             making.rename(place)
         except (OSError, subprocess.CalledProcessError) as error:
             raise NotPrepared(f"the checkpoint could not be converted: {error}") from error
@@ -126,7 +132,7 @@ def _vllm(folder: Path, threads: int) -> tuple[list[str], dict[str, str]]:
 
 
 def _openvino(folder: Path, threads: int) -> tuple[list[str], dict[str, str]]:
-    words = [str(converted(folder)), str(threads), str(_OPENVINO_STEP_TOKENS)]
+    words = [str(converted(folder)), str(threads), str(OPENVINO_STEP_TOKENS)]
     return [str(OPENVINO.python(folder)), "-m", "bench.peers.openvino_genai", *words], {}
 
 

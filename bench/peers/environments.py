@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _SYSTEM_LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
@@ -34,12 +35,14 @@ class NotPrepared(Exception):
 @dataclass(frozen=True)
 class Environment:
     """`packages` are installed with all they need. `partial` is one more package, installed with all it needs but
-    `without`: those are of no use here and can't be had for the processor's build of torch."""
+    `without`: those are of no use here and can't be had for the processor's build of torch. With `compiler_flags`
+    packages are compiled anew, and not taken from pip's cache."""
 
     name: str
     packages: tuple[str, ...]
     partial: str | None = None
     without: tuple[str, ...] = ()
+    compiler_flags: str = ""
 
     def folder(self, below: Path) -> Path:
         return below / self.name
@@ -49,7 +52,8 @@ class Environment:
 
     @property
     def contents(self) -> str:
-        return "\n".join([*self.packages, self.partial or "", *(f"without {name}" for name in self.without)])
+        without = [f"without {name}" for name in self.without]
+        return "\n".join([*self.packages, self.partial or "", *without, *filter(None, (self.compiler_flags,))])
 
 
 VLLM = Environment(
@@ -57,9 +61,13 @@ VLLM = Environment(
 )
 OPENVINO = Environment(
     "openvino-genai",
-    ("torch==2.13.0", "openvino-genai==2026.4.1.0"),
+    ("torch==2.13.0", "openvino-genai==2026.4.1.0", "nncf==3.4.0"),  # the last one rounds weights
     partial="optimum-intel==2.2.0",
     without=("torchvision",),
+)
+
+LLAMA_CPP = Environment(  # compiled in some minutes; its kernels for AMX end in a segmentation fault
+    "llama-cpp", ("llama-cpp-python==0.3.36",), compiler_flags="-mno-amx-tile -mno-amx-int8"
 )
 
 
@@ -79,7 +87,10 @@ def prepare(environment: Environment, below: Path) -> None:
     _run([sys.executable, "-m", "venv", str(folder)])
     python = str(environment.python(below))
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _run([*pip, *environment.packages])
+    flags = environment.compiler_flags
+    if flags:
+        pip.append("--no-cache-dir")
+    _run([*pip, *environment.packages], variables={"CFLAGS": flags, "CXXFLAGS": flags} if flags else {})
     if environment.partial is not None:
         _run([*pip, "--no-deps", environment.partial])
         output = _run([python, "-c", _DEPENDENCIES, environment.partial.partition("==")[0]])
@@ -156,8 +167,9 @@ def existing(path: Path) -> Path:
     return path
 
 
-def _run(command: list[str], folder: Path = _ROOT) -> str:
+def _run(command: list[str], folder: Path = _ROOT, variables: Mapping[str, str] = MappingProxyType({})) -> str:
+    own = os.environ | dict(variables)
     try:
-        return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+        return subprocess.run(command, cwd=folder, env=own, stdout=subprocess.PIPE, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise NotPrepared(f"{error}; its reason stands above") from error
