@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
@@ -411,6 +411,15 @@ class Config(_Section, frozen=True):
         mine = msgspec.structs.replace(self, models=())
         return (mine, *(self._pool(number, each) for number, each in enumerate(self.models, 1)))
 
+    def with_models(self, models: Sequence[ModelConfig]) -> Config:
+        """Return the configuration with other settings of each model, the first model's first. Raises ConfigError."""
+        first, *further = models
+        pairs = zip(self.models, further, strict=True)
+        own = tuple(msgspec.structs.replace(each, model=model) for each, model in pairs)
+        config = msgspec.structs.replace(self, model=first, models=own)
+        _check_models(config)
+        return config
+
     def _pool(self, number: int, each: FurtherModel) -> Config:
         cluster = msgspec.structs.replace(
             self.cluster,
@@ -496,6 +505,26 @@ def _with_normal_hosts(config: Config) -> Config:
     router = msgspec.structs.replace(config.router, host=hosts.normal(config.router.host))
     api = msgspec.structs.replace(config.api, host=hosts.normal(config.api.host))
     return msgspec.structs.replace(config, router=router, api=api)
+
+
+def beside(config: Config, paths: Iterable[str]) -> Config:
+    """Return the configuration with further models. They have the first one's number of workers, and its settings but
+    names, adapters and draft model. Raises ConfigError."""
+    kind = "auto" if config.model.speculation == "draft" else config.model.speculation
+    plain = msgspec.structs.replace(
+        config.model, served_model_name="", lora_modules={}, draft_model="", speculation=kind
+    )
+    more = [
+        FurtherModel(
+            model=msgspec.structs.replace(plain, path=path),
+            prefill=config.cluster.prefill,
+            decode=config.cluster.decode,
+        )
+        for path in paths
+    ]
+    config = msgspec.structs.replace(config, models=(*config.models, *more))
+    _check(config)
+    return config
 
 
 def dump(config: Config) -> str:

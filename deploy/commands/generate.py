@@ -34,6 +34,7 @@ def generate(
     ] = "",
     cert_file: Annotated[str, typer.Option(help="PEM certificate to show, where the router asks for one.")] = "",
     key_file: Annotated[str, typer.Option(help="The key of --cert-file.")] = "",
+    model: Annotated[str, typer.Option(help="Of several models, the one to answer; by default the first.")] = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
@@ -47,6 +48,7 @@ def generate(
     with Client(state.target if state is not None else address, tls=tls) as client:
         stream = client.generate(
             prompt,
+            model=model,
             timeout=timeout,
             max_tokens=max_tokens,
             temperature=temperature,

@@ -48,6 +48,7 @@ def collect(folder: Path) -> dict[str, Any]:
     return {
         "cluster": state.name,
         "model": state.model,
+        "further_models": state.further_models,
         "serving": serving,
         "problem": problem or (overview.problem if overview else ""),
         **msgspec.structs.asdict(state.first),

@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.markup import escape
 
+from baton.config import beside
 from deploy.commands.progress import Progress
 from deploy.commands.terminal import ConfigFile, Json, Settings, command, err, load, out, print_json
 from deploy.control_plane import state_file
@@ -45,6 +46,7 @@ class RayOption(StrEnum):
 @command(
     "baton up --model ./model",
     "baton up --model smollm2",
+    "baton up --model ./small --model ./large",
     "baton up --model ./model.gguf",
     "baton up --model Qwen/Qwen3-0.6B --prefill 1 --decode 2",
     "baton up --model ./model --engine vllm --max-model-len 8192 --set pages.page_size=32",
@@ -52,9 +54,12 @@ class RayOption(StrEnum):
 )
 def up(
     model: Annotated[
-        str,
-        typer.Option(help="Directory of a checkpoint, GGUF file, hub id, or smollm2; by default the demo model."),
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            help="Directory of a checkpoint, GGUF file, hub id, or smollm2; by default the demo model. Repeat it for "
+            "models that share the routers."
+        ),
+    ] = None,
     draft_model: Annotated[
         str, typer.Option(help="Small model of the same vocabulary that proposes tokens, which the model verifies.")
     ] = "",
@@ -100,7 +105,8 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start a cluster and return once it serves. On a failure or Ctrl-C, print the cause and leave nothing behind."""
-    flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
+    first, *further = model or [""]
+    flags = {"model.path": first, "model.dtype": dtype and dtype.value, "cluster.name": name}
     flags |= {"model.engine": engine and engine.value, "model.draft_model": draft_model}
     flags |= {"model.served_model_name": served_model_name, "model.max_model_len": max_model_len}
     flags |= {"model.kv_cache_dtype": kv_cache_dtype, "model.quantization": quantization}
@@ -111,7 +117,7 @@ def up(
     flags |= {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.routers": routers}
     flags |= {"api.host": host, "api.port": port, "api.insecure": insecure or None}
     flags |= {"tls.cert_file": ssl_certfile, "tls.key_file": ssl_keyfile, "tls.client_ca_file": ssl_ca_certs}
-    chosen = load(config, settings, flags)
+    chosen = beside(load(config, settings, flags), further)
     with state_file.locked(chosen.cluster.state_dir), Progress(err) as progress:
         if not chosen.model.path:
             progress.say("no --model is given: serving the demo model that comes with Baton")
@@ -126,13 +132,19 @@ def up(
 
 def _as_json(state: State) -> dict[str, Any]:
     doors = {router: msgspec.structs.asdict(addresses) for router, addresses in state.routers.items()}
-    fields = {"name": state.name, "model": state.model, "grpc": state.first.grpc, "http": state.first.http}
+    fields = {
+        "name": state.name,
+        "model": state.model,
+        "further_models": state.further_models,
+        "grpc": state.first.grpc,
+        "http": state.first.http,
+    }
     return fields | {"api": state.first.api, "routers": doors, "log_dir": state.log_dir}
 
 
 def _shown(state: State, overview: ClusterOverview | None) -> Iterator[str]:
     """Yield the lines that say where the cluster is."""
-    yield f"[bold green]{state.name} serves {escape(state.model)}[/]"
+    yield f"[bold green]{state.name} serves {escape(', '.join((state.model, *state.further_models)))}[/]"
     api = f"{'https' if state.tls else 'http'}://{state.first.api}"
     yield escape(f"  HTTP API {api}/v1")
     yield escape(f"  watch    {api}/dashboard")

@@ -12,7 +12,7 @@ import msgspec
 from baton.addresses import ServiceAddresses
 from baton.checkpoints import hub, named
 from baton.client import Client
-from baton.config import Config
+from baton.config import Config, ModelConfig
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
 from baton.hosts import is_loopback
 from baton.wire import ClusterKeys
@@ -53,9 +53,11 @@ def bring_up(
             gpu_checks.warn(config, say)
             made_keys = not named and not config.cluster.key_path.exists()
             config = _settle(config, say)
-            config, notes = checkpoint.check(config)
-            for note in notes:
-                say(note)
+            checked = [checkpoint.check(pool) for pool in config.pools()]
+            config = config.with_models([pool.model for pool, _ in checked])
+            for pool, notes in checked:
+                for note in notes:
+                    say(f"{pool.model.served_name}: {note}" if config.models else note)
             _compile_kernels(config, say)
         try:
             with interruptible():
@@ -91,14 +93,7 @@ def _settle(config: Config, say: Say) -> Config:
     Ray's processes have another working directory and may have another home. If other nodes may join, a named model
     keeps its name, by which each node finds or fetches it at a place of its own.
     """
-    path, known = hub.resolve(config.model.path, say=say), named.MODELS.get(config.model.path)
-    by_name = known is not None and path == known.folder and not is_loopback(config.router.host)
-    model = msgspec.structs.replace(
-        config.model,
-        path=config.model.path if by_name else str(path.resolve()),
-        draft_model=config.model.draft_model and str(hub.resolve(config.model.draft_model, say=say).resolve()),
-        served_model_name=config.model.served_model_name or Path(config.model.path).resolve().name,
-    )
+    config = config.with_models([_settle_model(pool, say) for pool in config.pools()])
     cluster = msgspec.structs.replace(
         config.cluster,
         log_dir=str(config.cluster.logs.expanduser().resolve()),
@@ -110,7 +105,19 @@ def _settle(config: Config, say: Say) -> Config:
     tls = msgspec.structs.replace(
         config.tls, **{name: _absolute(path) for name, path in msgspec.structs.asdict(config.tls).items()}
     )
-    return msgspec.structs.replace(config, model=model, cluster=cluster, disk=disk, api=api, tls=tls)
+    return msgspec.structs.replace(config, cluster=cluster, disk=disk, api=api, tls=tls)
+
+
+def _settle_model(pool: Config, say: Say) -> ModelConfig:
+    model = pool.model
+    path, known = hub.resolve(model.path, say=say), named.MODELS.get(model.path)
+    by_name = known is not None and path == known.folder and not is_loopback(pool.router.host)
+    return msgspec.structs.replace(
+        model,
+        path=model.path if by_name else str(path.resolve()),
+        draft_model=model.draft_model and str(hub.resolve(model.draft_model, say=say).resolve()),
+        served_model_name=model.served_model_name or Path(model.path).resolve().name,
+    )
 
 
 def _compile_kernels(config: Config, say: Say) -> None:
@@ -119,8 +126,11 @@ def _compile_kernels(config: Config, say: Say) -> None:
     Several workers would wait for one of them without a word. On other nodes the first worker compiles."""
     from engine.cpu import build
 
-    on_cpu = preflight.runs_on_cpu(config, "prefill") or preflight.runs_on_cpu(config, "decode")
-    if config.model.native and on_cpu and build.must_compile():
+    on_cpu = any(
+        pool.model.native and (preflight.runs_on_cpu(pool, "prefill") or preflight.runs_on_cpu(pool, "decode"))
+        for pool in config.pools()
+    )
+    if on_cpu and build.must_compile():
         say("compiling kernels for this processor, which takes about half a minute, once")
         build.library()
 
@@ -139,6 +149,7 @@ def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, ma
         ray=RayLink("", "disabled"),
         log_dir=config.cluster.log_dir,
         model=config.model.served_name,
+        further_models=tuple(each.model.served_name for each in config.models),
         key_file=config.cluster.key_file,
         api_keys_file=config.api.keys_file,
         tls=bool(config.tls.cert_file),

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -58,13 +59,16 @@ class Finding(msgspec.Struct, frozen=True, rename={"text": "found"}):
 
 def check(config: Config, say: Callable[[str], object]) -> None:
     """Run all checks; `say` tells what takes long. Raises the first error."""
-    check_model(config.model.path)
-    check_adapters(config.model.lora_modules)
+    pools = config.pools()
+    for pool in pools:
+        check_model(pool.model.path)
+        check_adapters(pool.model.lora_modules)
     check_keys(config)
     check_doors(config)
     check_ports(config, say)
-    check_device(config)
-    check_engine(config)
+    for pool in pools:
+        check_device(pool)
+        check_engine(pool)
     room = available_memory()
     check_memory(config, room)
     if (arena := arena_bytes(config, room)) > arena.ON_CPU:
@@ -216,11 +220,18 @@ def _memory(room: AvailableMemory) -> Finding:
 
 
 def check_memory(config: Config, room: AvailableMemory) -> None:
-    """Check that arena, KV pages and weights fit into the free memory of this machine or cgroup.
+    """Check that each model's arena, KV pages and weights fit into the free memory of this machine or cgroup, beside
+    those of the models before it.
 
     If other nodes may join, only one decode worker is certain to run here. On a GPU, KV pages and weights are in its
     own memory. Raises NotEnoughMemory.
     """
+    for pool in config.pools():
+        room = replace(room, available=room.available - _check_memory(pool, room))
+
+
+def _check_memory(config: Config, room: AvailableMemory) -> int:
+    """Check the memory of one model, and return the bytes that it takes. Raises NotEnoughMemory."""
     prefill, decode = config.cluster.prefill, config.cluster.decode
     if not is_loopback(config.router.host):
         prefill, decode = 0, 1
@@ -246,6 +257,7 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
             f"{_mib(processes)}; {_mib(room.available)} are left ({room.bound}). Lower store.host_cache_bytes, "
             "prefill.kv_cache_bytes or decode.kv_cache_bytes, or start fewer workers"
         )
+    return needed
 
 
 def _process_bytes(config: Config, role: WorkerRole) -> int:

@@ -42,6 +42,7 @@ class State(msgspec.Struct, frozen=True):
     log_dir: str
     routers: Mapping[str, ServiceAddresses] = {}  # by name, first router first; empty until they serve
     model: str = ""
+    further_models: tuple[str, ...] = ()  # served beside it
     supervisor: ProcessIdentity | None = None
     created: str = ""
     key_file: str = ""  # the cluster's keys

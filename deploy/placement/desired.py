@@ -7,6 +7,8 @@ no two workers need share a node. The router's placement accounts for cheaper ha
 node with a worker has one store.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +57,13 @@ class ClusterScale:
     def by_pool(self) -> Sequence[tuple[int, int]]:
         """The numbers of prefill and decode workers of each model, the first model's first."""
         return ((self.prefill, self.decode), *self.further)
+
+    def changed(self, pool: int, prefill: int | None, decode: int | None) -> ClusterScale:
+        """Return it with other numbers of a model's workers; None leaves a number as it is."""
+        counts = [*self.by_pool]
+        prefills, decodes = counts[pool]
+        counts[pool] = (prefills if prefill is None else prefill, decodes if decode is None else decode)
+        return ClusterScale(*counts[0], tuple(counts[1:]))
 
 
 def role_of(name: str) -> Role:

@@ -71,6 +71,7 @@ def test_a_day_with_a_cluster(machine: Machine):
 
     assert machine.baton("scale", "--prefill", 0, "--decode", 2, "--json").json == {
         "name": "baton",
+        "model": "model",
         "prefill": 0,
         "decode": 2,
     }
@@ -125,24 +126,35 @@ def test_down_lets_streams_end(machine: Machine):
 
 
 def test_two_routers_of_which_one_dies(machine: Machine):
-    """Clients go to the other one at the same port, commands find it, and the dead one comes back where it was."""
-    up = machine.up("--prefill", 0, "--routers", 2)
+    """Clients go to the other one at the same port, commands find it, and the dead one comes back where it was. It has
+    two models: each has its workers at both routers, before and after."""
+    assert machine.run(sys.executable, "-c", NEW_WEIGHTS).status == 0
+    up = machine.up("--model", OTHER, "--prefill", 0, "--routers", 2)
     assert up.status == 0, up
+    assert (up.json["model"], up.json["further_models"]) == ("model", ["other"])
     doors = {(router["grpc"], router["api"]) for router in up.json["routers"].values()}
     assert set(up.json["routers"]) == {"router", "router-1"}
     assert len(doors) == 1, "they share the ports for clients"
-    assert names(machine) == {"router", "router-1", "store-0", "decode-0"}
-    first = machine.generate("The router carries the prompt", *GREEDY)
+    both = {"store-0", "decode-0", "store-m1-0", "decode-m1-0"}
+    assert names(machine) == {"router", "router-1", *both}
+    ask = ["The router carries the prompt", *GREEDY]
+    first = machine.generate(*ask)
+    second = machine.generate(*ask, "--model", "other")
+    assert first["token_ids"] != second["token_ids"]
+    assert machine.baton("scale", "--model", "other", "--decode", 2, "--json").json["decode"] == 2
+    assert names(machine) == {"router", "router-1", *both, "decode-m1-1"}
     pids = {process["name"]: process["pid"] for process in machine.status()["processes"]}
     machine.kill(pids["router"])
     for _ in range(4):
-        assert machine.generate("The router carries the prompt", *GREEDY)["token_ids"] == first["token_ids"]
+        assert machine.generate(*ask)["token_ids"] == first["token_ids"]
+        assert machine.generate(*ask, "--model", "other")["token_ids"] == second["token_ids"]
     machine.wait(
         "the router is back",
         lambda: machine.status()["serving"] and pid_of(machine, "router") not in (None, pids["router"]),
     )
     for _ in range(4):
-        assert machine.generate("The router carries the prompt", *GREEDY)["token_ids"] == first["token_ids"]
+        assert machine.generate(*ask)["token_ids"] == first["token_ids"]
+        assert machine.generate(*ask, "--model", "other")["token_ids"] == second["token_ids"]
     assert machine.baton("down").status == 0
     assert machine.left_behind() == []
 

@@ -1,6 +1,7 @@
 """What the command says when something is wrong, and how: no Ray is needed for any of it."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from baton.api_keys import KeyRing, hash_of
-from baton.config import load, parse_override
+from baton.config import beside, load, parse_override
 from baton.errors import NotEnoughMemory
 from baton.system_memory import AvailableMemory
 from bench import random_model
@@ -144,6 +145,36 @@ def test_memory_of_other_nodes_and_of_gpus_is_not_counted(model: Path):
     preflight.check_memory(load(overrides=spread), small)
     gpu = {"model.path": str(model), "model.device": "cuda", "decode.kv_cache_bytes": "100GiB"}
     preflight.check_memory(load(overrides=gpu), small)
+
+
+def test_each_of_several_models_is_checked(model: Path, tmp_path: Path):
+    other = shutil.copytree(model, tmp_path / "other")
+    twice = ["up", *ANY_PORT, "--model", model, "--model"]
+    assert error(*twice, "/no/such/model") == (
+        "model_not_found",
+        "/no/such/model is not a directory; give that of a checkpoint, a GGUF file, or a Hugging Face id (owner/name)",
+    )
+    assert error(*twice, model) == (
+        "config", "two models have the name 'model0'; set served_model_name of one of them to another",
+    )  # fmt: skip
+    config = beside(load(overrides={"model.path": str(model)}), [str(other)])
+    needed = 512 * 2**20 + 2 * (512 + 300) * 2**20 + 2 * (model / "model.safetensors").stat().st_size
+    preflight.check_memory(config, AvailableMemory(2 * needed, "a test"))
+    with pytest.raises(NotEnoughMemory, match=f"{needed / 2**20 - 1:,.0f} MiB are left"):
+        preflight.check_memory(config, AvailableMemory(2 * needed - 2**20, "a test"))
+
+
+def test_paths_and_names_of_each_model_are_settled(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("model", "other"):
+        shutil.copytree(model, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    draft = {"model.draft_model": "model", "model.speculation": "draft"}
+    first = {"model.path": "model", "model.served_model_name": "mine", "cluster.decode": 2, **draft}
+    config = _settle(beside(load(overrides=first), ["other"]), lambda _: None)
+    assert [pool.model.draft_model for pool in config.pools()] == [str(tmp_path / "model"), ""]
+    assert [pool.model.path for pool in config.pools()] == [str(tmp_path / name) for name in ("model", "other")]
+    assert [pool.model.served_names for pool in config.pools()] == [("mine",), ("other",)]
+    assert [pool.cluster.decode for pool in config.pools()] == [2, 2]
 
 
 def test_paths_of_the_user_are_absolute_wherever_they_are_used(model: Path, tmp_path: Path):

@@ -17,6 +17,12 @@ def test_the_default_cluster():
     assert names(plan(Config(), scale_of(Config()), ["here"])) == ["router", "store-0", "prefill-0", "decode-0"]
 
 
+def test_a_scale_changes_for_one_model() -> None:
+    scale = ClusterScale(1, 2, ((0, 3), (4, 5)))
+    assert scale.changed(1, None, 7) == ClusterScale(1, 2, ((0, 7), (4, 5)))
+    assert scale.changed(0, 0, None) == ClusterScale(0, 2, ((0, 3), (4, 5)))
+
+
 def test_colocated_has_no_prefill_worker():
     assert names(plan(Config(), ClusterScale(0, 2), ["here"])) == ["router", "store-0", "decode-0", "decode-1"]
 
