@@ -63,5 +63,8 @@ def _vocabulary(path: Path) -> object:
     file = path / "tokenizer.json"
     if not file.is_file():
         return None
-    tokenizer = json.loads(file.read_bytes())
-    return tokenizer["model"]["vocab"], [(each["id"], each["content"]) for each in tokenizer["added_tokens"]]
+    try:
+        tokenizer = json.loads(file.read_bytes())
+        return tokenizer["model"]["vocab"], [(each["id"], each["content"]) for each in tokenizer["added_tokens"]]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ConfigError(f"{file} can't be read as a tokenizer ({error!r}): fetch it anew") from None
