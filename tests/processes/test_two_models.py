@@ -1,6 +1,8 @@
 """Two models behind one router: each answers with its own tokens, and loses nothing when the other's worker dies."""
 
 import json
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -70,6 +72,10 @@ def test_each_model_answers_while_a_worker_of_the_other_dies(path: Path, other: 
             answer = post(cluster, name, LONG[600:700])
             assert answer["model"] == name
             assert answer["choices"][0]["token_ids"] == expected(folder, LONG[600:700], 8)
+        script = Path(__file__).parents[2] / "examples" / "several_models.py"
+        command = [sys.executable, str(script), f"http://{cluster.api_of('router')}"]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE).stdout
+        assert [line.partition(":")[0] for line in printed.splitlines()] == ["first", "second"]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             post(cluster, "third", PROMPTS[0])
         with Client(cluster.address, cluster.operator) as client:
