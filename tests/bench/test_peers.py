@@ -1,6 +1,7 @@
 """How engines are asked, counted and compared. No peer is needed: a few lines of Python stand for one."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_settings_of_openmp_are_a_peers_own(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_environment_that_is_whole_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
 
-    def run(command: list[str], folder: Path = tmp_path) -> str:
+    def run(command: list[str], folder: Path = tmp_path, variables: Mapping[str, str] | None = None) -> str:
         ran.append(command)
         VLLM.folder(tmp_path).mkdir(exist_ok=True)
         return 'numpy\ntorchvision; platform_machine != "riscv64"\ntorch==2.13.0\ntorchcodec>=0.14\nvideo; extra == "a"'

@@ -86,10 +86,10 @@ def test_a_step_without_draws_ends_when_the_device_has_run_it() -> None:
     worker.baton_draw = SimpleNamespace(draws={}, drawn={})
     worker.execute_model = lambda order: None
     worker.sample_tokens = lambda grammar: SimpleNamespace(get_output=lambda: waited.append(True))
-    worker.baton_step(None, (), {}, {}, {})
+    worker.baton_step(None, (), (), {}, {}, {})
     assert waited == [True]
     worker.sample_tokens = lambda grammar: SimpleNamespace()  # of the first
-    worker.baton_step(None, (), {}, {}, {})
+    worker.baton_step(None, (), (), {}, {}, {})
     assert waited == [True]
 
 
