@@ -48,7 +48,7 @@ class Rank(BatonExtension):
         return SimpleNamespace(get_output=self.ended.synchronize)
 
     def fill(self, order: dict[int, int]) -> None:
-        self.baton_step(order, list(order), {}, {}, {})
+        self.baton_step(order, list(order), (), {}, {}, {})
 
 
 def serve(seed: int, pieces: int) -> None:

@@ -343,7 +343,7 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
     ) as process:
         try:
             addresses = json.loads(process.stdout.readline())
-            assert set(addresses) == {"grpc", "internal", "http", "operator", "api"}
+            assert set(addresses) == {"grpc", "internal", "http", "operator", "api", "further"}
             port = addresses["grpc"].rpartition(":")[2]
             file.write_text(
                 settings.dump(settings_for(tmp_path, grpc_port=int(port), operator=str(tmp_path / "other.sock")))

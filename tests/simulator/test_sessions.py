@@ -72,7 +72,7 @@ def test_a_turn_follows_the_answer_after_its_gap_and_finds_its_pages() -> None:
     assert (table["arrived"] < 52.0 + 1e-6).all()
     gaps = [late - early for early, late in zip(ends, table["arrived"][1:], strict=False)]
     assert gaps[:3] == pytest.approx([2.0, 3.0, 1.0])
-    assert table["cached"][1] == 1_400 // PAGE * PAGE
+    assert table["cached"][1] == 1_399  # all that was computed, the beginning of a page among it
     assert (table["cached"][:4] <= table["possible"][:4]).all()
     assert (table["possible"][:4] - table["cached"][:4] < PAGE).all()
 
