@@ -35,7 +35,7 @@ _MAX_LINE = 2_048  # bytes of the request line, and of a header
 
 # aiohttp writes a traceback with what was sent for every request that is none. Errors of our own are logged here.
 _OF_STRANGERS = logging.getLogger(f"{__name__}.strangers")
-_OF_STRANGERS.disabled = True
+_OF_STRANGERS.setLevel(logging.CRITICAL + 1)  # a library that configures logging may enable what is disabled
 
 
 class HttpServer:
