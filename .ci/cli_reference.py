@@ -27,6 +27,7 @@ flags. `python .ci/cli_reference.py docs/cli.md` writes this page.
 NOT_RUN = {
     "baton up --model Qwen/Qwen3-0.6B --prefill 1 --decode 2": "needs the network",
     "baton up --model ./small --model ./large": "`tests/cluster/test_own_ray.py` runs it",
+    "baton scale --model large --decode 2": "`tests/cluster/test_own_ray.py` runs it",
     "baton up --model ./model --engine vllm --max-model-len 8192 --set pages.page_size=32": "needs vLLM",
     "baton size Qwen/Qwen3-0.6B --context 8192 --concurrency 16": "needs the network",
     "baton run-batch -i requests.jsonl -o results.jsonl": "`tests/router/test_batches.py` runs it",
