@@ -40,6 +40,8 @@ import os, signal, subprocess
 def run(*command):
     subprocess.run(command, check=True)
 run("ip", "link", "set", "lo", "up")
+with open("/proc/sys/net/ipv4/ip_local_reserved_ports", "w") as reserved:
+    reserved.write("50051")  # the router's: no connection of Ray's shall have it
 run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
 run("mount", "-t", "tmpfs", "tmpfs", "/mnt")
 for path in {[str(path) for path in _needed_paths()]}:
