@@ -342,6 +342,8 @@ class _NixlCarrier(Carrier):
         read.arrival.reads -= 1
         self._room += len(read.pages)
         self._reads.remove(read)
+        if not self._expected.get(read.fetch):
+            self._expected.pop(read.fetch, None)
         self._end_retracted(read.fetch)
 
     def _lose(self, arrival: _Arrival, why: object) -> None:
