@@ -20,6 +20,10 @@ from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.step.timing import WorkerStepTimes, sample_of
 
+_LATELY = 0.1  # weight of the newest step
+_FAR = 4.0  # times what was expected: so much counts of a step that took longer
+_USUAL = 17  # tokens of a sequence that are computed before a guess, at most: more are a prompt's
+
 
 @dataclass
 class Draft:
@@ -57,11 +61,17 @@ class DraftModel:
         self._run, self._page_size, self._max_positions = run, page_size, max_positions
         self._free = list(range(num_pages))
         self._contexts: dict[AttemptName, _Context] = {}  # the longest unused first
+        self._lately = [1.0, 1.0]  # times what the fit expects of rows: the first step of a guess, and a further one
 
     def pending(self, sequence: Sequence) -> int:
         """Return how many of its tokens the model must compute before it guesses."""
         context = self._contexts.get(sequence.name)
         return len(sequence.tokens) - (0 if context is None else context.computed + len(context.ahead))
+
+    def seconds(self, steps: int, sequences: int, context: int) -> float:
+        """Return what so many steps take that guess for so many sequences, which have `context` tokens together."""
+        first, further = self._lately
+        return (first + (steps - 1) * further) * self.costs.seconds(rows=sequences, context=context)
 
     def guess(self, drafts: Items[Draft], budget: int) -> float:
         """Fill in the guesses, all of them in as many steps as the longest has tokens. Return the seconds it took.
@@ -70,6 +80,7 @@ class DraftModel:
         none either if the pool has no room for it beside the others.
         """
         samples: list[StepSample] = []
+        context = sum(len(draft.sequence.tokens) for draft in drafts)
         names = {draft.sequence.name for draft in drafts}
         chunks: list[tuple[Draft, Chunk]] = []
         for draft in drafts:
@@ -82,8 +93,20 @@ class DraftModel:
             pairs = zip(chunks, sampled, strict=True)
             chunks = [(draft, follow) for (draft, chunk), drawn in pairs if (follow := self._next(draft, chunk, drawn))]
         if samples:
+            self._learn(samples, len(drafts), context)
             self.costs.add_steps(samples)
         return sum(sample.seconds for sample in samples)
+
+    def _learn(self, samples: Items[StepSample], sequences: int, context: int) -> None:
+        """The first step computes what was accepted besides, in another way than rows, so it is learned apart."""
+        each = self.costs.seconds(rows=sequences, context=context)
+        if samples[0].tokens > _USUAL * sequences or not each:
+            return
+        further = [sample for sample in samples[1:] if sample.rows == sequences]
+        for which, steps in enumerate((samples[:1], further)):
+            for step in [step for step in steps if step.seconds]:
+                most = _FAR * self._lately[which]
+                self._lately[which] += _LATELY * (min(step.seconds / each, most) - self._lately[which])
 
     def _first(self, draft: Draft, budget: int, names: Collection[AttemptName]) -> Chunk | None:
         """The chunk that brings the model to the end of the sequence, or as near as the budget allows."""

@@ -500,7 +500,9 @@ class DecodeScheduler:
 
     def _step_done(self, done: StepDone, now: float) -> list[DecodeCommand]:
         self._step += 1
-        self._planner.step_ended(done.plan, now, done.seconds)
+        step = self._planner.step_ended(done.plan, now, done.seconds)
+        if self._speculation is not None:
+            self._speculation.step_ended(done.plan, step)
         scored = self._take_scores(done)
         drawn: list[Items[Sampled]] = []
         for number, (name, chunk) in enumerate(done.plan.items()):

@@ -1,21 +1,15 @@
-"""How many proposals a step verifies, learned from what was drawn and from what steps take.
+"""Proposals in the steps of a decode worker: which are made, and what is learned of them.
 
-With e(a, k) = a + a² + … + aᵏ expected tokens from k proposals, of which each is right with probability a, a step has
-those k that make
+How many a step verifies is decided by `decode_worker.proposal_counts`, from what was drawn and from what steps take.
+What was not verified is compared with the draws all the same: a sequence that begins to repeat itself is seen without a
+cost.
 
-    (rows + Σ e(aᵢ, kᵢ)) / (seconds + Σ kᵢ · rowᵢ)
-
-largest. Its terms fall, so at the largest rate r each sequence has all proposals with aᵏ > r · row (Dinkelbach, 1967).
-Where a batch makes steps long, few or none are worth their rows. What was not verified is compared with the draws all
-the same: a sequence that begins to repeat itself is seen without a cost.
-
-By the same costs a step saves its sequence `accepted · seconds − Σ kᵢ · rowᵢ`: each accepted token is one that no step
-of its own has drawn, and the rows of all proposals have held up all. Pure.
+By the same costs a step saves its sequence `accepted · seconds` less what its proposals have made all wait: each
+accepted token is one that no step of its own has drawn. Pure.
 """
 
 # pyright: strict
 
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -23,10 +17,12 @@ from itertools import takewhile
 
 from msgspec.structs import replace
 
-from baton.messages import AttemptName
+from baton.messages import AttemptName, StepSample
 from baton.step_cost_model import pairs
 from decode_worker.draft_model import Draft, DraftModel
+from decode_worker.proposal_counts import Guesser, ProposalChooser, ProposalCounts
 from decode_worker.proposers import Proposer
+from decode_worker.row_curve import RowCurve
 from decode_worker.sequence import Proposals, Sequence
 from decode_worker.sequence_pages import SequencePages
 from engine.step.batch import Chunk, Sampled, TokenDraw
@@ -41,7 +37,8 @@ _FORGET = 0.002  # of what is known of the draft model, with each step without i
 _HIGHEST = 0.98
 _DEPTH = 4  # guesses of the draft model, where costs don't count
 _CATCH_UP = 512  # tokens of contexts that the draft model computes before a step, at most
-_ROUNDS = 8
+_LATELY = 0.2  # weight of the newest step
+_FAR = 4.0  # times what was expected: so much counts of a step that took longer
 
 
 @dataclass
@@ -61,13 +58,13 @@ class _Candidate:
     sequence: Sequence
     proposals: Proposals
     draw: TokenDraw
-    row: float  # seconds that each proposal adds to the step, and to one of the draft model
     most: int
     count: int = 0
 
     @property
-    def right(self) -> float:
-        return min(self.proposals.rights[self.proposals.drafted], _HIGHEST)
+    def guesser(self) -> Guesser:
+        right = min(self.proposals.rights[self.proposals.drafted], _HIGHEST)
+        return Guesser(right, self.most, self.proposals.drafted)
 
 
 class Speculation:
@@ -90,7 +87,10 @@ class Speculation:
         self._make, self._costs, self._pages, self._page_size = make, costs, pages, page_size
         self._drafter, self._verify_all = drafter, verify_all
         self._rights = [*_FIRST]
-        self._seconds = self._longer = 0.0  # of the step without proposals, and what these add
+        self._curve = RowCurve(costs.cost)
+        self._chooser = ProposalChooser(self._curve)
+        self._lately = 1.0  # times what the fit, which lags behind, expects: steps without proposals
+        self._seconds = self._longer = 0.0  # of the step's rows without proposals, and what these add
 
     def extend(self, plan: ScheduledBatch, find: Callable[[AttemptName], Sequence | None], most_tokens: int) -> float:
         """Add proposals to the chunks of a plan, up to so many tokens in all. Return the seconds that the draft model
@@ -104,17 +104,29 @@ class Speculation:
         ]
         if not candidates:
             return 0.0
-        room = most_tokens - sum(len(chunk.tokens) for chunk in plan.values())
-        for each, count in zip(candidates, self._counts(plan, candidates), strict=True):
+        work = sample_of(list(plan.values()), 0.0)
+        room = most_tokens - work.tokens - (rows := work.rows)
+        for each, count in zip(candidates, self._counts(work, candidates), strict=True):
             each.count = min(count, room, self._room(each.sequence, count, len(plan)))
             room -= max(0, each.count)
         seconds = self._draft([each for each in candidates if each.proposals.drafted])
         for each in candidates:
             if each.count > 0 and (guess := each.proposals.guess[: each.count]):
                 plan[each.name] = _with_proposals(plan[each.name], each.sequence, guess)
-                self._longer += len(plan[each.name].verify) * self._row(each.sequence)
-        self._longer += seconds
+        more = sum(len(plan[each.name].verify) for each in candidates)
+        self._longer = seconds + self._seconds * (self._curve.times(rows + more, rows) - 1)
         return seconds
+
+    def step_ended(self, plan: ScheduledBatch, step: StepSample) -> None:
+        """Learn what the step took."""
+        if step.tokens or not step.seconds:
+            self._curve.interrupt()
+            return
+        self._curve.observe(len(plan), step.rows, step.seconds)
+        context = sum(chunk.start + 1 for chunk in plan.values())
+        if expected := self._costs.cost.of(rows=len(plan), context=context):
+            took = step.seconds / self._curve.times(step.rows, len(plan)) / expected
+            self._lately += _LATELY * (min(took, _FAR * self._lately) - self._lately)
 
     def learn(self, sequence: Sequence, chunk: Chunk, drawn: Items[Sampled]) -> None:
         """A chunk has run. `drawn`: its tokens, proposals accepted included."""
@@ -146,14 +158,13 @@ class Speculation:
             return None
         if sequence.proposals is None:
             sequence.proposals = Proposals(self._make() if self._make else None, [*self._rights])
-        proposals, row = sequence.proposals, self._row(sequence)
+        proposals = sequence.proposals
         guess = proposals.proposer.propose(sequence.tokens, most) if proposals.proposer else ()
         proposals.guess = list(takewhile(lambda token: token not in sequence.stop_token_ids, guess))  # no row follows
         proposals.drafted = not proposals.guess and self._drafter is not None
-        if self._drafter is not None and proposals.drafted:
-            row += self._drafter.costs.cost.row + self._drafter.costs.cost.context * len(sequence.tokens)
-            return _Candidate(name, sequence, proposals, draw, row, most)
-        return _Candidate(name, sequence, proposals, draw, row, len(proposals.guess)) if proposals.guess else None
+        if not proposals.drafted:
+            most = len(proposals.guess)
+        return _Candidate(name, sequence, proposals, draw, most) if most else None
 
     def _draft(self, candidates: Items[_Candidate]) -> float:
         """Have the draft model guess as much as is worth it. Return the seconds that it took."""
@@ -172,48 +183,38 @@ class Speculation:
             draft.sequence.proposals.guess = draft.guess
         return seconds
 
-    def _counts(self, plan: ScheduledBatch, candidates: Items[_Candidate]) -> list[int]:
-        """How many proposals of each are worth their rows."""
-        work, cost = sample_of(list(plan.values()), 0.0), self._costs.cost
-        seconds = self._seconds = cost.of(work.tokens, work.pairs, work.rows, work.context)
+    def _counts(self, work: StepSample, candidates: Items[_Candidate]) -> Items[int]:
+        """How many proposals of each are worth their rows, in a step with that to do without them."""
+        cost = self._costs.cost
+        self._seconds = cost.of(rows=work.rows, context=work.context) * self._lately
         if self._verify_all:
             return [min(_DEPTH, each.most) if each.proposals.drafted else each.most for each in candidates]
-        if not seconds:
+        if not self._seconds:
             return [0] * len(candidates)
-        step = self._drafter.costs.cost.fixed if self._drafter is not None else 0.0
-        counts = [0] * len(candidates)
-        rate = work.rows / seconds
-        for _ in range(_ROUNDS):
-            before = counts
-            counts = [min(each.most, _worth(each.right, rate * each.row)) for each in candidates]
-            depth = _depth([(each, count) for each, count in zip(candidates, counts, strict=True)], rate, step)
-            counts = [
-                min(count, depth) if each.proposals.drafted else count
-                for each, count in zip(candidates, counts, strict=True)
-            ]
-            if counts == before:
-                break
-            pairs = list(zip(candidates, counts, strict=True))
-            tokens = work.rows + sum(_expected(each.right, count) for each, count in pairs)
-            rate = tokens / (seconds + depth * step + sum(each.row * count for each, count in pairs))
+        prompts = cost.of(work.tokens, work.pairs, work.rows, work.context) - self._seconds / self._lately
+        drafted = [len(each.sequence.tokens) for each in candidates if each.proposals.drafted]
+
+        def drafting(steps: int) -> float:
+            return self._drafter.seconds(steps, len(drafted), sum(drafted)) if self._drafter is not None else 0.0
+
+        guessers = [each.guesser for each in candidates]
+        chosen = self._chooser.choose(guessers, work.rows, self._seconds, prompts, drafting)
         return [
-            count if self._catches_up(each, count, rate) else 0 for each, count in zip(candidates, counts, strict=True)
+            count if self._catches_up(each, count, chosen) else 0
+            for each, count in zip(candidates, chosen.counts, strict=True)
         ]
 
-    def _catches_up(self, each: _Candidate, count: int, rate: float) -> bool:
+    def _catches_up(self, each: _Candidate, count: int, chosen: ProposalCounts) -> bool:
         """Whether its guesses are worth the tokens that the draft model must compute first, if it goes on as long as
         it may."""
         if not (count and each.proposals.drafted and self._drafter is not None):
             return True
         if (tokens := self._drafter.pending(each.sequence)) <= _DEPTH:
             return True
-        gain = _expected(each.right, count)
+        right = each.guesser.right
+        gain = right * (1 - right**count) / (1 - right)
         steps = (each.sequence.max_tokens - each.sequence.generated) / (1 + gain)
-        return self._drafter.costs.seconds(tokens, pairs(tokens)) < steps * (gain / rate - count * each.row)
-
-    def _row(self, sequence: Sequence) -> float:
-        """Seconds that one of its proposals adds to a step."""
-        return self._costs.cost.row + self._costs.cost.context * len(sequence.tokens)
+        return self._drafter.costs.seconds(tokens, pairs(tokens)) < steps * (gain / chosen.rate - count * chosen.row)
 
     def _room(self, sequence: Sequence, count: int, sequences: int) -> int:
         """How many of so many proposals its pages have room for. The next page is taken only if each sequence of the
@@ -224,17 +225,6 @@ class Speculation:
         if count > room and self._pages.blocks.available > sequences and self._pages.grow(sequence, needed):
             return room if sequence.in_limbo else count
         return min(count, room)
-
-
-def _depth(drafts: Items[tuple[_Candidate, int]], rate: float, step: float) -> int:
-    """How many steps of the draft model are worth it, each for all that want so many: the last one whose expected
-    tokens are more than its seconds would bring elsewhere."""
-    drafts = [(each, count) for each, count in drafts if each.proposals.drafted]
-    for number in range(1, MOST + 1):
-        gains = [each.right**number - rate * each.row for each, count in drafts if count >= number]
-        if sum(gains) <= rate * step:
-            return number - 1
-    return MOST
 
 
 def accepted(chunk: Chunk, drawn: Items[Sampled | None]) -> list[Sampled]:
@@ -268,15 +258,3 @@ def _with_proposals(chunk: Chunk, sequence: Sequence, guess: Items[int]) -> Chun
             return chunk
         draws[1:] = [replace(draw, mask=each) for draw, each in zip(draws[1:], masks, strict=True)]
     return replace(chunk, tokens=[*chunk.tokens, *guess], sample=draws[-1], verify=draws[:-1])
-
-
-def _expected(right: float, count: int) -> float:
-    """e(a, k)."""
-    return right * (1 - right**count) / (1 - right)
-
-
-def _worth(right: float, bound: float) -> int:
-    """The largest k with aᵏ > bound."""
-    if bound <= 0:
-        return MOST
-    return max(0, math.ceil(math.log(bound) / math.log(right)) - 1) if right > bound else 0

@@ -70,14 +70,15 @@ class StepPlanner:
         """So many seconds since the plan are no part of its step."""
         self._planned += seconds
 
-    def step_ended(self, plan: ScheduledBatch, now: float, seconds: float | None = None, steps: int = 1) -> None:
+    def step_ended(self, plan: ScheduledBatch, now: float, seconds: float | None = None, steps: int = 1) -> StepSample:
         """A step has run, or so many alike in a row. `seconds` is what each took; none: all the time since it was
-        planned."""
+        planned. Return what there is to learn of it."""
         self._ended = now
         sample = sample_of(list(plan.values()), (now - self._planned) / steps if seconds is None else seconds)
         self.costs.add_steps([sample] * steps)
         if all(len(chunk.tokens) <= self._alignment for chunk in plan.values()):  # partial prefills are short ones
             self.budget.observe_step(sample, weight=1 - (1 - STEP_WEIGHT) ** steps)
+        return sample
 
     def out_of_memory(self, plan: ScheduledBatch) -> bool:
         """A step ran out of memory. Return whether smaller ones can be planned."""

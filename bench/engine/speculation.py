@@ -6,8 +6,10 @@ The weights are random, so the text is given: every row is computed and drawn, a
 text has there. Texts are files of this checkout in the tokens of the demo model: `edit` repeats a source file of its
 prompt with changes, as agents do, and `open` goes on with a document. `draft` is the same text with a draft model
 besides: two layers of random weights, a tenth of the parameters. Its steps are computed, too, and its guesses are
-given: each is right with the share that the demo model's draft has (`docs/demo-model.md`). A ratio is tokens per second
-with over without. With one thread, seconds are those of the processor, so that other processes count less.
+given: each is right with the share that the demo model's draft has (`docs/demo-model.md`). `demo` is the demo model
+with its draft at temperature 1: its own draws are the text. `all` is the same with every guess of the draft verified,
+whatever it costs. A ratio is tokens per second with over without. With one thread, seconds are those of the processor,
+so that other processes count less.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from bench import models, report
 from decode_worker.draft_model import DraftModel
 from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
+from deploy.models import DEMO_MODEL, DRAFT_MODEL
 from engine.engine import Engine
 from engine.step.batch import Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone
@@ -39,7 +42,11 @@ _PAGE, _PAGES = 16, 4_096
 _PROMPTS = {1: 700, 32: 200}  # tokens, by sequences
 _CASES = {
     ("edit", 1): 1.6, ("open", 1): 0.98, ("draft", 1): 1.3, ("edit", 32): 0.97, ("open", 32): 0.97, ("draft", 32): 0.97,
+    ("demo", 1): 1.3, ("all", 1): 0.0, ("demo", 32): 0.97, ("all", 32): 0.0,
 }  # and the least ratios  # fmt: skip
+_DEMO = ("demo", "all")
+_CHAT = "<|im_start|>user\nTell me many stories about a {}.<|im_end|>\n<|im_start|>assistant\n"
+_ANIMALS = ("fox", "cat", "dog", "bear", "owl", "hen", "cow", "goat")
 _FILES = {"edit": ("decode_worker", ".py"), "open": ("docs", ".md"), "draft": ("docs", ".md")}
 _AGREES, _WRONG = 0.94, 31_999  # share of the guesses that are right, and a token of no text
 
@@ -53,23 +60,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256, help="of an output")
     args = parser.parse_args(argv)
-    path = models.directory(args.model)
-    engine = Engine.load(path, args.dtype, "cpu", _PAGES, _PAGE, head=True, threads=args.threads)
     now = time.process_time if args.threads == 1 else time.perf_counter
-    steps = calibrate(lambda chunks: _seconds(engine, chunks, now), now, _PAGE, _PAGES, 4_096, decodes=True)
-    small = Engine.load(models.directory(args.draft), args.dtype, "cpu", _PAGES, _PAGE, head=True, threads=args.threads)
-    small_steps = calibrate(lambda chunks: _seconds(small, chunks, now), now, _PAGE, _PAGES, 4_096, decodes=True)
+
+    def load(path: Path) -> tuple[Engine, Sequence[StepSample]]:
+        engine = Engine.load(path, args.dtype, "cpu", _PAGES, _PAGE, head=True, threads=args.threads)
+        return engine, calibrate(lambda each: _seconds(engine, each, now), now, _PAGE, _PAGES, 4_096, decodes=True)
+
+    large = load(models.directory(args.model)), load(models.directory(args.draft))
+    demo = load(DEMO_MODEL), load(DRAFT_MODEL)
     report.say(report.machine())
     for (kind, batch), target in _CASES.items():
+        (engine, steps), (small, small_steps) = demo if kind in _DEMO else large
         texts = [text(kind, number, _PROMPTS[batch], args.tokens) for number in range(batch)]
         speeds: dict[bool, list[float]] = {False: [], True: []}
         for number in range(args.rounds):
             for speculates in (number % 2 == 0, number % 2 == 1):
                 drafter: DraftModel | None = None
-                if kind == "draft" and speculates:
-                    guess = partial(_guesses, small, now, texts)
+                if kind not in ("edit", "open") and speculates:
+                    guess = partial(_guesses, small, now, None if kind in _DEMO else texts)
                     drafter = DraftModel(guess, _PAGES, _PAGE, small.max_positions, small_steps)
-                speed, stats = run(engine, steps, texts, _PROMPTS[batch], now, drafter, speculates=speculates)
+                prompt = None if kind in _DEMO else _PROMPTS[batch]
+                speed, stats = run(
+                    engine, steps, texts, prompt, now, drafter, speculates=speculates, tokens=args.tokens,
+                    verify_all=kind == "all",
+                )  # fmt: skip
                 speeds[speculates].append(speed)
                 if speculates:
                     report.say(f"{kind}-{batch}: {stats.speculation}")
@@ -85,10 +99,14 @@ def _seconds(engine: Engine, chunks: Sequence[Chunk], now: Callable[[], float]) 
 
 
 def _guesses(
-    small: Engine, now: Callable[[], float], texts: Sequence[Sequence[int]], chunks: Sequence[Chunk]
-) -> tuple[list[Sampled | None], float]:
-    """A step of the draft model, with the tokens of the texts in place of most that it draws."""
-    seconds = _seconds(small, chunks, now)
+    small: Engine, now: Callable[[], float], texts: Sequence[Sequence[int]] | None, chunks: Sequence[Chunk]
+) -> tuple[Sequence[Sampled | None], float]:
+    """A step of the draft model, with the tokens of the texts, if given, in place of most that it draws."""
+    began = now()
+    drawn = small.launch(chunks).wait().sampled
+    seconds = now() - began
+    if texts is None:
+        return drawn, seconds
     guesses: list[Sampled | None] = []
     for chunk in chunks:
         guess: Sampled | None = None
@@ -101,12 +119,14 @@ def _guesses(
 
 
 def text(kind: str, number: int, prompt: int, output: int) -> list[int]:
-    """Return the tokens of a prompt and its output."""
+    """Return the tokens of a prompt and its output; for the demo model those of a prompt."""
+    tokenizer = Tokenizer.from_file(str(_TOKENIZER))
+    if kind in _DEMO:
+        return tokenizer.encode(_CHAT.format(_ANIMALS[number % len(_ANIMALS)])).ids
     folder, suffix = _FILES[kind]
     files = sorted(file for file in (_ROOT / folder).iterdir() if file.suffix == suffix)
     files = [file for file in files if file.stat().st_size > 12_000]
     source = files[number % len(files)].read_text()
-    tokenizer = Tokenizer.from_file(str(_TOKENIZER))
     whole: list[int] = tokenizer.encode(source).ids
     at = 97 * number % max(1, len(whole) - prompt - output)
     if kind != "edit":
@@ -121,28 +141,33 @@ def run(
     engine: Engine,
     steps: Sequence[StepSample],
     texts: Sequence[Sequence[int]],
-    prompt: int,
+    prompt: int | None,
     now: Callable[[], float],
     drafter: DraftModel | None = None,
     *,
     speculates: bool,
+    tokens: int,
+    verify_all: bool = False,
 ) -> tuple[float, DecodeStats]:
-    """Return tokens per second while all sequences decode, and what the scheduler has counted."""
-    proposer: Callable[[], NgramProposer] | None = NgramProposer if speculates else None
+    """Return tokens per second while all sequences decode, and what the scheduler has counted. `prompt`: tokens of each
+    text that are the prompt, which the others follow; none: all are, and so many `tokens` are drawn."""
+    proposer: Callable[[], NgramProposer] | None = NgramProposer if speculates and not verify_all else None
     config = DecodeConfig(itl_ms=60_000, max_num_batched_tokens=2_048)  # the prompts first
-    state = DecodeScheduler(config, _PAGE, _PAGES, calibration=steps, proposer=proposer, draft_model=drafter)
+    state = DecodeScheduler(
+        config, _PAGE, _PAGES, calibration=steps, proposer=proposer, draft_model=drafter, verify_all=verify_all
+    )
     for number, each in enumerate(texts):
-        order = Decode(
-            f"r{number}", 1, b"r" * 16, pack_tokens(each[:prompt]), prompt, len(each) - prompt,
-            SamplingParams(temperature=0, seed=number),
-        )  # fmt: skip
+        known = each[:prompt]
+        sampling = SamplingParams(temperature=1 if prompt is None else 0, seed=number)
+        order = Decode(f"r{number}", 1, b"r" * 16, pack_tokens(known), len(known), tokens, sampling)
         state.handle(order, now())
     began, before = 0.0, 0
     while not state.stats().ended:
         state.prepare(now())
         plan = state.schedule(now())
         results = engine.launch(list(plan.values())).wait()
-        state.handle(_as_text(plan, texts, StepDone(plan, results.sampled, verified=results.verified)), now())
+        done = StepDone(plan, results.sampled, verified=results.verified)
+        state.handle(done if prompt is None else _as_text(plan, texts, done), now())
         if not began and state.stats().tokens_generated >= len(texts) and all(c.sample for c in plan.values()):
             began, before = now(), state.stats().tokens_generated
     return (state.stats().tokens_generated - before) / (now() - began), state.stats()

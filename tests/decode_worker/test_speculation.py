@@ -105,7 +105,7 @@ def test_dear_rows_and_wrong_guesses_are_not_verified() -> None:
     """A proposal costs a row. If that is a whole step, not even one that is right is worth it."""
     one = worker(1.0, DEAR_ROWS)
     assert steps_of(one, 40) > 35
-    assert one.state.stats().speculation.drafts == 0
+    assert one.state.stats().speculation.drafts <= 1, "more than a trial"
     assert steps_of(worker(1.0, DEAR_ROWS, verify_all=True), 40) < 20
     half = [StepSample(0, 0, rows, rows * context, 0.01 + 0.004 * rows) for rows in (1, 2, 4) for context in (2, 40)]
     one = worker(0.0, half)
