@@ -60,6 +60,7 @@ TECHNIQUES = (
     Technique("A quantum of service for runaways", "FastServe, 2023", "router/requests/lifecycle.py"),
     Technique("Adapters at run time", "vLLM", "engine/vllm_runner"),
     Technique("Roles that change under load", "Dynamo's planner; DynaServe", "router/role_changes.py"),
+    Technique("Cascades of models", "FrugalGPT, TMLR 2024", "router/frontend/cascade.py"),
     Technique("Requests explained", "ours", "router/requests/explain.py"),
     Technique("Several outputs of one prompt", "vLLM, SOSP 2023", "router/frontend"),
     Technique("Beam search", "transformers", "router/frontend"),

@@ -171,6 +171,16 @@ class FurtherModel(_Section, frozen=True):
     internal_port: Port = 0  # where its workers and stores connect, on router.host; 0: any free port
 
 
+class CascadeConfig(_Section, frozen=True):
+    """A model's name behind which a small model answers, or a large one where the small one is unsure."""
+
+    small: str  # name of the model that is asked first
+    large: str  # name of the other one; both have the same tokenizer and chat template
+    min_logprob: Annotated[float, Meta(ge=-100, le=0)] = -0.5  # mean of the first tokens, below which the large answers
+    tokens: Positive = 16  # of the small model's answer, whose mean decides; none goes to the client before
+    classes: list[int] = []  # priorities whose requests the large model answers at once
+
+
 class ClusterConfig(_Section, frozen=True):
     """How many of what, and where they meet."""
 
@@ -394,6 +404,7 @@ class Config(_Section, frozen=True):
 
     model: ModelConfig = ModelConfig()
     models: tuple[FurtherModel, ...] = ()
+    cascades: dict[str, CascadeConfig] = {}
     cluster: ClusterConfig = ClusterConfig()
     pages: PagesConfig = PagesConfig()
     router: RouterConfig = RouterConfig()
@@ -408,8 +419,8 @@ class Config(_Section, frozen=True):
     def pools(self) -> tuple[Config, ...]:
         """The configuration of each model's router state, workers and stores; the first model's is this one, without
         the others. Each has another cluster's name, so that it meets no store and no disk folder but its own."""
-        mine = msgspec.structs.replace(self, models=())
-        return (mine, *(self._pool(number, each) for number, each in enumerate(self.models, 1)))
+        mine = msgspec.structs.replace(self, models=(), cascades={})
+        return (mine, *(self._pool(mine, number, each) for number, each in enumerate(self.models, 1)))
 
     def with_models(self, models: Sequence[ModelConfig]) -> Config:
         """Return the configuration with other settings of each model, the first model's first. Raises ConfigError."""
@@ -420,7 +431,7 @@ class Config(_Section, frozen=True):
         _check_models(config)
         return config
 
-    def _pool(self, number: int, each: FurtherModel) -> Config:
+    def _pool(self, mine: Config, number: int, each: FurtherModel) -> Config:
         cluster = msgspec.structs.replace(
             self.cluster,
             name=f"{self.cluster.name}.m{number}",
@@ -433,7 +444,7 @@ class Config(_Section, frozen=True):
         router = msgspec.structs.replace(self.router, internal_port=each.internal_port)
         path = str(Path(self.disk.path) / f"m{number}") if self.disk.path else ""
         disk = msgspec.structs.replace(self.disk, path=path)
-        return msgspec.structs.replace(self, model=each.model, models=(), cluster=cluster, router=router, disk=disk)
+        return msgspec.structs.replace(mine, model=each.model, cluster=cluster, router=router, disk=disk)
 
     def worker(self, role: WorkerRole) -> PrefillConfig | DecodeConfig:
         """The section of that role's workers."""
@@ -572,6 +583,7 @@ def _check(config: Config) -> None:
             "lower cluster.heartbeat_ms"
         )
     _check_models(config)
+    _check_cascades(config)
     operator = parse_operator(config.router.operator)
     tls = config.tls
     if bool(tls.cert_file) != bool(tls.key_file):
@@ -634,3 +646,20 @@ def _check_models(config: Config) -> None:
                 f"two models have the name {min(clash)!r}; set served_model_name of one of them to another"
             )
         names_so_far |= names
+
+
+def _check_cascades(config: Config) -> None:
+    models = (config.model, *(each.model for each in config.models))
+    names = {name: model.served_name for model in models for name in model.served_names}
+    reserved = {*names, *(name for model in models for name in model.lora_modules)}
+    for name, cascade in config.cascades.items():
+        if not 1 <= len(name) <= MAX_NAME or not name.isprintable() or name in reserved:
+            raise ConfigError(
+                f"cascades has {name!r}; a name has 1 to {MAX_NAME} printable characters and is no model's or adapter's"
+            )
+        for field in ("small", "large"):
+            if (model := getattr(cascade, field)) not in names:
+                known = ", ".join(map(repr, names))
+                raise ConfigError(f"cascades.{name}.{field} is {model!r}, and the models are {known}; name one of them")
+        if names[cascade.small] == names[cascade.large]:
+            raise ConfigError(f"cascades.{name} has {cascade.small!r} as small and as large; name two models")

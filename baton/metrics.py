@@ -66,6 +66,7 @@ TABLE: Mapping[str, MetricSpec] = {
     "requests_waiting": _gauge("Requests in the router's queue, by level of priority.", ("priority",)),
     "requests_rejected": _counter("Requests turned away before a worker had begun them.", ("reason",)),
     "request_repairs": _counter("Requests that the HTTP APIs repaired.", ("kind",)),
+    "cascade_requests": _counter("Requests of a cascade, by the model that answers.", ("model", "chosen", "reason")),
     "tenant_tokens": _counter("Tokens of requests that ended; late tenants are other.", ("tenant", "kind")),
     "prediction_error": _gauge("|ln(actual / predicted)| of the last predictions.", ("kind", "quantile")),
     "predicted_utilization": _gauge("Work lately over what the workers of a role can do.", ("peer_role",)),

@@ -26,6 +26,8 @@ ProcessState: TypeAlias = Literal["live", "draining", "silent", "stuck", "dead",
 """`draining`: live, and given no new work. `silent`: no heartbeat for longer than cluster.heartbeat_timeout_ms.
 `stuck`: its step takes longer than cluster.step_timeout_ms. `dead`: the kernel has reported its end. The router has
 `rejected` it, or another process of its name has `replaced` it."""
+CascadeReason: TypeAlias = Literal["confident", "unsure", "class"]
+"""`confident`: the mean log-probability reaches the bound. `unsure`: it is below. `class`: the request's priority."""
 RequestState: TypeAlias = Literal["queued", "running", "finished", "failed", "cancelled"]
 
 A = TypeVar("A")
@@ -116,6 +118,19 @@ class NotCached(Struct, frozen=True, kw_only=True, omit_defaults=True):
     other_request: str = ""  # that had these tokens before, as logs name it; "": none, or it is forgotten
 
 
+class CascadeChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which model of a cascade answers a request, and why."""
+
+    model: str  # the cascade
+    small: str
+    chosen: str
+    reason: CascadeReason
+    min_logprob: float  # the bound
+    mean_logprob: float | None = None  # of the small model's first tokens, of all outputs; none: it was not asked
+    tokens: int = 0  # so many
+    first: str = ""  # the request to the small model, as logs name it
+
+
 class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A recent request."""
 
@@ -138,6 +153,7 @@ class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str
     session: str = ""  # that the client names
     not_cached: NotCached | None = None  # none: not placed yet
+    cascade: CascadeChoice | None = None  # none: the request names no cascade, or its choice is to come
 
 
 class CostTerms(Struct, frozen=True):

@@ -25,7 +25,7 @@ from baton.messages import (
     ToRouter,
     WorkerRole,
 )
-from baton.operator_api import NewPin
+from baton.operator_api import CascadeChoice, NewPin
 from baton.timeline import Timeline
 from kvstore.events.wire_format import KvEventBatch
 from router.generation_request import GenerationRequest
@@ -128,6 +128,13 @@ class StopMatched(Struct, frozen=True):
     completion: int
 
 
+class CascadeDecided(Struct, frozen=True):
+    """It is known which model answers this request, which the small model of a cascade has."""
+
+    request: str
+    choice: CascadeChoice
+
+
 class MessageReceived(Struct, frozen=True):
     """A message came in on the internal socket."""
 
@@ -164,6 +171,7 @@ RouterEvent: TypeAlias = (
     | ReloadWeights
     | ClientGone
     | StopMatched
+    | CascadeDecided
     | MessageReceived
     | KvEvents
     | KvSnapshot

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from baton.errors import InvalidRequest
 from baton.messages import TOKEN_BYTES, SamplingParams
+from baton.operator_api import CascadeChoice
 
 MAX_SEED = 2**63 - 1
 _UINT32 = 2**32 - 1
@@ -100,6 +101,7 @@ class GenerationRequest(Struct, frozen=True):
     affinity: str = ""  # requests of one key go to one decode worker while it lives
     cached_on: str = ""  # incarnation of a decode worker that has just computed all of the tokens, or all but the last
     session: str = ""  # the conversation that it is a turn of; for Explain alone
+    cascade: CascadeChoice | None = None  # that led to it; for Explain alone
     template: str = ""  # digest of the chat template and its variables; "": it is no chat
     # The rest is the front end's.
     stops: tuple[str, ...] = ()  # strings that end the output

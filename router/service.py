@@ -44,6 +44,7 @@ from router.frontend.api.batch_store import BatchStore
 from router.frontend.api.dashboard import DashboardFeed
 from router.frontend.api.operator_server import OperatorCalls, OperatorServer, OtherRouters
 from router.frontend.api.server import ApiServer
+from router.frontend.cascade import Cascade
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_server import ClientServer
@@ -108,6 +109,10 @@ async def serve(
         cleanup.callback(tokenizing.close)
         beside = [GenerationService(each, clock, tokenizing, tracer=tracer) for each in further]
         service = GenerationService(driver, clock, tokenizing, tracer=tracer, beside=beside)
+        cascades = config.cascades.items()
+        service.all += tuple(
+            Cascade(name, each, service.of(each.small), service.of(each.large)) for name, each in cascades
+        )
         cleanup.push_async_callback(service.close)
         feed = DashboardFeed(driver, clock)
         calls = OperatorCalls(drivers, clock, others, feed.snapshot)

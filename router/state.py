@@ -45,6 +45,7 @@ from router.events import (
     PIN,
     AskSnapshot,
     Cancelled,
+    CascadeDecided,
     ClientGone,
     DrainWorker,
     Finished,
@@ -242,6 +243,8 @@ class RouterState:
             case StopMatched(request=name, completion=completion):
                 if (request := self._manager.find(name)) is not None:
                     self._manager.end(request, Finished("stop"), now, completion)
+            case CascadeDecided(request=name, choice=choice):
+                self._explanations.decided(name, choice)
             case Tick(paused=paused):
                 self._tick(paused, now)
             case Shutdown():

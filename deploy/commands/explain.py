@@ -11,6 +11,7 @@ from rich.table import Table
 
 from baton.errors import InvalidRequest
 from baton.operator_api import (
+    CascadeChoice,
     CostTerms,
     ExplainedAttempt,
     ExplainedCandidate,
@@ -150,6 +151,8 @@ def request(console: Console, explanation: Explanation) -> None:
     )
     if (why := one.not_cached) is not None:
         console.print(f"not cached from page {why.page} (token {why.token}): {escape(_why(why))}; {_by_reason(why)}")
+    if one.cascade is not None:
+        console.print(_chosen(one.cascade))
     if one.waits_because:
         console.print(f"waits: {escape(one.waits_because)}")
     _candidates(console, explanation)
@@ -158,6 +161,18 @@ def request(console: Console, explanation: Explanation) -> None:
     for attempt in explanation.attempts:
         console.print()
         _attempt(console, attempt)
+
+
+def _chosen(choice: CascadeChoice) -> str:
+    """Say which model of a cascade answered, and why."""
+    name, chosen, small = (f"'{escape(one)}'" for one in (choice.model, choice.chosen, choice.small))
+    if choice.mean_logprob is None:
+        return f"cascade {name}: {chosen} answered, as the priority asks for it"
+    side = "below" if choice.reason == "unsure" else "not below"
+    return (
+        f"cascade {name}: {chosen} answered; of {choice.tokens} tokens of {small} the mean log-probability was "
+        f"{choice.mean_logprob:.3f}, {side} {choice.min_logprob:g}   [dim]in logs {escape(choice.first)}[/]"
+    )
 
 
 def _attempt(console: Console, attempt: ExplainedAttempt) -> None:

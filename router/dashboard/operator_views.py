@@ -100,6 +100,7 @@ def request_summary(record: RequestRecord, now: float) -> RequestSummary:
         tenant=record.tenant,
         session=record.session,
         not_cached=_not_cached(record),
+        cascade=record.cascade,
     )
 
 

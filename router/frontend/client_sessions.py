@@ -22,7 +22,7 @@ from baton.errors import RequestCancelled, RequestNotFound, Unavailable
 from baton.logs import RateLimit, RateLimitedLog, RequestLog
 from baton.messages import LoadReport, Message, ModelCard, Peer
 from baton.metrics import Metrics
-from baton.operator_api import NewPin
+from baton.operator_api import CascadeReason, NewPin
 from baton.samples import Labels
 from baton.timeline import Timeline
 from kvstore.keys import system_fingerprint
@@ -129,6 +129,7 @@ class RouterDriver:
         self.repairs: Counter[Repair] = Counter(
             dict.fromkeys(REPAIRS, 0)
         )  # requests that the HTTP APIs mended, by kind
+        self.cascaded: Counter[tuple[str, str, CascadeReason]] = Counter()  # requests: cascade, chosen model, reason
         self._handoff_bytes = 0
         self._card: ModelCard | None = None  # of the workers that were live last
         self._numbered = 0
@@ -170,13 +171,13 @@ class RouterDriver:
             self.handle(request)
         return stream
 
-    def abandon(self, stream: OutputStream) -> None:
-        """The client has gone before the end."""
+    def abandon(self, stream: OutputStream, why: str = "the client went away") -> None:
+        """The client has gone before the end, or needs no more of it."""
         if (request := self._held.get(stream.name)) is None:
-            self.handle(ClientGone(stream.name))
+            self.handle(ClientGone(stream.name, why))
             return
         summary = Summary(Timeline(received=request.received), request.received)
-        self._end_held(RequestEnded(request.name, Cancelled("its client has gone"), summary))
+        self._end_held(RequestEnded(request.name, Cancelled(why), summary))
 
     def _hold(self, requests: Sequence[GenerationRequest]) -> None:
         """Begin with requests as the queue has room for them."""
@@ -396,6 +397,7 @@ class RouterDriver:
                 "tokenizer_cache_queries": 0 if cache is None else cache.queries,
                 "tokenizer_cache_hits": 0 if cache is None else cache.hits,
                 "request_repairs": {(kind,): float(count) for kind, count in self.repairs.items()},
+                "cascade_requests": {labels: float(count) for labels, count in self.cascaded.items()},
                 "malformed_messages": malformed,
                 "connections_refused": refused,
             }

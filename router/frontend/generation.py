@@ -33,6 +33,7 @@ from baton.errors import (
     shown,
 )
 from baton.messages import MAX_GRAMMAR, Grammar, LogitsRules, SamplingParams
+from baton.operator_api import CascadeChoice
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
 from router.frontend.beam_search import beam_search, check_width
@@ -92,10 +93,10 @@ class GenerationService:
         """`tracer`: takes the spans of requests; none: there are none. `beside`: the services of further models, which
         share the doors with this one."""
         self.driver = driver
-        self.all = (self, *beside)
+        self.all: tuple[GenerationService, ...] = (self, *beside)
         self.clock = clock
         self.tracer = tracer
-        self._tokenizing = tokenizing
+        self.tokenizing = tokenizing
         self.grammars = GrammarChecker(driver.model)
 
     async def close(self) -> None:
@@ -137,15 +138,17 @@ class GenerationService:
 
     async def start(
         self, name: str, received: float, size: int, read: Callable[[], Fields], deadline: float | None = None,
-        *, further: bool = False,
+        *, further: bool = False, cascade: CascadeChoice | None = None,
     ) -> list[Generation]:  # fmt: skip
         """Check and submit a request of this task's caller that came at `received`. Return its outputs, one for each
         that the client gets. `read` returns its fields, whose size is about so many bytes. `further`: another prompt
-        of the same body has begun. Times are seconds of the clock. Raises BatonError."""
+        of the same body has begun. `cascade`: why this model answers. Times are seconds of the clock. Raises
+        BatonError."""
         spans = self._traced(name, received)
         try:
             request = await self._checked(name, size, read)
-            request = replace(request, received=received, deadline=deadline, tenant=caller.get().tenant)
+            tenant = caller.get().tenant
+            request = replace(request, received=received, deadline=deadline, tenant=tenant, cascade=cascade)
             if spans is not None:
                 outputs = 1 if request.length_penalty is not None else request.best_of
                 spans.add_attributes(_span_attributes(request), outputs)
@@ -230,7 +233,7 @@ class GenerationService:
 
     async def apart(self, size: int, work: Callable[[], T]) -> T:
         """Do work on so many bytes: here if that is quick, else on a thread. Raises Overloaded."""
-        return await self._tokenizing.run(size, work, caller.get().tenant)
+        return await self.tokenizing.run(size, work, caller.get().tenant)
 
 
 def _chosen(request: GenerationRequest, results: ResultSet) -> list[Generation]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from baton.operator_api import CascadeChoice
 from baton.timeline import Timeline
 from router.events import RequestOutcome, Summary
 from router.placement.types import Candidate, Placement
@@ -120,6 +121,7 @@ class RequestRecord:
     considered: ConsideredPlacements | None = None  # and what it looked at then
     outcome: RequestOutcome | None = None
     summary: Summary | None = None
+    cascade: CascadeChoice | None = None  # none: it is of no cascade, or the choice is to come
 
     @property
     def request_id(self) -> str:
@@ -212,6 +214,7 @@ class Explanations:
             self._forget(next(iter(self._records)))
         spec = request.spec
         record = RequestRecord(request.name, spec.tenant, spec.priority, spec.session, request, request.timeline)
+        record.cascade = spec.cascade
         self._records[request.name] = self._latest[record.request_id] = record
 
     def kept_waiting(self, request: Request, why: str, considered: ConsideredPlacements | None) -> None:
@@ -277,6 +280,11 @@ class Explanations:
             self._close(account, summary.timeline, now)
         if record := self._records.get(request.name):
             record.request, record.outcome, record.summary, record.timeline = None, outcome, summary, summary.timeline
+
+    def decided(self, name: str, choice: CascadeChoice) -> None:
+        """It is known which model of a cascade answers a request."""
+        if record := self._records.get(name):
+            record.cascade = choice
 
     def _current(self, request: Request) -> AttemptAccount | None:
         record = self._records.get(request.name)

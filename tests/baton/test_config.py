@@ -98,7 +98,11 @@ def test_a_model_has_one_name_or_several() -> None:
 def test_every_setting_is_documented_with_its_default() -> None:
     text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     for section in msgspec.structs.fields(config.Config):
-        settings = getattr(config.Config(), section.name) or config.FurtherModel(model=config.ModelConfig())
+        entries = {
+            "models": config.FurtherModel(model=config.ModelConfig()),
+            "cascades": config.CascadeConfig(small="", large=""),
+        }
+        settings = entries.get(section.name) or getattr(config.Config(), section.name)
         table = text.split(f"## {section.name}\n")[1].split("\n## ")[0]
         rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \| .+ \|$", table, re.M))
         optional = {field.name for field in msgspec.structs.fields(settings) if not field.required}
@@ -119,3 +123,25 @@ def test_without_a_home_the_folders_must_be_named(monkeypatch: pytest.MonkeyPatc
     assert (cluster.logs, cluster.traces, cluster.key_path) == (Path("/logs"), Path("/logs/traces"), Path("/keys"))
     with pytest.raises(ConfigError, match=r"no home directory; set HOME, or cluster\.log_dir and cluster\.key_file"):
         _ = config.load(None, {}).cluster.logs
+
+
+@pytest.mark.parametrize(
+    ("name", "cascade", "message"),
+    [
+        ("both", {"small": "a", "large": "c"}, r"cascades\.both\.large is 'c', and the models are 'a', 'b', 'bee'"),
+        ("both", {"small": "b", "large": "bee"}, "has 'b' as small and as large"),
+        ("bee", {"small": "a", "large": "b"}, "is no model's or adapter's"),
+        ("both", {"small": "a", "large": "b", "min_logprob": 0.5}, "min_logprob"),
+        ("both", {"small": "a", "large": "b", "tokens": 0}, "tokens"),
+    ],
+)
+def test_a_cascade_has_two_models(tmp_path: Path, name: str, cascade: dict[str, object], message: str) -> None:
+    models = [{"model": {"path": "/b", "served_model_name": ["b", "bee"]}}]
+    tree: dict[str, object] = {"model.path": "/a", "cascades.both": {"small": "a", "large": "bee"}}
+
+    (path := tmp_path / "config.yaml").write_text(yaml.safe_dump({"models": models}))
+    loaded = config.load(path, tree)
+    assert loaded.cascades["both"].large == "bee"
+    assert not any(pool.cascades for pool in loaded.pools())
+    with pytest.raises(ConfigError, match=message):
+        config.load(path, tree | {f"cascades.{name}": cascade})

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from baton.client import Client
-from baton.config import Config, FurtherModel
+from baton.config import CascadeConfig, Config, FurtherModel
 from baton.errors import BatonError, ModelMismatch
 from deploy.local import LocalCluster
 from tests.processes.test_failures import LONG, expected
@@ -34,7 +34,8 @@ def settings(path: Path, other: Path) -> Config:
     quick = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000, **workload.SLOW_ENGINE}
     first = workload.settings(path, 1, 1, **quick, **{"model.served_model_name": "first"})
     model = msgspec.structs.replace(first.model, path=str(other), served_model_name="second")
-    return msgspec.structs.replace(first, models=(FurtherModel(model=model, prefill=1, decode=1),))
+    cascades = {"both": CascadeConfig(small="first", large="second", tokens=4, min_logprob=0.0, classes=[-1])}
+    return msgspec.structs.replace(first, models=(FurtherModel(model=model, prefill=1, decode=1),), cascades=cascades)
 
 
 def post(cluster: LocalCluster, model: str, prompt: list[int]) -> Any:
@@ -72,14 +73,19 @@ def test_each_model_answers_while_a_worker_of_the_other_dies(path: Path, other: 
             answer = post(cluster, name, LONG[600:700])
             assert answer["model"] == name
             assert answer["choices"][0]["token_ids"] == expected(folder, LONG[600:700], 8)
-        script = Path(__file__).parents[2] / "examples" / "several_models.py"
-        command = [sys.executable, str(script), f"http://{cluster.api_of('router')}"]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE).stdout
-        assert [line.partition(":")[0] for line in printed.splitlines()] == ["first", "second"]
+        for script, names in (("several_models", ()), ("cascade", ("both", "first"))):
+            path_of = Path(__file__).parents[2] / "examples" / f"{script}.py"
+            command = [sys.executable, str(path_of), f"http://{cluster.api_of('router')}", *names]
+            printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE).stdout
+            assert [line.partition(":")[0] for line in printed.splitlines()] == [
+                *(names or ("first", "second", "both"))
+            ]
+        answer = post(cluster, "both", LONG[300:350])  # of random weights, no model is sure
+        assert answer["choices"][0]["token_ids"] == expected(other, LONG[300:350], 8)
         with pytest.raises(urllib.error.HTTPError, match="404"):
             post(cluster, "third", PROMPTS[0])
         with Client(cluster.address, cluster.operator) as client:
-            with pytest.raises(ModelMismatch, match="this cluster serves 'first', 'second'"):
+            with pytest.raises(ModelMismatch, match="this cluster serves 'first', 'second', 'both'"):
                 client.generate(PROMPTS[0], model="third", timeout=DEADLINE).result()
             assert client.explain(client.requests(1)[0].name).request.name
             with pytest.raises(BatonError, match="decode worker"):  # of this model, whatever the other one has

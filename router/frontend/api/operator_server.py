@@ -350,13 +350,16 @@ class OperatorCalls:
     def _record_of(self, name: str) -> RequestRecord:
         """The request of that name, or of an answer's id. Raises RequestNotFound."""
         prefix = next((prefix for prefix in _ID_PREFIXES if name.startswith(prefix)), "")
-        *others, last = [
-            (each, one) for one in dict.fromkeys((name, name.removeprefix(prefix))) for each in self._drivers
-        ]
-        for each, one in others:
-            with contextlib.suppress(RequestNotFound):
-                return each.state.explain(one, None)
-        return last[0].state.explain(last[1], None)
+        for one in dict.fromkeys((name, name.removeprefix(prefix))):
+            matches: list[tuple[float, bool, RequestRecord]] = []
+            for each in self._drivers:
+                with contextlib.suppress(RequestNotFound):
+                    record = each.state.explain(one, None)
+                    answered = record.cascade is None or record.cascade.chosen == each.model.name
+                    matches.append((record.timeline.received, answered, record))
+            if matches:
+                return max(matches, key=lambda each: each[:2])[2]
+        return self._driver.state.explain(name, None)  # raises
 
     def _profile(self, call: Profile) -> TraceFile:
         if call.stop and call.steps:
