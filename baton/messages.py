@@ -27,7 +27,7 @@ LOWEST_CLASS = 8
 """The priority of requests that fill gaps. No other is less urgent, and none more than its opposite."""
 MAX_NAME = 128  # characters
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MIXED = "mixed"  # as numerics of a namespace: its pages come from several classes of arithmetic
 KEY_BYTES = 16
 TOKEN_BYTES = 4
@@ -363,6 +363,15 @@ class SamplingParams(DrawParams, frozen=True):
     grammar: Grammar | None = None
 
 
+class KvCompression(Struct, frozen=True, forbid_unknown_fields=True):
+    """How the K and V of a sequence are kept small. "window": tokens of the output attend to the first `sinks` tokens
+    and to the last `window`, both in whole pages (`kvstore.kv_window`)."""
+
+    kind: Literal["window"]
+    window: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+    sinks: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 4
+
+
 class PageSource(Struct, frozen=True):
     """A store of another node to get pages from. It is believed to have, or to be about to have, the first `pages` of
     the chain at hand; `endpoint` is where it serves pages (`Hello.data`)."""
@@ -391,6 +400,7 @@ class Decode(AttemptMessage, frozen=True):
     priority: int = 0  # lower is more urgent
     deadline_ms: Count | None = None
     adapter: str = ""  # digest of the LoRA adapter to compute with; "": the plain model
+    kv_compression: KvCompression | None = None  # none: every token attends to all before it
 
 
 class Prefill(AttemptMessage, frozen=True):

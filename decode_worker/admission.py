@@ -73,12 +73,13 @@ class SequenceAdmission:
 
     def _own(self, holder: Sequence) -> int:
         """How many pages only this sequence refers to."""
-        return self._blocks.count_unshared(holder.pages, holder.pages.first)
+        pages = holder.pages
+        return self._blocks.count_unshared(pages.held if pages.sinks else pages, 0 if pages.sinks else pages.first)
 
 
 def _outlook(sequence: Sequence, pages: int, own: int) -> GrowthOutlook:
     generated = sequence.generated
-    known = len(sequence.tokens) - sequence.pages.first * sequence.page_size
+    known = len(sequence.tokens) - (sequence.pages.first - sequence.pages.sinks) * sequence.page_size
     return GrowthOutlook(generated, sequence.max_tokens - generated, known, pages, own, _most(sequence, pages))
 
 
@@ -86,6 +87,8 @@ def _most(sequence: Sequence, pages: int) -> float:
     """How many of the pool's pages it will ever take at a time. Those before its window are given back, but stay while
     cached ones after them are in use."""
     window = sequence.window
+    if sequence.kv_window is not None:
+        return sequence.kv_window.held(sequence.pages.first)
     if window is None:
         return inf
     in_parts = sequence.in_parts if sequence.pages else sequence.must_be_in_parts

@@ -114,8 +114,9 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
     else:
         tokens, scoring, follows = sequence.tokens[start:end], sequence.scoring(end), None
     return Chunk(
-        tokens, start, sequence.pages, draw, scoring, follows, sequence.adapter, window_pages=sequence.window_pages
-    )
+        tokens, start, sequence.pages, draw, scoring, follows, sequence.adapter, window_pages=sequence.window_pages,
+        kv_window=sequence.kv_window,
+    )  # fmt: skip
 
 
 def _draw(sequence: Sequence) -> TokenDraw:

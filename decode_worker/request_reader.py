@@ -5,13 +5,14 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from baton.errors import InvalidGrammar, MalformedMessage, ModelMismatch
+from baton.errors import InvalidGrammar, MalformedMessage, ModelMismatch, UnsupportedField
 from baton.messages import LOWEST_CLASS, AttemptName, Decode
 from decode_worker.sequence import Sequence
 from decode_worker.sliding_window import SlidingWindow
 from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
 from kvstore.keys import unpack_tokens
+from kvstore.kv_window import KvWindow
 from kvstore.window_groups import WindowGroups
 
 
@@ -26,10 +27,12 @@ class RequestReader:
     adapters: Collection[str]  # digests of those that orders may name, as they are now
     grammars: OutputGrammars | None
     ageing_ms: int
+    no_kv_windows: str  # see `engine.runner.Runner`
 
     def sequence(self, order: Decode, router: str, arrival: int, now: float) -> Sequence:
         """Return the sequence that is ordered, without pages. Raises MalformedMessage, ModelMismatch for an adapter
-        that is not loaded, and InvalidGrammar where no grammar is followed."""
+        that is not loaded, InvalidGrammar where no grammar is followed, and UnsupportedField where a request can't have
+        a window."""
         tokens = unpack_tokens(order.tokens, self.vocab_size)
         if not order.prompt <= len(tokens) < order.prompt + order.max_tokens:
             raise MalformedMessage(
@@ -45,6 +48,8 @@ class RequestReader:
         if order.sampling.grammar is not None and self.groups.states:
             # A token whose mask is late is drawn again, and its input would change the states twice.
             raise InvalidGrammar("a model with recurrent states follows no grammar; leave it out")
+        if order.kv_compression is not None and self.no_kv_windows:
+            raise UnsupportedField(f"kv_compression is not served: {self.no_kv_windows}; leave it out")
         # A tokenizer may have more tokens than the model, which never draws them.
         stops = [each for each in order.stop_token_ids if self.vocab_size is None or 0 <= each < self.vocab_size]
         priority = max(-LOWEST_CLASS, min(order.priority, LOWEST_CLASS))
@@ -64,6 +69,7 @@ class RequestReader:
             page_size=self.page_size,
             window=self.window,
             groups=self.groups,
+            kv_window=KvWindow.of(order.kv_compression, order.prompt, self.page_size),
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             prefilled_remotely=order.prefilled_remotely,
             fetch_goal=order.fetch,

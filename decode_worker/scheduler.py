@@ -123,6 +123,7 @@ class DecodeScheduler:
         proposer: Callable[[], Proposer] | None = None,
         draft_model: DraftModel | None = None,
         verify_all: bool = False,
+        no_kv_windows: str = "",
     ) -> None:
         """`growth_reserve`: the rule for admission, the learned one by default. `calibration`: steps that were run
         before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it would
@@ -132,7 +133,7 @@ class DecodeScheduler:
         attend to a window beside it. `adapters`: digests of those that orders may name. `recompute_share`: part of the
         pages that is checked. `fixed_borders`: see `engine.runner.Runner`. `proposer`: makes those of sequences; none:
         they propose nothing. `draft_model`: guesses where they don't. No step may be planned while one with proposals
-        runs. `verify_all`: whatever they cost, all are verified."""
+        runs. `verify_all`: whatever they cost, all are verified. `no_kv_windows`: see `engine.runner.Runner`."""
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
@@ -141,7 +142,9 @@ class DecodeScheduler:
             num_pages, page_size, sliding, groups, tell_tokens=event_tokens, fixed_borders=fixed_borders
         )
         self._groups = groups
-        self._reader = RequestReader(page_size, sliding, groups, vocab_size, adapters, grammars, config.ageing_ms)
+        self._reader = RequestReader(
+            page_size, sliding, groups, vocab_size, adapters, grammars, config.ageing_ms, no_kv_windows
+        )
         self._sequences = AttemptTable[Sequence]()
         self._admission = SequenceAdmission(
             self._pages.blocks, growth_reserve or LearnedGrowthReserve(), page_size, groups
@@ -223,7 +226,7 @@ class DecodeScheduler:
         if old is not None:
             sequence.priority_time = old.priority_time
         if not self._pages.can_hold(sequence):
-            need = f"prompt and output take up to {sequence.total_pages} pages"
+            need = f"prompt and output take up to {sequence.total_pages} pages at a time"
             message = f"{need} and this worker has {self._pages.total}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         waits = self._router_fairness.must_wait(router, self._held(), now)
@@ -257,7 +260,8 @@ class DecodeScheduler:
         while (reservations := self._pages.reserve(newcomer)) is None:
             # What is written only for others' sake makes room.
             if (cancels := self._abandon_write()) is None:
-                assert newcomer.window is not None or newcomer.groups.count, "there is room, and nothing holds it"
+                windows = any(s.kv_window is not None for s in (newcomer, *sequences))
+                assert windows or newcomer.window or newcomer.groups.count, "there is room, and nothing holds it"
                 return False  # cached pages that were counted are kept by those of others after them
             commands += cancels
         commands += reservations
@@ -731,11 +735,12 @@ def _load(sequences: Iterable[Sequence]) -> LoadReport:
     running = waiting = queued = context = 0
     for sequence in sequences:
         known, phase = len(sequence.tokens), sequence.phase
+        attended = known if sequence.kv_window is None else sequence.attended
         if phase is SequencePhase.ENDED:
             continue
         if phase is SequencePhase.RUNNING:
             running += 1
-            context += known
+            context += attended
         else:
             waiting += 1
         if (pending := known - sequence.computed) > 1:

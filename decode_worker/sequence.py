@@ -37,6 +37,7 @@ from engine.step.batch import Chunk, PromptScoring, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from kvstore.client.transfer import PageFetch
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, partial_key, split_keys
+from kvstore.kv_window import KvWindow
 from kvstore.load_or_recompute import LoadInProgress
 from kvstore.window_groups import NO_GROUPS, WindowGroups
 
@@ -86,6 +87,7 @@ class Sequence:
     page_size: int
     window: SlidingWindow | None = None  # that every layer of the model has
     groups: WindowGroups = NO_GROUPS  # whose layers have one
+    kv_window: KvWindow | None = None  # that its request asks for
     adapter: str = ""  # digest of the LoRA adapter that it is computed with
     owner: str = ""  # incarnation of the router that ordered it
     deadline: float | None = None
@@ -239,8 +241,9 @@ class Sequence:
 
     @property
     def total_pages(self) -> int:
-        """Pages that prompt and output may take in the end."""
-        return -(-(self.prompt + self.max_tokens) // self.page_size)
+        """Pages that prompt and output may take in the end, or at a time if it has a window of its own."""
+        pages = -(-(self.prompt + self.max_tokens) // self.page_size)
+        return pages if self.kv_window is None else min(pages, self.kv_window.most)
 
     @property
     def must_be_in_parts(self) -> bool:
@@ -251,7 +254,8 @@ class Sequence:
         """The keys of the cached pages that it begins with, and how many pages it needs in all to begin."""
         if self.window is not None and self.must_be_in_parts:
             return (), min(self.pages_needed, self.window.part)
-        return self.reusable_keys(), self.pages_needed
+        needed = self.pages_needed
+        return self.reusable_keys(), needed if self.kv_window is None else min(needed, self.kv_window.most)
 
     @property
     def coming(self) -> int:
@@ -263,7 +267,8 @@ class Sequence:
         """How far its table should reach: to the end of the known tokens, or of the part."""
         if self.in_parts and self.window is not None:
             return min(self.pages_needed, self.window.first_page(self.computed) + self.window.part)
-        return -(-self.next_known // self.page_size)
+        pages = -(-self.next_known // self.page_size)
+        return pages if self.kv_window is None else min(pages, self.kv_window.reach(self.computed))
 
     @property
     def computable(self) -> int:
@@ -276,9 +281,21 @@ class Sequence:
         in the cache, so none is cached that would let a context which is larger than the pool grow there."""
         if self.in_parts or self.cached_pages < self.pages.first:
             return 0
-        if self.pages.first or self.exceeds_pool:
+        if self.kv_window is None and (self.pages.first or self.exceeds_pool):
             return min(self.computed, self.known_at_first) // self.page_size
-        return self.computed // self.page_size
+        return min(self.computed, self.exact) // self.page_size
+
+    @property
+    def attended(self) -> int:
+        """Known tokens that the next one attends to."""
+        known = len(self.tokens)
+        return known if self.kv_window is None else known - self.kv_window.gap(known) * self.page_size
+
+    @property
+    def exact(self) -> int:
+        """Known tokens whose K and V are those of the whole context: others may have their pages."""
+        known = len(self.tokens)
+        return known if self.kv_window is None else min(known, self.kv_window.exact)
 
     def append(self, drawn: Items[Sampled]) -> None:
         """Take what was drawn, up to the token that ends the sequence."""
@@ -302,9 +319,9 @@ class Sequence:
         return Delta(self.name.request, self.name.attempt, position, tokens, logprobs, self.finish, computed, *counts)
 
     def extend_keys(self) -> None:
-        """Derive the keys of the pages that have filled up since."""
+        """Derive the keys of the exact pages that have filled up since."""
         known = len(self.keys)
-        full = len(self.tokens) // self.page_size
+        full = self.exact // self.page_size
         if full > known:
             new = pack_tokens(self.tokens[known * self.page_size : full * self.page_size])
             self.keys += split_keys(page_keys(self.chain_before(known), new, self.page_size))
@@ -334,7 +351,8 @@ class Sequence:
     def fetchable_keys(self) -> list[bytes]:
         """Those, and that of the partial page after them where a prefill worker makes it."""
         keys = [*self.reusable_keys()]
-        if self.prefilled_remotely and (rest := self.partial_key(len(self.tokens) - 1)):
+        length = len(self.tokens) - 1
+        if self.prefilled_remotely and length <= self.exact and (rest := self.partial_key(length)):
             keys.append(rest)
         return keys
 

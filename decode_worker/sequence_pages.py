@@ -68,7 +68,7 @@ class SequencePages:
         """Return a page that goes on as the sequence does after its first `cached` pages, and for how many tokens it is
         to be copied. The last token of the page, or of all, is computed."""
         start = cached * self._page_size
-        rest = sequence.tokens[start : min(start + self._page_size, len(sequence.tokens)) - 1]
+        rest = sequence.tokens[start : min(start + self._page_size, sequence.exact) - 1]
         if not rest or self._groups.count:
             return 0, 0
         page, count = self.blocks.find_beginning(sequence.chain_before(cached), pack_tokens(rest))
@@ -121,6 +121,8 @@ class SequencePages:
         tokens = sequence.tokens[page * self._page_size : sequence.computed]
         if not tokens or sequence.unscored or sequence.in_parts or page < sequence.pages.first:
             return
+        if sequence.computed > sequence.exact:
+            return
         self._share_beginning(sequence, page, tokens)
 
     def _share_beginning(self, sequence: Sequence, page: int, tokens: Items[int]) -> None:
@@ -137,6 +139,8 @@ class SequencePages:
         self.give_back_windows(sequence)
         if self._window is not None:
             self._take_back(sequence, sequence.pages.give_back(self._window.first_page(sequence.computed)))
+        if (own := sequence.kv_window) is not None:
+            self._take_back(sequence, sequence.pages.give_back(own.first_page(sequence.computed), own.sinks))
 
     def give_back_windows(self, sequence: Sequence) -> None:
         """Take back the window pages that no layer looks at any more."""
@@ -160,7 +164,11 @@ class SequencePages:
         """Raise AssertionError unless it has the pages that its phase and progress ask for. For tests."""
         pages = sequence.pages
         assert len(sequence.window_pages) == len(pages) * self._groups.count, sequence.name
-        if pages.first:
+        if (own := sequence.kv_window) is not None:
+            assert pages.first <= own.first_page(sequence.computed), sequence.name
+            assert pages.num_held <= own.most, sequence.name
+            assert sequence.cached_pages * self._page_size <= own.exact, sequence.name
+        elif pages.first:
             assert self._window is not None
             assert pages.first <= self._window.first_page(sequence.computed), sequence.name
         assert sequence.computed <= len(pages) * self._page_size or not pages, sequence.name

@@ -87,4 +87,4 @@ class StepPlanner:
 
 def rows_of(decoding: Collection[Sequence]) -> DecodeRows:
     """Return what these sequences are as rows of a step, each with one token."""
-    return DecodeRows(len(decoding), sum([len(s.tokens) for s in decoding]))
+    return DecodeRows(len(decoding), sum([len(s.tokens) if s.kv_window is None else s.attended for s in decoding]))

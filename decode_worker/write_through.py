@@ -63,7 +63,7 @@ class WriteThrough:
 
     def store(self, sequence: Sequence, now: float) -> list[CallStore]:
         """Write the pages of `sequence` that have filled up since the last time."""
-        full = sequence.computed // self._page_size
+        full = min(sequence.computed, sequence.exact) // self._page_size
         if sequence.stored_pages < sequence.pages.first:  # given back while there was no store
             sequence.writes_through = False
         first, sequence.stored_pages = sequence.stored_pages, max(sequence.stored_pages, full)

@@ -104,6 +104,11 @@ class Engine:
         self.device = str(pool.device)
         on_cuda = pool.device.type == "cuda"
         self.overlaps = self.copies_overlap = self.launches_ahead = on_cuda
+        self.no_kv_windows = ""
+        if on_cuda:
+            self.no_kv_windows = "this worker computes on CUDA, where no test has run it"
+        elif any(window is not None for window in config.windows):
+            self.no_kv_windows = "layers of this model attend to a window of their own"
         self._alarm: Callable[[], None] = lambda: None
         self.tracer = Tracer()  # of the loop that runs the steps
         self._mask_threads = MaskThreads()

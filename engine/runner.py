@@ -110,6 +110,8 @@ class Runner(Protocol):
     page, or of `CHUNK_ALIGNMENT` within a page."""
     launches_ahead: bool
     """A step may be launched while another one runs, with chunks that follow its draws (`Chunk.follows`)."""
+    no_kv_windows: str
+    """Why no chunk may have a `kv_window`; empty: each may."""
     verifies: bool
     """Chunks may have proposals (`Chunk.verify`). The logits of each row are those that it would have alone."""
 

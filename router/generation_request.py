@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from baton.errors import InvalidRequest
-from baton.messages import TOKEN_BYTES, SamplingParams
+from baton.messages import TOKEN_BYTES, KvCompression, SamplingParams
 from baton.operator_api import CascadeChoice
 
 MAX_SEED = 2**63 - 1
@@ -94,6 +94,7 @@ class GenerationRequest(Struct, frozen=True):
     tenant: str = ""  # from the authenticated identity
     salt: str = ""  # the request's own: requests with another one share no page with it
     adapter: str = ""  # name of its LoRA adapter; "": the plain model. Requests with another share no page with it
+    kv_compression: KvCompression | None = None
     priority: int = 0  # lower is more urgent
     deadline: float | None = None  # seconds on the same clock
     ttft: float | None = None  # objective, seconds; none: that of its priority's class

@@ -22,6 +22,7 @@ from math import inf
 from baton.messages import LOWEST_CLASS, TOKEN_BYTES, AttemptName, ModelCard
 from baton.timeline import Timeline
 from kvstore.keys import cacheable_pages, namespace_root, pack_tokens, page_keys, split_keys
+from kvstore.kv_window import KvWindow
 from router.events import ServingAccount, Summary, Usage
 from router.generation_request import GenerationRequest
 from router.not_cached import NotCached
@@ -248,10 +249,22 @@ class Request:
         """Bring `keys` up to the tokens known now."""
         page_size, root = card.namespace.page_size, self.root_in(card)
         self.adapter_digest = card.namespace_of(self.spec.adapter).adapter
-        pages = cacheable_pages(self.known, page_size)
+        pages = cacheable_pages(min(self.known, self.exact(page_size) + 1), page_size)
         if root != self.root or pages != len(self.keys):
             whole = bytes(self.tokens[: pages * page_size * TOKEN_BYTES])
             self.root, self.keys = root, split_keys(page_keys(root, whole, page_size))
+
+    def kv_window(self, page_size: int) -> KvWindow | None:
+        """What its output attends to; none: all tokens."""
+        return KvWindow.of(self.spec.kv_compression, self.prompt, page_size)
+
+    def exact(self, page_size: int) -> int:
+        """How many of its tokens may have pages in common with other requests."""
+        return self.known if (window := self.kv_window(page_size)) is None else min(self.known, window.exact)
+
+    def most_pages(self, page_size: int) -> float:
+        """Device pages that it takes at most at a time, but for what its length sets."""
+        return inf if (window := self.kv_window(page_size)) is None else window.most
 
     def missing_tokens(self, cached_pages: int, page_size: int) -> int:
         """Prompt tokens that a prefill worker computes where the first `cached_pages` are cached."""

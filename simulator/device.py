@@ -59,8 +59,10 @@ class CheckingDevice:
     def compute(self, known: Sequence[int], chunk: Chunk) -> int:
         """Check the pages below a chunk of the tokens `known` that it looks at, and write those of the chunk. Return
         its last digest."""
-        expected, size = digests(known), self._page_size
-        for position in range(self.first_read(chunk), chunk.start):
+        expected, size, own = digests(known), self._page_size, chunk.kv_window
+        if own is not None:  # its pages are no other sequence's
+            expected[own.exact :] = [hash((value, own)) for value in expected[own.exact :]]
+        for position in self.read(chunk):
             actual = self.pages[chunk.pages[position // size]][position % size]
             assert actual == expected[position], f"a wrong page was read at position {position}"
         assert list(chunk.tokens) == list(known[chunk.start : chunk.end])
@@ -91,6 +93,19 @@ class CheckingDevice:
     def in_window(self, digest: int, group: int) -> int:
         """What that group keeps where others keep `digest`."""
         return ~digest - group
+
+    def read(self, chunk: Chunk) -> Iterator[int]:
+        """Yield the positions before a chunk that it looks at."""
+        if (own := chunk.kv_window) is None:
+            yield from range(self.first_read(chunk), chunk.start)
+            return
+        first = own.first_page(chunk.start)
+        if isinstance(chunk.pages, BlockTable):
+            assert chunk.pages.first <= first, "a page of the window was given back"
+            assert not chunk.pages.first or chunk.pages.sinks >= own.sinks, "a page of the sinks was given back"
+        for position in range(chunk.start):
+            if not min(own.sinks, first) * self._page_size <= position < first * self._page_size:
+                yield position
 
     def first_read(self, chunk: Chunk) -> int:
         """The first position that the chunk looks at."""

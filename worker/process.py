@@ -130,6 +130,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, drafter: DraftModel | None
         proposer=NgramProposer if speculates and config.model.speculation != "draft" else None,
         draft_model=drafter if speculates else None,
         verify_all=config.model.speculation in ("ngram", "draft"),
+        no_kv_windows=worker.runner.no_kv_windows,
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 

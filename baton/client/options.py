@@ -50,6 +50,7 @@ class SamplingOptions(TypedDict, total=False):
     shown_special_tokens: Sequence[int]
     cache_salt: str
     structured_output: Mapping[str, Any] | None
+    kv_compression: Mapping[str, Any] | None
     n: int | None
     best_of: int | None
     beam_search: Mapping[str, Any] | None
@@ -80,6 +81,7 @@ class ChatOptions(TypedDict, total=False):
     parallel_tool_calls: bool
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+    kv_compression: Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
     priority: int
     ttft_ms: int | None

@@ -107,12 +107,15 @@ struct Batch {
   void* hidden;         // [sample_count][hidden]: the normed hidden states of the sample rows
   float* logits;        // [sample_count][vocab], or null
   int64_t* best;        // [sample_count]: the likeliest token, of equal ones the lowest
+  int64_t moved;        // 1: places are not positions
 
   const int64_t* tokens() const { return ints; }                                // [rows]
   const int64_t* positions() const { return tokens() + rows; }                  // [rows]
   const int64_t* tables() const { return positions() + rows; }                  // [rows]: addresses of block tables
   const int64_t* sample_rows() const { return tables() + rows; }                // [sample_count], ascending
   const int64_t* begun() const { return sample_rows() + sample_count; }         // [begun_count]: pages to be zeroed first
+  // [rows]: where in what they attend to the rows stand
+  const int64_t* places() const { return moved ? begun() + begun_count : positions(); }
 };
 }
 
@@ -408,7 +411,7 @@ class Step {
     const int64_t rows = least(b.rows, block_end(0, b.rows) + kBlockRows / 4), few = least(rows, kFewRows);
     const int64_t group = shape_.group(), samples = b.logits ? b.sample_count : 0;
     int64_t longest = 0;
-    for (int64_t row = 0; row < b.rows; ++row) longest = std::max(longest, b.positions()[row]);
+    for (int64_t row = 0; row < b.rows; ++row) longest = std::max(longest, b.places()[row]);
     const int64_t segments = longest / kSegment + 1;
     Carver carve(memory);
     x_ = carve.take<float>(b.rows * m.hidden);
@@ -783,7 +786,7 @@ class Step {
     int64_t many = 0, part = 0;
     run_count_ = unit_count_ = 0;
     for (int64_t i = 0; i < rows; ++i) {
-      const int64_t row = row_of(i), position = b.positions()[row], table = b.tables()[row];
+      const int64_t row = row_of(i), position = b.places()[row], table = b.tables()[row];
       slot_[row - block.first] = i;
       Run* const run = runs_ + run_count_ - 1;
       if (run_count_ && run->end() == position && reinterpret_cast<int64_t>(run->pages) == table)
@@ -822,7 +825,7 @@ class Step {
     const Range rows = share(block.rows(), thread, threads_);
     int64_t r = 0;
     for (int64_t i = rows.first; i < rows.last; ++i) {
-      const int64_t row = block.first + i, position = b.positions()[row], slot = slot_[i];
+      const int64_t row = block.first + i, position = b.places()[row], slot = slot_[i];
       const int64_t page = reinterpret_cast<const int64_t*>(b.tables()[row])[position / m.page_size];
       const int64_t offset = position % m.page_size;
       while (slot >= 0 && runs_[r].row + runs_[r].rows <= slot) ++r;

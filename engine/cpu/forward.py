@@ -77,7 +77,7 @@ class _Model(ctypes.Structure):
 class _Batch(ctypes.Structure):
     _fields_ = [
         ("rows", _Count), ("sample_count", _Count), ("begun_count", _Count), ("ints", _Pointer), ("hidden", _Pointer),
-        ("logits", _Pointer), ("best", _Pointer),
+        ("logits", _Pointer), ("best", _Pointer), ("moved", _Count),
     ]  # fmt: skip
 
 
@@ -150,13 +150,13 @@ class NativeForward:
         logits, best = torch.empty((len(hidden), self._vocab_size)), np.empty(len(hidden), dtype=np.int64)
         address = best.__array_interface__["data"][0]
         rows = hidden.contiguous()
-        self._call(self._head, _Batch(0, len(rows), 0, None, rows.data_ptr(), logits.data_ptr(), address))
+        self._call(self._head, _Batch(0, len(rows), 0, None, rows.data_ptr(), logits.data_ptr(), address, 0))
         return logits
 
     @staticmethod
     def _described(batch: Batch, addresses: tuple[int | None, int | None, int | None]) -> _Batch:
         ints = batch.ints.__array_interface__["data"][0]
-        return _Batch(batch.num_tokens, batch.num_samples, batch.num_fresh_pages, ints, *addresses)
+        return _Batch(batch.num_tokens, batch.num_samples, batch.num_fresh_pages, ints, *addresses, batch.moved)
 
     def _call(self, function: Callable[..., int], batch: _Batch) -> None:
         """Run a step, in more memory where it needs more."""

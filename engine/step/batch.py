@@ -6,7 +6,7 @@ end to end, and every array that speaks of tokens has one entry for each. No tor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from baton.messages import DrawParams, SamplingParams
 from engine.step.block_table import BlockTable, Ints
+from kvstore.kv_window import KvWindow
 
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.bool_]
@@ -146,7 +147,8 @@ class Chunk(Struct, frozen=True, gc=False):
     of no other chunk of the same step. With `sample`, a token is drawn to follow the chunk's last. `scoring` never
     includes the token that follows the chunk's last if that one is drawn. `adapter` is the digest of the LoRA adapter
     that the sequence is computed with; "" is the plain model. `window_pages` are those of the groups of layers with a
-    window, side by side for each of `pages` (`kvstore.window_groups`). Those that no token looks at are any.
+    window, side by side for each of `pages` (`kvstore.window_groups`). Those that no token looks at are any. With a
+    `kv_window`, the pages of a token's gap are any, too.
 
     With `verify`, the chunk's last tokens are proposals, one for each of these draws. A token is drawn after every one
     of them, by `sample` after the last, and after the token before them.
@@ -166,11 +168,18 @@ class Chunk(Struct, frozen=True, gc=False):
     adapter: str = ""
     verify: Sequence[TokenDraw] = ()
     window_pages: Sequence[int] = ()
+    kv_window: KvWindow | None = None
 
     @property
     def end(self) -> int:
         """How many of the sequence's tokens are computed after this chunk, proposals included."""
         return self.start + len(self.tokens)
+
+    @property
+    def before(self) -> int:
+        """How many tokens before it its first token attends to."""
+        own = self.kv_window
+        return self.start if own is None else self.start - own.gap(self.start) * own.page_size
 
     @property
     def known(self) -> int:
@@ -189,8 +198,8 @@ class Chunk(Struct, frozen=True, gc=False):
 
 
 class Span(Struct, frozen=True, gc=False):
-    """Where a chunk lies: rows `first` to `last` − 1 of the batch, positions `start` to `end` − 1 of its sequence. The
-    first entries of `table` are its pages."""
+    """Where a chunk lies, or a part of it whose tokens have one gap: rows `first` to `last` − 1 of the batch, places
+    `start` to `end` − 1 of what its tokens attend to. The first entries of `table` are the pages of that."""
 
     first: int
     last: int
@@ -213,7 +222,8 @@ class Batch(Struct, frozen=True, gc=False):
     num_samples: int
     num_fresh_pages: int
     page_size: int
-    spans: tuple[Span, ...]  # one for each chunk
+    spans: tuple[Span, ...]  # one for each chunk, or more
+    moved: bool = False  # places differ from positions
 
     @property
     def tokens(self) -> Ints:
@@ -241,18 +251,24 @@ class Batch(Struct, frozen=True, gc=False):
         return self.ints[3 * self.num_tokens + self.num_samples :][: self.num_fresh_pages]
 
     @property
+    def places(self) -> Ints:
+        """[num_tokens]: their places in what they attend to: positions less the pages of their gaps."""
+        end = 3 * self.num_tokens + self.num_samples + self.num_fresh_pages
+        return self.ints[end : end + self.num_tokens] if self.moved else self.positions
+
+    @property
     def write_pages(self) -> Ints:
         """[num_tokens]: the pages where their K and V go."""
-        indices = self.positions // self.page_size
+        indices = self.places // self.page_size
         return np.concatenate([span.table[indices[span.first : span.last]] for span in self.spans])
 
     @property
     def write_offsets(self) -> Ints:
         """[num_tokens]: and the places in those pages."""
-        return self.positions % self.page_size
+        return self.places % self.page_size
 
     def pages_of(self, span: Span) -> Ints:
-        """[pages that cover 0 to span.end − 1]"""
+        """[pages that cover the places 0 to span.end − 1]"""
         return span.table[: -(-span.end // self.page_size)]
 
 
@@ -274,6 +290,7 @@ def flatten(
     sample_rows: list[int] = []
     fresh: list[int] = []
     first = 0
+    moved = False
     for chunk in chunks:
         start, pages = chunk.start, chunk.pages
         count = len(chunk.tokens)
@@ -285,14 +302,21 @@ def flatten(
         if len(table) < covering:
             raise ValueError(f"positions up to {end - 1} need {covering} pages, not {len(table)}")
         table.check(num_pages)
-        if table.first and (window is None or max(0, start - window + 1) // page_size < table.first):
+        if table.first and not _reads_only_held(chunk, table, page_size, window):
             raise ValueError(f"a token at {start} attends to pages before the table's entry {table.first}")
-        spans.append(Span(first, last, start, end, table.array))
         tokens += chunk.tokens
-        if count == 1:
+        if chunk.kv_window is not None:
+            for span in _spans(chunk.kv_window, first, start, end, table):
+                spans.append(span)
+                addresses += [span.table.__array_interface__["data"][0]] * len(span)
+            positions += range(start, end)
+            moved = moved or spans[-1].end < end
+        elif count == 1:
+            spans.append(Span(first, last, start, end, table.array))
             positions.append(start)
             addresses.append(table.address)
         else:
+            spans.append(Span(first, last, start, end, table.array))
             positions += range(start, end)
             addresses += [table.address] * count
         if chunk.scoring is not None:
@@ -303,11 +327,29 @@ def flatten(
         if end % page_size and (covering - 1) * page_size >= start:
             fresh.append(table[covering - 1])
         first = last
-    if len(set(addresses)) < len(chunks):
+    if len(set(addresses)) < len(spans):
         raise ValueError("two chunks of a batch have one block table")
     _refuse_outside("token id", tokens, vocab_size)
-    ints = np.fromiter(chain(tokens, positions, addresses, sample_rows, fresh), np.int64)
-    return Batch(ints, len(tokens), len(sample_rows), len(fresh), page_size, tuple(spans))
+    places = chain.from_iterable(range(span.start, span.end) for span in spans) if moved else ()
+    ints = np.fromiter(chain(tokens, positions, addresses, sample_rows, fresh, places), np.int64)
+    return Batch(ints, len(tokens), len(sample_rows), len(fresh), page_size, tuple(spans), moved)
+
+
+def _reads_only_held(chunk: Chunk, table: BlockTable, page_size: int, window: int | None) -> bool:
+    """Whether no token of a chunk attends to a page that was given back."""
+    if (own := chunk.kv_window) is not None:
+        return table.first <= own.first_page(chunk.start) and table.sinks >= own.sinks
+    return window is not None and max(0, chunk.start - window + 1) // page_size >= table.first
+
+
+def _spans(window: KvWindow, first: int, start: int, end: int, table: BlockTable) -> Iterator[Span]:
+    """The parts of a chunk whose tokens have one gap, each with a table of the pages beside it."""
+    row, size = first - start, window.page_size
+    for begin, stop, gap in window.spans(start, end):
+        entries = table.array
+        if gap:
+            entries = np.concatenate((entries[: window.sinks], entries[window.sinks + gap : -(-stop // size)]))
+        yield Span(row + begin, row + stop, begin - gap * size, stop - gap * size, entries)
 
 
 def _refuse_outside(what: str, values: Sequence[int], limit: int) -> None:

@@ -61,8 +61,8 @@ def sample_of(chunks: Sequence[Chunk], seconds: float) -> StepSample:
         count = len(chunk.tokens)
         if count > 1 and not chunk.verify:
             tokens += count
-            attended += pairs(count, chunk.start)
+            attended += pairs(count, chunk.before)
         else:
             rows += count
-            context += sum(range(chunk.start + 1, chunk.end + 1)) if chunk.verify else chunk.end
+            context += pairs(count, chunk.before)
     return StepSample(tokens, attended, rows, context, seconds)

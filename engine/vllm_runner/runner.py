@@ -104,6 +104,7 @@ class VllmRunner:
     overlaps = True
     launches_ahead = True
     verifies = False
+    no_kv_windows = "vLLM attends to every page of a context"
     window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
 
     def __init__(

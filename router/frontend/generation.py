@@ -32,7 +32,7 @@ from baton.errors import (
     UnsupportedField,
     shown,
 )
-from baton.messages import MAX_GRAMMAR, Grammar, LogitsRules, SamplingParams
+from baton.messages import MAX_GRAMMAR, Grammar, KvCompression, LogitsRules, SamplingParams
 from baton.operator_api import CascadeChoice
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
@@ -308,6 +308,7 @@ def generation_request(
         stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
         salt=checked_salt(values.get("cache_salt", "")),
         adapter=model.adapter_of(values.get("model")),
+        kv_compression=_kv_compression(values),
         priority=values.get("priority", 0),
         ttft=_seconds(values.get("ttft_ms")),
         tpot=_seconds(values.get("tpot_ms")),
@@ -346,6 +347,19 @@ def _length_penalty(fields: Fields, sampling: SamplingParams) -> float | None:
             "tokens; leave them out, or use stop_token_ids"
         )
     return c_float(search.get("length_penalty", 1.0)).value
+
+
+def _kv_compression(fields: Fields) -> KvCompression | None:
+    """Raises InvalidRequest."""
+    if (order := fields.get("kv_compression")) is None:
+        return None
+    if "beam_search" in fields:
+        raise InvalidRequest("a beam search knows no kv_compression; leave it out", "kv_compression")
+    try:
+        return msgspec.convert(order, KvCompression)
+    except msgspec.ValidationError as error:
+        what = f'{shown(repr(order))}: {error}; it must be such as {{"kind": "window", "window": 1024, "sinks": 4}}'
+        raise InvalidRequest(f"kv_compression is {what}", "kv_compression") from None
 
 
 def checked_salt(salt: str) -> str:

@@ -98,7 +98,7 @@ class PlacementCosts:
         self.last_tokens_seconds = tail * (
             table.token[:d] + table.pair[:d] * ask.tokens
         )  # what the first takes longer for one alone
-        lack = (ask.tokens + output) / size - device[:d] - table.free_pages[:d]
+        lack = min((ask.tokens + output) / size, ask.most_pages) - device[:d] - table.free_pages[:d]
         full = self.open[:d] == FULL
         self.wait = np.zeros(d)
         if full.any() or lack.max(initial=0.0) > 0:

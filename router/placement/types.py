@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -96,12 +97,13 @@ class PlacementRequest(Struct, frozen=True):
     excluded: Collection[str] = ()  # incarnations that have failed it
     decode_only: bool = False  # only a decode worker may be needed, and no store: this is how a last attempt is made
     affinity: str = ""  # requests of one key go to one decode worker while it lives
+    most_pages: float = inf  # of a device, at a time; its length sets a bound, too
     shares_with: str = ""  # the decode worker that has its whole prompt on its device: go there if that has room
 
     @property
     def pages_needed(self) -> int:
         """Device pages of a decode worker, for prompt and output."""
-        return -(-(self.prompt + self.max_tokens) // self.prefix.page_size)
+        return int(min(-(-(self.prompt + self.max_tokens) // self.prefix.page_size), self.most_pages))
 
     @property
     def partial_page_tokens(self) -> int:

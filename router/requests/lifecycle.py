@@ -169,7 +169,9 @@ class RequestManager:
     def _settle_length(self, request: Request) -> None:
         """Raises InvalidRequest or ContextTooLong. Without a worker, an open length stays open."""
         context, pool = self.context()
-        length = settle_length(request.prompt, request.max_tokens, context, pool)
+        size = self._config.pages.page_size
+        endless = pool is not None and request.most_pages(size) * size <= pool
+        length = settle_length(request.prompt, request.max_tokens, context, None if endless else pool)
         if pool is not None:
             request.max_tokens = length
 
@@ -265,6 +267,7 @@ class RequestManager:
             excluded=excluded,
             decode_only=final or request.history.decode_only or request.unscored,
             affinity=request.spec.affinity,
+            most_pages=request.most_pages(self._config.pages.page_size),
             shares_with=self._shares_with(request),
         )
 
@@ -390,14 +393,15 @@ class RequestManager:
             priority=spec.priority,
             deadline_ms=request.left_ms(now),
             adapter=request.adapter_digest,
+            kv_compression=spec.kv_compression,
         )
-        pages = -(-request.known // self._config.pages.page_size)
+        pages = int(min(-(-request.known // self._config.pages.page_size), ask.most_pages))
         work = AssignedAttempt(
             self._out.send(plan.decode, message),
             pages,
             context=request.known + left / 2,
             new_pages=pages - ask.device_pages(plan.decode),
-            growth=left / self._config.pages.page_size,
+            growth=min(left / self._config.pages.page_size, ask.most_pages - pages),
             tpot=request.tpot,
         )
         decoder.assign(name, work)

@@ -309,11 +309,12 @@ class WorkerMessageHandler:
         self._manager.retry(request, f"{member.peer.name} refuses to prefill: {refusal.message}", now, free=True)
 
     def _send_prefill(self, request: Request, attempt: Attempt, prefill: str, now: float) -> None:
+        count = min(attempt.start - 1, request.exact(self._config.pages.page_size))
         message = Prefill(
             request=request.name,
             attempt=attempt.name.attempt,
             root=request.root,
-            tokens=bytes(request.tokens[: (attempt.start - 1) * messages.TOKEN_BYTES]),
+            tokens=bytes(request.tokens[: count * messages.TOKEN_BYTES]),
             sources=attempt.placement.prefill_sources,
             priority=request.spec.priority,
             deadline_ms=request.left_ms(now),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from engine.cpu import build
 from engine.engine import Engine
 from engine.step.batch import Chunk, Sampled, TokenDraw
+from kvstore.kv_window import KvWindow
 from tests.engine.driver import GREEDY, prompt_of
 from tests.support import quantized_checkpoints
 from tests.support.checkpoints import RECIPES, VOCAB
@@ -78,14 +79,16 @@ class Computed(NamedTuple):
 class Computing:
     """A sequence that an engine computes in whatever chunks."""
 
-    def __init__(self, engine: Engine, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        self.engine, self.tokens, self.pages = engine, tokens, pages
+    def __init__(
+        self, engine: Engine, tokens: Sequence[int], pages: Sequence[int], window: KvWindow | None = None
+    ) -> None:
+        self.engine, self.tokens, self.pages, self.window = engine, tokens, pages, window
         self.at = 0
         self.logits = dict[int, torch.Tensor]()
 
     def chunk(self, size: int) -> Chunk:
         tokens = self.tokens[self.at : self.at + size]
-        return Chunk(tokens, self.at, self.pages, GREEDY if self.engine.has_lm_head else None)
+        return Chunk(tokens, self.at, self.pages, GREEDY if self.engine.has_lm_head else None, kv_window=self.window)
 
     def computed(self) -> Computed:
         pages = self.engine.pool[torch.tensor(list(self.pages))]
@@ -119,18 +122,18 @@ def fill_with_anything(engine: Engine) -> None:
         engine.pool.random_(-128, 128)
 
 
-def whole(engine: Engine, tokens: Sequence[int]) -> Computed:
+def whole(engine: Engine, tokens: Sequence[int], window: KvWindow | None = None) -> Computed:
     """One chunk, with nothing beside it."""
     engine.pool.zero_()
-    alone = Computing(engine, tokens, range(OWN))
+    alone = Computing(engine, tokens, range(OWN), window)
     step([alone], [len(tokens)])
     return alone.computed()
 
 
-def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random) -> Computed:
+def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random, window: KvWindow | None = None) -> Computed:
     """Random chunks, and other sequences beside them."""
     pages = rng.sample(range(PAGES), PAGES)
-    mine = Computing(engine, tokens, pages[:OWN])
+    mine = Computing(engine, tokens, pages[:OWN], window)
     sizes = rng.choice([[1], [1, 2, 5], [6, 7, 12, 33], [16, 32, 64], [40, 100, 300], [1, 3, 65, 320, 500]])
     others = [
         Computing(engine, prompt_of(200, seed=rng.randrange(99)), pages[OWN + 13 * i : OWN + 13 * i + 13])
@@ -166,6 +169,23 @@ def test_no_path_changes_a_bit(name: str, dtype: str, data: st.DataObject, engin
     first = whole(engines(name, dtype), tokens)
     other = engines(name, dtype, rng.choice([1, 2, 3]), head=rng.random() < 0.8, narrow=rng.random() < 0.3)
     assert_same_bits(first, mixed(other, tokens, rng))
+
+
+@pytest.mark.technique("Attention sinks with a window, of a request")
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*product(["llama", "qwen3", "int4 of qwen3"], ["bfloat16", "float32"]), INT8[0]]
+)
+@examples(12)
+@given(data=st.data())
+def test_no_path_changes_a_bit_of_a_window(name: str, dtype: str, data: st.DataObject, engines: Engines) -> None:
+    rng = random.Random(data.draw(st.integers(0, 2**32), "seed"))
+    tokens = [rng.randrange(VOCAB) for _ in range(rng.choice([65, 130, 300, 700, MOST]))]
+    window = KvWindow(rng.randint(1, len(tokens)), rng.choice([0, 1, 3]), rng.choice([1, 16, 17, 40, 600]), PAGE)
+    first = whole(engines(name, dtype), tokens, window)
+    assert_same_bits(first, mixed(engines(name, dtype, rng.choice([1, 2, 3])), tokens, rng, window))
+    plain = whole(engines(name, dtype), tokens)
+    assert_same_bits(Computed(first.pages[: window.exact], {}), Computed(plain.pages[: window.exact], {}))
+    assert (window.exact >= len(tokens)) == torch.equal(first.pages, plain.pages)
 
 
 @pytest.mark.technique("Prefixes shared within a page")

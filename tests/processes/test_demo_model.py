@@ -71,6 +71,13 @@ def test_json(client: Client) -> None:
     assert json.loads(answer.content) == {"name": "Mara", "job": "baker", "home": "Ashford"}
 
 
+def test_the_example_of_a_long_output_runs(client: Client) -> None:
+    script = Path(__file__).parents[2] / "examples" / "long_output.py"
+    command = [sys.executable, str(script), client.address, "900"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert printed.endswith("\n900 tokens\n")
+
+
 def test_the_example_of_speculation_runs(client: Client) -> None:
     script = Path(__file__).parents[2] / "examples" / "speculation.py"
     command = [sys.executable, str(script), client.address, client.operator]

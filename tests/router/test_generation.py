@@ -11,7 +11,7 @@ import pytest
 
 from baton.config import ModelConfig
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelError, ModelMismatch, ModelNotFound
-from baton.messages import SamplingParams
+from baton.messages import KvCompression, SamplingParams
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
 from router.frontend.detokenizer import Tokenizer
@@ -66,6 +66,9 @@ def ids(*tokens: int) -> pb.TokenIds:
         ({"stop_token_ids": [400]}, InvalidRequest, "stop_token_ids has 400"),
         ({"ttft_ms": 0}, InvalidRequest, "ttft_ms is 0"),
         ({"affinity": "a b"}, InvalidRequest, "affinity is 'a b'"),
+        ({"kv_compression": pb.KvCompression(window=9)}, InvalidRequest, "kv_compression is .* missing .* `kind`"),
+        ({"kv_compression": pb.KvCompression(kind="best", window=9)}, InvalidRequest, "Invalid enum value 'best'"),
+        ({"kv_compression": pb.KvCompression(kind="window")}, InvalidRequest, "missing required field `window`"),
         ({"cache_salt": "a@b"}, InvalidRequest, "cache_salt is 'a@b'"),
         ({"cache_salt": "a\\b"}, InvalidRequest, "cache_salt is"),
         ({"cache_salt": "a\0b"}, InvalidRequest, "cache_salt is"),
@@ -113,6 +116,7 @@ def test_what_is_given_wins() -> None:
         affinity="conversation-7",
         cache_salt="ß" * 128,
         tpot_ms=50,
+        kv_compression=pb.KvCompression(kind="window", window=9, sinks=0),
     )
     intake = parse(request, MODEL)
     assert intake.sampling == SamplingParams(0.0, 1.0, 0, 0.0, 7, 0)
@@ -120,6 +124,7 @@ def test_what_is_given_wins() -> None:
     assert (intake.max_tokens, intake.name, intake.priority) == (3, "mine", -2)
     assert (intake.ttft, intake.tpot, intake.affinity) == (2.0, 0.05, "conversation-7")
     assert intake.salt == "ß" * 128
+    assert intake.kv_compression == KvCompression("window", 9, 0)
 
 
 @pytest.mark.parametrize("fields", [{"text": "fox"}, {"token_ids": ids(5), "stop": ["x"]}])

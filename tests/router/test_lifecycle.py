@@ -318,6 +318,35 @@ def test_a_context_larger_than_the_pool_fits_where_all_layers_have_a_window(
         assert isinstance(error(lab), errors.ContextTooLong)
 
 
+@pytest.mark.parametrize(("prompt", "window", "fits"), [(10, 9, True), (10, 20, False), (100, 9, False)])
+def test_an_output_with_a_window_may_be_longer_than_the_pool(lab: Lab, prompt: int, window: int, fits: bool) -> None:
+    """A pool of 8 pages has room for its exact pages and a window's beside them, or not."""
+    lab.join("decode", "decode-0", model=card(pool_pages=8))
+    lab.submit(prompt=prompt, max_tokens=20 * PAGE, kv_compression=msg.KvCompression("window", window, 0))
+    if fits:
+        assert lab.decode.kv_compression == msg.KvCompression("window", window, 0)
+    else:
+        assert isinstance(error(lab), errors.ContextTooLong)
+
+
+def test_a_window_that_a_worker_can_not_serve_ends_the_request(lab: Lab, decode: str) -> None:
+    lab.submit(kv_compression=msg.KvCompression("window", 20))
+    lab.say(decode, msg.AttemptFailed("r", 1, "unsupported_field", "kv_compression is not served: no"))
+    assert type(error(lab)) is errors.UnsupportedField
+
+
+def test_a_next_attempt_with_a_window_looks_for_exact_pages_alone(lab: Lab) -> None:
+    """A token of the output attends to less than the whole text from the third page on."""
+    one, two = lab.colocated(2)
+    lab.submit(prompt=10, max_tokens=200, kv_compression=msg.KvCompression("window", 17, 0))
+    lab.tokens(one, "r", 1, 10, *range(50, 150), computed=10)
+    lab.say(one, msg.AttemptFailed("r", 1, "internal", "a step failed"))
+    assert lab.to(lab.decode) == two
+    assert len(unpack_tokens(lab.decode.tokens)) == 110
+    assert lab.decode.prompt == 10
+    assert len(lab.state._manager._requests["r"].keys) == (PAGE + 16) // PAGE
+
+
 def test_a_request_too_large_for_a_worker_goes_to_a_larger_one(lab: Lab) -> None:
     lab.join("decode", "decode-0", model=card(pool_pages=8))
     large = lab.join("decode", "decode-1", model=card(pool_pages=80))

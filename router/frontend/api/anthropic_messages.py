@@ -48,6 +48,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    kv_compression: dict[str, Any] | None = None  # Baton's
     metadata: dict[str, Any] | None = None
 
 
@@ -74,6 +75,7 @@ def chat_of_messages(request: CountTokensRequest, repairs: Repairs) -> ChatCompl
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        kv_compression=request.kv_compression,
         tools=list(_tools(request.tools or (), repairs)),
         tool_choice=choice,
         parallel_tool_calls=parallel,

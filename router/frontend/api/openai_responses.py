@@ -85,6 +85,7 @@ class ResponsesRequest(Struct, kw_only=True):
     ttft_ms: int | None = None
     tpot_ms: int | None = None
     cache_salt: str | None = None
+    kv_compression: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
 
 
@@ -117,6 +118,7 @@ def chat_of_response(request: ResponsesRequest, repairs: Repairs) -> ChatComplet
         ttft_ms=request.ttft_ms,
         tpot_ms=request.tpot_ms,
         cache_salt=request.cache_salt,
+        kv_compression=request.kv_compression,
         prompt_cache_key=request.prompt_cache_key,
         stream=request.stream,
         tools=tools.chat,

@@ -83,6 +83,7 @@ class GenerationFields(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
+    kv_compression: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     prompt_logprobs: int | None = None
     length_penalty: float | None = None

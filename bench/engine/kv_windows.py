@@ -1,0 +1,119 @@
+"""What sinks and a window cost in recall and save in memory: scheduler and engine in one loop, on the demo model.
+
+    python -m bench.engine.kv_windows [--prompts 100] [--tokens 20000] [--window 1024] [--threads 1]
+
+Recall: the prompts of `tools.demo_model.evaluate`, each a question about a fact that stands so many tokens before the
+answer. The prompt attends to all of itself, so the first token of an answer knows the fact. The others know it as far
+as the window reaches. Memory: one greedy output of `--tokens` tokens with a window, past the model's own context, and
+the same without a window. It fails if a window holds more pages than `KvWindow.held` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from baton.config import DecodeConfig
+from baton.membership import SendToRouter
+from baton.messages import Cancel, Decode, KvCompression, SamplingParams, Tokens
+from bench import report
+from decode_worker.scheduler import DecodeScheduler
+from engine.engine import Engine
+from engine.step.outcome import StepDone
+from kvstore.client.device_block_manager import DuplicatePage
+from kvstore.keys import pack_tokens
+from kvstore.kv_window import KvWindow
+from tools.demo_model import evaluate
+
+_MODEL = Path(__file__).parents[2] / "deploy/models/baton-demo"
+_PAGE, _PAGES, _SINKS = 16, 2_048, 4
+_WINDOWS = (None, 512, 256, 128, 64, 32, 16)
+_DISTANCES = (100, 300, 500)
+_NAME = "one"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=100, help="of each distance; 0: no recall")
+    parser.add_argument("--tokens", type=int, default=20_000, help="of the long output")
+    parser.add_argument("--window", type=int, default=1_024, help="of the long output")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args(argv)
+    engine = Engine.load(_MODEL, "float32", "cpu", _PAGES, _PAGE, head=True, threads=args.threads)
+    tokenizer = Tokenizer.from_file(str(_MODEL / "tokenizer.json"))
+    print(report.machine())
+    windows = _WINDOWS if args.prompts else ()
+    print("\n| window | " + " | ".join(f"recall at {distance}" for distance in _DISTANCES) + " |")
+    print("|---:|" + "---:|" * len(_DISTANCES))
+    for window in windows:
+        shares = [_recall(engine, tokenizer, distance, args.prompts, window) for distance in _DISTANCES]
+        print(f"| {window or 'none'} | " + " | ".join(f"{share:.0%}" for share in shares) + " |", flush=True)
+    print("\n| output tokens | window | pages held | ms per token since the last row |\n|---:|---:|---:|---:|")
+    for window in (args.window, None):
+        most = min(args.tokens, engine.num_pages * _PAGE - 64) if window is None else args.tokens
+        _long(engine, most, window)
+    return 0
+
+
+def _recall(engine: Engine, tokenizer: Tokenizer, distance: int, count: int, window: int | None) -> float:
+    right = 0
+    for one in evaluate.prompts(tokenizer, distance, count):
+        answer = [token for _, token in generate(engine, one.tokens, evaluate.MAX_TOKENS, window)]
+        right += evaluate.right(tokenizer, one, answer)
+    return right / count
+
+
+def _long(engine: Engine, count: int, window: int | None) -> None:
+    rows = {round((count - 1) * share) for share in (0.1, 0.25, 0.5, 1.0)}
+    began, done = time.perf_counter(), 0
+    for number, (held, _) in enumerate(generate(engine, range(3, 103), count, window), 1):
+        if number in rows:
+            now = time.perf_counter()
+            print(
+                f"| {number:,} | {window or 'none'} | {held} | {(now - began) * 1e3 / (number - done):.2f} |",
+                flush=True,
+            )
+            began, done = time.perf_counter(), number
+
+
+def generate(
+    engine: Engine, prompt: Sequence[int], count: int, window: int | None, sinks: int = _SINKS
+) -> Iterator[tuple[int, int]]:
+    """Yield the greedy tokens of one request, each with the pages that it holds. Past any end of a sequence. Raises
+    AssertionError if these are more than they may be."""
+    state = DecodeScheduler(DecodeConfig(), _PAGE, engine.num_pages, vocab_size=engine.vocab_size)
+    compression = None if window is None else KvCompression("window", window, sinks)
+    bound = KvWindow.of(compression, len(prompt), _PAGE)
+    order = Decode(
+        _NAME, 1, b"r" * 16, pack_tokens(prompt), len(prompt), count, SamplingParams(temperature=0.0),
+        kv_compression=compression,
+    )  # fmt: skip
+    commands = [*state.handle(order, 0.0)]
+    drawn = 0
+    while drawn < count:
+        commands += state.prepare(time.perf_counter())
+        for command in commands:
+            match command:
+                case DuplicatePage(source=source, dest=dest):
+                    engine.duplicate(source, dest)
+                case SendToRouter(message=Tokens(deltas=deltas)):
+                    pages = state._sequences[_NAME].pages
+                    for token in (token for delta in deltas for token in delta.tokens):
+                        drawn += 1
+                        assert bound is None or pages.num_held <= bound.held(pages.first), pages.num_held
+                        yield pages.num_held, token
+                case _:
+                    pass
+        if drawn < count:
+            plan = state.schedule(time.perf_counter())
+            output = engine.run(list(plan.values()))
+            commands = state.handle(StepDone(plan, output.sampled, {}, 0.001), time.perf_counter())
+    state.handle(Cancel(_NAME, 1), 0.0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
